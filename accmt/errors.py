@@ -1,9 +1,9 @@
 """Every error that accmt raises on purpose; `docs/errors.md` lists them.
 
-Each is also the built-in that a reader would expect, so `except ValueError` works as well as `except AccmtError`.
-Only `Preempted` is no `AccmtError`, for it is no `Exception`.
+Each error also derives from the matching built-in, so `except ValueError` works as well as `except AccmtError`.
+Only `Preempted` is not an `AccmtError`, because it is not an `Exception`.
 
-Every message has four parts, which `explain` joins: where, what was got, what was expected, what to do.
+`explain` builds every message from four parts: where, got, expected, do.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _RAISING = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
 
 
 class AccmtError(Exception):
-    """Base of every error that accmt raises on purpose."""
+    """Base class of all errors that accmt raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows in a cell: a terminal's traceback. Its own has each frame's whole signature."""
+        """Return a terminal's traceback for IPython, whose own prints each frame's whole signature."""
         from traceback import TracebackException
 
         shown = TracebackException.from_exception(self)
@@ -34,11 +34,11 @@ class AccmtError(Exception):
 
 
 class HyperParameterError(AccmtError, ValueError):
-    """A fault in the hyper-parameters; all faults of one source are reported together."""
+    """Invalid hyper-parameters; all errors in one source are reported together."""
 
 
 class HyperParameterFileError(HyperParameterError, FileNotFoundError):
-    """The file of hyper-parameters is not there."""
+    """The hyper-parameter file does not exist."""
 
 
 class HyperParameterTypeError(HyperParameterError, TypeError):
@@ -50,21 +50,21 @@ class ArgumentError(AccmtError, ValueError):
 
 
 class UnknownArgumentError(ArgumentError, TypeError):
-    """A Trainer argument that does not exist, or a keyword that nobody would read."""
+    """An unknown Trainer argument, or a keyword that nothing would use."""
 
 
 class MissingArgumentError(ArgumentError, TypeError):
-    """The Trainer was made without hyper-parameters, or without a folder for the model."""
+    """The Trainer was created without hyper-parameters or without a model folder."""
 
 
 class CombinedError(HyperParameterError, ArgumentError):
-    """There are faults in the hyper-parameters and in the Trainer's arguments; they are reported together."""
+    """Both the hyper-parameters and the Trainer's arguments are invalid; all errors are reported together."""
 
 
 class CallbackNotFoundError(AccmtError, KeyError):
-    """A callback that was asked for is not among those of the Trainer."""
+    """The Trainer has no such callback."""
 
-    __str__ = Exception.__str__  # that of a KeyError is on one line, in quotes
+    __str__ = Exception.__str__  # KeyError's puts the message on one line, in quotes
 
 
 class ModuleContractError(AccmtError, TypeError):
@@ -72,19 +72,19 @@ class ModuleContractError(AccmtError, TypeError):
 
 
 class MetricError(AccmtError, ValueError):
-    """A metric's name, direction or result is wrong."""
+    """A metric has an invalid name, direction or result."""
 
 
 class DataError(AccmtError, ValueError):
-    """Data that cannot be trained or evaluated on."""
+    """The data cannot be used for training or evaluation."""
 
 
 class SavingError(AccmtError, OSError):
-    """A folder for models or logs that cannot be written."""
+    """A folder for models or logs is not writable."""
 
 
 class CheckpointError(AccmtError, RuntimeError):
-    """A checkpoint that cannot be written (the older ones are untouched), read, or loaded into this run."""
+    """A checkpoint cannot be written (older ones are untouched), read, or loaded into this run."""
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
@@ -92,69 +92,69 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """Files of a checkpoint are missing or changed."""
+    """Checkpoint files are missing or modified."""
 
 
 class NonFiniteError(AccmtError, FloatingPointError):
-    """A training loss is not finite, or a spike far above those before it; the message names the batch."""
+    """A training loss is not finite, or spikes far above the losses before it; the message names the batch."""
 
 
 class ReplicasDifferError(AccmtError, RuntimeError):
-    """Weights or optimizer state that processes hold alike have become different; the message names the first."""
+    """Replicated weights or optimizer states differ between processes; the message names the first difference."""
 
 
 class ProcessFailedError(AccmtError, RuntimeError):
-    """Another process of the run failed, exited, or does not answer; the message holds its report."""
+    """Another process of the run failed, exited or stopped responding; the message includes its report."""
 
 
 class DeviceError(AccmtError, RuntimeError):
-    """The device of a run is busy, has no memory left at the start, or cannot be used by this torch."""
+    """The device is busy, has no free memory at the start, or is not supported by the installed torch."""
 
 
 class TrackerError(AccmtError, RuntimeError):
-    """A tracker does not start: a wrong server, or an invalid argument."""
+    """A tracker cannot start: wrong server or invalid argument."""
 
 
 class WeightsError(AccmtError, RuntimeError):
-    """Saved weights that are incomplete or do not fit the model."""
+    """Saved weights are incomplete or do not match the model."""
 
 
 class MissingPackageError(AccmtError, ImportError):
-    """A package is not installed, only in part, or too old."""
+    """A package is missing, incomplete or too old."""
 
 
 class PackageConflictError(AccmtError, ImportError):
-    """Another project's files lie in the folder of this package."""
+    """This package's folder contains files of another project."""
 
 
-class Preempted(SystemExit):  # noqa: N818 - no error: the program ends as requested
-    """A run was left because of SIGTERM or SIGUSR1, at a checkpoint if checkpoints are on.
+class Preempted(SystemExit):  # noqa: N818 - not an error: the program ends as requested
+    """A run was stopped by SIGTERM or SIGUSR1, after a checkpoint if checkpoints are enabled.
 
-    A child of `SystemExit` alone, so that the program ends with its exit code and no `except Exception` stops that.
+    Derives from `SystemExit` only: the program ends with its exit code, and `except Exception` does not catch it.
     """
 
 
 def explain(where: str, got: str, expected: str, do: str) -> str:
-    """Join the four parts of an error message; secrets in them are hidden.
+    """Join the four parts of an error message and hide secrets.
 
     Args:
-        where: The argument, file, line, key or hook at fault.
-        got: The value (and type) that was found.
-        expected: The range, type or list of valid names.
-        do: The line to write, or the nearest valid name.
+        where: The argument, file, line, key or hook with the error.
+        got: The value found, and its type.
+        expected: The valid range, type or names.
+        do: The line to write, or the closest valid name.
     """
-    if "\n  got: " in got:  # a message of four parts itself
+    if "\n  got: " in got:  # itself a message of four parts
         got = got.replace("\n", "\n    ")
     return hide_text(f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}")
 
 
 def nearest(name: object, names: Iterable[object], cutoff: float = 0.6) -> str | None:
-    """Return the name that was probably meant by another, upper and lower case aside.
+    """Return the valid name closest to a misspelled one, ignoring case.
 
     Args:
-        name: What was written.
-        names: What there is.
-        cutoff: How like the two have to be, from 0 to 1: at 0 the nearest is always returned.
+        name: The misspelled name.
+        names: The valid names.
+        cutoff: Required similarity, from 0 to 1; 0 always returns the closest name.
     """
     spelling = {str(candidate).lower(): str(candidate) for candidate in names}
     matches = get_close_matches(str(name).lower(), spelling, n=1, cutoff=cutoff)
@@ -162,16 +162,16 @@ def nearest(name: object, names: Iterable[object], cutoff: float = 0.6) -> str |
 
 
 def describe_value(value: object) -> str:
-    """Return a value and its type as messages show them: of a long one, such as a model, the type alone."""
+    """Return a value and its type for a message; only the type if the value is long, such as a model."""
     text = repr(value)
     kind = type(value).__name__
     return f"{text} ({kind})" if len(text) <= _LONGEST_VALUE and "\n" not in text else f"an object of type {kind}"
 
 
 def place_of(error: BaseException) -> tuple[str, bool]:
-    """Return the file in which an error arose, and whether a `raise` of Python code raised it, not what that calls.
+    """Return the file where an error was raised, and whether a Python `raise` statement raised it, not compiled code.
 
-    An error that was never raised counts as raised in "".
+    For an error that was never raised, the file is "".
     """
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
@@ -183,9 +183,9 @@ def place_of(error: BaseException) -> tuple[str, bool]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device ran out of memory: `torch.OutOfMemoryError`, or an error with such words.
+    """Return whether a device ran out of memory: `torch.OutOfMemoryError`, or an error whose message says so.
 
-    cuBLAS and cuDNN have words of their own for memory that they could not get.
+    cuBLAS and cuDNN report failed allocations with their own status codes.
     """
     if not isinstance(error, RuntimeError):
         return False

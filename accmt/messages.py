@@ -1,4 +1,4 @@
-"""Messages to the user: through the logger "accmt", from the main process, with bars intact and secrets hidden."""
+"""Messages to the user: logged by "accmt" on the main process, above the progress bars and with secrets hidden."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def warn(message: str) -> None:
 
 
 def say_once(message: str) -> None:
-    """Log an info message the first time only in a run."""
+    """Log an info message once per run."""
     if message not in _said:
         _said.add(message)
         say(message)
 
 
 def warn_once(message: str, *, about: str) -> None:
-    """Log a warning the first time only in a run; further ones `about` the same are suppressed."""
+    """Log a warning once per run: later ones with the same `about` are suppressed."""
     if about not in _said:
         _said.add(about)
         warn(message)
 
 
 def columns_of_messages() -> int | None:
-    """Return how wide a message may be to stay on one line of the terminal; None where there is none."""
+    """Return how many columns a message can have on one line of the terminal; None without a terminal."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (AttributeError, OSError, ValueError):  # of what is no terminal, no file, or nothing at all
+    except (AttributeError, OSError, ValueError):  # not a terminal, not a file, or None
         return None
     return columns - len(PREFIX) if columns else None
 
@@ -61,13 +61,13 @@ class _BarFriendlyHandler(logging.Handler):
             return
         try:
             tqdm.write(PREFIX + self.format(record), file=sys.stderr)
-        except Exception:  # noqa: BLE001 - as every handler of the standard library: a closed terminal stops nothing
+        except Exception:  # noqa: BLE001 - like the standard library's handlers: a closed terminal must not stop a run
             self.handleError(record)
 
 
 @contextmanager
 def speaking(*, verbose: bool) -> Iterator[None]:
-    """Show messages in the terminal during a run (only warnings if not `verbose`), if no logging is configured."""
+    """During a run, show messages in the terminal unless logging is configured; only warnings if not `verbose`."""
     _said.clear()
     level = logger.level
     handler = None if logger.hasHandlers() else _BarFriendlyHandler()

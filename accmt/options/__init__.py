@@ -1,4 +1,4 @@
-"""What a user chooses: the hyper-parameters, and the Trainer's arguments, each documented once, in its group."""
+"""User options: the hyper-parameters and the Trainer's arguments, each documented once, in its group."""
 
 from accmt.options.data import DataSettings, Limits
 from accmt.options.evaluation import EvaluationSettings, MetricOptions

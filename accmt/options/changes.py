@@ -1,4 +1,4 @@
-"""What changed in the hyper-parameters since a checkpoint, and what becomes of each change when the run continues."""
+"""Changes of hyper-parameters between a checkpoint and the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from accmt.options.yaml_reader import Fault
 
 Rule = Literal["apply", "keep", "reject"]
 
-_SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's stays", "reject": "rejected"}
+_SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's value stays", "reject": "rejected"}
 _FINDERS: dict[str, Callable[[Any], Any]] = {"optim": find_optimizer, "scheduler": find_scheduler}
 _SECTIONS = {"model": "path", "sft": "data"}
-"""Keys that have others in them, and what a string in their place is."""
+"""Keys whose value is a section, each with the key that a plain string stands for."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs from the checkpoint's.
+    """A setting that differs from the checkpoint's.
 
     Attributes:
         key: Its dotted key, `optim.lr`.
-        old: The value in the checkpoint; where it was left out, the default.
-        new: The value now, likewise.
+        old: The checkpoint's value, or the default where it is not set.
+        new: The current value, likewise.
         rule: "apply" the new value, "keep" the old one, or "reject" to continue.
     """
 
@@ -44,12 +44,12 @@ class Change:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What becomes of a changed key, and why.
+    """How a changed key is handled, and why.
 
     Attributes:
-        pattern: The keys it is for, `*` standing for any string; of several rules the first one counts.
+        pattern: The keys it applies to; `*` matches any string, and the first matching rule applies.
         rule: "apply" or "reject".
-        why: The reason, as the documentation gives it.
+        why: The reason, used in the documentation.
     """
 
     pattern: str
@@ -58,47 +58,51 @@ class KeyRule:
 
 
 RULES = (
-    KeyRule("epochs", "apply", "The run ends elsewhere, and the scheduler is stretched to the new end."),
-    KeyRule("max_steps", "apply", "As `epochs`."),
-    KeyRule("max_samples", "apply", "As `epochs`."),
-    KeyRule("max_target_tokens", "apply", "The run ends elsewhere."),
+    KeyRule("epochs", "apply", "The run ends at another step, and the scheduler is rescaled to the new end."),
+    KeyRule("max_steps", "apply", "Like `epochs`."),
+    KeyRule("max_samples", "apply", "Like `epochs`."),
+    KeyRule("max_target_tokens", "apply", "The run ends at another step."),
     KeyRule(
         "batch_size",
         "apply",
-        "The position counts samples, so each is still seen once an epoch; the number of steps changes, and the "
-        "scheduler is stretched to the new end.",
+        "The position counts samples, so each is still seen once per epoch; the number of steps changes, and the "
+        "scheduler is rescaled to the new end.",
     ),
     KeyRule("max_micro_batch_size", "apply", "Batches are split differently; steps stay the same."),
-    KeyRule("max_tokens", "apply", "As `max_micro_batch_size`."),
-    KeyRule("model", "apply", "Its weights are held against the checkpoint's: names, shapes, digests of frozen ones."),
-    KeyRule("sft", "apply", "The position counts samples, whatever they hold now."),
-    KeyRule("packing", "apply", "As `max_micro_batch_size`; the first token of a document has no label then."),
-    KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has counted in the other unit so far."),
-    KeyRule("optim.type", "reject", "The optimizer's state belongs to the other class."),
-    KeyRule("optim.lr", "apply", "From here on the rate is the one of a run that had the new value from its start."),
+    KeyRule("max_tokens", "apply", "Like `max_micro_batch_size`."),
+    KeyRule(
+        "model", "apply", "Its weights are checked against the checkpoint's: names, shapes, frozen ones by digest."
+    ),
+    KeyRule("sft", "apply", "The position counts samples, whatever their content."),
+    KeyRule("packing", "apply", "Like `max_micro_batch_size`; packed documents have no label for their first token."),
+    KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has been counting in the other unit."),
+    KeyRule("optim.type", "reject", "The optimizer's state belongs to another class."),
+    KeyRule("optim.lr", "apply", "From now on, the rate is that of a run that used the new value from the start."),
     KeyRule(
         "optim.groups",
         "apply",
-        "Their values hold from the next step on; which parameters are in a group, and its `type`, have to stay.",
+        "Their values apply from the next step; the parameters of a group and its `type` must not change.",
     ),
-    KeyRule("optim.*", "apply", "Holds from the next step on; the optimizer's state stays."),
-    KeyRule("scheduler.*", "reject", "A position in the old scheduler means nothing in the new one."),
-    KeyRule("*", "apply", "It is no part of what a checkpoint holds."),
+    KeyRule("optim.*", "apply", "Applies from the next step; the optimizer's state is kept."),
+    KeyRule("scheduler.*", "reject", "A position in the old scheduler has no meaning in the new one."),
+    KeyRule("*", "apply", "It is not part of a checkpoint."),
 )
-"""The first rule whose pattern fits a key decides about it."""
+"""The first rule whose pattern matches a key applies."""
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, resets_optimizer: bool = False) -> list[Change]:
-    """Return what differs, in the order of the keys.
+    """Return the differences, in the order of the keys.
 
-    Leaving a key out and writing its default is the same, as are `16` and `[16, 16]` for `batch_size`.
+    A missing key equals its default, and `16` equals `[16, 16]` for `batch_size`.
 
     Args:
         old: `HyperParameters.to_dict()` of the checkpoint, with or without the outer `hps`.
-        new: The same of this run.
-        resets_optimizer: Whether optimizer and scheduler start again, so that nothing has to be rejected.
+        new: The same for this run.
+        resets_optimizer: Whether optimizer and scheduler start over, so that nothing has to be rejected.
     """
-    sides = [{**_standard(), **side.get("hps", side)} for side in (old, new)]
+    # an older accmt may have written the checkpoint without keys that exist now: those have their defaults
+    defaults = {key: value for key, value in HyperParameters().to_dict()["hps"].items() if key not in _FINDERS}
+    sides = [{**defaults, **side.get("hps", side)} for side in (old, new)]
     same_kind = {name for name in _FINDERS if _kind(sides[0], name) == _kind(sides[1], name) is not None}
     was, is_now = (_flat(side, same_kind) for side in sides)
     return [
@@ -109,9 +113,9 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, resets_optimizer:
 
 
 def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
-    """Return the optimizer's arguments that are to be applied: name to (old value, new value).
+    """Return the optimizer arguments to apply: name to (old value, new value).
 
-    Of changed groups these are all arguments that a group has of its own, with None for both values.
+    If groups changed, this includes all arguments that any group sets, with None for both values.
     """
     changed = {
         change.key.removeprefix("optim."): (change.old, change.new)
@@ -128,29 +132,30 @@ def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
 
 
 def require_allowed(changes: Iterable[Change], where: str) -> None:
-    """Check that the run can continue with all that changed.
+    """Check that the run can resume with these changes.
 
     Args:
-        changes: What `compare` returned.
-        where: What was changed, for the message: the source of the hyper-parameters.
+        changes: The result of `compare`.
+        where: The source of the hyper-parameters, for the message.
 
     Raises:
         HyperParameterError: A change is rejected; the message lists every one.
     """
-    wrong = [change for change in changes if _is_rejected(change)]
+    wrong = [change for change in changes if change.rule == "reject"]
     rejected = [f"{change.key}: {_show(change.old)} -> {_show(change.new)}" for change in wrong]
     if rejected:
-        expected = "the checkpoint's values, which the state of optimizer and scheduler belongs to"
+        expected = "the checkpoint's values, which match the saved optimizer and scheduler state"
         do = (
-            "put the old values back, start optimizer and scheduler again with `reset_optimizer_on_resume=True`, "
-            "or begin a new run with `resume=False`"
+            "restore the old values, reset optimizer and scheduler with `reset_optimizer_on_resume=True`, "
+            "or start a new run with `resume=False`"
         )
         raise HyperParameterError(explain(where, f"changed since the checkpoint: {', '.join(rejected)}", expected, do))
 
 
 def rules_table() -> str:
-    """Return the rules as the Markdown table of the documentation."""
-    rows = [f"| {_name(item.pattern)} | {_verdict(item.rule)} | {item.why} |" for item in RULES]
+    """Return the rules as a Markdown table for the documentation."""
+    rules = {"reject": "reject, unless `reset_optimizer_on_resume=True`"}
+    rows = [f"| {_name(item.pattern)} | {rules.get(item.rule, item.rule)} | {item.why} |" for item in RULES]
     return "\n".join(["| key | when it changed | why |", "|---|---|---|", *rows]) + "\n"
 
 
@@ -160,22 +165,9 @@ def _name(pattern: str) -> str:
     return f"other `{pattern}`" if pattern == "optim.*" else f"`{pattern}`"
 
 
-def _verdict(rule: Rule) -> str:
-    return "reject, unless `reset_optimizer_on_resume=True`" if rule == "reject" else rule
-
-
 def _rule_of(key: str, *, resets_optimizer: bool) -> Rule:
     rule = next(item.rule for item in RULES if fnmatchcase(key, item.pattern) or key.startswith(f"{item.pattern}."))
     return "apply" if rule == "reject" and resets_optimizer else rule
-
-
-def _is_rejected(change: Change) -> bool:
-    return change.rule == "reject"
-
-
-def _standard() -> dict[str, Any]:
-    """Return the values of keys that are left out, such as one that the writer of the checkpoint did not know yet."""
-    return {key: value for key, value in HyperParameters().to_dict()["hps"].items() if key not in _FINDERS}
 
 
 def _kind(side: Mapping[str, Any], component: str) -> Any:
@@ -183,7 +175,7 @@ def _kind(side: Mapping[str, Any], component: str) -> Any:
 
 
 def _flat(side: Mapping[str, Any], with_defaults: set[str]) -> dict[str, Any]:
-    """Return all settings by dotted key, with the defaults of the arguments of some components."""
+    """Return all settings by dotted key, with argument defaults for the components `with_defaults`."""
     flat = {key: value for key, value in side.items() if key not in _FINDERS and key not in _SECTIONS}
     for name, short in _SECTIONS.items():
         section = side.get(name)
@@ -197,7 +189,7 @@ def _flat(side: Mapping[str, Any], with_defaults: set[str]) -> dict[str, Any]:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is in a section, however deep, by dotted key."""
+    """Yield the values of a section at any depth, by dotted key."""
     if not isinstance(value, Mapping):
         yield path, value
         return
@@ -206,9 +198,9 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _with_defaults(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults of a class that this run uses too: one that only a checkpoint names is not imported."""
+    """Fill in a class's defaults. Only for classes that this run uses: others from the checkpoint are not imported."""
     factory = _FINDERS[component](values["type"])
-    if isinstance(factory, Fault):  # a class that was passed as an object, and has no import path
+    if isinstance(factory, Fault):  # a class passed as an object, without an import path
         return dict(values)
     parameters = parameters_of(factory)
     defaults = {name: _listed(item.default) for name, item in parameters.items() if item.default is not item.empty}
@@ -228,7 +220,7 @@ def _listed(value: Any) -> Any:
 
 
 def _three_sizes(size: Any) -> list[int]:
-    """Return the sizes for train, validation and test: one that is left out equals the one before it."""
+    """Return the sizes for train, validation and test: a missing one equals the one before it."""
     sizes = list(size) if isinstance(size, list | tuple) else [size]
     return [*sizes, *[sizes[-1]] * (3 - len(sizes))]
 

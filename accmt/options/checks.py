@@ -1,4 +1,4 @@
-"""Checks of arguments, with one wording for all."""
+"""Argument checks with uniform error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# ---- Numbers as a person means them: YAML 1.1 takes `1e-3` for a string, and quotes make a string of any number.
+# ---- Numbers as people write them: YAML 1.1 reads `1e-3` as a string, and quotes turn any number into a string.
 
 
 _DIGITS = r"\d+(?:_\d+)*"
@@ -34,18 +34,18 @@ _DECIMAL = re.compile(rf"[+-]?(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][
 
 
 def number_in(text: str) -> int | float | None:
-    """Return the number that `text` spells, or None: "1e-3", ".001", "1_000" and "100" are numbers, "nan" is not."""
+    """Return the number in `text`, or None: "1e-3", ".001", "1_000" and "100" are numbers, "nan" is not."""
     text = text.strip()
     if _WHOLE.fullmatch(text):
         try:
             return int(text)
-        except ValueError:  # Python reads at most some thousands of digits
+        except ValueError:  # Python limits the number of digits
             return None
     return float(text) if _DECIMAL.fullmatch(text) else None
 
 
 def read_numbers(value: Any) -> Any:
-    """Return a copy of `value` with the numbers in its strings read, at any depth."""
+    """Return a copy of `value` with numeric strings converted to numbers, at any depth."""
     if isinstance(value, str):
         number = number_in(value)
         return value if number is None else number
@@ -59,12 +59,12 @@ def read_numbers(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number, which True and False are not."""
+    """Return whether a value is a number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def as_float(value: Any) -> float:
-    """Return a number as a float: an integer that is too large for one is infinite."""
+    """Return a number as a float; an integer that is too large becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -72,17 +72,17 @@ def as_float(value: Any) -> float:
 
 
 def whole(value: Any) -> Any:
-    """Return a float without a fraction as the int it means (`1e5` steps), anything else as it is."""
+    """Return a float without a fraction, such as `1e5` steps, as an int, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def write_argument(name: str, value: Any) -> str:
-    """Return an argument with a value as one writes it.
+    """Return the code that sets an argument to a value.
 
     Args:
-        name: "clip_grad" for an argument of the Trainer, "failures.spike_guard" for a key of a dict there, or
-            "Failures.spike_guard" for an argument of such a class.
-        value: What it is set to.
+        name: "clip_grad" for a Trainer argument, "failures.spike_guard" for a key of a dict argument, or
+            "Failures.spike_guard" for an argument of an options class.
+        value: The value.
     """
     argument, _, key = name.partition(".")
     if name[0].isupper():
@@ -91,23 +91,23 @@ def write_argument(name: str, value: Any) -> str:
 
 
 def write_place(name: str) -> str:
-    """Return where an argument stands, for messages; `name` as in `write_argument`."""
+    """Return the location of an argument for messages; `name` as in `write_argument`."""
     return write_argument(name, "...") if name[0].isupper() else f"Trainer({write_argument(name, '...')})"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Base of an argument of the Trainer that has parts: frozen, and checked when it is made.
+    """Base class of structured Trainer arguments: frozen, and checked on creation.
 
-    Fields of `bool`, `Literal` and None are checked by their annotation; `Annotated[kind, check]` is by `check(name,
-    value)`, None aside. What else can be wrong, `check` says.
+    `bool`, `Literal` and None fields are checked by annotation; `Annotated[kind, check]` fields by `check(name,
+    value)` unless None. Override `check` for everything else.
     """
 
     def __post_init__(self) -> None:
         self._require(type(self).__name__)
 
     def check(self, name: str) -> None:
-        """Check what the annotations do not say; `name` is how messages call the argument."""
+        """Check what annotations cannot express; `name` is the argument's name in messages."""
 
     def _require(self, name: str, faults: Sequence[ArgumentError] = ()) -> None:
         hints = get_type_hints(type(self), include_extras=True)
@@ -123,15 +123,15 @@ class Options:
 
     @classmethod
     def read(cls, argument: str, value: Any, also: str = "") -> Self:
-        """Return options that are given as such, or as a dict of some of them; None is all defaults.
+        """Return options from an object or a dict; None means all defaults.
 
         Args:
-            argument: The argument of the Trainer.
-            value: What is given.
-            also: What else would have been right, for the message.
+            argument: The Trainer argument.
+            value: Its value.
+            also: Other valid values, for the message.
 
         Raises:
-            ArgumentError: Anything is wrong, all in one error: keys that do not exist with the nearest that does.
+            ArgumentError: Anything is invalid; one error lists everything, with the closest name for unknown keys.
         """
         if isinstance(value, cls):
             return value
@@ -153,18 +153,18 @@ class Options:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is not as by default, in the form of a dict; 1 is not 1.0."""
+        """Return the values that differ from their defaults as a dict; 1 differs from 1.0."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {name: now for name, (now, default) in values.items() if (type(now), now) != (type(default), default)}
 
 
 def set_field(frozen: DataclassInstance, name: str, value: Any) -> None:
-    """Let a frozen object, while it is made, hold an argument in the form in which it is read."""
+    """Set a field of a frozen object while it is being created."""
     object.__setattr__(frozen, name, value)
 
 
 def _require_kind(name: str, value: Any, hint: Any) -> None:
-    """Check a value by its annotation, as far as that says what is right."""
+    """Check a value against its annotation, if the annotation is one that can be checked."""
     members = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
     choices: list[Any] = []
     checks: list[Callable[[str, Any], None]] = []
@@ -189,23 +189,23 @@ def _require_kind(name: str, value: Any, hint: Any) -> None:
 
 
 def raise_faults(errors: Sequence[AccmtError]) -> None:
-    """Raise errors that were collected as one, if there are any.
+    """Raise the collected errors as one, if there are any.
 
     Raises:
-        ArgumentError: They are all about arguments.
-        HyperParameterError: There is one alone, about hyper-parameters.
-        CombinedError: They are about arguments and hyper-parameters.
+        ArgumentError: All are about arguments.
+        HyperParameterError: The only one is about hyper-parameters.
+        CombinedError: Some are about arguments, some about hyper-parameters.
     """
     if len(errors) == 1:
         raise errors[0]
     if errors:
         is_mixed = any(isinstance(error, HyperParameterError) for error in errors)
         kind = CombinedError if is_mixed else ArgumentError
-        raise kind("\n\n".join(["faults in several places", *map(str, errors)]))
+        raise kind("\n\n".join(["several errors", *map(str, errors)]))
 
 
 def require_flags(settings: DataclassInstance) -> None:
-    """Check every field annotated as `bool`: the text "no" or "false" would otherwise count as true.
+    """Check every field annotated as `bool`: the strings "no" and "false" would otherwise be truthy.
 
     Raises:
         ArgumentError: One of them is neither True nor False.
@@ -227,17 +227,17 @@ def require_flag(name: str, value: Any, *, default: bool | None) -> None:
 
 
 def require_int(name: str, value: Any, *, at_least: int, at_most: float = inf, also: str = "") -> None:
-    """Check a whole number.
+    """Check an integer.
 
     Args:
         name: The argument.
         value: Its value.
-        at_least: The smallest number that is right.
+        at_least: The smallest valid number.
         at_most: The largest.
-        also: What else would have been right, for the message.
+        also: Other valid values, for the message.
 
     Raises:
-        ArgumentError: `value` is not an int, or out of these bounds.
+        ArgumentError: `value` is not an int, or out of range.
     """
 
     def is_right(number: Any) -> bool:
@@ -250,10 +250,10 @@ def require_int(name: str, value: Any, *, at_least: int, at_most: float = inf, a
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Check a number above 0.
+    """Check a positive number.
 
     Raises:
-        ArgumentError: `value` is not a number, or not above 0.
+        ArgumentError: `value` is not a positive number.
     """
 
     def is_right(number: Any) -> bool:
@@ -270,22 +270,22 @@ def require_positive(name: str, value: Any) -> None:
 
 
 def meant(value: Any, is_right: Callable[[Any], bool], otherwise: Any) -> Any:
-    """Return the number that a wrong value spells (the text "4", or 4.0), if that one is right.
+    """Return the number that an invalid value represents (the string "4", or 4.0), if that number is valid.
 
     Args:
         value: The value.
-        is_right: Says of a number whether it could be there.
-        otherwise: What is returned if it could not.
+        is_right: Returns whether a number is valid.
+        otherwise: Returned if it is not.
     """
     number = whole(read_numbers(value))
     return number if is_right(number) else otherwise
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Check one of a few values.
+    """Check that a value is one of `choices`.
 
     Raises:
-        ArgumentError: `value` is none of `choices`; the message names the nearest.
+        ArgumentError: It is not; the message names the closest choice.
     """
     if value not in choices:
         written = [repr(choice) for choice in choices]
@@ -298,14 +298,14 @@ def require_text(name: str, value: Any) -> None:
     """Check a name.
 
     Raises:
-        ArgumentError: `value` is no text, or empty.
+        ArgumentError: `value` is not a string, or empty.
     """
     if not isinstance(value, str) or not value.strip():
         raise_wrong_value(name, value, "a name", f'{name}="..."')
 
 
 def require_mapping(name: str, value: Any) -> None:
-    """Check a dict that may be missing.
+    """Check an optional dict.
 
     Raises:
         ArgumentError: `value` is neither None nor a mapping.
@@ -315,16 +315,16 @@ def require_mapping(name: str, value: Any) -> None:
 
 
 def require_keywords(name: str, value: Mapping[str, Any] | None, function: Callable[..., Any], owner: str) -> None:
-    """Check that a dict of arguments has those of the function that they are for.
+    """Check that a dict contains only arguments of the function they are passed to.
 
     Args:
-        name: The argument of the Trainer that holds the dict.
-        value: The dict; None has nothing to check.
-        function: What is called with it.
-        owner: What the function is called in the message.
+        name: The Trainer argument with the dict.
+        value: The dict, or None.
+        function: The function to be called with it.
+        owner: The function's name in the message.
 
     Raises:
-        ArgumentError: One of them is no argument of the function; the message names the nearest.
+        ArgumentError: The function has no such argument; the message names the closest one.
     """
     known = [name for name, parameter in signature(function).parameters.items() if parameter.kind in _BY_NAME]
     for keyword in value or {}:
@@ -338,7 +338,7 @@ _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn:
-    """Raise the error of a Trainer argument with a wrong value.
+    """Raise the error for a Trainer argument with an invalid value.
 
     Raises:
         ArgumentError: Always.

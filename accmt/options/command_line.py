@@ -1,4 +1,4 @@
-"""The Trainer's arguments and the hyper-parameters from outside the program: flags of a command line, or a file."""
+"""Trainer arguments and hyper-parameters from command-line flags or a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_TEXT = frozenset(
         "tracker_kwargs",
     }
 )
-"""Arguments that are objects of the program, which no text can name."""
+"""Arguments whose values are Python objects, which a flag cannot express."""
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _NAMES: dict[Any, str] = {
@@ -49,12 +49,12 @@ _NAMES: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """An argument of the Trainer as a flag.
+    """A Trainer argument as a command-line flag.
 
     Attributes:
-        name: That of the argument; the flag is `--<name>`.
-        meaning: What it means, and its default.
-        kinds: The types that its value may have; `Any` is every one.
+        name: The argument's name; the flag is `--<name>`.
+        meaning: Its description and default.
+        kinds: The types of valid values; `Any` allows all.
     """
 
     name: str
@@ -63,18 +63,18 @@ class Flag:
 
     @property
     def expected(self) -> str:
-        """The kinds of values, in a few characters."""
+        """The valid types, in short form."""
         names = [name for kind, name in _NAMES.items() if kind in self.kinds]
         return "|".join([*names, *(["none"] if type(None) in self.kinds else [])]) or "value"
 
     def read(self, text: str) -> Any:
-        """Return the value that a text spells.
+        """Return the value of a flag.
 
-        `true`, `false`, `none` and numbers are what they say, and what begins with `[` or `{` is YAML, where the
-        argument may have such a value. Anything else is a text.
+        `true`, `false`, `none` and numbers are read as such, and text that starts with `[` or `{` as YAML, if the
+        argument accepts such a value. Anything else is a string.
 
         Raises:
-            ArgumentTypeError: The argument has no such value.
+            ArgumentTypeError: The argument does not accept this value.
         """
         value = read_value(text)
         if Any in self.kinds or _is_one_of(value, self.kinds):
@@ -85,8 +85,8 @@ class Flag:
 
 
 def list_flags() -> list[Flag]:
-    """Return every argument of the Trainer that text can hold."""
-    flags = [Flag("hps_config", "The hyper-parameters: a YAML or JSON file. Required.", (str,))]
+    """Return a flag for every Trainer argument that a string can express."""
+    flags = [Flag("hps_config", "Hyper-parameters: a YAML or JSON file. Required.", (str,))]
     for group in Settings.GROUPS.values():
         hints, meanings = get_type_hints(group), read_meanings(group)
         flags += [
@@ -120,10 +120,10 @@ def _is_one_of(value: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def read_value(text: str) -> Any:
-    """Return what a text spells: a word such as `true`, a number, YAML in brackets, or the text itself.
+    """Return the value of a string: a word such as `true`, a number, YAML in brackets, or the string itself.
 
     Raises:
-        ArgumentTypeError: It begins with a bracket, and is no YAML.
+        ArgumentTypeError: It starts with a bracket, but is not valid YAML.
     """
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -139,17 +139,17 @@ def _read_yaml(text: str) -> Any:
     try:
         return read_numbers(yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise ArgumentTypeError(f"{text!r} is not YAML: {' '.join(str(error).split())}") from error
+        raise ArgumentTypeError(f"{text!r} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 _ENTRY = re.compile(r"^    (\w+|\*\*\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def read_meanings(documented: type) -> dict[str, str]:
-    """Return what the `Args:` section of a class says of each argument, in one line each.
+    """Return the description of each argument from a class's `Args:` section, one line each.
 
     Args:
-        documented: A class with a docstring in Google's style; one without has no meanings, as under `python -OO`.
+        documented: A class with a Google-style docstring; without one (`python -OO`) the result is empty.
     """
     section = inspect.cleandoc(documented.__doc__ or "").partition("Args:\n")[2].split("\n\n")[0]
     return {name: " ".join(text.split()) for name, text in _ENTRY.findall(section)}
@@ -159,38 +159,38 @@ Config: TypeAlias = str | PathLike[str] | Mapping[str, Any]
 
 
 _REQUIRED = ("hps_config", "model_path")
-_EXPECTED = "hyper-parameters, and a folder for the model"
+_EXPECTED = "hyper-parameters and a model folder"
 HPS_FLAGS = "hps_flags"
-"""Where parsed arguments have the hyper-parameters that were typed, by dotted key."""
+"""The attribute of parsed arguments that holds `--hps.` flags, by dotted key."""
 
 
 def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """Give a parser a flag for every argument of the Trainer that text can hold, in a group of their own.
+    """Add a flag to a parser, in a separate group, for every Trainer argument that a string can express.
 
     Args:
         parser: The parser.
-        without: Arguments that get no flag, because the program has them in another way.
+        without: Arguments without a flag, because the program sets them itself.
 
     Raises:
-        ArgumentError: It has a flag or an argument of the same name; nothing was added.
+        ArgumentError: The parser already has an argument with one of these names; nothing was added.
     """
     flags = [flag for flag in list_flags() if flag.name not in without]
     _require_no_clashes(parser, [flag.name for flag in flags])
     read_hps_flags(parser)
-    about_hps = "every hyper-parameter is a flag, too: --hps.epochs 3 --hps.optim.lr=3e-4"
+    about_hps = "every hyper-parameter is a flag too: --hps.epochs 3 --hps.optim.lr=3e-4"
     group = parser.add_argument_group("Trainer", f"arguments of accmt.Trainer; {about_hps}")
     for flag in flags:
         group.add_argument(
             f"--{flag.name}",
             type=flag.read,
-            default=argparse.SUPPRESS,  # only what is typed appears in the parsed arguments, so defaults hide nothing
+            default=argparse.SUPPRESS,  # unset flags must not override a file's values
             metavar=flag.expected,
             help=flag.meaning.replace("%", "%%"),
         )
 
 
 def read_hps_flags(parser: argparse.ArgumentParser) -> None:
-    """Let a parser read `--hps.<key>`; argparse has no flags whose names are not known before."""
+    """Let a parser read `--hps.<key>`; argparse itself cannot handle flags whose names are unknown in advance."""
     parse = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
@@ -208,7 +208,7 @@ def read_hps_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Trainer's arguments of a file or dict, replaced by those typed, replaced by others.
+    """Merge the Trainer's arguments: `others` override typed flags, which override a file or dict.
 
     Raises:
         MissingArgumentError: `hps_config` or `model_path` is missing.
@@ -228,10 +228,10 @@ def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[
 
 
 def read_config(config: Config) -> Mapping[str, Any]:
-    """Return the arguments that a YAML or JSON file, or a dict, holds.
+    """Return the arguments in a YAML or JSON file, or in a dict.
 
     Raises:
-        ArgumentError: The file holds no mapping.
+        ArgumentError: The file does not contain a mapping.
         FileNotFoundError: There is no such file.
     """
     arguments: Any = config
@@ -241,8 +241,8 @@ def read_config(config: Config) -> Mapping[str, Any]:
         from accmt.options.checks import read_numbers
 
         if not Path(config).is_file():
-            expected, do = "a YAML or JSON file of the Trainer's arguments", "correct the path"
-            got = f"no such file, seen from {Path.cwd()}"
+            expected, do = "a YAML or JSON file with Trainer arguments", "correct the path"
+            got = f"no such file; the working directory is {Path.cwd()}"
             raise FileNotFoundError(explain(f"Trainer.from_config({str(config)!r})", got, expected, do))
         arguments = read_numbers(yaml.safe_load(Path(config).read_text(encoding="utf-8")))
     if isinstance(arguments, Mapping):
@@ -252,7 +252,7 @@ def read_config(config: Config) -> Mapping[str, Any]:
 
 
 def _read_table(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one argument with numbers as keys, which JSON has as text, if it is such a table."""
+    """Return `grad_accumulation_steps` with integer keys if it is a table; JSON keys are always strings."""
     name = "grad_accumulation_steps"
     table = arguments.get(name)
     if not isinstance(table, Mapping):
@@ -261,12 +261,12 @@ def _read_table(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_no_clashes(parser: argparse.ArgumentParser, names: list[str]) -> None:
-    actions = parser._actions  # argparse has no other way to list flags, and none at all to find a shared `dest`
+    actions = parser._actions  # argparse has no public way to list flags and `dest`s
     taken = {
         name for action in actions for name in (action.dest, *(text.lstrip("-") for text in action.option_strings))
     }
     clashes = [f"--{name}" for name in names if name in taken]
     if clashes:
-        expected = "a parser without flags of these names, which are arguments of the Trainer"
-        do = "leave yours out, and read the Trainer's: getattr(args, name, default); or rename it"
+        expected = "a parser without flags named like Trainer arguments"
+        do = "remove your flag and read the Trainer's, getattr(args, name, default), or rename yours"
         raise ArgumentError(explain("Trainer.add_argparse_args", ", ".join(clashes), expected, do))

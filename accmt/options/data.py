@@ -1,4 +1,4 @@
-"""The Trainer's arguments about data."""
+"""Trainer arguments about data."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def require_limit(name: str, value: Any, at_least: int = 0) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Options):
-    """What `limit_batches` may limit, each to a number of batches or a fraction of them; 1.0 is all.
+    """Limits for `limit_batches`: numbers of batches, or fractions of them; 1.0 means all.
 
     Args:
-        train: Batches of an epoch.
-        val: Batches of each validation set; 0 turns validation off.
-        test: Batches of each test set.
-        predict: Batches of each set that is predicted.
+        train: Batches per epoch.
+        val: Batches per validation set; 0 turns validation off.
+        test: Batches per test set.
+        predict: Batches per prediction set.
     """
 
     train: Annotated[int | float, partial(require_limit, at_least=1)] = 1.0
@@ -46,38 +46,38 @@ class Limits(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """How batches are made.
+    """Data loading and batching.
 
     Args:
-        shuffle_train: Whether each epoch has an order of its own, drawn from (seed, epoch). Ignored with a sampler.
-        shuffle_validation: Whether validation data are shuffled; results do not depend on it.
-        sampler: Order of the training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
+        shuffle_train: Whether to shuffle the training data every epoch, based on (seed, epoch). Ignored with a sampler.
+        shuffle_validation: Whether to shuffle validation data; results do not depend on it.
+        sampler: The order of training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
             indices.
         sampler_val: The same for validation data.
-        batch_sampler: Batches of the training samples: a torch batch sampler. Batch i goes to process i mod processes.
-        collate_fn: Makes a batch of a list of samples, for all data; a list of functions is applied one after the
-            other. None is torch's own. A module that defines `collate_fn` wins over it.
-        collate_fn_train: As `collate_fn`, for training data only, and stronger than it.
-        collate_fn_val: As `collate_fn`, for validation data only, and stronger than it.
-        dataloader_pin_memory: Whether batches are put into pinned memory; has no effect without an accelerator device.
-        dataloader_num_workers: Processes that load data beside each training process; 0 loads in the training process.
-        dataloader_persistent_workers: Whether those processes outlive an epoch, which saves starting them. Their copies
-            of the dataset then do not hear of what changes in it between epochs. Has no effect on streams, nor on a
-            dataset with `set_epoch`.
-        dataloader_drop_last: Whether a last training batch that is not full is left out. Validation data are never
+        batch_sampler: A torch batch sampler for training. Batch i goes to process i modulo the number of processes.
+        collate_fn: Turns a list of samples into a batch, for all data; a list of functions is applied one after the
+            other. None uses torch's default. A `collate_fn` method of the module takes precedence.
+        collate_fn_train: Like `collate_fn`, but for training data only; takes precedence over it.
+        collate_fn_val: Like `collate_fn`, but for validation data only; takes precedence over it.
+        dataloader_pin_memory: Whether to put batches into pinned memory; no effect without an accelerator device.
+        dataloader_num_workers: Number of data-loading processes per training process; 0 loads in the training process.
+        dataloader_persistent_workers: Whether workers stay alive between epochs, which saves restarting them. Their
+            copies of the dataset then do not see changes made between epochs. No effect on streams or on a dataset
+            with `set_epoch`.
+        dataloader_drop_last: Whether to drop the last training batch if it is not full. Validation data are never
             dropped.
-        shard_dataloaders: Whether the processes share the data. False: every process sees all of it.
-        reload_dataloaders_every_n_epochs: Asks the module (`get_train_dataloader`, `get_validation_dataloader`) or the
-            datamodule for data again at the beginning of every so many epochs: a number, or text such as "2 epochs"; 0
-            asks once.
-        limit_batches: Batches of an epoch, of each validation set, of testing and of predicting: a whole number, or a
-            fraction of them as a float (1.0 is all, 1 is one); `Limits(val=0.1)` limits those alone that it names,
-            of train, val, test and predict. 0 for val turns validation off.
-        overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
-            off.
-        batch_device_placement: Whether batches are moved to the device before a step sees them.
-        group_by_length: Whether training batches are made of samples of like length: some 50 batches of neighbours in
-            the random order are sorted by length. It changes which samples meet in a step; `max_tokens` in the
+        shard_dataloaders: Whether to shard the data across processes. False: every process sees all of it.
+        reload_dataloaders_every_n_epochs: Rebuilds the loaders from the module (`get_train_dataloader`,
+            `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string
+            such as "2 epochs"; 0 builds them once.
+        limit_batches: Batches per training epoch, and per validation, test and prediction set: a number, or a fraction
+            as a float (1.0 is all, 1 is one); `Limits(val=0.1)` sets only some of train, val, test and predict. 0 for
+            val turns validation off.
+        overfit_batches: Trains and validates on this many training batches (or this fraction of them), unshuffled; 0
+            is off.
+        batch_device_placement: Whether to move batches to the device before a step.
+        group_by_length: Whether to build training batches from samples of similar length: about 50 batches at a time
+            of shuffled samples are sorted by length. This changes which samples share a step; `max_tokens` in the
             hyper-parameters does not.
     """
 
@@ -103,7 +103,7 @@ class DataSettings:
     def __post_init__(self) -> None:
         require_flags(self)
         require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
-        self.reload_epochs  # noqa: B018 - raises what is wrong with it
+        self.reload_epochs  # noqa: B018 - raises if invalid
         require_limit("overfit_batches", self.overfit_batches)
         if isinstance(self.limit_batches, Mapping | Limits):
             set_field(self, "limit_batches", Limits.read("limit_batches", self.limit_batches))
@@ -112,9 +112,9 @@ class DataSettings:
         for name in ("sampler", "sampler_val", "batch_sampler", "collate_fn", "collate_fn_train", "collate_fn_val"):
             if isinstance(getattr(self, name), str | bool | int | float):
                 do = f"{name}={'my_function' if 'collate' in name else 'my_sampler'}"
-                raise_wrong_value(name, getattr(self, name), "an object of the program, not a name", do)
+                raise_wrong_value(name, getattr(self, name), "a Python object, not a name", do)
         if self.group_by_length and (self.sampler is not None or self.batch_sampler is not None):
-            got = "a sampler beside it, which decides the order"
+            got = "a sampler, which already decides the order"
             raise ArgumentError(explain("Trainer(group_by_length=True)", got, "one of the two", "drop one of them"))
         if self.sampler is not None and self.batch_sampler is not None:
             raise ArgumentError(
@@ -128,15 +128,15 @@ class DataSettings:
 
     @property
     def reload_epochs(self) -> int:
-        """Epochs after which data are asked for again; 0 is never."""
+        """Epochs between rebuilds of the loaders; 0 means never."""
         every = self.reload_dataloaders_every_n_epochs
         if every == 0 and not isinstance(every, bool):
             return 0
-        name, also = "reload_dataloaders_every_n_epochs", "; 0 is never"
+        name, also = "reload_dataloaders_every_n_epochs", "; 0 means never"
         return int(read_every(name, every, ["epoch"], plain="epoch", also=also).number)
 
     @property
     def limits(self) -> Limits:
-        """The limit of each kind of batches."""
+        """The limit for each kind of batches."""
         limit: Any = self.limit_batches
         return limit if isinstance(limit, Limits) else Limits(train=limit, val=limit, test=limit, predict=limit)

@@ -1,4 +1,4 @@
-"""The Trainer's arguments about failures: what happens when something goes wrong."""
+"""Trainer arguments about failures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from accmt.options.checks import Options, raise_wrong_value, require_int, requir
 
 
 class Handler(Enum):
-    """A kind of error that a run takes a safe checkpoint at, before the error is raised.
+    """A kind of error at which a run takes a safe checkpoint before raising it.
 
     Attributes:
-        KEYBOARD: Ctrl-C, and the signals of pre-emption.
-        CUDA_OUT_OF_MEMORY: A device without memory left.
-        ANY: Every `Exception` that is none of these.
+        KEYBOARD: Ctrl-C and preemption signals.
+        CUDA_OUT_OF_MEMORY: A device ran out of memory.
+        ANY: Any other `Exception`.
         ALL: All of them.
     """
 
@@ -28,7 +28,7 @@ class Handler(Enum):
 
 
 def read_handlers(value: Any) -> frozenset[Handler]:
-    """Return the single kinds that `Trainer(handlers=...)` names.
+    """Return the kinds of errors in `Trainer(handlers=...)`, without `ALL`.
 
     Args:
         value: None, a `Handler`, its name in any case, or a list of these.
@@ -49,37 +49,36 @@ def _read_one(value: Any) -> Handler:
     name = value.upper() if isinstance(value, str) else ""
     if name not in Handler.__members__:
         names = ", ".join(f"Handler.{known}" for known in Handler.__members__)
-        raise_wrong_value("handlers", value, f"{names}, the name of one, or a list", "handlers=Handler.ALL")
+        raise_wrong_value("handlers", value, f"{names}, one of their names, or a list of them", "handlers=Handler.ALL")
     return Handler[name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures(Options):
-    """What happens when something goes wrong.
+    """How a run reacts to failures.
 
     Args:
-        on_nonfinite: What happens after a training loss that is not finite: "stop" ends the run with an error that
-            names the batch, "skip" leaves the optimizer step out before it is made (and waits for the device once per
-            step), "rollback" goes back to the newest checkpoint and skips that step; None only warns.
-        spike_guard: Treats a loss this many standard deviations above the mean of the process's last 100 as not
-            finite, from the 21st on; None is off.
-        on_bad_sample: "raise" ends the run where a sample cannot be read, with an error that names it; "skip" leaves it
-            out of its batch, counts it (`bad_samples`) and warns; no effect on streams.
-        on_long_sample: With `max_tokens` in the hyper-parameters, "warn" makes a sample that is longer a micro-batch of
-            its own, and warns once; "raise" ends the run.
-        hang_timeout_s: Seconds without a finished batch after which the run counts as hung and ends, saying where;
-            None is off.
-        machine_timeout_s: On several machines, seconds without a sign of life of one after which the others end; None
-            waits as long as torch does.
+        on_nonfinite: What to do after a training loss that is not finite: "stop" ends the run with an error that names
+            the batch, "skip" skips the optimizer step (and waits for the device once per step), "rollback" returns to
+            the newest checkpoint and skips that step; None only warns.
+        spike_guard: Treats a loss this many standard deviations above the mean of the process's last 100 losses as not
+            finite, starting with the 21st; None is off.
+        on_bad_sample: "raise" ends the run with an error that names a sample that cannot be read; "skip" drops it from
+            its batch, counts it (`bad_samples`) and warns; no effect on streams.
+        on_long_sample: What to do with a sample longer than `max_tokens` of the hyper-parameters: "warn" puts it into a
+            separate micro-batch and warns once; "raise" ends the run.
+        hang_timeout_s: Seconds without a finished batch after which the run is considered hung and ends, with the
+            location in the message; None is off.
+        machine_timeout_s: On several machines, seconds without a heartbeat from one of them after which the others
+            end; None waits as long as torch does.
         preempt_exit_code: Exit code after SIGTERM or SIGUSR1, from 0 to 255.
-        preflight: Whether a run tries at its start to save and load its state in memory, and compares the room on the
-            disk with what checkpoints and model will need.
-        try_longest: Whether the largest micro-batch that the data can bring goes through forward and backward before
-            training, without effect, so that memory runs out now if it does: the one of the longest samples, where
-            lengths are known; None does so where the device has memory of its own.
-        compare_replicas: Whether processes compare the weights and optimizer state that they hold alike, at each
-            evaluation and checkpoint, and end the run where they differ. False is for training that lets replicas
-            differ on purpose, such as local SGD.
+        preflight: Whether to check at the start that the state can be saved and loaded in memory, and that the disk
+            has enough space for checkpoints and model.
+        try_longest: Whether to run forward and backward on the largest possible micro-batch before training, without
+            side effects, so that an out-of-memory error shows up early; where lengths are known, it has the longest
+            samples. None: only on devices with their own memory.
+        compare_replicas: Whether processes compare their replicated weights and optimizer state at each evaluation and
+            checkpoint, and end the run if they differ. Set False where replicas differ on purpose, as in local SGD.
     """
 
     on_nonfinite: Literal["stop", "skip", "rollback"] | None = "stop"
@@ -94,25 +93,25 @@ class Failures(Options):
     compare_replicas: bool = True
 
     def check(self, name: str) -> None:
-        """Refuse a guard for losses after which nothing happens."""
+        """Reject a spike guard that would have no effect."""
         if self.spike_guard is not None and self.on_nonfinite is None:
-            expected, do = "on_nonfinite other than None beside it", 'Failures(spike_guard=6, on_nonfinite="rollback")'
+            expected, do = "on_nonfinite other than None", 'Failures(spike_guard=6, on_nonfinite="rollback")'
             raise_wrong_value(f"{name}.spike_guard", self.spike_guard, expected, do)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSettings:
-    """What happens when something goes wrong.
+    """How a run reacts to failures.
 
     Args:
-        handlers: Errors at which a safe checkpoint of the last optimizer step is taken before they are raised: a
+        handlers: Errors at which to save a safe checkpoint of the last optimizer step before raising them: a
             `Handler`, its name, or a list.
-        failures: What happens at a loss that is not finite, a sample that cannot be read, a process that hangs, and
-            the like: `Failures(on_nonfinite="skip")`, or a dict of its arguments.
+        failures: How to react to a loss that is not finite, an unreadable sample, a hanging process and the like:
+            `Failures(on_nonfinite="skip")`, or a dict of its arguments.
     """
 
     handlers: Handler | str | Iterable[Handler | str] | None = None
-    failures: Failures = None  # type: ignore[assignment]  # which is read when this is made
+    failures: Failures = None  # type: ignore[assignment]  # set in __post_init__
 
     def __post_init__(self) -> None:
         set_field(self, "failures", Failures.read("failures", self.failures))
@@ -120,5 +119,5 @@ class FailureSettings:
 
     @property
     def kinds(self) -> frozenset[Handler]:
-        """The single kinds of errors at which a safe checkpoint is taken."""
+        """The kinds of errors at which a safe checkpoint is taken."""
         return read_handlers(self.handlers)

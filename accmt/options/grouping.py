@@ -1,4 +1,4 @@
-"""What `optim` says of groups of parameters: `groups`, `no_decay` and `layer_decay`."""
+"""Parameter groups in `optim`: `groups`, `no_decay` and `layer_decay`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
 
 GROUPING = ("groups", "no_decay", "layer_decay")
-"""The keys of `optim` that are no arguments of the optimizer."""
+"""The keys of `optim` that are not optimizer arguments."""
 
 KINDS = ("adapter", "bias", "embedding", "matrix", "norm")
-"""Kinds of parameters that a group can be of."""
+"""Kinds of parameters that a group can select."""
 
 SELECTORS = ("match", "kind", "type")
-"""The keys of a group that are no arguments of its optimizer."""
+"""The keys of a group that are not arguments of its optimizer."""
 
 _GROUP = "a mapping with `match` or `kind`, and arguments or a `type`"
 _EXAMPLE = "groups: [{kind: norm, weight_decay: 0}]"
@@ -26,13 +26,13 @@ _EXAMPLE = "groups: [{kind: norm, weight_decay: 0}]"
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that have arguments, or an optimizer, of their own.
+    """Parameters with separate optimizer arguments, or a separate optimizer.
 
     Attributes:
-        match: Regular expressions; a parameter is in the group if one of them is found in its name. Empty: any name.
-        kinds: Kinds of parameters; one of them has to be the parameter's. Empty: any kind.
-        optimizer_class: The optimizer of the group; None is that of all parameters that are in no group.
-        arguments: Arguments that are the group's own.
+        match: Regular expressions; a parameter is in the group if one of them matches in its name. Empty: any name.
+        kinds: Kinds of parameters in the group. Empty: any kind.
+        optimizer_class: The optimizer of the group; None uses that of the ungrouped parameters.
+        arguments: Optimizer arguments that the group sets.
     """
 
     match: tuple[str, ...] = ()
@@ -43,12 +43,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Grouping:
-    """How parameters are put into groups; of several groups that fit a parameter, the first one has it.
+    """How parameters are split into groups; a parameter belongs to the first group that matches it.
 
     Attributes:
         groups: The groups, in order.
-        no_decay: Kinds of parameters whose `weight_decay` is 0, in whatever group they are.
-        layer_decay: What the learning rate is multiplied by with each layer towards the input. 1 changes nothing.
+        no_decay: Kinds of parameters with a `weight_decay` of 0, in any group.
+        layer_decay: Factor on the learning rate for each layer towards the input. 1 has no effect.
     """
 
     groups: tuple[Group, ...] = ()
@@ -60,13 +60,13 @@ class Grouping:
 
 
 def split_grouping(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of an optimizer, and what stands beside them about groups."""
+    """Return the optimizer arguments and the grouping keys of `optim`."""
     arguments = {name: value for name, value in values.items() if name not in GROUPING}
     return arguments, {name: values[name] for name in GROUPING if values.get(name) is not None}
 
 
 def read_kinds(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, ...]:
-    """Return one kind or several, each once."""
+    """Return the kinds in a string or list."""
     kinds = _words(value)
     for kind in kinds if kinds is not None else [value]:
         if kind not in KINDS:
@@ -76,10 +76,10 @@ def read_kinds(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, ...
 
 
 def read_patterns(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, ...]:
-    """Return one regular expression or several."""
+    """Return the regular expressions in a string or list."""
     patterns = _words(value)
     if patterns is None:
-        expected = "a regular expression that is looked for in the names of parameters, or a list of them"
+        expected = "a regular expression that is searched in parameter names, or a list of them"
         faults.append(Fault(path, describe(value), expected, rf"write `{path[-1]}: classifier\.`"))
     for pattern in patterns or ():
         try:
@@ -91,7 +91,7 @@ def read_patterns(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, 
 
 
 def read_layer_decay(path: KeyPath, value: Any, faults: list[Fault]) -> float:
-    """Return the factor between the learning rates of two layers."""
+    """Return the factor between the learning rates of adjacent layers."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         faults.append(Fault(path, describe(value), "a number above 0, up to 1", "write `layer_decay: 0.9`"))
         return 1.0
@@ -99,7 +99,7 @@ def read_layer_decay(path: KeyPath, value: Any, faults: list[Fault]) -> float:
 
 
 def group_entries(path: KeyPath, value: Any, faults: list[Fault]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    """Give each entry of `groups` that is one, with its path; the others are faults."""
+    """Yield each valid entry of `groups` with its path; invalid ones are added to `faults`."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         faults.append(Fault(path, describe(value), "a list of groups", f"write `{_EXAMPLE}`"))
         return
@@ -108,14 +108,14 @@ def group_entries(path: KeyPath, value: Any, faults: list[Fault]) -> Iterator[tu
         if not isinstance(entry, Mapping) or not {"match", "kind"} & entry.keys():
             faults.append(Fault(at, describe(entry), _GROUP, f"write `{_EXAMPLE}`"))
         elif not entry.keys() - {"match", "kind"}:
-            expected = "an argument that is the group's own, or a `type`"
+            expected = "an optimizer argument, or a `type`"
             faults.append(Fault(at, describe(dict(entry)), expected, "add one, such as `lr`, or remove the group"))
         else:
             yield at, {str(key): item for key, item in entry.items()}
 
 
 def own_arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the optimizer in an entry of `groups`."""
+    """Return the optimizer arguments in an entry of `groups`."""
     return {name: value for name, value in entry.items() if name not in SELECTORS}
 
 

@@ -1,4 +1,4 @@
-"""The hyper-parameters of a run, checked when they are made."""
+"""The hyper-parameters of a run, checked on creation."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ if TYPE_CHECKING:
 class HyperParameters:
     """Epochs, batch sizes, optimizer and scheduler of a run.
 
-    Numbers may be strings ("1e-3"). Everything is checked here, arguments of the optimizer and of the scheduler
-    against their signatures included, and all faults are reported in one error.
+    Numbers may be strings ("1e-3"). Everything is checked on creation, including the arguments of optimizer and
+    scheduler against their signatures, and all errors are reported together.
 
     Args:
-        epochs: Passes over the train data; -1 for as many as `max_steps`, `max_samples` or `max_target_tokens` needs.
-            None: 1, or -1 with one of those.
-        batch_size: Samples of a batch on one process: one number, or up to three for train, validation and test (one
-            that is left out equals the one before it).
+        epochs: Passes over the training data; -1 for as many as `max_steps`, `max_samples` or `max_target_tokens`
+            needs. None: 1, or -1 with one of those.
+        batch_size: Samples per batch on each process: one number, or up to three for train, validation and test (a
+            missing one equals the one before it).
         optim: Name, import path or class of the optimizer. None: "SGD".
-        optim_kwargs: Its arguments; those left out keep the defaults of its class.
-        scheduler: Name, import path or class of the learning rate scheduler. None: the rate stays as it is.
-        scheduler_kwargs: Its arguments, `warmup_ratio` or `num_warmup_steps` among them where it warms up.
-        max_steps: Updates after which the run ends, if `epochs` do not end it before. None or -1: no limit.
-        max_samples: Training samples of all processes after which the run ends, at the end of the step that reaches
-            them. A scheduler spans as many steps as full batches hold so many samples. None: no limit.
-        max_target_tokens: Target tokens (`state.target_tokens_seen`) after which the run ends, likewise; how many steps
-            that takes is unknown beforehand, so a scheduler that has an end needs another limit. None: no limit.
+        optim_kwargs: Optimizer arguments; the others keep the defaults of the class.
+        scheduler: Name, import path or class of the learning-rate scheduler. None: the rate is constant.
+        scheduler_kwargs: Scheduler arguments, including `warmup_ratio` or `num_warmup_steps` if it warms up.
+        max_steps: Optimizer steps after which the run ends, unless `epochs` ends it earlier. None or -1: no limit.
+        max_samples: Training samples, over all processes, after which the run ends, at the end of the step that
+            reaches them. A scheduler spans the number of full batches with this many samples. None: no limit.
+        max_target_tokens: Target tokens (`state.target_tokens_seen`) after which the run ends, likewise. The number of
+            steps is unknown in advance, so a scheduler with an end needs another limit. None: no limit.
         step_scheduler_per_epoch: Step the scheduler at the end of each epoch instead of at each step; all its counts
             are then in epochs.
-        max_micro_batch_size: Largest number of train samples that go through the model at once; larger batches are
-            split evenly and accumulated. "auto" halves the micro-batch and doubles the accumulation each time a
-            training step runs out of memory; the effective batch, the order of samples and the schedule stay the same.
-            None: batches are not split.
-        max_tokens: Largest number of tokens, padding included, that go through the model at once: the
-            samples of each step are sorted by length and cut into micro-batches within it, and so are those of
-            evaluations. None: batches are as read.
+        max_micro_batch_size: Largest number of training samples in one forward pass; larger batches are split evenly
+            and accumulated. "auto" halves the micro-batch and doubles the accumulation each time a training step runs
+            out of memory; the effective batch, the order of samples and the scheduler stay the same. None: batches
+            are not split.
+        max_tokens: Largest number of tokens, including padding, in one forward pass: the samples of each step are
+            sorted by length and split into micro-batches within this limit, in evaluations too. None: batches as
+            loaded.
         packing: Pack the samples of each training step end to end into rows of `max_tokens` instead of padding them.
-        model: The model of transformers to train: its path, or a dict with `path`, `type`, `dtype`, `quantization`,
-            `lora`, `freeze` and whatever else `from_pretrained` takes. None: the module brings its model.
-        sft: The data of supervised fine-tuning: a path, or a dict with `data`, `validation`, `chat_template`,
-            `max_length`, `per_turn` and `merge`. `accmt sft` reads them, `SFTModule.from_hps` what is not a path.
-        optimizer: Another name of `optim`.
-        optimizer_kwargs: Another name of `optim_kwargs`.
+        model: The transformers model to train: its path, or a dict with `path`, `type`, `dtype`, `quantization`,
+            `lora`, `freeze` and any other argument of `from_pretrained`. None: the module defines its model.
+        sft: The data for supervised fine-tuning: a path, or a dict with `data`, `validation`, `chat_template`,
+            `max_length`, `per_turn` and `merge`. `accmt sft` reads all of them, `SFTModule.from_hps` those that are
+            not paths.
+        optimizer: Alias of `optim`.
+        optimizer_kwargs: Alias of `optim_kwargs`.
 
     Attributes:
-        scheduler_class: The class or function that `scheduler` names, or None.
+        scheduler_class: The class or function of the scheduler, or None.
 
     Raises:
-        HyperParameterError: Anything is wrong; the message lists every fault.
+        HyperParameterError: Anything is invalid; the message lists every error.
 
     Examples:
         >>> hps = HyperParameters(epochs=3, batch_size=(16, 32), optim="AdamW", optim_kwargs={"lr": "1e-4"})
@@ -120,17 +121,17 @@ class HyperParameters:
         source: str | os.PathLike[str] | Mapping[str, Any] | HyperParameters,
         flags: Mapping[str, Any] | None = None,
     ) -> HyperParameters:
-        """Read hyper-parameters from a file or a dict; an object is returned as it is.
+        """Read hyper-parameters from a file or a dict; an object is returned unchanged.
 
         Args:
             source: A path to a .yaml, .yml or .json file, or a dict (which is not changed), with or without the
                 outer `hps`.
-            flags: Values in the place of those of `source`, by dotted key (`optim.lr`), as typed as `--hps.optim.lr`.
+            flags: Values that override those of `source`, by dotted key (`optim.lr`), as in `--hps.optim.lr`.
 
         Raises:
             HyperParameterTypeError: `source` is something else.
             HyperParameterFileError: There is no such file.
-            HyperParameterError: Anything is wrong in it; the message lists every fault with its line.
+            HyperParameterError: Anything in it is invalid; the message lists every error with its line.
         """
         from accmt.options.yaml_reader import overlay, read_document
 
@@ -174,10 +175,10 @@ class HyperParameters:
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class that `optim` names.
+        """The optimizer class.
 
         Raises:
-            HyperParameterError: A file or dict names none, and what needs it is no module with a `get_optimizer`.
+            HyperParameterError: `optim` is missing, and the module does not define `get_optimizer`.
         """
         if self._optimizer_class is None:
             do = "write `optim: {type: AdamW, lr: 1e-4}`, or def get_optimizer(self) in the module"
@@ -186,38 +187,38 @@ class HyperParameters:
 
     @property
     def train_batch_size(self) -> int:
-        """Samples of a train batch on one process."""
+        """Samples per training batch on one process."""
         return self._batch_size_of(0)
 
     @property
     def val_batch_size(self) -> int:
-        """Samples of a validation batch on one process."""
+        """Samples per validation batch on one process."""
         return self._batch_size_of(1)
 
     @property
     def test_batch_size(self) -> int:
-        """Samples of a test batch on one process."""
+        """Samples per test batch on one process."""
         return self._batch_size_of(2)
 
     @property
     def train_step_batch_size(self) -> int:
-        """Samples that go through the model at once: the largest even part of a batch within `max_micro_batch_size`."""
+        """Samples per micro-batch: the largest even split of a batch within `max_micro_batch_size`."""
         return self.micro_batch_size_within(None)
 
     def set_train_batch_size(self, size: int) -> None:
-        """Let training have batches of another size; those of validation and test stay as they are."""
+        """Change the training batch size; those of validation and test stay the same."""
         self.batch_size = (size, self.val_batch_size, self.test_batch_size)
 
     @property
     def learning_rate(self) -> float | None:
-        """The learning rate of the optimizer, for parameters that are in no group with a rate of its own."""
+        """The learning rate of the optimizer, for parameters outside groups that set their own."""
         from accmt.options.optimizer_and_scheduler_arguments import standard_rate
 
         rate = self.optim_kwargs.get("lr")
         return standard_rate(self.optimizer_class) if rate is None and self.optim is not None else rate
 
     def set_learning_rate(self, rate: float) -> None:
-        """Let the optimizer have another learning rate; those of groups keep their proportion to it."""
+        """Change the learning rate; those of groups keep their proportion to it."""
         before, kwargs = self.learning_rate, dict(self.optim_kwargs)
         if before and kwargs.get("groups"):
             from accmt.options.optimizer_and_scheduler_arguments import standard_rate
@@ -240,25 +241,25 @@ class HyperParameters:
         return None if self.max_micro_batch_size == "auto" else self.max_micro_batch_size
 
     def micro_batch_size_within(self, limit: int | None) -> int:
-        """Return the largest even part of a batch within a limit and `max_micro_batch_size`."""
+        """Return the largest even split of a batch within a limit and `max_micro_batch_size`."""
         size = self.train_batch_size
         largest = min(size, self.micro_batch_limit or size, limit or size)
         return next(part for part in range(largest, 0, -1) if size % part == 0)
 
     def where(self, *path: str | int) -> str:
-        """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
+        """Return the location of a key for messages: `hps/digits.yaml:7 optim.lr`."""
         return self._document.where(path)
 
     def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
-        """Return the one error that reports all `faults`, with their places."""
+        """Return one error that reports all `faults` with their locations."""
         return self._document.reject(faults)
 
     def is_from(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether these were read from this file, perhaps with flags over it."""
+        """Return whether these were read from this file, possibly with flags."""
         return Path(self._document.name).resolve() == Path(path).resolve()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a YAML file would hold, names instead of classes; `from_config` reads it back as an equal."""
+        """Return the content of an equivalent YAML file, with names instead of classes, for `from_config`."""
         from accmt.options.optimizer_and_scheduler_names import name_of
 
         optim = scheduler = None
@@ -278,14 +279,14 @@ class HyperParameters:
                 "step_scheduler_per_epoch": self.step_scheduler_per_epoch,
                 "max_micro_batch_size": self.max_micro_batch_size,
                 "max_tokens": self.max_tokens,
-                "packing": self.packing or None,  # as all that is not written
+                "packing": self.packing or None,  # like all unset values
                 "model": _plain(self.model),
                 "sft": _plain(self.sft),
             }
         }
 
     def get_config(self) -> dict[str, int | float | bool | str]:
-        """Return one flat level for trackers: `optim.lr` for nested keys, strings for lists, nothing for None.
+        """Return a flat dict for trackers: `optim.lr` for nested keys, lists as strings, without None.
 
         Secrets are hidden.
         """
@@ -301,7 +302,7 @@ class HyperParameters:
             return NotImplemented
         return self.to_dict() == other.to_dict()
 
-    __hash__ = None  # type: ignore[assignment]  # its fields can be set
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
         return f"HyperParameters({', '.join(f'{key}={hide({key: self[key]})[key]!r}' for key in FIELDS)})"
@@ -319,14 +320,14 @@ def _kwargs_faults(**values: Mapping[str, Any] | None) -> Iterable[Fault]:
     for argument, kwargs in values.items():
         if "type" in (kwargs or {}):
             kind = argument.removesuffix("_kwargs")
-            yield Fault((argument, "type"), "a type", "arguments alone", f"pass it as `{kind}=`")
+            yield Fault((argument, "type"), "a type", "only arguments", f"pass it as `{kind}=`")
     if values["optim_kwargs"] is not None and values["optimizer_kwargs"] is not None:
-        got = "`optim_kwargs` and its other name `optimizer_kwargs`"
-        yield Fault(("optimizer_kwargs",), got, "one of the two", "leave out `optimizer_kwargs`")
+        got = "both `optim_kwargs` and its alias `optimizer_kwargs`"
+        yield Fault(("optimizer_kwargs",), got, "one of the two", "remove `optimizer_kwargs`")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, type):  # of an optimizer in a group
+    if isinstance(value, type):  # the optimizer class of a group
         from accmt.options.optimizer_and_scheduler_names import name_of
 
         return name_of(value)

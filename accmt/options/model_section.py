@@ -1,4 +1,4 @@
-"""The section `model` of the hyper-parameters: which model is built, and what is done to it before it is trained."""
+"""The `model` section of the hyper-parameters: which model to build, and how to prepare it for training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accmt.options.grouping import read_patterns
 from accmt.options.yaml_reader import Fault, describe, suggest
 
 QUANTIZATIONS = ("int8", "nf4", "fp4")
-"""What bitsandbytes does; others are `torchao:` and the name of one of its configurations."""
+"""Quantizations by bitsandbytes; others are `torchao:` followed by the name of one of its configurations."""
 
 _EXAMPLES = {
     "path": "path: out/base",
@@ -28,7 +28,7 @@ _EXAMPLES = {
 NAMES = tuple(_EXAMPLES)
 _TEXTS = ("path", "type", "dtype", "attn_implementation")
 SHORT = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
-"""What is written for arguments of PEFT's `LoraConfig`."""
+"""Short names for arguments of PEFT's `LoraConfig`."""
 
 INSTEAD = {
     "load_in_4bit": "quantization: nf4",
@@ -39,25 +39,25 @@ INSTEAD = {
     "rank": "r",
     "lora_r": "r",
 }
-"""What others write for what is a key of the section."""
+"""Names used elsewhere, with what to write here instead."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """A model of transformers, as the hyper-parameters describe it.
+    """A transformers model as described by the hyper-parameters.
 
     Attributes:
-        path: A model folder, or a name on the hub.
-        type: A class of transformers; None is `AutoModel`.
-        quantization: `type` is one of `QUANTIZATIONS` or `torchao:...`; the rest are arguments of its configuration.
-        adapter: `type` is the name of a configuration of PEFT without its ending; the rest are its arguments.
-        gradient_checkpointing: Whether activations are computed again in the backward pass, or the arguments of
-            `torch.utils.checkpoint.checkpoint` with which they are.
-        freeze: Regular expressions; parameters in whose names one is found are not trained.
-        kernels: `type` is "liger"; the rest are arguments of the function that puts them into such a model.
-        arguments: What `from_pretrained` gets beside.
+        path: A model folder, or a model name on the Hub.
+        type: A transformers class; None is `AutoModel`.
+        quantization: `type` is one of `QUANTIZATIONS` or `torchao:...`; the rest are configuration arguments.
+        adapter: `type` is the name of a PEFT configuration class without `Config`; the rest are its arguments.
+        gradient_checkpointing: Whether to recompute activations in the backward pass, or the arguments of
+            `torch.utils.checkpoint.checkpoint` for it.
+        freeze: Regular expressions; parameters whose names match one are not trained.
+        kernels: `type` is "liger"; the rest are arguments of the function that applies the kernels.
+        arguments: Further arguments of `from_pretrained`.
     """
 
     path: str
@@ -71,7 +71,7 @@ class ModelSection:
 
 
 def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
-    """Return the section, and all that is wrong with its form; its arguments are checked by those who take them."""
+    """Return the section and its errors; arguments are checked later, by the functions that take them."""
     values = {"path": value} if isinstance(value, str) else value
     if not isinstance(values, Mapping):
         got, do = describe(value), f"write `model: {{{_EXAMPLES['path']}}}`"
@@ -85,7 +85,7 @@ def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
         adapter=_lora(values["lora"], faults)
         if "lora" in values
         else _with_type(values.get("adapter"), "adapter", faults),
-        gradient_checkpointing=values.get("gradient_checkpointing", False),  # type: ignore[arg-type]  # a fault
+        gradient_checkpointing=values.get("gradient_checkpointing", False),  # type: ignore[arg-type]  # checked in _faults
         freeze=read_patterns(("model", "freeze"), values["freeze"], faults) if "freeze" in values else (),
         kernels=_with_type(values.get("kernels"), "kernels", faults),
         arguments={name: entry for name, entry in values.items() if name not in NAMES}
@@ -99,8 +99,8 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     if "path" not in values:
         near = [name for name in values if name not in NAMES]
         meant = nearest("path", near)
-        do = f"write `path` in the place of `{meant}`" if meant else f"write `{_EXAMPLES['path']}`"
-        found.append(Fault(("model",), "nothing for `path`", "a model folder, or a name on the hub", do))
+        do = f"write `path` instead of `{meant}`" if meant else f"write `{_EXAMPLES['path']}`"
+        found.append(Fault(("model",), "no `path`", "a model folder, or a model name on the Hub", do))
     for name in _TEXTS:
         if name in values and not isinstance(values[name], str):
             found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
@@ -109,10 +109,10 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     if not isinstance(values.get("gradient_checkpointing", False), bool | Mapping):
         got = describe(values["gradient_checkpointing"])
         found.append(
-            Fault(("model", "gradient_checkpointing"), got, "true, false, or a mapping of arguments", "write `true`")
+            Fault(("model", "gradient_checkpointing"), got, "true, false, or a mapping with arguments", "write `true`")
         )
     if "lora" in values and "adapter" in values:
-        found.append(Fault(("model", "lora"), "`lora` and `adapter`", "one adapter", "remove one of the two"))
+        found.append(Fault(("model", "lora"), "both `lora` and `adapter`", "one adapter", "remove one of them"))
     kernels = values.get("kernels")
     kernels = kernels.get("type") if isinstance(kernels, Mapping) else kernels
     if isinstance(kernels, str) and kernels != "liger":
@@ -120,7 +120,7 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     kind = values.get("quantization")
     kind = kind.get("type") if isinstance(kind, Mapping) else kind
     if isinstance(kind, str) and kind not in QUANTIZATIONS and not kind.startswith("torchao:"):
-        expected = f"one of {', '.join(QUANTIZATIONS)}, or `torchao:` and the name of its configuration"
+        expected = f"one of {', '.join(QUANTIZATIONS)}, or `torchao:` followed by the name of its configuration"
         do = suggest(kind, QUANTIZATIONS, "write `quantization: nf4`")
         found.append(Fault(("model", "quantization"), describe(kind), expected, do))
     return found
@@ -137,25 +137,27 @@ def _dtype_faults(name: str) -> list[Fault]:
         if short in _DTYPES
         else suggest(short, _DTYPES.values(), f"write `{_EXAMPLES['dtype']}`")
     )
-    expected = "auto, or what torch calls it: bfloat16, float16, float32"
+    expected = "auto, or a torch dtype: bfloat16, float16, float32"
     return [Fault(("model", "dtype"), describe(name), expected, do)]
 
 
 def _lora(value: Any, faults: list[Fault]) -> dict[str, Any]:
-    """Return an adapter of LoRA; `alpha`, `targets` and `dropout` are short for PEFT's names."""
+    """Return a LoRA adapter; `alpha`, `targets` and `dropout` are short for PEFT's names."""
     if not isinstance(value, Mapping):
         do = f"write `{_EXAMPLES['lora']}`"
-        faults.append(Fault(("model", "lora"), describe(value), "a mapping of arguments", do))
+        faults.append(Fault(("model", "lora"), describe(value), "a mapping with arguments", do))
         return {}
     for short, name in SHORT.items():
         if short in value and name in value:
             do = f"remove `{short}`, or `{name}`"
-            faults.append(Fault(("model", "lora", name), f"`{name}` and `{short}`, which is short for it", "one", do))
+            faults.append(
+                Fault(("model", "lora", name), f"both `{name}` and its short form `{short}`", "one of them", do)
+            )
     return {"type": "Lora", **{SHORT.get(str(name), str(name)): entry for name, entry in value.items()}}
 
 
 def _with_type(value: Any, key: str, faults: list[Fault]) -> dict[str, Any]:
-    """Return a mapping with a `type`, which a name alone stands for."""
+    """Return a mapping with a `type`; a plain name is the type."""
     if isinstance(value, str):
         return {"type": value}
     if isinstance(value, Mapping) and isinstance(value.get("type"), str):

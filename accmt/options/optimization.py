@@ -1,4 +1,4 @@
-"""The Trainer's arguments about optimizer steps."""
+"""Trainer arguments about optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from accmt.options.checks import Options, raise_wrong_value, require_flags, requ
 
 
 def require_clipping(name: str, value: Any) -> None:
-    """Check a limit of gradients; 0 and None are off.
+    """Check a gradient limit; 0 and None are off.
 
     Raises:
-        ArgumentError: It is no number, or below 0.
+        ArgumentError: It is not a number, or below 0.
     """
     if value is not None and (value != 0 or isinstance(value, bool)):
         require_positive(name, value)
@@ -21,33 +21,32 @@ def require_clipping(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Clipping(Options):
-    """What `clip_grad` may limit; one of the two.
+    """Gradient clipping for `clip_grad`: by norm or by value.
 
     Args:
-        norm: The norm of the whole gradient, which is scaled.
-        value: Each of its entries, which is cut.
+        norm: Largest norm of the whole gradient, which is scaled.
+        value: Largest absolute value of each entry, which is clamped.
     """
 
     norm: Annotated[float, require_clipping] | None = None
     value: Annotated[float, require_clipping] | None = None
 
     def check(self, name: str) -> None:
-        """Refuse both at once, and neither."""
+        """Require exactly one of the two."""
         if (self.norm is None) == (self.value is None):
             raise_wrong_value(name, self.to_dict(), "either norm or value", "clip_grad=Clipping(value=0.5)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationSettings:
-    """How gradients become optimizer steps.
+    """Gradient accumulation, clipping and optimizer steps.
 
     Args:
-        grad_accumulation_steps: Batches of each process that make one optimizer step: a number, or `{epoch: number}`
-            with the epoch (from 0) at which each begins. None is 1.
-        clip_grad: Largest norm of the gradient of an optimizer step: the whole gradient is scaled.
-            `Clipping(value=0.5)` cuts each of its entries instead. None or 0 is off. Of a sparse gradient the values
-            count.
-        set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
+        grad_accumulation_steps: Batches per process and optimizer step: a number, or `{epoch: number}` with the epoch
+            (from 0) at which each number starts to apply. None is 1.
+        clip_grad: Largest gradient norm of an optimizer step: the whole gradient is scaled. `Clipping(value=0.5)`
+            clamps each entry instead. None or 0 is off. For sparse gradients, only the stored values count.
+        set_to_none: Whether to free gradients after a step instead of setting them to zero.
     """
 
     grad_accumulation_steps: int | Mapping[int, int] | None = None
@@ -70,18 +69,18 @@ class OptimizationSettings:
 
     @property
     def clip_type(self) -> Literal["norm", "value"]:
-        """Whether the norm of the gradient is limited, or each entry."""
+        """Whether clipping applies to the gradient's norm or to each entry."""
         return "value" if isinstance(self.clip_grad, Clipping) and self.clip_grad.value is not None else "norm"
 
     @property
     def clip_limit(self) -> float | None:
-        """The largest norm, or entry; None or 0 is off."""
+        """The largest norm or entry; None or 0 is off."""
         clip: Any = self.clip_grad
         limit: float | None = getattr(clip, self.clip_type) if isinstance(clip, Clipping) else clip
         return limit
 
     def accumulation_at(self, epoch: int) -> int:
-        """Return how many batches of each process make one optimizer step in `epoch` (from 0)."""
+        """Return the batches per process and optimizer step in `epoch` (from 0)."""
         steps = self.grad_accumulation_steps
         if isinstance(steps, Mapping):
             begun = [start for start in steps if start <= epoch]

@@ -1,4 +1,4 @@
-"""Arguments of optimizers and schedulers, held against the signature of what will be called with them."""
+"""Arguments of optimizers and schedulers, checked against the signatures they are for."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from accmt.options.optimizer_and_scheduler_names import find_optimizer, name_of
 from accmt.options.yaml_reader import Fault, KeyPath, describe
 
 COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs", "steps_per_epoch"})
-"""Arguments of schedulers that only the run knows: accmt fills them in, and nobody else may."""
+"""Scheduler arguments that depend on the run: accmt sets them, users cannot."""
 
 FILLED_IF_MISSING = frozenset({"num_warmup_steps", "T_max"})
-"""Arguments of schedulers that accmt fills in where the user did not."""
+"""Scheduler arguments that accmt sets if the user does not."""
 
 _SYNONYMS = {"learning_rate": "lr"}
 _RATES_OF_SCHEDULERS = ("max_lr", "base_lr", "eta_min", "min_lr")
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of an optimizer class or scheduler, without the first: the weights, or the optimizer."""
+    """Return the parameters of an optimizer or scheduler without the first one: the weights, or the optimizer."""
     try:
         signature = inspect.signature(factory, eval_str=True)
-    except NameError:  # an annotation that exists for type checkers only
+    except NameError:  # an annotation that exists only for type checkers
         signature = inspect.signature(factory)
     return dict(list(signature.parameters.items())[1:])
 
 
 def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to call an optimizer with, from those that the user wrote, groups left aside.
+    """Return the user's arguments for an optimizer, without those about groups.
 
-    transformers' Adafactor finds its own learning rate by default, and rejects one beside it; whoever
-    writes `lr` means that one.
+    transformers' Adafactor computes its own learning rate by default and then rejects `lr`: setting `lr` turns that
+    off.
     """
     arguments, _ = split_grouping(values)
     if name_of(optimizer_class) == "Adafactor" and arguments.get("lr") is not None:
@@ -62,7 +62,7 @@ def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Ma
 def check_optimizer(
     optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the arguments as the optimizer takes them, groups among them, and all that is wrong with them."""
+    """Return the arguments, including groups, in the types of the optimizer's signature, and their errors."""
     own, about_groups = split_grouping(values)
     arguments, faults = _check_call(("optim",), optimizer_class, own)
     _, group_faults = read_grouping(optimizer_class, values)
@@ -72,7 +72,7 @@ def check_optimizer(
 def read_grouping(
     optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
 ) -> tuple[Grouping, list[Fault]]:
-    """Return how `groups`, `no_decay` and `layer_decay` put parameters into groups, and all that is wrong with them."""
+    """Return the parameter grouping by `groups`, `no_decay` and `layer_decay`, and its errors."""
     defaults, about_groups = split_grouping(values)
     faults: list[Fault] = []
     read: dict[str, Any] = {}
@@ -83,20 +83,16 @@ def read_grouping(
         path = ("optim", "no_decay")
         read["no_decay"] = read_kinds(path, about_groups["no_decay"], faults)
         if "weight_decay" not in parameters_of(optimizer_class):
-            got = f"no_decay for {name_of(optimizer_class)}, which takes no weight_decay"
-            faults.append(Fault(path, got, "an optimizer that decays weights", "remove `no_decay`"))
+            got = f"no_decay for {name_of(optimizer_class)}, which has no weight_decay"
+            faults.append(Fault(path, got, "an optimizer with weight decay", "remove `no_decay`"))
     if "layer_decay" in about_groups:
         read["layer_decay"] = read_layer_decay(("optim", "layer_decay"), about_groups["layer_decay"], faults)
     grouping = Grouping(**read)
-    if _finds_its_rate(optimizer_class, defaults):
+    is_able = "relative_step" in parameters_of(optimizer_class) and standard_rate(optimizer_class) is None
+    if is_able and defaults.get("lr") is None and defaults.get("relative_step", True) is not False:
+        # like transformers' Adafactor without `lr`, which computes its own learning rate
         faults += _rates_without_use(optimizer_class, grouping)
     return grouping, faults
-
-
-def _finds_its_rate(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer takes no learning rate, as transformers' Adafactor without `lr`."""
-    is_able = "relative_step" in parameters_of(optimizer_class) and standard_rate(optimizer_class) is None
-    return is_able and arguments.get("lr") is None and arguments.get("relative_step", True) is not False
 
 
 def _rates_without_use(optimizer_class: type[torch.optim.Optimizer], grouping: Grouping) -> Iterator[Fault]:
@@ -106,32 +102,30 @@ def _rates_without_use(optimizer_class: type[torch.optim.Optimizer], grouping: G
         if group.optimizer_class is None and "lr" in own and own.get("relative_step", True) is not False:
             paths.append(("optim", "groups", number, "lr"))
     for path in paths:
-        got = f"{path[-1]}, and {name_of(optimizer_class)} without `lr`, which finds its own learning rate"
-        yield Fault(path, got, "a learning rate that it belongs to", "add `lr:` to optim")
+        got = f"{path[-1]}, but {name_of(optimizer_class)} without `lr` computes its own learning rate"
+        yield Fault(path, got, "`lr` for the optimizer too", "add `lr:` to optim")
 
 
-def check_rates(
+def trains_nothing(
     optimizer_class: type[torch.optim.Optimizer],
     values: Mapping[str, Any],
     scheduler: Callable[..., Any] | None,
     of_scheduler: Mapping[str, Any],
-) -> Iterator[Fault]:
-    """Yield a fault where every learning rate is 0 and no scheduler raises it: nothing would be trained."""
+) -> bool:
+    """Return whether every learning rate is 0 and no scheduler raises it."""
     if scheduler is not None and scheduler.__module__.partition(".")[0] not in ("torch", "transformers"):
-        return  # nobody knows which rates it sets
+        return False  # a custom scheduler may set any rate
     grouping, _ = read_grouping(optimizer_class, values)
     default = values.get("lr", standard_rate(optimizer_class))
     rates = [default]
     for group in grouping.groups:
         otherwise = default if group.optimizer_class is None else standard_rate(group.optimizer_class)
         rates.append(group.arguments.get("lr", otherwise))
-    if all(rate == 0 for rate in rates) and not any(of_scheduler.get(name) for name in _RATES_OF_SCHEDULERS):
-        got = f"0{', and so in every group' if grouping.groups else ''}: nothing would be trained"
-        yield Fault(("optim", "lr"), got, "a learning rate above 0", "write `lr: 1e-3`, say")
+    return all(rate == 0 for rate in rates) and not any(of_scheduler.get(name) for name in _RATES_OF_SCHEDULERS)
 
 
 def standard_rate(optimizer_class: Any) -> float | None:
-    """Return the learning rate that an optimizer has where none is written."""
+    """Return the default learning rate of an optimizer."""
     parameter = parameters_of(optimizer_class).get("lr")
     rate = None if parameter is None else parameter.default
     return rate if isinstance(rate, int | float) else None
@@ -144,7 +138,7 @@ def _read_group(
     defaults: Mapping[str, Any],
     faults: list[Fault],
 ) -> Group:
-    """Return one entry of `groups`; without a `type`, its arguments are those of the optimizer of all the rest."""
+    """Return one entry of `groups`; without a `type`, its arguments are for the optimizer of the other parameters."""
     match = read_patterns((*path, "match"), entry["match"], faults) if "match" in entry else ()
     kinds = read_kinds((*path, "kind"), entry["kind"], faults) if "kind" in entry else ()
     own = own_arguments(entry)
@@ -167,7 +161,7 @@ def _check_call(
     values: Mapping[str, Any],
     beside: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """Return arguments in the types of the signature, and all that is wrong with them; `beside` are known as well."""
+    """Return arguments in the types of the signature, and their errors; `beside` are further arguments of the call."""
     call = _Call(path, optimizer_class)
     beside = beside or {}
     arguments, faults = call.check(values, known=beside)
@@ -177,7 +171,7 @@ def _check_call(
 
 
 def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the arguments as the scheduler takes them, warm-up as the user wrote it, and all that is wrong."""
+    """Return the arguments in the types of the scheduler's signature, warm-up as written, and their errors."""
     if watches_a_result(factory):
         return _check_plateau(factory, values)
     call = _Call(("scheduler",), factory)
@@ -190,7 +184,7 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
 
 
 def watches_a_result(factory: Any) -> bool:
-    """Return whether a scheduler steps by a result of evaluations, which its `monitor` names."""
+    """Return whether a scheduler depends on an evaluation result, its `monitor`."""
     return isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau)
 
 
@@ -199,23 +193,23 @@ def _check_plateau(factory: Callable[..., Any], values: Mapping[str, Any]) -> tu
     arguments, faults = _Call(("scheduler",), factory).check(rest)
     if "monitor" not in values:
         if arguments.get("mode") == "max" and not faults:
-            got = "max, for the validation loss: the rate would be cut each time the loss improves"
-            expected = "the direction of what is watched"
-            do = "add `monitor: accuracy`, say, to watch a metric, or remove `mode`"
+            got = "max, for the validation loss: the rate would be reduced each time the loss improves"
+            expected = "the better direction of the monitored value"
+            do = "add for example `monitor: accuracy` to monitor a metric, or remove `mode`"
             faults = [Fault(("scheduler", "mode"), got, expected, do)]
         return arguments, faults
     if not isinstance(monitor, str) or not monitor:
-        expected = "the name of a metric, as in model_saving without its best_, or valid_loss"
+        expected = "the name of a metric, as in model_saving but without best_, or valid_loss"
         faults = [*faults, Fault(("scheduler", "monitor"), describe(monitor), expected, "write `monitor: accuracy`")]
     return {"monitor": monitor, **arguments}, faults
 
 
 def check_names(part: str, factories: Iterable[Callable[..., Any]], values: Mapping[str, Any]) -> list[Fault]:
-    """Return a fault for each argument that no optimizer or scheduler has, where nobody knows which one was meant.
+    """Return an error for each argument that no optimizer or scheduler has; used when its name is unknown.
 
     Args:
         part: "optim" or "scheduler".
-        factories: All of them.
+        factories: All optimizers or schedulers.
         values: The arguments.
     """
     names = sorted({name for factory in factories for name in _Call((part,), factory).names})
@@ -234,7 +228,7 @@ def _no_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str])
 
 
 class _Call:
-    """A call that will be made with the user's arguments."""
+    """A future call of an optimizer or scheduler with the user's arguments."""
 
     def __init__(self, path: KeyPath, factory: Callable[..., Any]) -> None:
         self.path = path
@@ -249,11 +243,11 @@ class _Call:
 
     @property
     def where(self) -> str:
-        """The place of the call in the hyper-parameters."""
+        """The location of the call in the hyper-parameters."""
         return ".".join(map(str, self.path))
 
     def check(self, values: Mapping[str, Any], known: Iterable[str] = ()) -> tuple[dict[str, Any], list[Fault]]:
-        """Return `values` in the types of the signature, and a fault for each argument that is wrong or missing."""
+        """Return `values` in the types of the signature, and an error for each invalid or missing argument."""
         arguments = {name: self._convert(name, value) for name, value in values.items()}
         faults = [self._fault(name, value) for name, value in arguments.items()]
         return arguments, [*filter(None, faults), *self._missing({*values, *known})]
@@ -269,7 +263,7 @@ class _Call:
     def _fault(self, name: str, value: Any) -> Fault | None:
         path = (*self.path, name)
         if name in COMPUTED and name in self.parameters:
-            return Fault(path, describe(value), "nothing: accmt computes it from the run", f"remove `{name}`")
+            return Fault(path, describe(value), "no value: accmt computes it from the run", f"remove `{name}`")
         if name not in self.parameters:
             return None if self.takes_anything else self._unknown(name, value)
         annotation = annotation_of(self.parameters[name])
@@ -294,7 +288,7 @@ class _Call:
 
 
 def annotation_of(parameter: inspect.Parameter | None) -> Any:
-    """Return the type of an argument; where none is written, that of its default."""
+    """Return the annotated type of an argument, or the type of its default."""
     if parameter is None or isinstance(parameter.annotation, str):
         return Any
     if parameter.annotation is not parameter.empty:
@@ -317,10 +311,10 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def fits_as_written(value: Any, annotation: Any) -> bool:
-    """Return whether a value of a YAML file has a type; what YAML cannot write, such as a tuple, is taken from a list.
+    """Return whether a value from YAML matches a type; types that YAML does not have, such as tuples, match lists.
 
-    Objects from Python, types that pydantic does not know, and names that are patterns (such as
-    "pissa_niter_[number of iters]") are left to who takes them.
+    Python objects, types that pydantic does not know, and patterns of names (such as "pissa_niter_[number of iters]")
+    always match: their users check them.
     """
     from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
@@ -341,12 +335,12 @@ def _warmup_faults(warmup: Mapping[str, Any]) -> Iterable[Fault]:
     if len(warmup) == 2:
         got = ", ".join(f"{name} = {value!r}" for name, value in warmup.items())
         do = "keep one: remove `num_warmup_steps` or `warmup_ratio`"
-        yield Fault(("scheduler", "num_warmup_steps"), got, "one of the two", do)
+        yield Fault(("scheduler", "num_warmup_steps"), got, "one of them", do)
         return
     ((name, value),) = warmup.items()
     if name == "warmup_ratio" and not (is_number(value) and 0 <= value <= 1):
         do = "write `warmup_ratio: 0.1`, or `num_warmup_steps:` for a number of steps"
-        yield Fault(("scheduler", name), describe(value), "a number from 0 to 1, the part of all steps", do)
+        yield Fault(("scheduler", name), describe(value), "a number from 0 to 1, the fraction of all steps", do)
     if name == "num_warmup_steps" and not (is_number(value) and value >= 0 and (isinstance(value, int) or value < 1)):
         do = "write `num_warmup_steps: 100`, or `warmup_ratio: 0.1`"
         yield Fault(("scheduler", name), describe(value), "a whole number of steps from 0", do)
@@ -358,15 +352,15 @@ def _trial(
     arguments: Mapping[str, Any],
     beside: Mapping[str, Any],
 ) -> Iterable[Fault]:
-    """Build the optimizer over one number, so that a value that it rejects is known now; find whose value it is."""
+    """Build the optimizer for one weight, to find values that it rejects, and the argument that causes it."""
     refusal = _refusal(optimizer_class, {**beside, **arguments})
-    if refusal is None or (beside and _refusal(optimizer_class, beside) is not None):  # which is said of those
+    if refusal is None or (beside and _refusal(optimizer_class, beside) is not None):  # the error is in those
         return
     others = {name: {key: arguments[key] for key in arguments if key != name} for name in arguments}
     culprit = next((name for name in arguments if _refusal(optimizer_class, {**beside, **others[name]}) is None), None)
     path = call.path if culprit is None else (*call.path, culprit)
     got = describe(dict(arguments) if culprit is None else arguments[culprit])
-    yield Fault(path, got, f"what {call.name} accepts: {refusal}", f"correct `{culprit or call.where}`")
+    yield Fault(path, got, f"a value that {call.name} accepts: {refusal}", f"correct `{culprit or call.where}`")
 
 
 def _refusal(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str | None:

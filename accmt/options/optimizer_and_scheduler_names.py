@@ -1,4 +1,4 @@
-"""From the name of an optimizer or scheduler to what builds it, and back."""
+"""Finds optimizers and schedulers by name or import path, and their names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
 SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
 
 _TRANSFORMERS = "transformers.optimization"
-_NEEDS_OBJECTS = "takes functions or other schedulers, which a file cannot hold"
+_NEEDS_OBJECTS = "takes functions or other schedulers, which a file cannot contain"
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Where short names of one kind of thing are looked up; `others_names` are those of `TrainingArguments`."""
+    """How short names of one kind are resolved; `others_names` are those of `TrainingArguments`."""
 
     path: KeyPath
     group: str
@@ -57,7 +57,7 @@ _OPTIMIZERS = _Kind(
     base=torch.optim.Optimizer,
     torch_module=torch.optim,
     from_transformers={"Adafactor": "Adafactor"},
-    rejected={"LBFGS": "evaluates the loss several times in one step (it needs a closure)"},
+    rejected={"LBFGS": "evaluates the loss several times per step (it needs a closure)"},
     instead="use AdamW or SGD",
     others_names={
         "adafactor": "Adafactor",
@@ -128,7 +128,7 @@ class Names:
     def __getattr__(self, name: str) -> str:
         if name.startswith("_") or name not in self._kind.names():
             do = suggest(name, self._kind.names(), f"choose one of {', '.join(self._kind.names())}")
-            message = f"there is no {self._kind.path[0]} of the name {name!r}: {do}"
+            message = f"there is no {self._kind.path[0]} named {name!r}: {do}"
             raise AttributeError(message, name=name, obj=self)
         return name
 
@@ -154,46 +154,46 @@ def scheduler_names() -> list[str]:
 
 
 def all_optimizers() -> list[Callable[..., Any]]:
-    """Return what builds an optimizer, for all short names."""
+    """Return the optimizer classes of all short names."""
     return [_OPTIMIZERS.by_name(name) for name in _OPTIMIZERS.names()]
 
 
 def all_schedulers() -> list[Callable[..., Any]]:
-    """Return what builds a scheduler, for all short names."""
+    """Return the factories of all short scheduler names."""
     return [_SCHEDULERS.by_name(name) for name in _SCHEDULERS.names()]
 
 
 def schedulers_of_transformers() -> Mapping[str, str]:
-    """Return the values of transformers' `lr_scheduler_type`, each with the name of the scheduler here."""
+    """Return the values of transformers' `lr_scheduler_type`, each with accmt's name."""
     return _SCHEDULERS.others_names
 
 
 def optimizers_of_transformers() -> Mapping[str, str]:
-    """Return values of transformers' `optim`, each with the name or import path of the optimizer here."""
+    """Return values of transformers' `optim`, each with accmt's name or an import path."""
     return _OPTIMIZERS.others_names
 
 
 def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | Fault:
-    """Return the optimizer class for a short name, a dotted import path or a class, or what is wrong with it."""
+    """Return the optimizer class for a short name, an import path or a class, or the error."""
     found = _find(value, _OPTIMIZERS)
     if isinstance(found, Fault) or (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         return found
-    return Fault(_OPTIMIZERS.path, describe(value), "a subclass of torch.optim.Optimizer", "name such a class")
+    return Fault(_OPTIMIZERS.path, describe(value), "a subclass of torch.optim.Optimizer", "use such a class")
 
 
 def find_scheduler(value: Any) -> SchedulerFactory | Fault:
-    """Return the class or function that builds a scheduler, for a name, a path or itself, or what is wrong with it."""
+    """Return the class or function of a scheduler for a short name, an import path or itself, or the error."""
     found = _find(value, _SCHEDULERS)
     is_class = isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler)
     if isinstance(found, Fault) or is_class or inspect.isfunction(found):
         factory: SchedulerFactory | Fault = found
         return factory
-    expected = "a torch.optim.lr_scheduler.LRScheduler, or a function of an optimizer that returns one"
+    expected = "a torch.optim.lr_scheduler.LRScheduler, or a function that takes an optimizer and returns one"
     return Fault(_SCHEDULERS.path, describe(value), expected, _SCHEDULERS.instead)
 
 
 def name_of(factory: Callable[..., Any]) -> str:
-    """Return the short name of an optimizer class or scheduler, or its import path where it has none."""
+    """Return the short name of an optimizer class or scheduler, or its import path."""
     module, name = factory.__module__, factory.__name__
     for kind in (_OPTIMIZERS, _SCHEDULERS):
         for short, attribute in kind.from_transformers.items():
@@ -205,7 +205,7 @@ def name_of(factory: Callable[..., Any]) -> str:
 
 
 def _find(value: Any, kind: _Kind) -> Any:
-    """Return the object behind `value`; anything callable passes as it is."""
+    """Return the object for a name; callables are returned unchanged."""
     found = _import(value, kind) if isinstance(value, str) else value
     if not callable(found) and not isinstance(found, Fault):
         return Fault(

@@ -1,4 +1,4 @@
-"""The Trainer's arguments about the run as a whole."""
+"""Trainer arguments about the run as a whole."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from accmt.options.units import Unit, read_every, read_max_time
 from accmt.precision import PRECISIONS
 from accmt.registry import addon, names
 
-# ---- Checks the Trainer's arguments about device and precision.
+# ---- Checks of arguments about device and precision.
 
 
 def require_precision(value: Any) -> None:
     """Check `mixed_precision`.
 
     Raises:
-        ArgumentError: No such precision; the message says what the one of another trainer is here.
+        ArgumentError: No such precision; the message translates the values of other trainers.
     """
     choices = (None, *PRECISIONS, *(() if value in (None, *PRECISIONS) else names("accmt.precisions")))
     if value in choices:
@@ -48,10 +48,10 @@ def require_precision(value: Any) -> None:
 
 
 def require_ddp_kwargs(value: Any) -> None:
-    """Check `ddp_kwargs`; Accelerate is imported for a dict only.
+    """Check `ddp_kwargs`; imports Accelerate only for a dict.
 
     Raises:
-        ArgumentError: It is neither None nor a dict of arguments that exist.
+        ArgumentError: It is neither None nor a dict with valid arguments.
     """
     require_mapping("ddp_kwargs", value)
     if value:
@@ -61,25 +61,25 @@ def require_ddp_kwargs(value: Any) -> None:
 
 
 def require_fsdp(name: str, value: Any) -> None:
-    """Check arguments of FSDP; Accelerate is imported for a dict of them only.
+    """Check arguments of FSDP; imports Accelerate only for a dict.
 
     Raises:
-        ArgumentError: It is neither True nor a dict of arguments that exist.
+        ArgumentError: It is neither True nor a dict with valid arguments.
     """
     if isinstance(value, Mapping):
         from accelerate import FullyShardedDataParallelPlugin
 
         require_keywords(name, value, FullyShardedDataParallelPlugin, "accelerate.FullyShardedDataParallelPlugin")
     elif value is not True:
-        expected, do = "True, or arguments of FSDP2 by name", 'parallelism={"fsdp": True}, or leave `parallelism` out'
+        expected, do = "True, or a dict with FSDP2 arguments", 'parallelism={"fsdp": True}, or leave `parallelism` out'
         raise ArgumentError(explain(write_place(name), repr(value), expected, do))
 
 
 def require_accelerator(value: Any) -> None:
-    """Check `accelerator`; Accelerate is imported for a dict only.
+    """Check `accelerator`; imports Accelerate only for a dict.
 
     Raises:
-        ArgumentError: It is neither None, a dict of arguments that exist nor an object that prepares models.
+        ArgumentError: It is neither None, a dict with valid arguments, nor an object that prepares models.
     """
     if isinstance(value, Mapping) and value:
         from accelerate import Accelerator
@@ -88,8 +88,8 @@ def require_accelerator(value: Any) -> None:
     is_object = hasattr(value, "prepare") and not isinstance(value, type)
     if value is None or isinstance(value, Mapping) or is_object:
         return
-    got, expected = f"{value!r} ({type(value).__name__})", "an accelerate.Accelerator, or a dict of its arguments"
-    do = "leave it out, and choose the hardware as the program starts: accmt launch -N 2 train.py"
+    got, expected = f"{value!r} ({type(value).__name__})", "an accelerate.Accelerator, or a dict with its arguments"
+    do = "leave it out, and choose the hardware at launch: accmt launch -N 2 train.py"
     if value == "cpu":
         do = 'accelerator={"cpu": True}'
     elif isinstance(value, type):
@@ -102,12 +102,12 @@ PROFILERS = ("simple", "advanced", "pytorch")
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFlags(Options):
-    """What is set in torch during a run.
+    """Torch settings during a run.
 
     Args:
-        deterministic: Whether torch uses deterministic algorithms only; "warn" warns where there is none.
-        benchmark: What `torch.backends.cudnn.benchmark` is set to; None leaves it.
-        detect_anomaly: Whether autograd looks for the operation that made a NaN; slow.
+        deterministic: Whether torch uses only deterministic algorithms; "warn" warns where there is none.
+        benchmark: The value of `torch.backends.cudnn.benchmark`; None leaves it unchanged.
+        detect_anomaly: Whether autograd looks for the operation that produced a NaN; slow.
     """
 
     deterministic: bool | Literal["warn"] = False
@@ -117,15 +117,15 @@ class TorchFlags(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismOptions(Options):
-    """How the model is spread over the processes of a launch. The product of the sizes is the number of processes.
+    """How the model is distributed over processes. The product of the sizes is the number of processes.
 
     Args:
-        fsdp: True shards it by FSDP2; a dict gives arguments of `accelerate.FullyShardedDataParallelPlugin`.
-        shard: How many processes shard a model together; None is all.
-        replicate: How many such groups there are, each with a model of its own; None is one.
-        tp: Over how many processes the model is split by its plan for tensor parallelism; such processes share each
-            batch. None does not split.
-        engine: Name of an engine that another package adds (entry-point group `accmt.engines`). It replaces the other
+        fsdp: True shards the model with FSDP2; a dict sets arguments of `accelerate.FullyShardedDataParallelPlugin`.
+        shard: Number of processes that share the shards of one model replica; None is all.
+        replicate: Number of model replicas; None is one.
+        tp: Number of processes over which the model is split by its tensor-parallel plan; they process the same
+            batches. None does not split.
+        engine: Name of an engine from another package (entry-point group `accmt.engines`). It replaces the other
             options.
     """
 
@@ -136,48 +136,47 @@ class ParallelismOptions(Options):
     engine: str | None = None
 
     def check(self, name: str) -> None:
-        """Check FSDP's arguments; Accelerate is imported for a dict of them only."""
+        """Check FSDP's arguments; imports Accelerate only for a dict."""
         require_fsdp(f"{name}.fsdp", self.fsdp)
         if self.engine is not None:
             require_choice(f"{name}.engine", self.engine, names("accmt.engines"))
             if (self.shard, self.replicate, self.tp) != (None, None, None):
-                raise_wrong_value(name, self.to_dict(), "an engine alone", f'parallelism={{"engine": {self.engine!r}}}')
+                raise_wrong_value(name, self.to_dict(), "only `engine`", f'parallelism={{"engine": {self.engine!r}}}')
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningSettings:
-    """Device, precision, seed, length and appearance of a run.
+    """Device, precision, seed, length and output of a run.
 
     Args:
-        accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
-        mixed_precision: "no", "fp16" or "bf16", or the name of a precision that another package adds (entry-point
-            group `accmt.precisions`); None takes the launch's.
+        accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch settings.
+        mixed_precision: "no", "fp16" or "bf16", or the name of a precision from another package (entry-point group
+            `accmt.precisions`); None uses the launch setting.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
-        parallelism: Spreads the model over the processes of a launch: `ParallelismOptions(fsdp=True)`, or a dict of its
+        parallelism: Distributes the model over processes: `ParallelismOptions(fsdp=True)`, or a dict of its arguments.
+        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. With "buckets": 64,
+            batches are padded to multiples of 64, which limits the number of graphs; each new graph is logged. With
+            "regional": True, only the repeated layers are compiled, one by one, which takes a fraction of the time.
+        seed: Random seed for everything; None draws one.
+        torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
+        gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict sets
             arguments.
-        compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments. "buckets": 64 among them
-            pads batches to multiples of 64, so that there are few graphs, and says when one is made. "regional": True
-            compiles the repeated layers one by one, which takes a fraction of the time, and leaves the rest as it is.
-        seed: Seed of everything random; None draws one.
-        torch_flags: What is set in torch during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
-        gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
-            arguments.
-        sync_batchnorm: Whether batch norm uses the statistics of all processes, while the model is trained; on GPUs
-            only. With one process it changes nothing.
-        fast_dev_run: Runs so many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
-            to try a script.
-        profiler: Finds what takes the time of `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation,
-            in a few steps; or an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` that says more. What
-            is found is kept in the run folder.
-        min_length: Before which training does not end early: "2 epochs", "100 steps", or a list of both.
-        max_time: Longest time, after which training ends at an optimizer step: "DD:HH:MM:SS" or "1h30m", a timedelta,
-            or a dict of its arguments. Interruptions do not count, `min_length` comes first.
+        sync_batchnorm: Whether batch norm uses the statistics of all processes during training; on GPUs only. No
+            effect with one process.
+        fast_dev_run: Runs this many batches (True: 1) of each kind, with one evaluation at the end, and writes
+            nothing, to test a script.
+        profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
+            an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
+            the run folder.
+        min_length: Training does not end early before this: "2 epochs", "100 steps", or a list of both.
+        max_time: Training ends at the first optimizer step after this time: "DD:HH:MM:SS" or "1h30m", a timedelta, or a
+            dict of its arguments. Time between interrupted runs does not count, and `min_length` takes precedence.
         callbacks: A `Callback` or a list of them.
         verbose: False silences messages and progress bars.
-        enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none; None shows a bar in a
-            terminal, and elsewhere a line of the log every so often.
-        enable_model_summary: Whether a table of the model's parts is printed at the start; a number is the depth to
-            which parts of parts are shown: True is 1, -1 shows all.
+        enable_progress_bar: True shows a bar even if stderr is not a terminal, False never; None shows a bar in a
+            terminal, and occasional log lines elsewhere.
+        enable_model_summary: Whether to print a table of the model's modules at the start; a number is the depth: True
+            is 1, -1 shows all levels.
     """
 
     accelerator: Any = None
@@ -186,7 +185,7 @@ class RunningSettings:
     parallelism: ParallelismOptions | None = None
     compile: bool | Mapping[str, Any] = False
     seed: int | None = None
-    torch_flags: TorchFlags = None  # type: ignore[assignment]  # which is read when this is made
+    torch_flags: TorchFlags = None  # type: ignore[assignment]  # set in __post_init__
     gradient_checkpointing: bool | Mapping[str, Any] = False
     sync_batchnorm: bool = False
     fast_dev_run: bool | int = False
@@ -210,12 +209,14 @@ class RunningSettings:
             expected = "True or False, or a depth from 1; -1 shows all"
             raise_wrong_value("enable_model_summary", self.enable_model_summary, expected, "enable_model_summary=True")
         set_field(self, "torch_flags", TorchFlags.read("torch_flags", self.torch_flags))
-        self._least  # noqa: B018 - raises what is wrong with it
+        self._least  # noqa: B018 - raises if invalid
         require_profiler(self.profiler)
         read_max_time(self.max_time)
         compiling: Any = self.compile
         if not isinstance(compiling, bool | Mapping):
-            raise_wrong_value("compile", compiling, "True, False, or arguments of torch.compile", "compile=True")
+            raise_wrong_value(
+                "compile", compiling, "True, False, or a dict with arguments of torch.compile", "compile=True"
+            )
         require_keywords("compile", self.compile_kwargs, torch.compile, "torch.compile")
         if self.compile_buckets is not None:
             require_int("compile.buckets", self.compile_buckets, at_least=1)
@@ -228,7 +229,7 @@ class RunningSettings:
         )
         value: Any = self.gradient_checkpointing
         if not isinstance(value, bool | Mapping):
-            expected = "True, False, or arguments of torch.utils.checkpoint.checkpoint by name"
+            expected = "True, False, or a dict with arguments of torch.utils.checkpoint.checkpoint"
             raise_wrong_value("gradient_checkpointing", value, expected, "gradient_checkpointing=True")
 
     @property
@@ -239,12 +240,12 @@ class RunningSettings:
 
     @property
     def compile_buckets(self) -> int | None:
-        """The length to whose multiples batches are padded; None leaves them as they are."""
+        """Batches are padded to multiples of this length; None does not pad."""
         return self.compile.get("buckets") if isinstance(self.compile, Mapping) else None
 
     @property
     def compiles_regions(self) -> bool:
-        """Whether the repeated layers are compiled, and the rest is not."""
+        """Whether only the repeated layers are compiled."""
         return isinstance(self.compile, Mapping) and bool(self.compile.get("regional"))
 
     @property
@@ -254,12 +255,12 @@ class RunningSettings:
 
     @property
     def min_epochs(self) -> int | None:
-        """Epochs before which training does not end early."""
+        """Training does not end early before this many epochs."""
         return self._least.get("epoch")
 
     @property
     def min_steps(self) -> int | None:
-        """Optimizer steps before which training does not end early."""
+        """Training does not end early before this many optimizer steps."""
         return self._least.get("step")
 
     @property
@@ -274,23 +275,20 @@ class RunningSettings:
 
 
 def require_profiler(value: Any) -> None:
-    """Check what is to profile a run.
+    """Check `profiler`.
 
     Raises:
         ArgumentError: `value` is neither None, one of `PROFILERS`, an `accelerate.utils.ProfileKwargs` nor a
             `torch.profiler.profile`.
     """
-    if value is None or (isinstance(value, str) and value in PROFILERS) or _is_instance(value):
+    if value is None or (isinstance(value, str) and value in PROFILERS):
         return
+    if not isinstance(value, str):
+        from accelerate.utils import ProfileKwargs
+        from torch.profiler import profile
+
+        if isinstance(value, ProfileKwargs | profile):
+            return
     names = ", ".join(f'"{name}"' for name in PROFILERS)
     expected = f"{names}, an accelerate.utils.ProfileKwargs or a torch.profiler.profile object, or None"
     raise_wrong_value("profiler", value, expected, f'profiler="{nearest(value, PROFILERS, cutoff=0)}"?')
-
-
-def _is_instance(value: Any) -> bool:
-    if isinstance(value, str):
-        return False
-    from accelerate.utils import ProfileKwargs
-    from torch.profiler import profile
-
-    return isinstance(value, ProfileKwargs | profile)

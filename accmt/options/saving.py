@@ -1,4 +1,4 @@
-"""The Trainer's arguments about the model folder and about checkpoints."""
+"""Trainer arguments about the model folder and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from accmt.options.units import Every, read_every, read_size
 from accmt.registry import find, names
 
 _RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "auto": "auto"}
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` makes one of two
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` collapses two
 
 
 @dataclass(frozen=True)
 class RegisteredSaving:
-    """A rule that `Trainer.register_model_saving` adds, with thresholds of its own."""
+    """A saving rule added by `Trainer.register_model_saving`, with its thresholds."""
 
     name: str
     below: float | Mapping[str, float] | None = None
@@ -38,16 +38,16 @@ class RegisteredSaving:
 
 
 class Checkpointer(Protocol):
-    """What stores checkpoints instead of accmt: `Trainer(checkpointer=...)` takes any object with these two methods.
+    """Custom checkpoint storage: `Trainer(checkpointer=...)` accepts any object with these two methods.
 
-    Both are called on every process, together.
+    Both are called on all processes together.
     """
 
     def save(self, write: Callable[[Path], object], step: int, *, force: bool) -> None:
         """Store a checkpoint."""
 
     def load(self) -> Path | None:
-        """Return a folder with the files of the checkpoint to continue from; None where there is none."""
+        """Return a folder with the files of the checkpoint to resume from; None if there is none."""
 
 
 def _require_evaluations(name: str, value: Any) -> None:
@@ -62,12 +62,12 @@ def _require_finite(name: str, value: Any, least: float = -inf) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PatienceOptions(Options):
-    """What ends training by one value, in place of a number of evaluations.
+    """Early stopping by one value.
 
     Args:
-        patience: Evaluations in a row without a better value; without it their number does not end training.
-        min_delta: By how much a value has to be better than the best one, to count as better.
-        stopping_threshold: Training ends as soon as the value is as good as this.
+        patience: Evaluations in a row without improvement before training ends; None is no limit.
+        min_delta: Smallest difference to the best value that counts as an improvement.
+        stopping_threshold: Training ends as soon as the value is this good.
         check_finite: Whether training ends as soon as the value is NaN or infinite.
     """
 
@@ -77,15 +77,15 @@ class PatienceOptions(Options):
     check_finite: bool = False
 
     def check(self, name: str) -> None:
-        """Refuse what would never end training."""
+        """Reject options that would never end training."""
         if self.patience is None and not self.may_end:
             expected = "patience, stopping_threshold or check_finite"
-            do = 'patience={"valid_loss": PatienceOptions(patience=3, min_delta=0.01)}, for example'
+            do = 'for example patience={"valid_loss": PatienceOptions(patience=3, min_delta=0.01)}'
             raise_wrong_value(name, self.to_dict(), expected, do)
 
     @property
     def may_end(self) -> bool:
-        """Whether one evaluation can end training, whatever the number of those before."""
+        """Whether a single evaluation can end training."""
         return self.stopping_threshold is not None or self.check_finite
 
     @property
@@ -97,26 +97,26 @@ class PatienceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SavingSettings:
-    """When and where the model is saved.
+    """When and where to save the model.
 
     Args:
-        model_path: Folder of the saved model; made when something is saved.
+        model_path: Folder of the saved model; created on the first save.
         model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), None for never, or a list of them, each saved in a folder of its own in `model_path`. Without
-            validation data "best_valid_loss" means "best_train_loss": the mean since the last evaluation. Of several
-            validation sets "best_<metric>" is the mean, "best_<metric>@<set>" one of them; "best_accuracy/f1" wants
-            both to be better. Of equal values the first stays.
-        model_saving_below: Saves only while the value that decides is below this; a dict is by name.
-        model_saving_above: Saves only while the value that decides is above this; a dict is by name.
-        max_shard_size: Largest weight file: bytes, or text such as "5GB".
-        safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
-        save_last: Whether the last weights are saved to `<model_path>/last` too; with `EMA` or `SWA` their average.
-        patience: Evaluations in a row without a better value before training ends: a number, or text such as
-            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold options of each,
+            evaluation), None for never, or a list of them, each with a separate folder in `model_path`. Without
+            validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With several
+            validation sets, "best_<metric>" is their mean and "best_<metric>@<set>" a single one; "best_accuracy/f1"
+            requires both to improve. A tie keeps the earlier model.
+        model_saving_below: Saves only if the monitored value is below this; a dict sets it by name.
+        model_saving_above: Saves only if the monitored value is above this; a dict sets it by name.
+        max_shard_size: Largest weight file: bytes, or a string such as "5GB".
+        safe_serialization: True writes safetensors, including tied weights; False writes `pytorch_model*.bin`.
+        save_last: Whether to also save the last weights to `<model_path>/last`; with `EMA` or `SWA`, their average.
+        patience: Evaluations in a row without improvement before training ends: a number, or a string such as
+            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value separately and may contain options,
             `{"accuracy": PatienceOptions(patience=3, min_delta=0.001, stopping_threshold=0.99, check_finite=True)}`, or
-            dicts of these. A value that is better by less than `min_delta` does not count as better; training ends at
-            once where it is as good as `stopping_threshold`, or with `check_finite` where it is NaN or infinite.
-            `min_length` holds it back.
+            dicts of them. An improvement smaller than `min_delta` does not count. Training ends immediately when a
+            value reaches `stopping_threshold` or, with `check_finite`, is NaN or infinite. `min_length` takes
+            precedence.
     """
 
     model_path: str | PathLike[str]
@@ -132,10 +132,10 @@ class SavingSettings:
         require_flags(self)
         path = self.model_path
         if not isinstance(path, str | PathLike) or not str(path).strip():
-            raise_wrong_value("model_path", path, "the path of a folder", 'model_path="out/my_model"')
+            raise_wrong_value("model_path", path, "a folder path", 'model_path="out/my_model"')
         if _URL.match(str(path)):
             do = "mount the remote storage, or copy the folder after training"
-            raise_wrong_value("model_path", path, "a folder of this machine", do)
+            raise_wrong_value("model_path", path, "a local folder", do)
         read_size("max_shard_size", self.max_shard_size)
         if isinstance(self.patience, Mapping):
             items = self.patience.items()
@@ -152,7 +152,7 @@ class SavingSettings:
 
     @property
     def patience_evaluations(self) -> Any:
-        """`patience` with numbers for text such as "3 evals"."""
+        """`patience` with numbers in place of strings such as "3 evals"."""
 
         def read(value: Any) -> Any:
             is_text = isinstance(value, str)
@@ -164,23 +164,23 @@ class SavingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """When and where checkpoints are written.
+    """When and where to write checkpoints.
 
     Args:
-        checkpoint: Folder of the checkpoints; None is `<parent of model_path>/checkpoint-<its name>`.
-        resume: False starts from the beginning (checkpoints of an earlier run are moved to `<folder>.previous`, and
-            back if the run ends before its first own one); True continues from the newest checkpoint; "auto" or None
-            continues if there is one; a path continues from that checkpoint, or from the newest one in that folder.
-        checkpoint_every: How often: a number of optimizer steps; as a float up to 1.0 a fraction of an epoch; or a
-            number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end of
-            the run is saved too.
-        max_checkpoints: How many are kept; None keeps the newest.
-        max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
-            ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
-        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`; or the name of one that
-            another package adds (an entry point of the group `accmt.checkpointers`).
-        async_checkpointing: Whether files are written while training continues.
-        reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
+        checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`.
+        resume: False starts from scratch (checkpoints of an earlier run are moved to `<folder>.previous`, and moved
+            back if the run ends before its first checkpoint); True resumes from the newest checkpoint; "auto" or None
+            resumes if there is one; a path resumes from that checkpoint, or from the newest one in that folder.
+        checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
+            or a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end
+            of the run is saved too.
+        max_checkpoints: Number of checkpoints to keep; None keeps the newest.
+        max_previous_runs: Number of earlier runs whose models and checkpoints are kept (`<folder>.previous`,
+            `.previous-2` ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
+        checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of one
+            from another package (an entry point in the group `accmt.checkpointers`).
+        async_checkpointing: Whether to write files while training continues.
+        reset_optimizer_on_resume: Whether to start optimizer and scheduler from scratch when resuming.
     """
 
     checkpoint: str | PathLike[str] | None = None
@@ -194,7 +194,7 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         require_flags(self)
-        self.every  # noqa: B018 - raises what is wrong with it
+        self.every  # noqa: B018 - raises if invalid
         if self.max_checkpoints is not None:
             require_int("max_checkpoints", self.max_checkpoints, at_least=1)
         if self.max_previous_runs is not None:
@@ -206,7 +206,9 @@ class CheckpointSettings:
         given: Any = self.checkpointer
         if isinstance(given, str):
             object.__setattr__(self, "checkpointer", _make_checkpointer(given))
-        if self.checkpointer is not None and not _can_store(self.checkpointer):
+        methods = [getattr(self.checkpointer, name, None) for name in ("save", "load")]
+        can_store = not isinstance(self.checkpointer, type) and all(map(callable, methods))
+        if self.checkpointer is not None and not can_store:
             expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
             raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
 
@@ -219,11 +221,11 @@ class CheckpointSettings:
             raise_wrong_value(name, value, expected, "resume=True" if name == "resume" else 'checkpoint="out/ck"')
         if _URL.match(str(value)):
             do = "mount the remote storage, or copy the folder"
-            raise_wrong_value(name, value, "a folder of this machine", do)
+            raise_wrong_value(name, value, "a local folder", do)
 
     @property
     def every(self) -> Every | None:
-        """How often a checkpoint is written; None is never."""
+        """How often to write a checkpoint; None is never."""
         if self.checkpoint_every is None:
             return None
         return read_every(
@@ -232,7 +234,7 @@ class CheckpointSettings:
 
 
 def _reject_word(resume: str) -> None:
-    """Refuse text that means no path: a word of Python, or nearly one where nothing of that name exists."""
+    """Reject strings such as "true" that are not paths, and misspelled ones unless such a path exists."""
     word = nearest(resume, _RESUME_WORDS, cutoff=0.7)
     if word and (resume.lower() in _RESUME_WORDS or not Path(resume).exists()):
         meant = _RESUME_WORDS[word]
@@ -245,11 +247,6 @@ def _make_checkpointer(name: str) -> Checkpointer:
         kind: Callable[[], Checkpointer] = find("accmt.checkpointers", name)
     except KeyError:
         known = names("accmt.checkpointers")
-        expected = f"an object with the methods of accmt.Checkpointer, or one of the names {known} that packages add"
+        expected = f"an object with the methods of accmt.Checkpointer, or one of {known} from other packages"
         raise_wrong_value("checkpointer", name, expected, f"checkpointer={nearest(name, known)!r}")
     return kind()
-
-
-def _can_store(checkpointer: Any) -> bool:
-    is_object = not isinstance(checkpointer, type)
-    return is_object and all(callable(getattr(checkpointer, name, None)) for name in ("save", "load"))

@@ -1,4 +1,4 @@
-"""What may stand in a source of hyper-parameters, and the report of everything in it that may not."""
+"""The schema of hyper-parameters, and one report of everything that violates it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, Validati
 from accmt.errors import nearest
 from accmt.options.checks import whole
 from accmt.options.model_section import ModelSection, read_model_section
-from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_rates, check_scheduler
+from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
 from accmt.options.sft_section import SFTSection, read_sft_section
 from accmt.options.yaml_reader import Document, Fault, KeyPath, describe, suggest
@@ -21,11 +21,11 @@ from accmt.registry import addon
 
 _OTHER_NAMES = {"optimizer": "optim"}
 _NOTHING = "nothing"
-"""What was got of a key that is missing."""
+"""The value shown for a missing key."""
 
 
 class ComponentSchema(BaseModel):
-    """An optimizer or a scheduler: its `type`, and arguments, which `check` holds against its signature."""
+    """An optimizer or a scheduler: its `type`, and arguments, which `check` compares with its signature."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -33,7 +33,7 @@ class ComponentSchema(BaseModel):
 
 
 class Schema(BaseModel):
-    """The keys below `hps`. A field's description says what is expected, its example what to write."""
+    """The keys below `hps`. A field's description is the expected value in messages, its example what to write."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -89,7 +89,7 @@ class Schema(BaseModel):
         description="true or false",
         examples=["packing: true"],
     )
-    model: Any = Field(default=None, description="a path, or a mapping with it", examples=["model: out/base"])
+    model: Any = Field(default=None, description="a path, or a mapping with `path`", examples=["model: out/base"])
     sft: Any = Field(default=None, description="a path, or a mapping with `data`", examples=["sft: train.jsonl"])
 
     @field_validator(
@@ -109,7 +109,7 @@ class Schema(BaseModel):
 
 @dataclass(frozen=True)
 class Component:
-    """An optimizer or scheduler as it was named, what builds it, and its arguments in the types of its signature."""
+    """An optimizer or scheduler: the user's value, its factory, and arguments in the types of its signature."""
 
     user_value: Any = None
     factory: Any = None
@@ -118,7 +118,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Checked:
-    """Hyper-parameters that passed every check; `document` has `optim` for `optimizer`."""
+    """Hyper-parameters that passed all checks; `document` uses `optim`, not its alias `optimizer`."""
 
     document: Document
     schema: Schema
@@ -132,16 +132,20 @@ def check(document: Document) -> Checked:
     """Check everything in `document`.
 
     Raises:
-        HyperParameterError: Anything is wrong; the one error names every fault.
+        HyperParameterError: Anything is invalid; the message lists every error.
     """
     document, faults = _with_primary_spelling(document)
-    schema, schema_faults = _parse(document)
+    schema, schema_faults = None, []
+    try:
+        schema = Schema.model_validate(dict(document.values))
+    except ValidationError as error:
+        kinds = {_path(item["loc"]): item["type"] for item in error.errors()}
+        schema_faults = [_fault(path, kind, document) for path, kind in kinds.items()]
     optim, optim_faults = _check_component(document, _OPTIM)
     scheduler, scheduler_faults = _check_component(document, _SCHEDULER)
     faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
     faults += [*optim_faults, *scheduler_faults]
-    if optim.factory is not None and not optim_faults:
-        faults += check_rates(optim.factory, optim.arguments, scheduler.factory, scheduler.arguments)
+
     model, model_faults = read_model_section(document.values["model"]) if "model" in document.values else (None, [])
     sft, sft_faults = read_sft_section(document.values["sft"]) if "sft" in document.values else (None, [])
     faults += [*model_faults, *sft_faults]
@@ -151,13 +155,13 @@ def check(document: Document) -> Checked:
 
 
 def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:
-    """Return the document with `optim` where it has `optimizer`."""
+    """Return the document with `optim` in place of its alias `optimizer`."""
     if "optimizer" not in document.values:
         return document, []
     if "optim" in document.values:
-        got = "`optim` and its other name `optimizer`"
+        got = "both `optim` and its alias `optimizer`"
         rest = {key: value for key, value in document.values.items() if key != "optimizer"}
-        return replace(document, values=rest), [Fault(("optimizer",), got, "one of the two", "remove `optimizer`")]
+        return replace(document, values=rest), [Fault(("optimizer",), got, "one of them", "remove `optimizer`")]
     values = {_primary(key): value for key, value in document.values.items()}
     lines = {(_primary(path[0]), *path[1:]) if path else path: line for path, line in document.lines.items()}
     return replace(document, values=values, lines=lines), []
@@ -167,16 +171,8 @@ def _primary(key: Any) -> Any:
     return _OTHER_NAMES.get(key, key)
 
 
-def _parse(document: Document) -> tuple[Schema | None, list[Fault]]:
-    try:
-        return Schema.model_validate(dict(document.values)), []
-    except ValidationError as error:
-        kinds = {_path(item["loc"]): item["type"] for item in error.errors()}
-        return None, [_fault(path, kind, document) for path, kind in kinds.items()]
-
-
 def _path(loc: KeyPath) -> KeyPath:
-    """Return the key of a pydantic location, without the branches of unions and the positions in lists."""
+    """Return the key of a pydantic location, without union branches and list positions."""
     return loc[:2] if loc[1:2] == ("type",) else loc[:1]
 
 
@@ -194,14 +190,14 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
 
 
 def _unbounded(document: Document) -> Iterable[Fault]:
-    """Yield what is wrong with rows of packed documents that nothing bounds."""
+    """Yield an error for packing without a row length."""
     if document.values.get("packing") is True and document.values.get("max_tokens") is None:
-        expected = "packing beside max_tokens, the tokens that a row holds at most"
-        yield Fault(("packing",), "true, and no max_tokens", expected, "add `max_tokens: 4096`, say")
+        expected = "packing together with max_tokens, the length of a row"
+        yield Fault(("packing",), "true, without max_tokens", expected, "add for example `max_tokens: 4096`")
 
 
 def _without_examples_of(faults: Iterable[Fault]) -> list[Fault]:
-    """Leave out that a key is missing where another fault has its line: the example would contradict that line."""
+    """Drop errors about a missing key if another error suggests a line with that key: the two would conflict."""
     faults = list(faults)
     advice = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
 
@@ -217,14 +213,14 @@ def _endless(document: Document) -> Iterable[Fault]:
     epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
     has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
     if epochs == max_steps == -1 and not has_budget:
-        got = "-1 and no max_steps" if "epochs" in document.values else _NOTHING
+        got = "-1 without max_steps" if "epochs" in document.values else _NOTHING
         expected = "a whole number from 1, or max_steps"
         yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What is called `optim` or `scheduler`: how a name of one is found, and how its arguments are checked."""
+    """How the class of `optim` or `scheduler` is found, and how its arguments are checked."""
 
     key: str
     find: Callable[[Any], Any]
@@ -237,7 +233,7 @@ _SCHEDULER = _Part("scheduler", find_scheduler, check_scheduler, all_schedulers)
 
 
 def _check_component(document: Document, part: _Part) -> tuple[Component, list[Fault]]:
-    """Return what was named, and its faults; what is not even a name is the schema's to report."""
+    """Return the component and its errors; a value that is not a name is reported by the schema."""
     key = _find_key(document, part.key)
     value = _as_dict(_as_mapping(document.values.get(key)))
     kind = value.get("type")
@@ -245,7 +241,7 @@ def _check_component(document: Document, part: _Part) -> tuple[Component, list[F
         return Component(), []
     factory, given = part.find(kind), {str(name): value[name] for name in value if name != "type"}
     if isinstance(factory, Fault):
-        is_name = isinstance(kind, str) and "." not in kind  # which nobody knows, but a typo beside it may be known
+        is_name = isinstance(kind, str) and "." not in kind  # unknown, but its arguments may still have typos
         arguments: dict[str, Any] = {}
         faults = [factory, *(check_names(part.key, part.list_all(), given) if is_name else ())]
     else:
@@ -254,7 +250,7 @@ def _check_component(document: Document, part: _Part) -> tuple[Component, list[F
 
 
 def _find_key(document: Document, name: str) -> str:
-    """Return the key for a name: itself, or the misspelt one, so that what is wrong below it is reported, too."""
+    """Return the key for a name, or a misspelled form of it, so that errors below it are reported too."""
     if name in document.values:
         return name
     names = [*Schema.model_fields, *_OTHER_NAMES]

@@ -27,10 +27,12 @@ from accmt.libraries import private_names
 from accmt.libraries.private_names import allow_graphs, compile_in_place, is_compiled
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
+from accmt.messages import warn
 from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.stepper import Stepper
 from accmt.options import HyperParameters, RunningSettings, Settings
+from accmt.options.optimizer_and_scheduler_arguments import trains_nothing
 from accmt.processes import num_data_processes
 from accmt.run import Run
 from accmt.setup.module_checks import call_get_scheduler, require_optimizer, require_scheduler
@@ -140,6 +142,12 @@ def prepare(
     _require_own_parameters(module, optimizer)
     engine.require_optimizer(optimizer)
     scheduler = make_scheduler(module, optimizer, settings, cadence, length)
+    hps = settings.hps
+    sets_rates = own is not None or defines(module, "get_scheduler")
+    if not sets_rates and trains_nothing(
+        hps.optimizer_class, hps.optim_kwargs, hps.scheduler_class, hps.scheduler_kwargs
+    ):
+        warn(f"{hps.where('optim', 'lr')} is 0, and no scheduler raises it: the weights will not change")
     engine.wrap(optimizer, set_to_none=settings.optimization.set_to_none)
     stepper = Stepper(
         engine.accelerator,

@@ -51,137 +51,135 @@ class Trainer(TrainerProperties):
 
     Args:
         hps_config: The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object.
-        model_path: Folder of the saved model; made when something is saved.
+        model_path: Folder of the saved model; created on the first save.
         track_name: Name of the project or experiment; None is the base name of `model_path`.
-        checkpoint: Folder of the checkpoints; None is `<parent of model_path>/checkpoint-<its name>`.
-        resume: False starts from the beginning (checkpoints of an earlier run are moved to `<folder>.previous`, and
-            back if the run ends before its first own one); True continues from the newest checkpoint; "auto" or None
-            continues if there is one; a path continues from that checkpoint, or from the newest one in that folder.
+        checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`.
+        resume: False starts from scratch (checkpoints of an earlier run are moved to `<folder>.previous`, and moved
+            back if the run ends before its first checkpoint); True resumes from the newest checkpoint; "auto" or None
+            resumes if there is one; a path resumes from that checkpoint, or from the newest one in that folder.
         model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), None for never, or a list of them, each saved in a folder of its own in `model_path`. Without
-            validation data "best_valid_loss" means "best_train_loss": the mean since the last evaluation. Of several
-            validation sets "best_<metric>" is the mean, "best_<metric>@<set>" one of them; "best_accuracy/f1" wants
-            both to be better. Of equal values the first stays.
-        evaluate_every_n_steps: Optimizer steps from one evaluation to the next, counted over epochs; as a float up to
-            1.0 the fraction of an epoch's steps; or text such as "500 steps", "2 epochs", "0.25 epochs". None: at the
-            end of each epoch.
-        checkpoint_every: How often: a number of optimizer steps; as a float up to 1.0 a fraction of an epoch; or a
-            number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end of
-            the run is saved too.
+            evaluation), None for never, or a list of them, each with a separate folder in `model_path`. Without
+            validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With several
+            validation sets, "best_<metric>" is their mean and "best_<metric>@<set>" a single one; "best_accuracy/f1"
+            requires both to improve. A tie keeps the earlier model.
+        evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a
+            fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
+            of each epoch.
+        checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
+            or a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end
+            of the run is saved too.
         logging_dir: Folder of logs, or the URL of the tracker's server.
         log_with: A tracker or a list of them: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
             `GeneralTracker`. `history.jsonl` is written in any case.
         log_every: Optimizer steps from one row of training values to the next: a number, or text such as "10 steps"; -1
             or "epoch" is one row at the end of each epoch.
-        grad_accumulation_steps: Batches of each process that make one optimizer step: a number, or `{epoch: number}`
-            with the epoch (from 0) at which each begins. None is 1.
-        clip_grad: Largest norm of the gradient of an optimizer step: the whole gradient is scaled.
-            `Clipping(value=0.5)` cuts each of its entries instead. None or 0 is off. Of a sparse gradient the values
-            count.
-        set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
-        shuffle_train: Whether each epoch has an order of its own, drawn from (seed, epoch). Ignored with a sampler.
-        shuffle_validation: Whether validation data are shuffled; results do not depend on it.
-        sampler: Order of the training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
+        grad_accumulation_steps: Batches per process and optimizer step: a number, or `{epoch: number}` with the epoch
+            (from 0) at which each number starts to apply. None is 1.
+        clip_grad: Largest gradient norm of an optimizer step: the whole gradient is scaled. `Clipping(value=0.5)`
+            clamps each entry instead. None or 0 is off. For sparse gradients, only the stored values count.
+        set_to_none: Whether to free gradients after a step instead of setting them to zero.
+        shuffle_train: Whether to shuffle the training data every epoch, based on (seed, epoch). Ignored with a sampler.
+        shuffle_validation: Whether to shuffle validation data; results do not depend on it.
+        sampler: The order of training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
             indices.
-        model_saving_below: Saves only while the value that decides is below this; a dict is by name.
-        model_saving_above: Saves only while the value that decides is above this; a dict is by name.
-        collate_fn: Makes a batch of a list of samples, for all data; a list of functions is applied one after the
-            other. None is torch's own. A module that defines `collate_fn` wins over it.
-        max_shard_size: Largest weight file: bytes, or text such as "5GB".
-        safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
-        compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments. "buckets": 64 among them
-            pads batches to multiples of 64, so that there are few graphs, and says when one is made. "regional": True
-            compiles the repeated layers one by one, which takes a fraction of the time, and leaves the rest as it is.
+        model_saving_below: Saves only if the monitored value is below this; a dict sets it by name.
+        model_saving_above: Saves only if the monitored value is above this; a dict sets it by name.
+        collate_fn: Turns a list of samples into a batch, for all data; a list of functions is applied one after the
+            other. None uses torch's default. A `collate_fn` method of the module takes precedence.
+        max_shard_size: Largest weight file: bytes, or a string such as "5GB".
+        safe_serialization: True writes safetensors, including tied weights; False writes `pytorch_model*.bin`.
+        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. With "buckets": 64,
+            batches are padded to multiples of 64, which limits the number of graphs; each new graph is logged. With
+            "regional": True, only the repeated layers are compiled, one by one, which takes a fraction of the time.
         train_loss_metric_name: Name of the training loss in the logs.
         val_loss_metric_name: Name of the validation loss in the logs.
-        dataloader_pin_memory: Whether batches are put into pinned memory; has no effect without an accelerator device.
-        dataloader_num_workers: Processes that load data beside each training process; 0 loads in the training process.
-        report_loss_after_eval: True logs the mean validation loss once per evaluation; False logs the loss of
-            validation batches, every `log_every` of them.
-        handlers: Errors at which a safe checkpoint of the last optimizer step is taken before they are raised: a
-            `Handler`, its name, or a list.
-        eval_when_finish: Whether to evaluate at the end where evaluations are between epochs and the last step was not
-            evaluated yet.
+        dataloader_pin_memory: Whether to put batches into pinned memory; no effect without an accelerator device.
+        dataloader_num_workers: Number of data-loading processes per training process; 0 loads in the training process.
+        report_loss_after_eval: True logs the mean validation loss once per evaluation; False logs the loss of every
+            `log_every`-th validation batch.
+        handlers: Errors at which to save a safe checkpoint of the last optimizer step before raising them: a `Handler`,
+            its name, or a list.
+        eval_when_finish: Whether to evaluate at the end of training if evaluations do not follow epochs and the last
+            step has not been evaluated yet.
         eval_when_start: Whether to evaluate before the first optimizer step, logged at step 0; saves no model.
         verbose: False silences messages and progress bars.
         monitor: What else is measured and logged: a `Monitor`, a dict of its fields, a list of those to switch on, or
             the path of a file of either; None logs losses and metrics.
         sampler_val: The same for validation data.
-        batch_sampler: Batches of the training samples: a torch batch sampler. Batch i goes to process i mod processes.
-        collate_fn_train: As `collate_fn`, for training data only, and stronger than it.
-        collate_fn_val: As `collate_fn`, for validation data only, and stronger than it.
-        dataloader_persistent_workers: Whether those processes outlive an epoch, which saves starting them. Their copies
-            of the dataset then do not hear of what changes in it between epochs. Has no effect on streams, nor on a
-            dataset with `set_epoch`.
-        dataloader_drop_last: Whether a last training batch that is not full is left out. Validation data are never
+        batch_sampler: A torch batch sampler for training. Batch i goes to process i modulo the number of processes.
+        collate_fn_train: Like `collate_fn`, but for training data only; takes precedence over it.
+        collate_fn_val: Like `collate_fn`, but for validation data only; takes precedence over it.
+        dataloader_persistent_workers: Whether workers stay alive between epochs, which saves restarting them. Their
+            copies of the dataset then do not see changes made between epochs. No effect on streams or on a dataset with
+            `set_epoch`.
+        dataloader_drop_last: Whether to drop the last training batch if it is not full. Validation data are never
             dropped.
-        shard_dataloaders: Whether the processes share the data. False: every process sees all of it.
-        reload_dataloaders_every_n_epochs: Asks the module (`get_train_dataloader`, `get_validation_dataloader`) or the
-            datamodule for data again at the beginning of every so many epochs: a number, or text such as "2 epochs"; 0
-            asks once.
-        limit_batches: Batches of an epoch, of each validation set, of testing and of predicting: a whole number, or a
-            fraction of them as a float (1.0 is all, 1 is one); `Limits(val=0.1)` limits those alone that it names, of
-            train, val, test and predict. 0 for val turns validation off.
-        overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
+        shard_dataloaders: Whether to shard the data across processes. False: every process sees all of it.
+        reload_dataloaders_every_n_epochs: Rebuilds the loaders from the module (`get_train_dataloader`,
+            `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string such
+            as "2 epochs"; 0 builds them once.
+        limit_batches: Batches per training epoch, and per validation, test and prediction set: a number, or a fraction
+            as a float (1.0 is all, 1 is one); `Limits(val=0.1)` sets only some of train, val, test and predict. 0 for
+            val turns validation off.
+        overfit_batches: Trains and validates on this many training batches (or this fraction of them), unshuffled; 0 is
             off.
-        fast_dev_run: Runs so many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
-            to try a script.
-        batch_device_placement: Whether batches are moved to the device before a step sees them.
-        group_by_length: Whether training batches are made of samples of like length: some 50 batches of neighbours in
-            the random order are sorted by length. It changes which samples meet in a step; `max_tokens` in the hyper-
+        fast_dev_run: Runs this many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
+            to test a script.
+        batch_device_placement: Whether to move batches to the device before a step.
+        group_by_length: Whether to build training batches from samples of similar length: about 50 batches at a time of
+            shuffled samples are sorted by length. This changes which samples share a step; `max_tokens` in the hyper-
             parameters does not.
-        min_length: Before which training does not end early: "2 epochs", "100 steps", or a list of both.
-        max_time: Longest time, after which training ends at an optimizer step: "DD:HH:MM:SS" or "1h30m", a timedelta,
-            or a dict of its arguments. Interruptions do not count, `min_length` comes first.
-        num_sanity_val_steps: Validation batches tried before training, so that a mistake there shows at once; it leaves
-            no trace. 0 is off, -1 is all batches.
-        patience: Evaluations in a row without a better value before training ends: a number, or text such as "3 evals";
-            a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold options of each, `{"accuracy":
-            PatienceOptions(patience=3, min_delta=0.001, stopping_threshold=0.99, check_finite=True)}`, or dicts of
-            these. A value that is better by less than `min_delta` does not count as better; training ends at once where
-            it is as good as `stopping_threshold`, or with `check_finite` where it is NaN or infinite. `min_length`
-            holds it back.
-        seed: Seed of everything random; None draws one.
-        torch_flags: What is set in torch during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
+        min_length: Training does not end early before this: "2 epochs", "100 steps", or a list of both.
+        max_time: Training ends at the first optimizer step after this time: "DD:HH:MM:SS" or "1h30m", a timedelta, or a
+            dict of its arguments. Time between interrupted runs does not count, and `min_length` takes precedence.
+        num_sanity_val_steps: Validation batches to run before training, so that errors show early; they have no other
+            effect. 0 is off, -1 runs all batches.
+        patience: Evaluations in a row without improvement before training ends: a number, or a string such as "3
+            evals"; a dict, such as `{"accuracy": 3}`, counts each value separately and may contain options,
+            `{"accuracy": PatienceOptions(patience=3, min_delta=0.001, stopping_threshold=0.99, check_finite=True)}`, or
+            dicts of them. An improvement smaller than `min_delta` does not count. Training ends immediately when a
+            value reaches `stopping_threshold` or, with `check_finite`, is NaN or infinite. `min_length` takes
+            precedence.
+        seed: Random seed for everything; None draws one.
+        torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
-        gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
+        gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict sets
             arguments.
-        sync_batchnorm: Whether batch norm uses the statistics of all processes, while the model is trained; on GPUs
-            only. With one process it changes nothing.
-        max_checkpoints: How many are kept; None keeps the newest.
-        max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
-            ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
-        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`; or the name of one that
-            another package adds (an entry point of the group `accmt.checkpointers`).
-        async_checkpointing: Whether files are written while training continues.
-        reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
-        save_last: Whether the last weights are saved to `<model_path>/last` too; with `EMA` or `SWA` their average.
-        metrics: What is computed over all samples of a validation set: `Metric`s, `torchmetrics` metrics, names such as
-            "f1", metrics of `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set.
-            In a dict of names "min" or "max" is the better direction of a value that a step or a hook reports itself,
-            as in `{"perplexity": "min"}`.
-        metric_options: Means over results, and how predictions travel: `MetricOptions(averages=...)`, or a dict of its
-            arguments.
+        sync_batchnorm: Whether batch norm uses the statistics of all processes during training; on GPUs only. No effect
+            with one process.
+        max_checkpoints: Number of checkpoints to keep; None keeps the newest.
+        max_previous_runs: Number of earlier runs whose models and checkpoints are kept (`<folder>.previous`,
+            `.previous-2` ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
+        checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of one
+            from another package (an entry point in the group `accmt.checkpointers`).
+        async_checkpointing: Whether to write files while training continues.
+        reset_optimizer_on_resume: Whether to start optimizer and scheduler from scratch when resuming.
+        save_last: Whether to also save the last weights to `<model_path>/last`; with `EMA` or `SWA`, their average.
+        metrics: Metrics over all samples of a validation set: `Metric` or `torchmetrics` objects, names such as "f1",
+            metrics from `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set. In a
+            dict by name, "min" or "max" declares the better direction of a value that a step or a hook reports, as in
+            `{"perplexity": "min"}`.
+        metric_options: Averages of results, and how predictions are gathered: `MetricOptions(averages=...)`, or a dict
+            of its arguments.
         callbacks: A `Callback` or a list of them.
         run_name: Name of this run; None is made of the time and a few letters.
         additional_tracker_config: Entries added to the run's configuration.
         tracker_delivery: What a tracker whose server cannot be reached means, and how long the end of a run waits:
             `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
-        profiler: Finds what takes the time of `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation,
-            in a few steps; or an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` that says more. What is
-            found is kept in the run folder.
-        enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none; None shows a bar in a
-            terminal, and elsewhere a line of the log every so often.
-        enable_model_summary: Whether a table of the model's parts is printed at the start; a number is the depth to
-            which parts of parts are shown: True is 1, -1 shows all.
-        accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
-        mixed_precision: "no", "fp16" or "bf16", or the name of a precision that another package adds (entry-point group
-            `accmt.precisions`); None takes the launch's.
+        profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
+            an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
+            the run folder.
+        enable_progress_bar: True shows a bar even if stderr is not a terminal, False never; None shows a bar in a
+            terminal, and occasional log lines elsewhere.
+        enable_model_summary: Whether to print a table of the model's modules at the start; a number is the depth: True
+            is 1, -1 shows all levels.
+        accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch settings.
+        mixed_precision: "no", "fp16" or "bf16", or the name of a precision from another package (entry-point group
+            `accmt.precisions`); None uses the launch setting.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
-        parallelism: Spreads the model over the processes of a launch: `ParallelismOptions(fsdp=True)`, or a dict of its
-            arguments.
-        failures: What happens at a loss that is not finite, a sample that cannot be read, a process that hangs, and the
-            like: `Failures(on_nonfinite="skip")`, or a dict of its arguments.
+        parallelism: Distributes the model over processes: `ParallelismOptions(fsdp=True)`, or a dict of its arguments.
+        failures: How to react to a loss that is not finite, an unreadable sample, a hanging process and the like:
+            `Failures(on_nonfinite="skip")`, or a dict of its arguments.
         **kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one only.
 
     Raises:

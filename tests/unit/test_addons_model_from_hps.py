@@ -135,7 +135,7 @@ def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
     ("model", "place", "message"),
     [
         (3, "model", "expected: a path, or a mapping with `path`"),
-        ({"paht": "x"}, "model", "do: write `path` in the place of `paht`"),
+        ({"paht": "x"}, "model", "do: write `path` instead of `paht`"),
         ({"path": "./llama", "type": 3}, "model.type", "expected: a name"),
         ({"path": "./llama", "freeze": ["a("]}, "model.freeze", "expected: a regular expression"),
         (
@@ -145,11 +145,11 @@ def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
         ),
         ({"path": "./llama", "quantization": "nf5"}, "model.quantization", "do: write `nf4`"),
         ({"path": "./llama", "lora": {}, "adapter": "IA3"}, "model.lora", "expected: one adapter"),
-        ({"path": "./llama", "lora": 8}, "model.lora", "expected: a mapping of arguments"),
+        ({"path": "./llama", "lora": 8}, "model.lora", "expected: a mapping with arguments"),
         (
             {"path": "./llama", "lora": {"alpha": 8, "lora_alpha": 16}},
             "model.lora.lora_alpha",
-            "`alpha`, which is short",
+            "its short form `alpha`",
         ),
         ({"path": "./llama", "dtype": "bf16"}, "model.dtype", "do: write `dtype: bfloat16`"),
         ({"path": "./llama", "dtype": "torch.fp16"}, "model.dtype", "do: write `dtype: float16`"),

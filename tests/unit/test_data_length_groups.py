@@ -215,7 +215,7 @@ class Known(Texts):
 
 
 def test_another_order_beside_it_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a sampler beside it"):
+    with pytest.raises(ArgumentError, match="a sampler, which already"):
         run(tmp_path, data=Known(), group_by_length=True, sampler=list(range(NUMBER)))
     with pytest.raises(ArgumentError, match="pass its dataset to fit"):
         run(tmp_path, data=DataLoader(Known(), 4), group_by_length=True)

@@ -248,6 +248,6 @@ def test_a_data_loader_that_makes_batches_in_its_own_way_is_an_error(tmp_path: P
 
 
 def test_packing_without_a_budget_is_an_error() -> None:
-    fault = "packing\n  got: true, and no max_tokens(.|\n)*add `max_tokens: 4096`"
+    fault = "packing\n  got: true, without max_tokens(.|\n)*add for example `max_tokens: 4096`"
     with pytest.raises(HyperParameterError, match=fault):
         HyperParameters(optim="SGD", packing=True)

@@ -149,7 +149,7 @@ def test_a_scheduler_of_the_module_names_what_it_watches():
 @pytest.mark.parametrize(
     ("scheduler", "settings", "message"),
     [
-        ({"mode": "max"}, {}, "the rate would be cut each time the loss improves[\\s\\S]*monitor: accuracy"),
+        ({"mode": "max"}, {}, "the rate would be reduced each time the loss improves[\\s\\S]*monitor: accuracy"),
         ({"monitor": 3}, {}, "scheduler.monitor\\s+got: 3"),
         ({"monitor": "acc"}, {}, "got: 'acc'[\\s\\S]*do: metrics="),
         ({"monitor": "val_loss"}, {}, "do: write `monitor: valid_loss`"),

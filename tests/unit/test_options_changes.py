@@ -41,7 +41,7 @@ def test_a_change_says_key_old_value_new_value_and_what_becomes_of_it():
     changes = compare(of(optim=adam(lr=1e-3)), of(optim=adam(lr=5e-4)))
     assert changes == [Change("optim.lr", 0.001, 0.0005, "apply")]
     assert str(changes[0]) == "optim.lr: 0.001 -> 0.0005 (applied)"
-    assert str(Change("seed", 1, None, "keep")) == "seed: 1 -> not set (not applied: the checkpoint's stays)"
+    assert str(Change("seed", 1, None, "keep")) == "seed: 1 -> not set (not applied: the checkpoint's value stays)"
 
 
 @each(
@@ -153,9 +153,9 @@ def test_all_rejected_changes_are_reported_at_once_with_what_to_do():
     assert str(caught.value) == (
         "hps/news.yaml\n"
         "  got: changed since the checkpoint: optim.type: AdamW -> SGD, scheduler.warmup_ratio: 0.1 -> 0.2\n"
-        "  expected: the checkpoint's values, which the state of optimizer and scheduler belongs to\n"
-        "  do: put the old values back, start optimizer and scheduler again with `reset_optimizer_on_resume=True`, "
-        "or begin a new run with `resume=False`"
+        "  expected: the checkpoint's values, which match the saved optimizer and scheduler state\n"
+        "  do: restore the old values, reset optimizer and scheduler with `reset_optimizer_on_resume=True`, "
+        "or start a new run with `resume=False`"
     )
 
 

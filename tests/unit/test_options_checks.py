@@ -35,7 +35,7 @@ WRONG = [
     ("checkpoint_every", 1.5, "float fraction of an epoch"),
     ("checkpoint_every", "10 minutes", "a number from 1 and a unit"),
     ("max_time", "10 parsecs", '"1h30m" or "10 minutes"'),
-    ("reload_dataloaders_every_n_epochs", -1, "a whole number of epochs from 1.*0 is never"),
+    ("reload_dataloaders_every_n_epochs", -1, "a whole number of epochs from 1.*0 means never"),
     ("reload_dataloaders_every_n_epochs", False, "a whole number of epochs from 1"),
     ("train_loss_metric_name", "", "a name"),
     ("val_loss_metric_name", None, "a name"),
@@ -102,7 +102,7 @@ WRONG = [
     ("max_shard_size", "10", "bytes, or a number with KB, MB, GB or TB"),
     ("max_shard_size", 0, "a whole number from 1"),
     ("max_shard_size", 1.5, "a whole number from 1"),
-    ("compile", "max-autotune", "True, False, or arguments of torch.compile"),
+    ("compile", "max-autotune", "True, False, or a dict with arguments of torch.compile"),
     ("shuffle_train", "no", "True or False"),
     ("shuffle_validation", 1, "True or False"),
     ("safe_serialization", "false", "True or False"),
@@ -249,7 +249,7 @@ def test_a_model_path_on_another_machine_is_refused(path):
 @pytest.mark.feature("A03")
 @pytest.mark.parametrize("path", ["", "  ", None, 3])
 def test_a_model_path_that_is_no_path_is_refused(path):
-    with pytest.raises(ArgumentError, match="the path of a folder"):
+    with pytest.raises(ArgumentError, match="a folder path"):
         Trainer(HPS, path)
 
 
@@ -342,7 +342,7 @@ def test_what_is_wrong_in_an_object_is_told_where_it_is_made():
         (lambda: Limits(train=0), "Limits(train=...)", "a whole number of batches from 1"),
         (lambda: Clipping(norm=1.0, value=1.0), "Clipping(...)", "either norm or value"),
         (lambda: ParallelismOptions(tp=0), "ParallelismOptions(tp=...)", "a whole number from 1"),
-        (lambda: ParallelismOptions(fsdp=False), "ParallelismOptions(fsdp=...)", "arguments of FSDP2 by name"),
+        (lambda: ParallelismOptions(fsdp=False), "ParallelismOptions(fsdp=...)", "a dict with FSDP2 arguments"),
         (lambda: Delivery(flush_s=-1), "Delivery(flush_s=...)", "seconds from 0"),
         (lambda: TorchFlags(deterministic="no"), "TorchFlags(deterministic=...)", "one of True, False, 'warn'"),
         (lambda: MetricOptions(derived=print), "MetricOptions(derived=...)", 'values of "averages"'),

@@ -109,7 +109,7 @@ def test_a_text_is_read_as_the_argument_may_be(name, text):
         ("dataloader_num_workers", "1.5", r"expected int, got '1.5'"),
         ("clip_grad", "nan", r"expected float\|mapping\|none, got 'nan'"),
         ("set_to_none", "1", r"expected true\|false, got '1'"),
-        ("ddp_kwargs", "{a: ", r"'\{a: ' is not YAML"),
+        ("ddp_kwargs", "{a: ", r"'\{a: ' is not valid YAML"),
         ("seed", "[1]", r"expected int\|none, got '\[1\]'"),
     ],
 )

@@ -85,8 +85,8 @@ def test_optimizer_is_another_name_of_optim(tmp_path):
 @each(
     ("arguments", "message"),
     [
-        ({"optim": "SGD", "optimizer": "SGD"}, "`optim` and its other name `optimizer`"),
-        ({"optim_kwargs": {}, "optimizer_kwargs": {}}, "`optim_kwargs` and its other name `optimizer_kwargs`"),
+        ({"optim": "SGD", "optimizer": "SGD"}, "both `optim` and its alias `optimizer`"),
+        ({"optim_kwargs": {}, "optimizer_kwargs": {}}, "both `optim_kwargs` and its alias `optimizer_kwargs`"),
         ({"optim_kwargs": {"type": "Adam"}}, "optim_kwargs.type\n  got: a type\n.*\n  do: pass it as `optim=`"),
         ({"scheduler_kwargs": {"gamma": 1.0}}, "scheduler.type\n  got: None"),
     ],
@@ -97,7 +97,7 @@ def test_contradictory_arguments_are_refused(arguments, message):
 
 
 def test_both_spellings_in_one_file_are_refused():
-    with pytest.raises(HyperParameterError, match="hps_config optimizer\n  got: `optim` and its other name"):
+    with pytest.raises(HyperParameterError, match="hps_config optimizer\n  got: both `optim` and its alias"):
         HyperParameters.from_config({"epochs": 1, "batch_size": 1, "optim": "SGD", "optimizer": "SGD"})
 
 

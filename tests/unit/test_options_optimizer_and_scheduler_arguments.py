@@ -101,10 +101,10 @@ def test_a_value_that_the_optimizer_refuses_is_traced_to_its_key(name, given, ke
             {"num_training_steps": 10},
             "num_training_steps",
             "10 (int)",
-            "nothing: accmt computes it",
+            "no value: accmt computes it",
         ),
-        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 10}, "total_steps", "10 (int)", "nothing: accmt computes it"),
-        ("StepLR", {"step_size": 1, "last_epoch": 3}, "last_epoch", "3 (int)", "nothing: accmt computes it"),
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 10}, "total_steps", "10 (int)", "no value: accmt computes it"),
+        ("StepLR", {"step_size": 1, "last_epoch": 3}, "last_epoch", "3 (int)", "no value: accmt computes it"),
         (
             "StepLR",
             {"step_size": 1, "warmup_ratio": 0.1},
@@ -124,7 +124,7 @@ def test_a_value_that_the_optimizer_refuses_is_traced_to_its_key(name, given, ke
             {"warmup_ratio": 0.1, "num_warmup_steps": 5},
             "num_warmup_steps",
             "warmup_ratio = 0.1",
-            "one of the two",
+            "one of them",
         ),
     ],
 )

@@ -114,7 +114,7 @@ def test_import_paths_and_classes_are_found():
         (find_optimizer, torch.optim.LBFGS, "needs a closure", "use AdamW or SGD"),
         (find_optimizer, "torch.optim.AdanW", "torch.optim has no AdanW", "write `AdamW`"),
         (find_optimizer, "no_such_package.AdamW", "No module named 'no_such_package'", "correct the path"),
-        (find_optimizer, "torch.nn.Linear", "'torch.nn.Linear' (str)", "name such a class"),
+        (find_optimizer, "torch.nn.Linear", "'torch.nn.Linear' (str)", "use such a class"),
         (find_optimizer, "torch.optim.__name__", "'torch.optim.__name__' (str)", "write `type: ASGD`"),
         (find_scheduler, "LinearWarmup", "'LinearWarmup' (str)", "write `LinearWithWarmup`"),
         (find_scheduler, "LambdaLR", "takes functions", "get_scheduler"),
