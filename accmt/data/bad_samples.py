@@ -1,9 +1,9 @@
-"""Skips samples that cannot be read, so that every process knows what is left of a batch.
+"""Skips samples that cannot be read; every process knows what remains of a batch.
 
-The order of the others does not change. A process of whose batch nothing is left has no batch in that micro-batch, as
-at the end of an epoch; the others have to know that before they reduce gradients with it. So in training they add up,
-in each micro-batch, the batches, the samples, and the skipped samples. In evaluations, where processes need not keep in
-step, each counts its own.
+The order of the remaining samples does not change. If nothing remains of a process's batch, that process has no batch
+in this micro-batch, as at the end of an epoch. The other processes must know this before they reduce gradients. In
+training, the processes therefore sum the batches, samples, and skipped samples of each micro-batch. In evaluations,
+where processes need not run in lockstep, each process counts its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOO_MANY = 100
 
 @dataclass
 class BadSamples:
-    """How many samples were skipped since the last warning, and the first few of this process."""
+    """The number of samples skipped since the last warning, and the first few on this process."""
 
     count: int = 0
     first: list[BadSample] = field(default_factory=list)
@@ -33,7 +33,7 @@ class BadSamples:
         self.first = [*self.first, *own][:MAX_NAMED]
 
     def take(self) -> BadSamples:
-        """Return what was added, and start again from nothing."""
+        """Return what was added, and reset."""
         taken = BadSamples(self.count, self.first)
         self.count, self.first = 0, []
         return taken
@@ -42,7 +42,7 @@ class BadSamples:
 def without_bad_samples(
     micro_batches: Iterator[MicroBatch], options: SourceOptions, *, is_whole_epoch: bool, knows_samples: bool
 ) -> Iterator[MicroBatch]:
-    """Unpack the batches of micro-batches, which are `Kept`, and set what the micro-batches say of their samples.
+    """Unpack the `Kept` batches of micro-batches, and set the sample counts of the micro-batches.
 
     Processes: collective in each micro-batch with `options.agrees_each_batch`.
     """
@@ -67,7 +67,7 @@ def _take_bad(micro_batch: MicroBatch) -> None:
 
 
 def _count(micro_batch: MicroBatch, options: SourceOptions) -> int | None:
-    """Set what the processes agree on, and return how many samples were read; None where each counts its own."""
+    """Set the counts that processes share, and return the number of samples read; None if each counts its own."""
     if num_data_processes() < num_processes():
         _require_same_in_groups(micro_batch)
     if options.agrees_each_batch:
@@ -81,7 +81,7 @@ def _count(micro_batch: MicroBatch, options: SourceOptions) -> int | None:
 
 
 def _require_same_in_groups(micro_batch: MicroBatch) -> None:
-    """Check that processes which share a batch could read the same samples of it.
+    """Check that processes that share a batch could read the same samples.
 
     Processes: collective.
     """
@@ -91,13 +91,13 @@ def _require_same_in_groups(micro_batch: MicroBatch) -> None:
     if other is not None:
         first = other // size * size
         got = f"samples {every[first]} could not be read on process {first}, and {every[other]} on process {other}"
-        expected = "the same samples on both, which hold one model together and share each batch"
-        raise DataError(explain("the data", got, expected, "look at the disk or the network that they are read from"))
+        expected = "the same samples on both: they share one model and each of its batches"
+        raise DataError(explain("the data", got, expected, "check the disk or network the data is read from"))
 
 
 def _nothing_is_read(options: SourceOptions, unread: int, micro_batch: MicroBatch) -> DataError:
     last = f"; the last is sample {micro_batch.bad[-1].index}: {micro_batch.bad[-1].error}" if micro_batch.bad else ""
-    got = f"{unread} samples in a row that cannot be read{last}"
-    expected = 'single samples that cannot be read, which failures={"on_bad_sample": "skip"} skips'
+    got = f"{unread} unreadable samples in a row{last}"
+    expected = 'only occasional unreadable samples, which failures={"on_bad_sample": "skip"} skips'
     do = "check the path, the disk, or the dataset's __getitem__"
     return DataError(explain(f"the {options.kind} data", got, expected, do))

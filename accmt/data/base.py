@@ -1,4 +1,4 @@
-"""The position of the data in an epoch, and how an epoch resumes from it."""
+"""The interface of data sources, their options, and how an interrupted epoch resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accmt.libraries.private_names import split_of_stream
 from accmt.messages import say, say_once
 from accmt.processes import gather_from_data, gather_objects, num_data_processes, num_processes
 
-# ---- The options of every source of micro-batches, and what it offers.
+# ---- Sources and their options
 
 
 class Source(Protocol):
@@ -29,8 +29,8 @@ class Source(Protocol):
 
     Attributes:
         dataloader: The torch DataLoader underneath.
-        micro_batches_per_batch: Micro-batches that make one batch of the size that was asked for.
-        shard: This process among those that share the data; the only one where it has data of its own.
+        micro_batches_per_batch: Micro-batches that make one batch of the requested size.
+        shard: This process among those that share the data; the only one if its data is not shared.
     """
 
     dataloader: DataLoader[Any]
@@ -39,7 +39,7 @@ class Source(Protocol):
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches of the current epoch after limits, at most; None for data without a length."""
+        """Maximum micro-batches of the current epoch after limits; None for data without a length."""
 
     def samples_in(self, first: int, last: int) -> int | None:
         """Return the samples of micro-batches [first, last) over all processes; None if unknown beforehand."""
@@ -51,53 +51,53 @@ class Source(Protocol):
         """Return this process's sample indices in a micro-batch of the current epoch; None for data without indices."""
 
     def set_epoch_again(self) -> None:
-        """Call `set_epoch` of the data with the current epoch: an evaluation of the same data may have called it."""
+        """Call the data's `set_epoch` with the current epoch: an evaluation of the same data may have changed it."""
 
     def end_workers(self) -> None:
-        """End the processes that load data; the next epoch starts others."""
+        """Stop the loader workers; the next epoch starts new ones."""
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         """Return the position after `num_micro_batches` of an epoch: JSON values, and a stream's own state.
 
-        Sources of streams keep it for the last few micro-batches only.
+        Stream sources keep positions for the last few micro-batches only.
 
-        Processes: collective where each has data of its own; else the same on all.
+        Processes: collective if each has its own data; otherwise the same on all.
         """
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
-        """Resume `epoch` after `first_micro_batch` micro-batches; the epochs after it begin as usual.
+        """Resume `epoch` after `first_micro_batch` micro-batches; later epochs begin as usual.
 
         The next `micro_batches(epoch, first=first_micro_batch)` begins exactly there, on any number of processes and
-        with any size of batches. Counting continues from there, in `num_micro_batches` and `samples_in` too.
+        with any batch size. `num_micro_batches` and `samples_in` also continue counting from there.
 
-        Processes: all; collective where each has data of its own.
+        Processes: all; collective if each has its own data.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What all sources of a kind of data have in common.
+    """Options shared by all sources of one kind of data.
 
     Attributes:
-        purpose: "train", "validate", "test" or "predict"; each has randomness of its own.
+        purpose: "train", "validate", "test" or "predict"; each has separate randomness.
         batch_size: Samples of a batch of one process.
         shard: This process among those that share the data.
         seed: The run's seed.
-        micro_batches_per_batch: Batches of `batch_size` that make one of the size that was asked for.
-        limit: Batches of the size that was asked for at most: a number, or a fraction as a float.
+        micro_batches_per_batch: Batches of `batch_size` that make one of the requested size.
+        limit: Maximum batches of the requested size: a number, or a fraction as a float.
         shuffle: Whether the order is random.
-        sampler: The user's sampler, a function that makes one of the dataset, or a list of indices.
+        sampler: The user's sampler, a function that builds one from the dataset, or a list of indices.
         batch_sampler: The user's batch sampler.
-        drop_last: Whether a last batch that is not full is dropped.
-        collate: Makes a batch of samples; None is torch's.
-        num_workers: Loader processes.
+        drop_last: Whether an incomplete last batch is dropped.
+        collate: The collate function; None uses torch's.
+        num_workers: Loader workers.
         persistent_workers: Whether they outlive an epoch. Then their copy of the dataset does not see what changes in
-            it between epochs; so one with `set_epoch` always gets new workers.
+            it between epochs, so a dataset with `set_epoch` always gets new workers.
         pin_memory: Whether batches are pinned.
         skips_bad: Whether samples that cannot be read are skipped.
-        also_read: Other data that are read meanwhile, which may be the same.
-        groups: How a stream's samples are grouped by length; None is not at all.
-        agrees_each_batch: Whether processes agree in every micro-batch who has a batch.
+        also_read: Other data that is read meanwhile; it may be the same.
+        groups: How a stream's samples are grouped by length; None does not group them.
+        agrees_each_batch: Whether processes agree in every micro-batch on which of them have a batch.
     """
 
     purpose: str
@@ -121,21 +121,21 @@ class SourceOptions:
 
     @property
     def kind(self) -> str:
-        """What messages call these data."""
+        """The name of this data in messages."""
         return {"train": "training", "validate": "validation"}.get(self.purpose, self.purpose)
 
     @property
     def is_limited(self) -> bool:
-        """Whether an epoch may have fewer batches than there are."""
+        """Whether an epoch may have fewer batches than the data."""
         return isinstance(self.limit, int) or self.limit < 1.0
 
     @property
     def has_own_data(self) -> bool:
-        """Whether each process has data of its own, or is the only one."""
+        """Whether each process has its own data, or is the only process."""
         return self.shard.count == 1 and num_data_processes() == num_processes()
 
     def limit_micro_batches(self, num_micro_batches: int) -> int:
-        """Return how many of an epoch's micro-batches are used; a fraction above 0 keeps at least one batch."""
+        """Return the number of an epoch's micro-batches that are used; a fraction above 0 keeps at least one batch."""
         wanted = self.limit
         if isinstance(wanted, float):
             num_batches = -(-num_micro_batches // self.micro_batches_per_batch)
@@ -144,7 +144,7 @@ class SourceOptions:
         return min(wanted * self.micro_batches_per_batch, num_micro_batches)
 
     def torch_options(self, dataset: Any) -> dict[str, Any]:
-        """Return the arguments of the DataLoader, except those about the order and size of batches."""
+        """Return the DataLoader's arguments, except those for the order and size of batches."""
         persists = self.num_workers > 0 and self.persistent_workers
         return {
             "collate_fn": self.collate or collate_or_explain,
@@ -155,18 +155,18 @@ class SourceOptions:
         }
 
     def without_second_sharding(self, *samplers: Any) -> SourceOptions:
-        """Return the options for these samplers: data that one of them already shards are not sharded again.
+        """Return the options for these samplers; data that one of them already shards is not sharded again.
 
-        Then each process has data of its own, as with `shard_dataloaders=False`, and a seed of its own.
+        Each process then has its own data, as with `shard_dataloaders=False`, and its own seed.
         """
         parts = [part for sampler in samplers for part in (sampler, getattr(sampler, "sampler", None))]
         sharding = next((part for part in parts if isinstance(part, DistributedSampler)), None)
         return self if sharding is None else self._of_process(sharding.rank)
 
     def without_split_stream(self, stream: Any) -> SourceOptions:
-        """Return the options for a stream: one of which `split_dataset_by_node` gave each process its part stays so.
+        """Return the options for a stream; one already split by `split_dataset_by_node` is not split again.
 
-        Processes: collective where they share data.
+        Processes: collective if they share data.
         """
         if self.shard.count == 1:
             return self
@@ -180,22 +180,22 @@ class SourceOptions:
 
 
 def require_batch(batch: Any, options: SourceOptions) -> None:
-    """Check that the collate function made a batch, where other processes rely on this one to have one."""
+    """Check that the collate function made a batch if other processes rely on this one having a batch."""
     if batch is not None or not options.agrees_each_batch or options.skips_bad:
         return
-    got = "None: the collate function made no batch of the samples of this process"
-    do = 'raise an error in __getitem__ and pass failures={"on_bad_sample": "skip"}, or filter the dataset beforehand'
-    raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on each of the processes", do))
+    got = "None: the collate function returned no batch for this process's samples"
+    do = 'raise an error in __getitem__ and pass failures={"on_bad_sample": "skip"}, or filter the dataset first'
+    raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on every process", do))
 
 
 def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
-    """Check that processes which shard data hold the same samples.
+    """Check that processes that shard data have the same samples.
 
-    Where the script has already given each process its own, part of each part would be used, and the rest never.
+    If the script has already split the data, each process would use only a part of its part.
 
     Args:
-        options: Those of the source.
-        rows: Samples at equal indices; None where there are none.
+        options: The source's options.
+        rows: Samples at equal indices; None if there are none.
 
     Processes: collective.
     """
@@ -203,12 +203,12 @@ def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
     if found is None:
         return
     index, other, _, _ = found
-    got = f"other samples on process {other} than on process {index}, at the same indices"
-    expected = "all of the data on every process: accmt gives each process its part"
+    got = f"different samples on process {other} and process {index} at the same indices"
+    expected = "the complete data on every process: accmt shards it"
     do = (
-        "pass all of the data on every process; Trainer(shard_dataloaders=False) where your script gives each process "
-        "its own part. Samples that are only augmented differ too where they draw from the operating system: draw from "
-        "torch, numpy or random, which are seeded"
+        "pass the complete data on every process, or Trainer(shard_dataloaders=False) if your script splits it. If "
+        "only the augmentation differs, draw its random numbers from torch, numpy or random, which are seeded, not "
+        "from the operating system"
     )
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
 
@@ -220,14 +220,14 @@ def _differ(one: Rows | None, other: Rows | None) -> bool:
 def _find_other(
     options: SourceOptions, own: Any, differ: Callable[[Any, Any], bool] = operator.ne
 ) -> tuple[int, int, Any, Any] | None:
-    """Return the first process that has something else than the first of those that share its data.
+    """Return the first process whose value differs from that of the first process sharing its data.
 
-    These are all processes; where data are not sharded, only those that share its batches.
+    All processes share data; if data is not sharded, only those that share its batches.
 
-    Processes: collective, where any share data.
+    Processes: collective if any share data.
 
     Returns:
-        The two processes and what each has; None where there is no difference.
+        The two processes and the value of each; None if there is no difference.
     """
     if options.has_own_data:
         return None
@@ -239,9 +239,9 @@ def _find_other(
 
 
 def require_same_everywhere(options: SourceOptions, has: str, order: str) -> None:
-    """Check that processes which shard data have the same data in an epoch, in the same order.
+    """Check that processes that shard data have the same data in an epoch, in the same order.
 
-    That was so when the run began; a dataset may have grown since, and a sampler may draw another order.
+    This was true when the run began, but a dataset may have grown, and a sampler may draw a different order.
 
     Processes: collective.
     """
@@ -251,14 +251,14 @@ def require_same_everywhere(options: SourceOptions, has: str, order: str) -> Non
     index, other, (first, _), (second, _) = found
     got = f"{first} on process {index}, {second} on process {other}"
     if first == second:
-        got = f"{first}, in another order on process {other} than on process {index}"
-    expected = "the same data in the same order on every process: accmt shards them"
-    do = "build them in the same way on all (a sampler from one seed), or pass Trainer(shard_dataloaders=False)"
+        got = f"{first}, in different orders on process {other} and process {index}"
+    expected = "the same data in the same order on every process: accmt shards it"
+    do = "build the data the same way on every process (one seed), or pass Trainer(shard_dataloaders=False)"
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
 def require_same_end(options: SourceOptions, read: str) -> None:
-    """Check that processes which share a stream out among themselves are at its end together.
+    """Check that processes that shard a stream reach its end together.
 
     Processes: collective.
     """
@@ -267,14 +267,14 @@ def require_same_end(options: SourceOptions, read: str) -> None:
         index, other, first, second = found
         got = f"{first} on process {index}, {second} on process {other}"
         expected = "the same stream on every process: accmt shards it"
-        do = "read the same files in the same order on all, or pass Trainer(shard_dataloaders=False)"
+        do = "read the same files in the same order on every process, or pass Trainer(shard_dataloaders=False)"
         raise DataError(explain(f"the {options.kind} data, which can only be read from the start", got, expected, do))
 
 
 def require_not_empty(count: int, options: SourceOptions, got: str) -> None:
-    """Check that an epoch has anything in it."""
+    """Check that an epoch is not empty."""
     if count == 0:
-        do = "check the path or the filter of the data, the sampler, and drop_last"
+        do = "check the data's path and filters, the sampler, and drop_last"
         raise DataError(explain(f"the {options.kind} data", got, "at least one sample and one batch", do))
 
 
@@ -288,13 +288,13 @@ def length_of(data: Any) -> int | None:
 
 @dataclass(frozen=True)
 class EpochStart:
-    """Where reading an epoch begins: at its first sample, or where it was interrupted.
+    """The point where reading an epoch begins: its first sample, or where it was interrupted.
 
     Attributes:
-        epoch: The epoch that is resumed; None for one that begins.
+        epoch: The resumed epoch; None for a new one.
         micro_batch: Its first micro-batch.
-        consumed: Samples, or batches of the user's, over all processes, that were trained on before.
-        position: What a loader's `position` returned; empty for an epoch that begins.
+        consumed: Samples, or the user's batches, already trained on over all processes.
+        position: The value of a loader's `position`; empty for a new epoch.
     """
 
     epoch: int | None = None
@@ -303,7 +303,7 @@ class EpochStart:
     position: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, epoch: int, first_micro_batch: int) -> EpochStart:
-        """Return where reading begins: at the first sample in other epochs, and in this one when it is read again."""
+        """Return this start for the rest of its epoch; otherwise, the start at the first sample."""
         return self if epoch == self.epoch and first_micro_batch >= self.micro_batch else EPOCH_START
 
 
@@ -313,66 +313,67 @@ EPOCH_START = EpochStart()
 def read_start(
     epoch: int, first_micro_batch: int, position: Mapping[str, Any], *, kind: str, unit: str, options: SourceOptions
 ) -> EpochStart:
-    """Read where an epoch resumes; after 0 micro-batches any position will do."""
+    """Read where an epoch resumes; after 0 micro-batches the position is not used."""
     if first_micro_batch == 0:
         return EPOCH_START
     if position.get("kind") != kind:
         got = f"a position saved for a {position.get('kind')}"
-        raise cannot_resume(options, got, f"one for a {kind}, as these data are")
+        raise cannot_resume(options, got, f"a position for a {kind}, like this data")
     if type(position.get(unit)) is not int:
         raise cannot_resume(options, f"{position.get(unit)!r} {unit} trained on", "a whole number")
     return EpochStart(epoch, first_micro_batch, position[unit], position)
 
 
 def require_same_number(start: EpochStart, number: int, unit: str, options: SourceOptions) -> None:
-    """Check that an epoch has as much as when it began; otherwise its order would differ."""
+    """Check that an epoch has the same size as when it began; otherwise its order would differ."""
     if start.position and start.position["of"] != number:
-        expected = f"the {start.position['of']} {unit} with which the epoch began, {start.consumed} of them trained on"
+        expected = f"{start.position['of']} {unit}, as when the epoch began ({start.consumed} already trained on)"
         raise cannot_resume(options, f"{number} {unit}", expected)
 
 
 def require_same_order(start: EpochStart, order: str, options: SourceOptions) -> None:
-    """Check that an epoch has the order with which it began; otherwise samples would be repeated and missed."""
+    """Check that an epoch has the same order as when it began; otherwise samples would be repeated or missed."""
     if start.position["order"] != order:
-        got = "another order than the one in which the epoch began: shuffling, sampler, its seed, or batches changed"
-        raise cannot_resume(options, got, f"that order, {start.consumed} of {start.position['of']} trained on")
+        got = "a different order: shuffling, the sampler, its seed, or the batches have changed"
+        expected = f"the epoch's original order ({start.consumed} of {start.position['of']} already trained on)"
+        raise cannot_resume(options, got, expected)
 
 
 def compare_rows(position: Mapping[str, Any], rows: Rows, options: SourceOptions, *, is_in_epoch: bool) -> None:
-    """Check that an epoch continues with the samples with which it began, and say it where a later one has others."""
+    """Check that a resumed epoch has the same samples as when it began; log it if a later epoch's samples changed."""
     result = compare(rows, position.get("rows", {}))
     if result == "different" and is_in_epoch:
-        got = "other samples at the same indices: their order, or what is in them, has changed"
+        got = "different samples at the same indices: their order or their content has changed"
         do = (
-            "read them in the order of before (os.listdir and set have none: sort them), or begin a new run: "
-            "resume=False; data may change between two epochs"
+            "read the samples in the same order as before (os.listdir and set have no fixed order: sort them), or "
+            "start a new run with resume=False; data may only change between epochs"
         )
-        raise cannot_resume(options, got, "the samples with which the epoch began", do)
+        raise cannot_resume(options, got, "the samples that the epoch began with", do)
     if result != "same":
-        say(f"the {options.kind} data are not those of before the interruption: samples at the same indices differ")
+        say(f"the {options.kind} data changed since the interruption: samples at the same indices differ")
 
 
 def say_not_compared(options: SourceOptions) -> None:
-    """Say of data that resume by their own state that nothing of them can be compared: nothing is read again."""
-    kind = f"the {options.kind} data"
+    """Log that data that resumes from its own state is not compared, because nothing is read again."""
     say_once(
-        f"{kind} resume by their own state_dict; whether they are those of before the interruption is not compared"
+        f"the {options.kind} data resume from their own state_dict; accmt does not check whether they have changed "
+        "since the interruption"
     )
 
 
 def cannot_resume(options: SourceOptions, got: str, expected: str, do: str | None = None) -> DataError:
-    """Return the error about data with which an interrupted epoch cannot be resumed."""
-    do = do or "resume with the data, sampler and batches as they were, or begin a new run: resume=False"
-    return DataError(explain(f"the {options.kind} data, in an epoch that is resumed", got, expected, do))
+    """Return the error for data with which an interrupted epoch cannot resume."""
+    do = do or "resume with the same data, sampler and batches, or start a new run with resume=False"
+    return DataError(explain(f"the {options.kind} data of a resumed epoch", got, expected, do))
 
 
 def plan_epoch(num_samples: int, options: SourceOptions, *, multiple: int = 1, start: EpochStart = EPOCH_START) -> Plan:
-    """Plan an epoch's micro-batches after `drop_last` and limits, which count from its beginning also on a resume.
+    """Plan an epoch's micro-batches after `drop_last` and limits, which always count from the epoch's beginning.
 
     Args:
         num_samples: Samples of the whole epoch.
         options: Sizes, limit and shard.
-        multiple: At the end, samples beyond a multiple of this are dropped; 1 drops none.
+        multiple: Samples at the end beyond a multiple of this are dropped; 1 drops none.
         start: Where reading begins.
     """
     epoch = Plan(num_samples - num_samples % multiple, options.batch_size, options.shard)
@@ -380,7 +381,7 @@ def plan_epoch(num_samples: int, options: SourceOptions, *, multiple: int = 1, s
         epoch.num_micro_batches, options, f"{num_samples} samples for batches of {epoch.global_batch_size}"
     )
     left = max(0, epoch.samples_before(options.limit_micro_batches(epoch.num_micro_batches)) - start.consumed)
-    if start.consumed != epoch.samples_before(start.micro_batch):  # it was begun in batches of another size
+    if start.consumed != epoch.samples_before(start.micro_batch):  # it began with another batch size
         left -= left % multiple
     return replace(
         epoch, num_samples=start.consumed + left, first_micro_batch=start.micro_batch, first_sample=start.consumed

@@ -1,4 +1,4 @@
-"""What a loader yields, and how many samples a batch holds."""
+"""Micro-batches, and the number of samples in a batch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from accmt.messages import warn_once
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _MAX_SHAPES = 6
-_COUNT_YOURSELF = "if the collate function drops samples or adds some, define get_batch_size in the module"
+_COUNT_YOURSELF = "if the collate function drops or adds samples, define get_batch_size in the module"
 
 
 class Cut(NamedTuple):
-    """What a micro-batch is of whose samples were cut by a budget of tokens.
+    """The origin of a micro-batch that was split by a token budget.
 
     Attributes:
-        number: From 0 in its window.
-        num_finished: Batches as planned that end with it: all of its window with the last, else none.
-        places: For each sample of this process's batch the index of the batch in which it was read, and its place in
-            it, in an evaluation; None in training.
-        num_targets: Tokens with a label in a row of packed documents, which its loss is the mean of; None elsewhere.
-        samples: The positions in the data of the samples of this process's batch, in an evaluation; None for data
-            without indices.
+        number: Its number in the accumulation window, from 0.
+        num_finished: Planned batches that end with it: all of the window for the last micro-batch, else none.
+        places: In an evaluation, for each sample of this process's batch, the index of the batch it was read in and
+            its position there; None in training.
+        num_targets: Labeled tokens in a row of packed documents, over which its loss is averaged; None otherwise.
+        samples: In an evaluation, the positions in the data of this process's samples; None for data without indices.
     """
 
     number: int
@@ -43,16 +42,16 @@ class MicroBatch:
     """One batch on every process.
 
     Attributes:
-        index: From 0 in its epoch; of one that was cut, that of the first batch of its window.
+        index: Its index in the epoch, from 0; for a split one, that of the first batch of its window.
         batch: This process's batch; None if it has none.
-        num_samples: Samples over all processes; None where only the batches show it.
-        own_samples: Samples that were collated into this process's batch; None where only the batch shows it. The batch
-            may hold another number of them: `find_batch_size`.
+        num_samples: Samples over all processes; None if only the batches show it.
+        own_samples: Samples collated into this process's batch; None if only the batch shows it. The batch may hold a
+            different number: see `find_batch_size`.
         is_last: Whether the epoch ends with this micro-batch.
-        is_partial: Whether some process has no batch; every process knows.
-        bad: Samples of this process that were skipped, because they could not be read.
-        num_bad: Those of all processes, in training.
-        cut: What it is of, where samples were cut by a budget of tokens; None for a batch as planned.
+        is_partial: Whether some process has no batch; the same on every process.
+        bad: Samples of this process that were skipped because they could not be read.
+        num_bad: In training, the number of them over all processes.
+        cut: Its origin if samples were split by a token budget; None for a batch as planned.
     """
 
     index: int
@@ -67,7 +66,7 @@ class MicroBatch:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Where it is in its epoch."""
+        """Its position in the epoch."""
         return (self.index,) if self.cut is None else (self.index, self.cut.number)
 
     @property
@@ -77,29 +76,29 @@ class MicroBatch:
 
     @property
     def num_finished(self) -> int:
-        """Batches as planned that end with it."""
+        """The number of planned batches that end with it."""
         return 1 if self.cut is None else self.cut.num_finished
 
     @property
     def places(self) -> list[tuple[int, int]] | None:
-        """Where its samples were read, where they do not stand as they were read."""
+        """Where its samples were read; None if they are still in that order."""
         return None if self.cut is None else self.cut.places
 
 
 def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
-    """Return the number of samples that a batch holds.
+    """Return the number of samples in a batch.
 
-    That is the first dimension of its tensors and arrays, else the length of its lists; for a batch of another class,
-    that of its attributes. A collate function may drop samples or add some: then the number that the batch holds
-    counts. `collated` identifies batches whose first dimension is something else, such as time. Where it counts
-    although the batch does not show it, a warning says so.
+    This is the first dimension of its tensors and arrays, or else the length of its lists; for another class, that of
+    its attributes. If a collate function drops or adds samples, the number in the batch counts. `collated` identifies
+    batches whose first dimension is something else, such as time. A warning is logged if `collated` is used although
+    the batch does not confirm it.
 
     Args:
         batch: The batch.
-        collated: The number of samples from which it was made; None if unknown.
+        collated: The number of samples it was made from; None if unknown.
 
     Returns:
-        The number of samples; None where neither the batch nor `collated` shows it.
+        The number of samples; None if neither the batch nor `collated` shows it.
 
     Raises:
         DataError: The batch contradicts itself or `collated`.
@@ -119,7 +118,7 @@ def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
 
 
 def _add_sizes(batch: Any, sizes: set[int]) -> None:
-    """Add the first dimensions of all tensors and arrays; called for each batch, where a generator costs too much."""
+    """Add the first dimensions of all tensors and arrays; called for each batch, so not a generator, for speed."""
     if isinstance(batch, _ARRAYS):
         if batch.ndim:
             sizes.add(len(batch))
@@ -160,7 +159,7 @@ def _size_without_arrays(batch: Any, collated: int | None) -> int | None:
         return find_batch_size(vars(batch), collated)
     if collated is not None:
         warn_once(
-            f"a batch does not show how many samples it holds, so those that were collated count, here {collated}; "
+            f"the batch size cannot be read from a batch, so the number of collated samples is used (here {collated}); "
             f"{_COUNT_YOURSELF}",
             about="samples that no batch shows",
         )
@@ -168,12 +167,12 @@ def _size_without_arrays(batch: Any, collated: int | None) -> int | None:
 
 
 def _warn_if_doubtful(batch: Any, collated: int) -> None:
-    """Warn once that first dimensions differ: of things that are no samples, or because samples were dropped."""
+    """Warn once that first dimensions differ: some are not samples, or samples were dropped."""
     others = {len(array) for array in _arrays_in(batch) if collated not in array.shape[:2]}
     if others and not _is_list_of(batch, collated, set()):
         warn_once(
-            f"the samples that were collated count, here {collated}, although the batch has tensors whose first "
-            f"dimension is {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; {_COUNT_YOURSELF}",
+            f"the number of collated samples is used as batch size (here {collated}), although the batch has tensors "
+            f"with a first dimension of {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; {_COUNT_YOURSELF}",
             about="samples beside other first dimensions",
         )
 
@@ -192,7 +191,7 @@ def _lengths_of_lists(batch: Any) -> Iterator[int]:
 def _is_list_of(batch: Any, collated: int, sizes: set[int]) -> bool:
     """Return whether the samples are in a list: the batch itself, or one of its parts.
 
-    A pair of inputs and targets is no list of two samples: their tensors agree on a first dimension.
+    A pair of inputs and targets is not a list of two samples: their tensors share a first dimension.
     """
     parts = [value for value in _values_of(batch) if isinstance(value, list | tuple)]
     is_pair = len(sizes) == 1 and any(isinstance(value, _ARRAYS) for value in _values_of(batch))
@@ -201,10 +200,10 @@ def _is_list_of(batch: Any, collated: int, sizes: set[int]) -> bool:
 
 
 def _may_be_other_than_samples(batch: Any, collated: int | None) -> bool:
-    """Return whether the only first dimension may be something else than samples.
+    """Return whether the only first dimension may not be that of samples.
 
-    Time, where the samples are the second dimension; one row into which all samples were packed; or the channels of
-    images in a list.
+    It may be time, with samples as the second dimension; one row that packs all samples; or the channels of images in
+    a list.
     """
     arrays = list(_arrays_in(batch))
     if all(array.ndim > 1 and array.shape[1] == collated for array in arrays):
@@ -221,9 +220,9 @@ def _unknown_size(batch: Any, collated: int | None) -> DataError:
     made = "" if collated is None else f", made from {collated} samples"
     return DataError(
         explain(
-            "the number of samples in a batch, the weight of its loss",
+            "the number of samples in a batch, which weights its loss",
             f"a batch of shapes {shown}{made}",
             "the samples as the first dimension of every tensor",
-            "define get_batch_size(self, batch) in the module, for example as `return batch[1].shape[0]`",
+            "define get_batch_size(self, batch) in the module, for example with `return batch[1].shape[0]`",
         )
     )

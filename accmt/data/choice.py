@@ -1,4 +1,4 @@
-"""Chooses the source that fits the user's data; none of them repeats a sample to fill a batch."""
+"""Chooses the source for the user's data; no source repeats samples to fill a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accmt.errors import DataError, explain
 
 
 def build_source(data: Any, options: SourceOptions) -> Source:
-    """Build the source for a dataset or iterable, which we order and shard, or a DataLoader, which keeps its batches.
+    """Build the source for a dataset or iterable, which accmt orders and shards, or for a DataLoader with its batches.
 
     Processes: collective.
     """
@@ -33,14 +33,14 @@ def build_source(data: Any, options: SourceOptions) -> Source:
 
 
 def is_stream(data: Any) -> bool:
-    """Return whether data can only be read from the start: they have no length, or no samples by index."""
+    """Return whether data can only be read from the start: it has no length or no access by index."""
     return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
 def _wrong_kind(data: Any, options: SourceOptions) -> DataError:
     got = type(data).__name__ + (f" with the keys {list(data)}" if isinstance(data, Mapping) else "")
     expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
-    do = 'pass one of these to fit; of a dict of datasets one of its values, such as data["train"]'
+    do = 'pass one of these to fit; if you have a dict of datasets, pass one of them, such as data["train"]'
     return DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
@@ -48,8 +48,8 @@ def _wrap_user_loader(user_loader: DataLoader[Any], options: SourceOptions) -> S
     from accelerate.data_loader import DataLoaderStateMixin
 
     if isinstance(user_loader, DataLoaderStateMixin):
-        got, do = "a DataLoader that accelerator.prepare has already sharded", "leave preparing to the Trainer"
-        raise DataError(explain(f"the {options.kind} data", got, "the DataLoader as it was before", do))
+        got, do = "a DataLoader already sharded by accelerator.prepare", "let the Trainer prepare it"
+        raise DataError(explain(f"the {options.kind} data", got, "the DataLoader before prepare", do))
     options = options.without_second_sharding(user_loader, user_loader.batch_sampler)
     is_plain = type(user_loader).__iter__ is DataLoader.__iter__ and not isinstance(
         user_loader.dataset, IterableDataset

@@ -1,4 +1,4 @@
-"""Which collate function makes a batch, and one that transformers lacks."""
+"""Collate functions: how one is chosen, combined, and padded to a multiple."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Collate = Callable[[Any], Any]
 
 
 class CollateChain:
-    """Several collate functions, each applied to what the one before returned."""
+    """Applies several collate functions in order, each to the result of the previous one."""
 
     def __init__(self, functions: Sequence[Collate]) -> None:
         self.functions = tuple(functions)
@@ -31,17 +31,17 @@ class CollateChain:
 
 
 class DataCollatorForLongestSequence:
-    """Pads inputs of unequal length to the longest of the batch, and stacks the targets beside them.
+    """Pads inputs to the longest of the batch, and stacks the targets.
 
-    A sample is a pair `(inputs, target)`, or the inputs alone. Inputs are token ids, or a dict that holds them under
-    "input_ids", as a tokenizer returns it. transformers' own collate functions want the target among the inputs.
+    A sample is a pair `(inputs, target)`, or just the inputs. Inputs are token ids, or a dict with "input_ids", as a
+    tokenizer returns. transformers' collate functions expect the target among the inputs instead.
 
     Shapes:
         `input_ids` and `attention_mask` `[samples, longest]`; targets `[samples, ...]`.
 
     Args:
-        tokenizer: Knows with what and on which side inputs are padded.
-        torch_stack: Whether targets, which then need one shape, become tensors; else they stay a list.
+        tokenizer: Defines the padding token and the padding side.
+        torch_stack: Whether targets are stacked into tensors, which requires one shape; otherwise they stay a list.
     """
 
     def __init__(self, tokenizer: Any, *, torch_stack: bool = True) -> None:
@@ -53,7 +53,7 @@ class DataCollatorForLongestSequence:
         self._stack = torch_stack
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """Make a batch: `(inputs, targets)`, or the inputs alone where the samples are inputs alone."""
+        """Return `(inputs, targets)`, or just the inputs if the samples have no targets."""
         self._pad.pad_to_multiple_of = self.pad_to_multiple_of
         if not isinstance(samples[0], tuple):
             return self._pad([_as_named(one) for one in samples])
@@ -66,10 +66,10 @@ def _as_named(inputs: Any) -> dict[str, Any]:
 
 
 def keeps_number(collate: Collate) -> bool:
-    """Return whether a collate function is known to make a batch of as many samples as it gets.
+    """Return whether a collate function is known to keep the number of samples.
 
-    Those of torch and transformers are, except for the one that packs samples into one row. A user's may drop samples,
-    or cut them into several.
+    Those of torch and transformers do, except the one that packs samples into one row. A custom one may drop or split
+    samples.
     """
     if isinstance(collate, partial):
         return keeps_number(collate.func)
@@ -81,41 +81,41 @@ def keeps_number(collate: Collate) -> bool:
 
 
 def build_collate(value: Any, argument: str) -> Collate | None:
-    """Return one collate function for the user's value: None, a function, or a list of functions."""
+    """Return the collate function for the user's value: None, a function, or a list of functions."""
     if value is None:
         return None
     functions = list(value) if isinstance(value, list | tuple) else [value]
     if not functions or not all(callable(function) for function in functions):
-        expected = "a function of a list of samples, or a list of such functions"
+        expected = "a function that takes a list of samples, or a list of such functions"
         raise ArgumentError(explain(f"Trainer({argument}=...)", repr(value), expected, f"{argument}=my_function"))
     return functions[0] if len(functions) == 1 else CollateChain(functions)
 
 
 def collate_or_explain(samples: list[Any]) -> Any:
-    """Stack samples as torch does, and say what to do where they have unequal lengths."""
+    """Stack samples as torch does, with a helpful error if their lengths differ."""
     try:
         stacked = stack_tuples(samples)
         return default_collate(samples) if stacked is None else stacked
     except RuntimeError as error:
         if "equal size" not in str(error):
             raise
-        expected = "samples of equal shapes, or a collate function that pads them"
+        expected = "samples of equal shape, or a collate function that pads them"
         collator = "DataCollatorForSeq2Seq" if _has_label_lists(samples) else "DataCollatorWithPadding"
         do = f"Trainer(collate_fn={collator}(tokenizer)) for text, or your own function"
         raise DataError(explain("making a batch", str(error), expected, do)) from error
 
 
 def _has_label_lists(samples: list[Any]) -> bool:
-    """Return whether each sample has a label for each token, which have to be padded with the tokens."""
+    """Return whether samples have a label for each token, so that labels need padding too."""
     labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
     return isinstance(labels, list) or getattr(labels, "ndim", 0) > 0
 
 
 def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
-    """Do what `default_collate` does with tuples of plain tensors, without looking into each sample in turn.
+    """Do what `default_collate` does with tuples of plain tensors, without inspecting each sample.
 
     Returns:
-        The stacked tensors; None where the samples are others, or where a worker stacks them in shared memory.
+        The stacked tensors; None for other samples, or if a worker stacks them in shared memory.
     """
     if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) != 1 or get_worker_info() is not None:
         return None
@@ -127,27 +127,27 @@ def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
             return None
     try:
         return [torch.stack(column) for column in columns]
-    except RuntimeError:  # of unequal shapes, say: `default_collate` raises it again, and it is explained
+    except RuntimeError:  # e.g. unequal shapes: `default_collate` raises it again, with an explanation
         return None
 
 
-# ---- Batches whose padded length is a multiple, so that a compiled model sees few of them.
+# ---- Padding to a multiple, so that a compiled model sees few different lengths
 
 
 def in_buckets(collate: Any, bucket: int) -> Collate:
-    """Return a collate function that pads to multiples of a length: a copy of one that knows how to.
+    """Return a copy of a collate function that pads to multiples of a length.
 
     Args:
-        collate: The user's; it has an attribute `pad_to_multiple_of`, as those of transformers have. None is torch's.
+        collate: The user's function, with an attribute `pad_to_multiple_of`, as in transformers. None is torch's.
         bucket: The length.
 
     Raises:
-        ArgumentError: It has no such attribute, or says another length.
+        ArgumentError: It has no such attribute, or a different length.
     """
     if isinstance(collate, CollateChain):
         able = [one for one in collate.functions if hasattr(one, "pad_to_multiple_of")][:1]
         functions = [in_buckets(one, bucket) if one in able else one for one in collate.functions]
-        return CollateChain(functions) if able else _reject("functions without it", bucket)
+        return CollateChain(functions) if able else _reject("functions without `pad_to_multiple_of`", bucket)
     if not hasattr(collate, "pad_to_multiple_of"):
         name = "none" if collate is None else getattr(collate, "__qualname__", type(collate).__name__)
         return _reject(f"{name}, which has no `pad_to_multiple_of`", bucket)
@@ -161,4 +161,4 @@ def in_buckets(collate: Any, bucket: int) -> Collate:
 
 def _reject(got: str, bucket: int) -> Collate:
     where, expected = f'Trainer(compile={{"buckets": {bucket}}}): the collate function', "one that pads to a multiple"
-    raise ArgumentError(explain(where, got, expected, "collate_fn=DataCollatorWithPadding(tokenizer), say"))
+    raise ArgumentError(explain(where, got, expected, "for example, collate_fn=DataCollatorWithPadding(tokenizer)"))

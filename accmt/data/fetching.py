@@ -1,7 +1,7 @@
-"""Fetches the samples of a batch and collates them; a sample that cannot be read is named, or skipped.
+"""Fetches and collates the samples of a batch; errors name the bad samples, or the samples are skipped.
 
-Errors keep their type and traceback, so that a user can catch them. Where they happened is added as a note, which the
-traceback shows, also when a worker read the sample.
+Errors keep their type and traceback, so you can catch them. A note adds where they happened; the traceback shows it
+even if a worker read the sample.
 
 Source: `ExceptionWrapper` in torch/_utils.py, which sends an error of a worker as its type and printed traceback.
 """
@@ -38,22 +38,22 @@ from accmt.libraries.versions import may_deadlock_in_forks
 
 _MAX_NAMED = 16
 _MAX_TEXT = 200
-_SKIP = 'Trainer(failures={"on_bad_sample": "skip"}) skips what cannot be read'
+_SKIP = 'Trainer(failures={"on_bad_sample": "skip"}) skips unreadable samples'
 
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be read: its index in the dataset, and what reading it raised."""
+    """A sample that could not be read: its index in the dataset and the error."""
 
     index: int
     error: str
 
 
 class Kept(NamedTuple):
-    """What is left of a batch without its bad samples; a tuple, so that workers can send it.
+    """A batch without its bad samples; a tuple, so that workers can send it.
 
     Attributes:
-        batch: None if nothing is left of it.
+        batch: None if no sample is left.
     """
 
     batch: Any
@@ -62,16 +62,16 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class Fetched:
-    """The samples of one batch that could be read, the indices that were asked for, and the samples that could not."""
+    """The readable samples of one batch, the requested indices, and the bad samples."""
 
     samples: list[Any]
     indices: Sequence[int]
     bad: tuple[BadSample, ...] = ()
-    seed: int | None = None  # under which it is still to be collated; None where it was set before reading
+    seed: int | None = None  # the seed to set before collating; None if it was set before reading
 
 
 class SeededDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset whose every batch is fetched under the seed that its indices carry."""
+    """A map-style dataset that fetches every batch under the seed in its indices."""
 
     def __init__(self, dataset: Any, *, skips_bad: bool = False) -> None:
         self.dataset = dataset
@@ -85,7 +85,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, indices: BatchIndices) -> Fetched:
         """Fetch one batch; torch's loader calls this where it exists."""
-        if self._only_holds:  # nothing can draw before the samples are collated, which then sees to the seed
+        if self._only_holds:  # nothing draws before collating, which then sets the seed
             fetched = self._fetch_each(indices, self.dataset.__getitem__)
             fetched.seed = indices.seed
             return fetched
@@ -128,7 +128,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         return Fetched(samples, indices, tuple(bad))
 
     def _find_bad(self, indices: BatchIndices) -> Fetched:
-        """Read the samples of a batch one by one, to find those that cannot be read."""
+        """Read the samples of a batch one by one to find the bad ones."""
         fetch_many: Callable[[list[int]], list[Any]] = self.dataset.__getitems__
         alone = SeededDataset(self.dataset, skips_bad=True)
         seed_generators(indices.seed)
@@ -142,7 +142,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
 @dataclass
 class CollateFetched:
-    """Collates the samples of a batch: to the batch alone, or to `Kept` where bad samples are skipped."""
+    """Collates the samples of a batch: to a batch, or to `Kept` if bad samples are skipped."""
 
     collate: Callable[[Any], Any]
     skips_bad: bool = False
@@ -170,7 +170,7 @@ class CollateFetched:
         missing = [index for index, sample in zip(indices, samples, strict=False) if sample is None]
         if missing:
             where = f"making a batch with {_name(missing)}"
-            got, do = "None from the dataset", f"leave it out of the dataset; or raise an error there: {_SKIP}"
+            got, do = "None from the dataset", f"remove it from the dataset, or raise an error in __getitem__: {_SKIP}"
             error.add_note(explain(where, got, "a sample", do))
             return
         where = f"making a batch of {_name(indices)}"
@@ -180,22 +180,22 @@ class CollateFetched:
         name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
         if str(getattr(self.collate, "__module__", "")).startswith("accmt."):
             name = "torch's default_collate"
-        expected, do = f"samples that {name} can collate", "check these samples, or pass another collate_fn"
+        expected, do = f"samples that {name} can collate", "check these samples, or pass a different collate_fn"
         texts = _find_texts(samples)
         if texts:
-            expected = "numbers alone: of text no tensor can be made"
-            do = f"leave {', '.join(texts)} out of the dataset: dataset.remove_columns({texts}) of `datasets`"
+            expected = "numbers only: strings cannot become tensors"
+            do = f"remove {', '.join(texts)} from the dataset; with `datasets`: dataset.remove_columns({texts})"
         error.add_note(explain(where, _describe(error), expected, do))
 
 
 def _find_texts(samples: Sequence[Any]) -> list[str]:
-    """Return the entries of samples that are text, such as what is left of a dataset beside its tokens."""
+    """Return the names of string entries in samples, such as the text that was tokenized."""
     first = next((sample for sample in samples if isinstance(sample, Mapping)), {})
     return [name for name, value in first.items() if isinstance(value, str)]
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory ran out, of the host or a device, which no sample is to blame for."""
+    """Return whether the host or a device ran out of memory, which is not an error of a sample."""
     return isinstance(error, MemoryError) or is_out_of_memory(error)
 
 
@@ -210,26 +210,26 @@ def _name(indices: Sequence[int]) -> str:
     return f"the samples [{', '.join(map(str, indices[:_MAX_NAMED]))}{more}]"
 
 
-# ---- The processes that load data: how one starts and ends, and what an error says when one has died.
+# ---- Loader workers
 
 
 _LEAVE_S = 30.0
 _DIE_S = 1.0
 _THREADS_S = 0.002  # for threads of torch to finish with the last collective
 _DEAD = explain(
-    "a process that loads data",
-    "it exited without an error message: the system kills a process when memory, or space in /dev/shm, runs out",
-    "all of them alive as long as the run",
-    "check `dmesg` and `df /dev/shm`; fewer dataloader_num_workers, or smaller batches, need less of both",
+    "a data loader worker",
+    "the worker exited without an error message; the system kills processes when memory or space in /dev/shm runs out",
+    "all workers alive during the run",
+    "check `dmesg` and `df /dev/shm`; use fewer dataloader_num_workers or smaller batches to reduce both",
 )
 
 
 def start_reading(dataloader: DataLoader[Any]) -> Iterator[Any]:
     """Return the DataLoader's iterator; its workers are forked while no other thread is in the interpreter.
 
-    Just after a collective, a thread of torch may take the GIL to release the tensors. Before CPython 3.11.8, a process
-    that is forked at that moment waits for ever for a lock that the thread held (python/cpython#112275), and so does
-    whoever waits for its batches.
+    Just after a collective, a torch thread may take the GIL to release tensors. Before CPython 3.11.8, a process forked
+    at that moment waits forever for a lock that the thread held (python/cpython#112275), and so does the process that
+    waits for its batches.
     """
     if dataloader.num_workers and may_deadlock_in_forks():
         _wait_at_each_fork()
@@ -239,14 +239,14 @@ def start_reading(dataloader: DataLoader[Any]) -> Iterator[Any]:
 
 @cache
 def _wait_at_each_fork() -> None:
-    # The call takes and releases the lock on the list of threads, so each fork first waits for whoever holds it.
+    # The call acquires and releases the lock on the thread list, so each fork first waits for its holder.
     os.register_at_fork(before=sys._current_frames)
 
 
 def leave_signals_to_parent() -> None:
-    """Let a worker continue when a signal asks the whole job to end: its parent still finishes the current step.
+    """Keep a worker running when a signal asks the job to end: its parent still finishes the current step.
 
-    A worker that its parent ends by SIGTERM exits too: half a minute later, or when SIGTERM is sent again.
+    A worker that its parent stops with SIGTERM still exits: after half a minute, or on a second SIGTERM.
     """
     signal.set_wakeup_fd(-1)  # inherited; a worker's signals are not for its parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -260,17 +260,17 @@ def _leave_later(_number: int, _frame: FrameType | None) -> None:
 
 
 def end_workers(dataloader: DataLoader[Any], batches: Any) -> None:
-    """End the processes that load data for an iterator.
+    """Stop the workers of an iterator.
 
-    torch ends them when nothing refers to the iterator any more; until then they would wait for another epoch, or live
-    as long as the traceback of an error that ended the run.
+    torch stops them once nothing refers to the iterator; until then they would wait for another epoch, or live as long
+    as the traceback of an error that ended the run.
     """
     shut_down_workers(dataloader, batches)
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """Starts a worker, with the user's `worker_init_fn`; `get_worker_info().dataset` is the user's, not our wrapper."""
+    """Starts a worker with the user's `worker_init_fn`; `get_worker_info().dataset` is the user's, not the wrapper."""
 
     user_function: Callable[[int], Any] | None = None
 
@@ -287,10 +287,10 @@ class WorkerStart:
 
 
 def note_dead_worker(error: BaseException, batches: Any = None) -> None:
-    """Add to an error that a worker's death has caused what may have killed it; other errors are left as they are.
+    """Add a note about likely causes to an error from a worker's death; other errors stay unchanged.
 
-    torch raises an error of its own wherever the main thread is at that moment; while it receives data from the worker,
-    it may be the system's error about the connection instead.
+    torch raises its own error wherever the main thread is at that moment; while the thread receives data from the
+    worker, it may be the system's connection error instead.
 
     Source: `_error_if_any_worker_fails` in torch/csrc/DataLoader.cpp.
     """

@@ -1,9 +1,9 @@
-"""Fingerprints of a few samples: whether processes hold the same data, and whether a resumed run does.
+"""Fingerprints of a few samples, to check that all processes, or a resumed run, have the same data.
 
-Each entry of a sample (a field of a dict, an element of a tuple) has a fingerprint of its own, so that an image that
-is augmented at random does not hide that its label is the same. Numbers of images and sounds are compared with a
-tolerance: another machine, or another version of a decoder, may round differently. What is of an unknown type is left
-out, and so is what differs when the same sample is read twice under one seed.
+Each entry of a sample (a field of a dict, an element of a tuple) has a separate fingerprint, so that a randomly
+augmented image does not hide that its label is the same. Images and audio are compared with a tolerance, because
+another machine or decoder version may round differently. Values of unknown types are left out, as are values that
+differ when the same sample is read twice under one seed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from accmt.data.fetching import Fetched, SeededDataset, WorkerStart, end_workers
 from accmt.data.seeding import BatchIndices, derive_seed
 
 Entry: TypeAlias = str | list[float]
-"""The digest of what has to be equal; or a tolerance and a few values, for numbers that may be rounded differently."""
+"""A digest of values that must be equal, or a tolerance and a few values for numbers that may be rounded."""
 Fingerprint: TypeAlias = dict[str, Entry]
 """The entries of a sample, by their path in it."""
 Rows: TypeAlias = dict[str, Fingerprint]
-"""Samples by their index: JSON, which goes into checkpoints."""
+"""Fingerprints by sample index: JSON, stored in checkpoints."""
 
 MAX_ROWS = 5
 _MAX_ENTRIES = 32
 _MAX_DEPTH = 6
-_BUDGET_S = 1.0  # for all samples; the first is read in any case
+_BUDGET_S = 1.0  # for all samples; the first is always read
 _NUM_VALUES = 8
-_OF_MEDIA, _OF_FEATURES = 0.02, 1e-4  # tolerances, as parts of the largest value
-_MEDIA_SIZE = 256  # from so many numbers on, they are taken for those of an image or a sound
+_OF_MEDIA, _OF_FEATURES = 0.02, 1e-4  # tolerances, relative to the largest value
+_MEDIA_SIZE = 256  # arrays of at least this size are treated as images or audio
 
 
 def read_rows(dataset: Any, length: int, *, num_workers: int, context: Any = None) -> Rows:
-    """Return the fingerprints of a few samples at positions that follow from the length alone.
+    """Return the fingerprints of a few samples at positions that depend only on the length.
 
-    Each is read twice, under one seed. That is done where samples are read in training, in a worker where there are
-    workers: what a dataset opens when it is first read must not be open in the process that starts them.
+    Each is read twice under one seed, in a worker if training uses workers: files that a dataset opens on its first
+    read must not be open in the process that starts the workers.
     """
     indices = sorted({0, 1, length // 3, 2 * length // 3, length - 1} & set(range(length)))
     twice = [BatchIndices([index], derive_seed(0, "fingerprint", index)) for index in indices for _ in range(2)]
@@ -96,12 +96,12 @@ def _rows_of(read: Iterator[Any]) -> Rows:
 
 
 def rows_of_samples(samples: Sequence[Any]) -> Rows:
-    """Return the fingerprints of samples that were read anyway, by their place among them."""
+    """Return the fingerprints of samples that have already been read, by position."""
     return {str(place): fingerprint(sample) for place, sample in enumerate(samples[:MAX_ROWS])}
 
 
 def fingerprint(sample: Any) -> Fingerprint:
-    """Return the fingerprint of a sample; without what is of an unknown type."""
+    """Return the fingerprint of a sample without values of unknown types."""
     found: Fingerprint = {}
     for path, value in _entries(sample, "", 0):
         entry = _entry_of(value)
@@ -115,10 +115,10 @@ def fingerprint(sample: Any) -> Fingerprint:
 
 
 def compare(own: Rows, other: Rows) -> Literal["same", "partly", "different"]:
-    """Compare samples of the same indices.
+    """Compare samples at the same indices.
 
-    "partly" stands for samples of which some entry that tells samples from one another is the same throughout: the
-    others may be augmented, or made in another way.
+    "partly" means that some entry that distinguishes samples is the same throughout; the others may be augmented, or
+    computed differently.
     """
     indices = sorted(own.keys() & other.keys())
     paths = {path for index in indices for path in own[index].keys() & other[index].keys()}
@@ -146,7 +146,7 @@ def _entries(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a list holds nothing but numbers and strings, such as token ids, at any depth."""
+    """Return whether a list holds only numbers and strings, such as token ids, at any depth."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (int, float, bool, str, bytes)
@@ -165,7 +165,7 @@ def _entry_of(value: Any) -> Entry | None:
         if isinstance(value, float) and not math.isnan(value):
             return [_OF_FEATURES, value]
         return _digest(repr(value).encode()) if _is_plain(value) else None
-    except Exception:  # noqa: BLE001 - a tensor of a kind without values, a file that is closed: nothing to compare
+    except Exception:  # noqa: BLE001 - a tensor without values, a closed file: nothing to compare
         return None
 
 

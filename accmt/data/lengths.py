@@ -1,4 +1,4 @@
-"""How long samples are, in tokens: groups of similar length, which need less padding, and the largest micro-batch."""
+"""Lengths of samples in tokens, grouping by length for less padding, and the largest micro-batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from accmt.errors import DataError, explain
 
 
 def find_length(sample: Any, length_of: Callable[[Any], Any] | None = None) -> int:
-    """Return the length of a sample: what `length_of` says, if anything; else its "length", or that of its "input_ids".
+    """Return the length of a sample: from `length_of` if given, else its "length", or that of its "input_ids".
 
     Raises:
-        DataError: It has none, or one that is no whole number from 0.
+        DataError: It has no length, or one that is not a non-negative whole number.
     """
     length = None if length_of is None else length_of(sample)
     length = _look_up(sample) if length is None else length
@@ -32,12 +32,12 @@ def find_length(sample: Any, length_of: Callable[[Any], Any] | None = None) -> i
     if isinstance(length, int | np.integer) and not isinstance(length, bool) and length >= 0:
         return int(length)
     where = "the length of a sample, for max_tokens or group_by_length"
-    do = 'def length_of(self, sample): return len(sample["tokens"]) in the module, say; or leave them out'
+    do = 'add def length_of(self, sample): return len(sample["tokens"]) to the module, or remove these options'
     if length is not None:
-        raise DataError(explain(where, f"{length!r}", "a whole number from 0", do))
-    held = f"the entries {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-    expected = '"length" or "input_ids" in each sample, or a method length_of in the module'
-    raise DataError(explain(where, f"{held}, which do not say it", expected, do))
+        raise DataError(explain(where, f"{length!r}", "a whole number of at least 0", do))
+    held = f"the entries {list(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
+    expected = '"length" or "input_ids" in each sample, or a length_of method in the module'
+    raise DataError(explain(where, f"a sample without a length: {held}", expected, do))
 
 
 def _look_up(sample: Any) -> Any:
@@ -56,18 +56,18 @@ def _look_up(sample: Any) -> Any:
 def known_lengths(
     data: Any, length_of: Callable[[Any], Any] | None = None, indices: Sequence[int] | None = None
 ) -> np.ndarray[Any, Any] | None:
-    """Return the lengths of a dataset's samples where they are known without reading samples.
+    """Return the lengths of a dataset's samples if they are known without reading samples.
 
-    They are known of a `datasets.Dataset` with a column "length" or "input_ids", of a list or tuple of samples, of a
-    dataset with an attribute `lengths`, and of a torch `Subset` of these.
+    They are known for a `datasets.Dataset` with a column "length" or "input_ids", a list or tuple of samples, a dataset
+    with an attribute `lengths`, and a torch `Subset` of these.
 
     Args:
         data: The dataset.
-        length_of: What the module says is the length of a sample, if it says anything; it needs the samples.
-        indices: Of which samples; None is all.
+        length_of: The module's `length_of`, if it has one; it needs the samples.
+        indices: The samples to consider; None means all.
 
     Returns:
-        The lengths `[samples]`; None where they are not known.
+        The lengths `[samples]`; None if they are not known.
     """
     if isinstance(data, Subset):
         inner = data.indices if indices is None else [data.indices[index] for index in indices]
@@ -87,15 +87,15 @@ def known_lengths(
 
 
 def _is_in_columns(data: Any) -> bool:
-    """Return whether a dataset of `datasets` holds lengths that no function of the user's makes at each read."""
-    datasets = sys.modules.get("datasets")  # not imported, it made no data
+    """Return whether a dataset of `datasets` stores lengths, without a custom transform that creates them on read."""
+    datasets = sys.modules.get("datasets")  # if it is not imported, the data is not from it
     if datasets is None or not isinstance(data, datasets.Dataset) or data.format["type"] == "custom":
         return False
     return not {"length", "input_ids"}.isdisjoint(data.column_names)
 
 
 def _read_column(data: Any) -> np.ndarray[Any, Any]:
-    """Read the lengths of a dataset of `datasets`: of its lists the offsets only, not what they hold."""
+    """Read the lengths of a dataset of `datasets`: only the offsets of its lists, not their values."""
     name = "length" if "length" in data.column_names else "input_ids"
     tables: Iterable[Any] = data.select_columns(name).with_format("arrow").iter(batch_size=100_000)
     chunks = [chunk for table in tables for chunk in table[name].chunks]
@@ -103,19 +103,19 @@ def _read_column(data: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([np.empty(0, np.int64), *lengths]).astype(np.int64)
 
 
-# ---- The largest micro-batch that some data can bring, by the lengths of their samples.
+# ---- The largest micro-batch of a dataset
 
 
 _AS_LARGE = 0.9
 
 
 class LargestBatch(NamedTuple):
-    """The largest micro-batch that the data can bring, or one of about its size.
+    """The largest micro-batch of the data, or one of about that size.
 
     Attributes:
         batch: The batch.
-        num_samples: How many samples it has.
-        longest: The length of the longest.
+        num_samples: Its number of samples.
+        longest: The length of its longest sample.
     """
 
     batch: Any
@@ -126,14 +126,14 @@ class LargestBatch(NamedTuple):
 def find_largest(
     lengths: np.ndarray[Any, Any], size: int, budget: TokenBudget | None = None, *, packs: bool = False
 ) -> list[int]:
-    """Return the samples of a micro-batch than which no other needs much more memory.
+    """Return the samples of a micro-batch that needs about the most memory.
 
-    Of micro-batches that have about as many tokens it is the one of the longest samples, whose attention is largest.
+    Among micro-batches of about as many tokens, it is the one with the longest samples, which need most for attention.
 
     Args:
-        lengths: Of all samples.
-        size: Samples of a micro-batch; with a budget those of an optimizer step.
-        budget: What a micro-batch may hold; None is `size` samples.
+        lengths: The lengths of all samples.
+        size: Samples per micro-batch; with a budget, per optimizer step.
+        budget: The limits of a micro-batch; None means `size` samples.
         packs: Whether samples are packed instead of padded.
     """
     order = np.argsort(-lengths, kind="stable")
@@ -151,7 +151,7 @@ def find_largest(
 
 
 def _fill_row(widths: np.ndarray[Any, Any], max_tokens: int, most: int) -> list[int]:
-    """Return the places of the samples of one row: the longest, then always the longest that still fits."""
+    """Return the positions of the samples of one row: the longest, then repeatedly the longest that still fits."""
     chosen, room = [0], max_tokens - int(widths[0])
     while len(chosen) < most:
         place = max(chosen[-1] + 1, int(np.searchsorted(-widths, -room)))
@@ -166,29 +166,28 @@ def _as_list(indices: np.ndarray[Any, Any]) -> list[int]:
     return [int(index) for index in indices]
 
 
-# ---- Groups samples of like length, so that batches have less padding: datasets in their order, streams in a buffer.
+# ---- Grouping by length: datasets in their order, streams in a buffer
 #
-# As in transformers, some 50 batches of samples that are neighbours in the random order are sorted by length. So an
-# epoch stays random in the large, and the samples of a batch are alike. What a process gets stays a function of the
-# seed, the epoch and the place: the size of a group depends on the batch size of one process, not on the number of
-# processes.
+# As in transformers, about 50 consecutive batches of the random order are sorted by length. The epoch stays random at a
+# large scale, while the samples of a batch have similar lengths. The samples of a process remain a function of seed,
+# epoch and position: the group size depends on the batch size of one process, not on the number of processes.
 #
 # Source: `LengthGroupedSampler` in transformers/trainer_pt_utils.py.
 
 
 _BATCHES = 50
-_GROUPS = 4  # at least, where data are few
+_GROUPS = 4  # minimum, for small datasets
 
 
 class LengthGroupedSampler(TensorSampler):
-    """Draws a random order, and sorts each group of neighbours in it by length, the longest first.
+    """Draws a random order, and sorts each group of neighbors in it by length, the longest first.
 
-    The longest sample of all is the first of an epoch, so that memory runs out at once or never.
+    The longest sample comes first in an epoch, so that running out of memory happens immediately or never.
 
     Args:
         lengths: The length of each sample.
-        batch_size: Samples of a batch of one process.
-        shuffle: Whether the order is random; else it is that of the data.
+        batch_size: Samples per batch of one process.
+        shuffle: Whether the order is random; otherwise it is the order of the data.
     """
 
     def __init__(self, lengths: np.ndarray[Any, Any], batch_size: int, *, shuffle: bool = True) -> None:
@@ -214,30 +213,30 @@ class LengthGroupedSampler(TensorSampler):
 def group_dataset(
     data: Any, length_of: Callable[[Any], Any] | None, batch_size: int, *, shuffle: bool
 ) -> LengthGroupedSampler:
-    """Return what orders a dataset.
+    """Return the sampler for a dataset.
 
     Raises:
         DataError: Its lengths are not known without reading all samples.
     """
     lengths = known_lengths(data, length_of)
     if lengths is None:
-        got = f"a {type(data).__name__}, whose samples would all have to be read first"
+        got = f"a {type(data).__name__}, all of whose samples would have to be read first"
         expected = 'a datasets.Dataset with a column "length" or "input_ids", a list of samples, or `lengths`'
-        do = "set the dataset's attribute `lengths`, one for each sample; or use max_tokens, which needs none"
+        do = "set the dataset's attribute `lengths`, one per sample; or use max_tokens, which does not need lengths"
         raise DataError(explain("Trainer(group_by_length=True)", got, expected, do))
     if len(lengths) != len(data):
-        got, expected = f"{len(lengths)} lengths", f"one for each of the {len(data)} samples"
+        got, expected = f"{len(lengths)} lengths", f"{len(data)} lengths, one per sample"
         raise DataError(explain("Trainer(group_by_length=True)", got, expected, "correct the dataset's `lengths`"))
     return LengthGroupedSampler(lengths, batch_size, shuffle=shuffle)
 
 
 @dataclass(frozen=True)
 class StreamGroups:
-    """How the samples of a stream are grouped.
+    """Groups the samples of a stream by length.
 
     Attributes:
-        batch_size: Samples of a batch of one process.
-        length_of: What the module says is the length of a sample.
+        batch_size: Samples per batch of one process.
+        length_of: The module's `length_of`.
     """
 
     batch_size: int
@@ -251,16 +250,16 @@ class StreamGroups:
 
 
 class GroupedStream(IterableDataset[Any]):
-    """Reads samples of a stream into a buffer, and yields those in it by length, the longest first.
+    """Reads samples of a stream into a buffer, and yields them by length, the longest first.
 
-    Each buffer is read under a seed of its own, and leaves the generators as they were: whether a batch is the first of
-    a buffer, or of a run that is resumed within one, changes nothing that is drawn elsewhere.
+    Each buffer is read under its own seed, and the generators are restored afterwards: where a buffer begins, or a run
+    resumes within one, does not affect other random numbers.
 
     Args:
         data: The stream.
-        size: Samples of a buffer.
+        size: Samples per buffer.
         length_of: As in `StreamGroups`.
-        seed: The run's.
+        seed: The run's seed.
     """
 
     def __init__(self, data: Any, size: int, length_of: Callable[[Any], Any] | None, seed: int) -> None:
@@ -269,10 +268,10 @@ class GroupedStream(IterableDataset[Any]):
         self._length_of = length_of
         self._seed = seed
         self._epoch = 0
-        self._start = self._place = (0, 0)  # a buffer, and how many of its samples are taken
+        self._start = self._place = (0, 0)  # the buffer, and the number of its samples already yielded
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "data":  # while it is unpickled
+        if name.startswith("__") or name == "data":  # during unpickling
             raise AttributeError(name)
         return getattr(self.data, name)  # a generator, a sampler
 
@@ -280,7 +279,7 @@ class GroupedStream(IterableDataset[Any]):
         return len(self.data)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the stream and the seeds of buffers be those of an epoch."""
+        """Set the epoch of the stream and of the buffers' seeds."""
         self._epoch = epoch
         call_set_epoch(self.data, epoch)
 
@@ -301,13 +300,13 @@ class GroupedStream(IterableDataset[Any]):
             skipped = 0
 
     def _begin_buffer(self, number: int, *, is_first: bool) -> None:
-        """Note what a state needs."""
+        """Record what `state_dict` needs."""
 
 
 class StatefulGroupedStream(GroupedStream):
-    """The same for a stream that keeps its own position: it resumes at a buffer's beginning, and reads that again."""
+    """The same for a stream that tracks its position: it resumes at the beginning of a buffer, and reads that again."""
 
-    _at_buffer: Any = None  # the stream's state at the beginning of the buffer; None is that of the stream
+    _at_buffer: Any = None  # the stream's state at the beginning of the buffer; None means the stream's beginning
 
     def _begin_buffer(self, number: int, *, is_first: bool) -> None:
         if number == 0:
@@ -316,11 +315,11 @@ class StatefulGroupedStream(GroupedStream):
             self._at_buffer = deepcopy(self.data.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where reading is: the stream's state at the buffer, and how much of that is taken."""
+        """Return the stream's state at the buffer, and how many samples of the buffer were yielded."""
         return {"stream": deepcopy(self._at_buffer), "place": list(self._place)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next `iter` continue after what was taken."""
+        """Let the next `iter` continue after the samples already yielded."""
         self._at_buffer = deepcopy(state["stream"])
         number, taken = state["place"]
         self._start = self._place = number, taken

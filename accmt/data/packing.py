@@ -1,4 +1,4 @@
-"""Micro-batches without padding: the documents of one optimizer step, packed end to end into rows of so many tokens."""
+"""Micro-batches without padding: packs the documents of an optimizer step into rows of a maximum number of tokens."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from accmt.data.token_budget import Groups, TokenBudget
 from accmt.errors import DataError, explain
 
 IGNORED = -100
-"""The label of a token that is no target."""
+"""The label of tokens that are not targets."""
 
 _WHERE = "packing in the hyper-parameters"
 _MADE_HERE = ("attention_mask", "length")
 
 
 def packed_tokens(group: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the tokens of a row."""
+    """Return the number of tokens in a row."""
     return sum(lengths[position] for position in group)
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: int = 1) -> list[Groups]:
     """Pack the samples of one optimizer step into the rows of each process.
 
-    Each process gets as many rows as the others, if there are samples enough, and about as many tokens. A sample longer
-    than the budget is a row of its own.
+    All processes get equally many rows, if there are enough samples, and about equally many tokens. A sample longer
+    than the budget gets a separate row.
 
     Args:
         lengths: The length of each sample.
-        budget: What a row may hold.
+        budget: The limits of a row.
         num_processes: Processes that share the samples.
 
     Returns:
-        For each process its rows, those with most tokens first.
+        The rows of each process, those with the most tokens first.
     """
     order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
     fewest = _fill_rows(order, lengths, budget)
@@ -56,7 +56,7 @@ def pack_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: i
 
 
 def _fill_rows(order: list[int], lengths: Sequence[int], budget: TokenBudget) -> Groups:
-    """Put each sample, the longest first, into the row that it fills best."""
+    """Put each sample, the longest first, into the row that it fills best (best fit)."""
     rows: Groups = []
     room: list[tuple[int, int]] = []  # tokens left in a row, and the row: in ascending order
     for position in order:
@@ -75,7 +75,7 @@ def _fill_rows(order: list[int], lengths: Sequence[int], budget: TokenBudget) ->
 
 
 def _spread(order: list[int], lengths: Sequence[int], budget: TokenBudget, number: int) -> Groups | None:
-    """Put each sample, the longest first, into the emptiest of so many rows; None if the budget does not suffice."""
+    """Put each sample, the longest first, into the emptiest of `number` rows; None if the budget does not suffice."""
     rows: Groups = [[] for _ in range(number)]
     emptiest = [(0, row) for row in range(number)]
     for position in order:
@@ -91,7 +91,7 @@ def _spread(order: list[int], lengths: Sequence[int], budget: TokenBudget, numbe
 
 
 def _split(rows: Groups, lengths: Sequence[int], number: int) -> Groups:
-    """Split the rows that hold most into two until there are so many."""
+    """Split the fullest rows in two until there are `number` rows."""
     while len(rows) < number:
         largest = max((row for row in rows if len(row) > 1), key=lambda row: packed_tokens(row, lengths))
         rows.remove(largest)
@@ -100,31 +100,31 @@ def _split(rows: Groups, lengths: Sequence[int], number: int) -> Groups:
 
 
 class DocumentPacker:
-    """Makes one row of samples: their tokens end to end, with positions that start again with each.
+    """Concatenates samples into one row; positions start again with each sample.
 
-    The first token of a sample has no label, since a token of another sample stands before it. Samples without labels
-    are their own.
+    The first token of a sample has no label, because the token before it belongs to another sample. For samples without
+    labels, the input ids are the labels.
 
     Shapes:
         All entries `[1, tokens]`; `cu_seq_lens_q` and `cu_seq_lens_k` `[documents + 1]`.
 
     Args:
-        gives_bounds: Whether the model's attention is a kernel that takes the bounds of documents.
+        gives_bounds: Whether to add document bounds, for attention kernels that use them.
     """
 
     def __init__(self, *, gives_bounds: bool = False) -> None:
         self._gives_bounds = gives_bounds
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Make a row.
+        """Return a row.
 
         Raises:
-            DataError: A sample is no dict with `input_ids`, is padded, or has an entry without one value a token.
+            DataError: A sample is not a dict with `input_ids`, is padded, or has an entry without one value per token.
         """
         documents = [document for document in map(_read, samples) if len(document["input_ids"])]
         if not documents:
-            do = "filter the data: samples without tokens have nothing to learn from"
-            raise DataError(explain(_WHERE, "a row of samples of length 0", "tokens", do))
+            do = "remove samples without tokens from the data"
+            raise DataError(explain(_WHERE, "a row with only empty samples", "samples with tokens", do))
         for document in documents[1:]:
             _require_same_entries(documents[0], document)
         row: dict[str, Any] = {name: torch.cat([one[name] for one in documents])[None] for name in documents[0]}
@@ -136,20 +136,20 @@ class DocumentPacker:
 
 
 def count_targets(row: Mapping[str, Any]) -> int:
-    """Return the tokens of a row that have a label."""
+    """Return the number of labeled tokens in a row."""
     return int((row["labels"] != IGNORED).sum())
 
 
 def _read(sample: Any) -> dict[str, torch.Tensor]:
-    """Return the entries of a sample, one value for each token."""
+    """Return the entries of a sample, one value per token."""
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         got = f"a sample with the entries {list(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
         expected = 'dicts with "input_ids"'
         raise DataError(explain(_WHERE, got, expected, 'return {"input_ids": ids} from the dataset'))
     ids = _as_tensor("input_ids", sample["input_ids"], None)
     if not all(sample.get("attention_mask", ())):
-        do = "tokenizer(..., padding=False): packing needs none"
-        raise DataError(explain(_WHERE, "a sample that is padded: its attention_mask has zeros", "no padding", do))
+        do = "tokenizer(..., padding=False): packing needs no padding"
+        raise DataError(explain(_WHERE, "a padded sample: its attention_mask has zeros", "no padding", do))
     document = {"input_ids": ids}
     for name in (name for name in sample if name not in (*_MADE_HERE, "input_ids")):
         document[name] = _as_tensor(name, sample[name], len(ids))
@@ -171,11 +171,13 @@ def _as_tensor(name: str, values: Any, length: int | None) -> torch.Tensor:
     shape = getattr(values, "shape", None)
     got = f"{name!r}: a {type(values).__name__}" + ("" if shape is None else f" of shape {list(shape)}")
     got += "" if length is None else f", in a sample of {length} tokens"
-    do = f"leave {name!r} out of the samples, such as by dataset.remove_columns({name!r}); or leave packing out"
-    raise DataError(explain(_WHERE, got, "one value for each token in every entry of a sample", do))
+    do = f"remove {name!r} from the samples, for example with dataset.remove_columns({name!r}); or disable packing"
+    raise DataError(explain(_WHERE, got, "one value per token in every entry of a sample", do))
 
 
 def _require_same_entries(first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     if first.keys() != other.keys():
         got = f"samples with {sorted(first)} and with {sorted(other)}"
-        raise DataError(explain(_WHERE, got, "the same entries in all samples", "give all samples labels, or none"))
+        raise DataError(
+            explain(_WHERE, got, "the same entries in all samples", "give labels to all samples or to none")
+        )

@@ -1,4 +1,4 @@
-"""Sources of data whose samples can be fetched by index, so that what is skipped is never read."""
+"""Sources for data with access by index, so that skipped samples are never read."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ from accmt.messages import say, warn
 
 
 class PlannedSource:
-    """What the sources below have in common: all micro-batches of an epoch are known when it begins.
+    """Base of sources that know all micro-batches of an epoch when it begins.
 
     Args:
-        dataset: What is fetched from.
+        dataset: The dataset to fetch from.
         options: Sizes, shard and limit.
         order: The order of the samples, or batches, of each epoch.
-        torch_options: Further arguments of the DataLoader.
+        torch_options: Additional arguments of the DataLoader.
         size: Samples, or batches, of the first epoch.
-        multiple: At the end, those beyond a multiple of this are dropped; 1 drops none.
+        multiple: Those at the end beyond a multiple of this are dropped; 1 drops none.
     """
 
     _kind: str
     _unit: str
-    _has_user_order: bool  # whether a sampler of the user's own class draws the order
+    _has_user_order: bool  # whether a user-defined sampler draws the order
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class PlannedSource:
 
     @cached_property
     def rows(self) -> Rows:
-        """A few samples, as they are in the first epoch; read when they are first compared or saved."""
+        """Fingerprints of a few samples as in the first epoch; read when first compared or saved."""
         length = length_of(self._dataset)
         call_set_epoch(self._dataset, 0)
         loader = self.dataloader
@@ -101,9 +101,9 @@ class PlannedSource:
         return rows
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an epoch from `first` on; what is skipped is never read.
+        """Yield the micro-batches of an epoch from `first` on; skipped ones are never read.
 
-        Processes: collective when the first is read, where they share the data.
+        Processes: collective when the first is read, if they share the data.
         """
         read = self._read_micro_batches(epoch, first)
         if not self._options.skips_bad:
@@ -115,13 +115,13 @@ class PlannedSource:
 
     def _read_micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         plan = self._begin(epoch, first)
-        if self._rows_before is not None:  # only now: a run that is complete reads nothing
+        if self._rows_before is not None:  # only now: a completed run reads nothing
             compare_rows({"rows": self._rows_before}, self.rows, self._options, is_in_epoch=False)
             self._rows_before = None
         require_same_everywhere(self._options, self._describe(), self._order.digest(epoch))
         batches = self._reading = self._read()
         last, num_processes = plan.num_micro_batches - 1, plan.shard.count
-        count = None if isinstance(self._order, Order) else self._order.num_samples  # a batch may have any number
+        count = None if isinstance(self._order, Order) else self._order.num_samples  # batches may differ in size
         for index, (everywhere, own) in enumerate(plan.cut(range(first, last + 1)), first):
             batch = None
             if own:
@@ -130,7 +130,7 @@ class PlannedSource:
                 except Exception as error:
                     note_dead_worker(error, batches)
                     where = f"batch {index} of epoch {epoch + 1} of the {self._options.kind} data"
-                    error.add_note(f"This was read for {where}.")
+                    error.add_note(f"This happened while loading {where}.")
                     raise
                 if batch is None:
                     require_batch(batch, self._options)
@@ -142,7 +142,7 @@ class PlannedSource:
             )
 
     def _read(self) -> Iterator[Any]:
-        """Yield what the DataLoader would; without workers its iterator costs as much as a small batch itself."""
+        """Yield what the DataLoader would; without workers, its iterator costs as much as a small batch."""
         loader = self.dataloader
         if loader.num_workers or loader.pin_memory:
             return start_reading(loader)
@@ -166,7 +166,7 @@ class PlannedSource:
         end_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
-        if num_micro_batches == 0:  # what the epoch will have may not have been drawn yet
+        if num_micro_batches == 0:  # the epoch's order may not have been drawn yet
             position = {"kind": self._kind, self._unit: 0, "of": None, "rows": self.rows}
             if self._has_user_order and self._epoch == epoch - 1:
                 position["before"] = {"of": self._size, "order": self._order.digest(epoch - 1)}
@@ -192,14 +192,14 @@ class PlannedSource:
             self._rows_before = position.get("rows")
 
     def _compare_before(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Warn where the user's sampler does not draw the epoch before as it did: then later ones differ, too."""
+        """Warn if the user's sampler draws the previous epoch differently than before: later epochs will differ too."""
         before = position.get("before")
         if before is None or not self._has_user_order or position["kind"] != self._kind:
             return
         if self._draw(epoch - 1) == before["of"] and self._order.digest(epoch - 1) != before["order"]:
             warn(
-                f"the sampler of the {self._options.kind} data draws epoch {epoch} in another order than before the "
-                "interruption, so later epochs are not those of an uninterrupted run either: it is another sampler, or "
+                f"the sampler of the {self._options.kind} data draws epoch {epoch} in a different order than before "
+                "the interruption, so later epochs also differ from an uninterrupted run: the sampler changed, or "
                 "its order depends on more than set_epoch(epoch), a seed, and torch's, numpy's or Python's generators"
             )
 
@@ -220,7 +220,7 @@ class PlannedSource:
         return f"{self._size} {self._unit}"
 
     def _draw(self, epoch: int) -> int:
-        """Draw the samples, or batches, of an epoch, and return how many there are."""
+        """Draw the samples, or batches, of an epoch, and return their number."""
         raise NotImplementedError
 
 
@@ -253,7 +253,7 @@ class DatasetSource(PlannedSource):
     def _draw(self, epoch: int) -> int:
         length = len(self._dataset)
         if length != self._order.length:
-            say(f"the {self._options.kind} data have {length} samples now; they had {self._order.length} before")
+            say(f"the {self._options.kind} data now have {length} samples instead of {self._order.length}")
             self._order.length = length
         return self._order.size(epoch)
 
@@ -262,7 +262,7 @@ class DatasetSource(PlannedSource):
 
 
 class BatchesSource(PlannedSource):
-    """Micro-batches of a user's DataLoader that can be cut by index: its batch i goes to process i mod processes."""
+    """Micro-batches of a user's DataLoader with access by index: batch i goes to process i mod processes."""
 
     _kind = "DataLoader with a length"
     _unit = "batches"
@@ -271,16 +271,16 @@ class BatchesSource(PlannedSource):
         check_labels(user_loader.sampler, user_loader.dataset)
         batch_sampler: Any = user_loader.batch_sampler
         order = UserBatches(batch_sampler, options.seed)
-        options = replace(options, batch_size=1, micro_batches_per_batch=1)  # the plan counts batches as they are
+        options = replace(options, batch_size=1, micro_batches_per_batch=1)  # the plan counts the user's batches
         self._has_user_order = is_user_class(batch_sampler)
-        # The length of a user's own class may be an estimate; what is drawn here is kept for the first epoch.
+        # The length of a user-defined class may be an estimate; the batches drawn here are kept for the first epoch.
         num_batches = order.size(0) if self._has_user_order else length_of(batch_sampler) or 0
-        require_not_empty(num_batches, options, "a DataLoader without a batch")
+        require_not_empty(num_batches, options, "a DataLoader without batches")
         super().__init__(user_loader.dataset, options, order, _torch_options_of(user_loader), size=num_batches)
 
     def _draw(self, epoch: int) -> int:
         num_batches = self._order.size(epoch)
-        require_not_empty(num_batches, self._options, "a DataLoader without a batch")
+        require_not_empty(num_batches, self._options, "a DataLoader without batches")
         return num_batches
 
 

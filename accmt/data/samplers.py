@@ -1,4 +1,4 @@
-"""Which samples an epoch has, and in which order: our order, a user's sampler, a user's batches."""
+"""The samples of an epoch and their order: accmt's order, a user's sampler, or a user's batches."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from accmt.data.seeding import (
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.processes import broadcast_object
 
-# ---- Which process trains on which samples: one global order, cut into global batches, each sharded over all
-# processes.
+# ---- Sharding: one global order, split into global batches, each sharded over all processes
 #
 # No sample is repeated to fill a batch: the last global batch is split as evenly as possible, and a process may get
-# none of it. An epoch that is resumed keeps its count of micro-batches, and is cut again from the first sample that was
-# not trained on, also by another number of processes.
+# none of it. A resumed epoch keeps its count of micro-batches, and is split again from the first sample that was not
+# trained on, on any number of processes.
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of the data a process gets: number `index` of `count`."""
+    """The part of the data that a process gets: number `index` of `count`."""
 
     index: int = 0
     count: int = 1
@@ -42,14 +41,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which positions of the global order each micro-batch of an epoch has.
+    """The positions in the global order of each micro-batch of an epoch.
 
     Attributes:
-        num_samples: Samples of the epoch over all processes, those before `first_sample` included.
-        batch_size: Samples of a full batch of one process.
-        shard: This process.
-        first_micro_batch: The micro-batch with which the plan begins; those before it were part of another plan.
-        first_sample: The position in the global order with which it begins.
+        num_samples: Samples of the epoch over all processes, including those before `first_sample`.
+        batch_size: Samples in a full batch of one process.
+        shard: The shard of this process.
+        first_micro_batch: The first micro-batch of the plan; earlier ones belong to another plan.
+        first_sample: The position in the global order at which the plan begins.
     """
 
     num_samples: int
@@ -60,31 +59,31 @@ class Plan:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a full micro-batch on all processes."""
+        """Samples in a full micro-batch over all processes."""
         return self.batch_size * self.shard.count
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of the epoch, those before the plan included; the last may be short."""
+        """Micro-batches of the epoch, including those before the plan; the last may be short."""
         return self.first_micro_batch - (self.first_sample - self.num_samples) // self.global_batch_size
 
     def samples_before(self, index: int) -> int:
-        """Return the position in the global order at which a micro-batch begins, or that of the end."""
+        """Return the position in the global order at which a micro-batch begins, at most the end."""
         start = self.first_sample + (index - self.first_micro_batch) * self.global_batch_size
         return min(start, self.num_samples)
 
     def samples_in(self, first: int, last: int) -> int:
-        """Return the number of samples, over all processes, of the micro-batches [first, last)."""
+        """Return the number of samples in micro-batches [first, last) over all processes."""
         return self.samples_before(last) - self.samples_before(first)
 
     def local_indices(self, index: int) -> range:
-        """Return the positions in the global order that a micro-batch has on this process; empty if there are none."""
+        """Return the positions in the global order of a micro-batch on this process; may be empty."""
         return next(self.cut(range(index, index + 1)))[1]
 
     def cut(self, indices: range) -> Iterator[tuple[range, range]]:
-        """Yield for each of these micro-batches its positions in the global order: on all processes, and on this one.
+        """Yield the positions in the global order of each of these micro-batches: on all processes, and on this one.
 
-        In one frame, because it runs for each micro-batch twice: where it is fetched, and where it is trained on.
+        One function for speed: it runs twice per micro-batch, when it is fetched and when it is trained on.
         """
         size, own, count = self.global_batch_size, self.shard.index, self.shard.count
         for index in indices:
@@ -99,25 +98,25 @@ T = TypeVar("T")
 
 
 def call_set_epoch(part: Any, epoch: int) -> None:
-    """Call `set_epoch` where it exists."""
+    """Call `set_epoch` if it exists."""
     if hasattr(part, "set_epoch"):
         part.set_epoch(epoch)
 
 
 def is_user_class(sampler: Any) -> bool:
-    """Return whether a sampler, or the one inside a batch sampler, is of the user's own class."""
+    """Return whether a sampler, or the one inside a batch sampler, is user-defined."""
     if type(sampler) is BatchSampler:
         return is_user_class(sampler.sampler)
     return type(sampler).__module__.partition(".")[0] not in ("torch", "accmt", "builtins")
 
 
 class UserRandomness:
-    """Makes whatever of the user's may draw (samplers, datasets) draw the same on every process, by (seed, epoch).
+    """Makes the user's samplers and datasets draw the same on every process, by (seed, epoch).
 
-    `set_epoch` is called where it exists. A generator of their own keeps the user's seed, that of the main process, and
-    is left as it was found; samplers without one draw from the global generators.
+    `set_epoch` is called if it exists. Their generators are seeded with the user's seed on the main process, and
+    restored afterwards; samplers without a generator draw from the global ones.
 
-    Processes: construction is collective where there is a generator.
+    Processes: construction is collective if there is a generator.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -136,7 +135,7 @@ class UserRandomness:
 
     @contextmanager
     def of_epoch(self, epoch: int) -> Iterator[None]:
-        """Let the samplers draw for `epoch`."""
+        """Seed the samplers for `epoch`."""
         self.call_set_epoch(epoch)
         states = [state_of(generator) for generator in self._seeds]
         for generator, seed in self._seeds.items():
@@ -144,8 +143,8 @@ class UserRandomness:
         try:
             yield
         finally:
-            for give_back in states:
-                give_back()
+            for restore in states:
+                restore()
 
 
 class TensorSampler(Sampler[int]):
@@ -160,7 +159,7 @@ class TensorSampler(Sampler[int]):
 
 
 class UserSampler(Generic[T]):
-    """What a user's sampler draws for an epoch: once, before any is read, so that no training in between changes it."""
+    """A user's sampler, drawn once per epoch before any sample is read, so that training does not affect it."""
 
     def __init__(self, sampler: Iterable[Any], seed: int, read: Callable[[Iterable[Any]], T]) -> None:
         self._sampler = sampler
@@ -182,8 +181,8 @@ class Order:
     Args:
         length: Samples of the dataset; may change between epochs.
         seed: The run's seed.
-        shuffle: Whether each epoch has a permutation of its own.
-        sampler: Draws the order instead: an iterable of indices.
+        shuffle: Whether each epoch has a different permutation.
+        sampler: An iterable of indices that defines the order instead.
     """
 
     def __init__(self, length: int, seed: int, *, shuffle: bool = False, sampler: Iterable[int] | None = None) -> None:
@@ -215,7 +214,7 @@ class Order:
 
 
 class Batches:
-    """The batches of an epoch: the indices of all batches in one tensor, where each begins, and where the last ends."""
+    """The batches of an epoch: the indices of all batches in one tensor, and the bounds of the batches in it."""
 
     def __init__(self, indices: torch.Tensor, starts: torch.Tensor) -> None:
         self.starts: list[int] = starts.tolist()
@@ -230,7 +229,7 @@ class Batches:
 
 
 class UserBatches(UserSampler[Batches]):
-    """The global order of a user's batches, as `Order` is that of samples."""
+    """The global order of a user's batches, like `Order` for samples."""
 
     def __init__(self, batch_sampler: Iterable[Any], seed: int) -> None:
         super().__init__(batch_sampler, seed, _read_batches)
@@ -242,7 +241,7 @@ class UserBatches(UserSampler[Batches]):
         return len(self.at(epoch))
 
     def num_samples(self, epoch: int | None, positions: range) -> int | None:
-        if epoch is None:  # before the first epoch has begun, which draws the batches
+        if epoch is None:  # before the first epoch, which draws the batches
             return None
         starts = self.at(epoch).starts
         return starts[positions.stop] - starts[positions.start]
@@ -253,7 +252,7 @@ def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
 
 
 def _read_batches(batch_sampler: Iterable[Iterable[int]]) -> Batches:
-    if type(batch_sampler) is BatchSampler:  # torch's own: cut here, faster than a list for each batch
+    if type(batch_sampler) is BatchSampler:  # torch's class: split here, faster than one list per batch
         indices, size = _read_indices(batch_sampler.sampler), batch_sampler.batch_size
         end = len(indices) - len(indices) % size if batch_sampler.drop_last else len(indices)
         return Batches(indices, torch.tensor([*range(0, end, size), end]))
@@ -270,7 +269,7 @@ def _digest(*tensors: torch.Tensor) -> str:
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Yields this process's indices of each micro-batch of an epoch, with the seed under which they are fetched."""
+    """Yields this process's indices of each micro-batch of an epoch, with the seed for fetching them."""
 
     def __init__(self, order: Order | UserBatches, *, seed: int, purpose: str) -> None:
         self._order = order
@@ -285,37 +284,37 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[BatchIndices]:
         epoch, plan, drawn = self._epoch, self._plan, self._order.at(self._epoch)
-        order = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn  # a tensor's slices cost many times more
+        order = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn  # slicing a tensor is many times slower
         for _, part in plan.cut(self._micro_batches):
             if part:
                 seed = derive_seed(self._seed, self._purpose, epoch, part.start)
                 yield BatchIndices(order[part.start : part.stop].tolist(), seed)
 
     def __len__(self) -> int:
-        last = self._micro_batches[-1:]  # of which this process may have none
+        last = self._micro_batches[-1:]  # this process may have no part of it
         return len(self._micro_batches) - sum(not self._plan.local_indices(index) for index in last)
 
     def samples(self, part: range) -> list[int]:
-        """Return the indices at some positions of the current epoch's order."""
+        """Return the indices at these positions of the current epoch's order."""
         return self._order.at(self._epoch)[part.start : part.stop].tolist() if part else []
 
 
-# ---- Draws classes more evenly than the data have them.
+# ---- Sampling classes more evenly
 
 
 class TemperatureSampler(TensorSampler):
-    """Draws each class c with a probability in proportion to (n_c / N) ** (1 / temperature), its samples evenly.
+    """Draws each class c with probability proportional to (n_c / N) ** (1 / temperature), and its samples uniformly.
 
-    Temperature 1 draws classes as often as the data have them, a high one draws all equally often. Samples are drawn
-    with replacement, as `Trainer(sampler=TemperatureSampler(labels, 3.0))` from (seed, epoch).
+    Temperature 1 keeps the class frequencies of the data; a high temperature makes them equal. Samples are drawn with
+    replacement; with `Trainer(sampler=TemperatureSampler(labels, 3.0))`, the draw depends on (seed, epoch).
 
     Source: Arivazhagan et al. 2019, "Massively Multilingual Neural Machine Translation in the Wild", section 4.
 
     Args:
         labels: The class of each sample, in the order of the dataset: a list, tensor, array or column; numbers or
             strings.
-        temperature: A number above 0; below 1, frequent classes get more frequent. `math.inf` draws all equally often.
-        num_samples: Samples of an epoch; None is as many as there are labels.
+        temperature: A number above 0; below 1, frequent classes become more frequent. `math.inf` draws all equally.
+        num_samples: Samples per epoch; None means as many as there are labels.
 
     Raises:
         ArgumentError: The temperature or the number is invalid.
@@ -325,17 +324,22 @@ class TemperatureSampler(TensorSampler):
     def __init__(self, labels: Iterable[Any], temperature: float = 1.0, num_samples: int | None = None) -> None:
         if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
             raise self._wrong(
-                "temperature", temperature, "a number above 0", "temperature=1.0 for the classes as they are"
+                "temperature", temperature, "a number above 0", "temperature=1.0 to keep the class frequencies"
             )
         if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-            raise self._wrong("num_samples", num_samples, "a whole number from 1", "leave num_samples out for all")
+            raise self._wrong(
+                "num_samples",
+                num_samples,
+                "a whole number of at least 1",
+                "omit num_samples to draw as many as there are labels",
+            )
         classes = _count_from_zero(labels)
         self.num_labels = len(classes)
         self._num_samples = num_samples or self.num_labels
         self._counts = classes.bincount()
         self._starts = self._counts.cumsum(0) - self._counts
         self._by_class = classes.argsort(stable=True)
-        # As a softmax: powers of small parts would vanish at a low temperature.
+        # As a softmax: powers of small probabilities would underflow at a low temperature.
         self.probabilities = (self._counts.double().log() / temperature).softmax(0)
 
     def __len__(self) -> int:
@@ -348,14 +352,14 @@ class TemperatureSampler(TensorSampler):
         return self._by_class[self._starts[drawn] + places.long()]
 
     def check_length(self, length: int) -> None:
-        """Check that there is one label for each of `length` samples.
+        """Check that there are `length` labels.
 
         Raises:
-            DataError: There are more, or fewer.
+            DataError: There are more or fewer.
         """
         if length != self.num_labels:
-            got, expected = f"{self.num_labels} labels", f"one for each of the {length} samples"
-            do = 'use those of the training data: TemperatureSampler(train["label"], ...)'
+            got, expected = f"{self.num_labels} labels", f"{length} labels, one per sample"
+            do = 'pass the labels of the training data: TemperatureSampler(train["label"], ...)'
             raise DataError(explain("TemperatureSampler", got, expected, do))
 
     def _wrong(self, name: str, value: Any, expected: str, do: str) -> ArgumentError:
@@ -363,26 +367,26 @@ class TemperatureSampler(TensorSampler):
 
 
 def check_labels(sampler: Any, dataset: Any) -> None:
-    """Check that a sampler's labels, if it has any, are as many as the samples of a dataset."""
+    """Check that a sampler with labels has one for each sample of a dataset."""
     if isinstance(sampler, TemperatureSampler):
         sampler.check_length(len(dataset))
 
 
 def _count_from_zero(labels: Iterable[Any]) -> torch.Tensor:
-    """Return the classes of labels as numbers from 0, in the order in which they first occur."""
+    """Return labels as class numbers from 0, in order of first occurrence."""
     values = labels.tolist() if hasattr(labels, "tolist") else [_plain(label) for label in labels]
     numbers: dict[Any, int] = {}
     wrong = next((value for value in values if isinstance(value, tuple) or not isinstance(value, Hashable)), None)
-    if wrong is not None:  # a tuple is a sample: equal ones would be classes of their own
-        got, do = f"a label that is a {type(wrong).__name__}", "turn each into one number or string"
-        raise DataError(explain("TemperatureSampler(labels=...)", got, "one class for each sample", do))
+    if wrong is not None:  # tuples are samples: equal ones would become separate classes
+        got, do = f"a label of type {type(wrong).__name__}", "convert each label to one number or string"
+        raise DataError(explain("TemperatureSampler(labels=...)", got, "one class per sample", do))
     classes = [numbers.setdefault(value, len(numbers)) for value in values]
     if not classes:
-        do = "check the column and the filter of the data"
-        raise DataError(explain("TemperatureSampler(labels=...)", "no labels", "one for each sample", do))
+        do = "check the data's column and filters"
+        raise DataError(explain("TemperatureSampler(labels=...)", "no labels", "one label per sample", do))
     return torch.tensor(classes)
 
 
 def _plain(label: Any) -> Any:
-    """Return a tensor or array of one number as that number: tensors are never equal as dict keys."""
+    """Convert a tensor or array of one number to that number: tensors are never equal as dict keys."""
     return label.item() if getattr(label, "ndim", None) == 0 else label

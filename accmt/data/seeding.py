@@ -1,7 +1,7 @@
-"""Randomness that is derived from the place in training, so that no generator's state has to be saved.
+"""Randomness derived from the position in training, so that no generator state has to be saved.
 
-Each fetch of a batch and each batch's computation are seeded by (seed, purpose, epoch, position). So prefetching,
-workers and evaluations in between change nothing.
+Each fetch of a batch and each computation on it is seeded by (seed, purpose, epoch, position). Prefetching, workers
+and evaluations in between therefore change nothing.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 _TORCH_DEFAULT = 67280421310721  # torch's initial seed until one is set
 _MAX_SEED = 2**63
 _RANDOM: Any = getattr(random.seed, "__self__")  # noqa: B009 - the generator of the module's functions
-_seed_random = super(random.Random, _RANDOM).seed  # what `random.seed` comes to for a whole number, without its checks
+_seed_random = super(random.Random, _RANDOM).seed  # what `random.seed` does for a whole number, without its checks
 
 
 OWN: list[Any] = []
-"""The generators of the user's objects that are seeded with the global ones: see `own_generators.py`."""
+"""The generators in the user's objects that are seeded together with the global ones."""
 
 
 def derive_seed(seed: int, purpose: str, *place: int) -> int:
-    """Mix a seed, from 0 to 2**63 - 1, for one purpose ("order", "fetch") at one place (epoch, position, process)."""
+    """Derive a seed (0 to 2**63 - 1) for one purpose ("order", "fetch") at one place (epoch, position, process)."""
     packed = struct.pack(f"<{len(place) + 2}Q", seed % 2**64, zlib.crc32(purpose.encode()), *place)
     return xxhash.xxh3_64_intdigest(packed) % _MAX_SEED
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed torch, numpy and random, and the generator of `device` where it has one of its own.
+    """Seed torch, numpy and random, and the generator of `device` if it has one.
 
-    About 10 microseconds: `torch.manual_seed` would visit every backend and cost ten times that.
+    Takes about 10 microseconds: `torch.manual_seed` visits every backend and takes ten times as long.
     """
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - users' datasets draw from the global generator
@@ -61,8 +61,8 @@ def set_seed(seed: int, *, workers: bool = True) -> int:
 
     Args:
         seed: A whole number from 0.
-        workers: Kept for scripts of other trainers: loader workers of a `Trainer` always have distinct, repeatable
-            seeds.
+        workers: Ignored, for compatibility with other trainers: loader workers of a `Trainer` always have distinct,
+            reproducible seeds.
 
     Returns:
         The seed.
@@ -95,13 +95,13 @@ def seeded_generators(seed: int) -> Iterator[None]:
 
 
 def draw_seed() -> int:
-    """Return the seed that torch was set to, as by `set_seed`; else one from the operating system."""
+    """Return torch's seed if it was set, as by `set_seed`; otherwise one from the operating system."""
     seed = torch.initial_seed()
     return random.SystemRandom().randrange(2**31) if seed == _TORCH_DEFAULT else seed % 2**31
 
 
 class BatchIndices(list[int]):
-    """Indices of one batch, with the seed under which it is fetched; both are sent to loader workers."""
+    """Indices of one batch, with the seed for fetching it; both are sent to loader workers."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)
@@ -111,12 +111,11 @@ class BatchIndices(list[int]):
         return type(self), (list(self), self.seed)
 
 
-# ---- Generators that the user's objects hold: a `torch.Generator` in a collate function, `self.rng` in a dataset.
+# ---- Generators in the user's objects: a `torch.Generator` in a collate function, `self.rng` in a dataset
 #
-# Their state is in no checkpoint. Like the global generators they are seeded by the run's seed and the place in
-# training, whatever seed the user gave them. After the run they are as they were found. Samplers and streams draw an
-# order while they are read through: their generators are seeded for each epoch, also by the user's seed
-# (`samplers.py`).
+# No checkpoint has their state. Like the global generators, they are seeded by the run's seed and the position in
+# training, regardless of the user's seed, and restored after the run. Samplers and streams draw an order while they are
+# iterated: their generators are seeded for each epoch, also by the user's seed (`samplers.py`).
 
 
 T = TypeVar("T")
@@ -137,12 +136,12 @@ _DRAWN_BY_SYSTEM = 2**64  # numpy's generators without a seed draw 128 bits, oth
 
 
 def find_generators(*owners: Any, through_streams: bool = False) -> list[Any]:
-    """Return the generators that objects hold, at any depth, and those that their functions use as global variables.
+    """Return the generators in objects, at any depth, and those that their functions use as global variables.
 
     Args:
         owners: The objects.
-        through_streams: Whether to look into streams, samplers and loaders that they hold. Those draw an order while
-            they are read through, so they are not seeded for each batch, but for each epoch.
+        through_streams: Whether to look into streams, samplers and loaders in them. Those draw an order while they are
+            iterated, so they are seeded for each epoch, not for each batch.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -198,7 +197,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def user_seed(generator: Any) -> int:
-    """Return the seed that the user gave a generator; 0 where that cannot be known, or where nobody gave one."""
+    """Return the seed that the user set on a generator; 0 if it is unknown or was not set."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
     seeds: Any = (
@@ -219,7 +218,7 @@ def reseed(generator: Any, seed: int) -> None:
 
 
 def state_of(generator: Any) -> Callable[[], object]:
-    """Return a function that gives a generator its present state back."""
+    """Return a function that restores the generator's current state."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, generator.get_state())
     if isinstance(generator, np.random.Generator):
@@ -230,11 +229,11 @@ def state_of(generator: Any) -> Callable[[], object]:
 
 
 class _Seeded:
-    """A generator that is seeded whenever the global ones are."""
+    """A generator that is seeded together with the global ones."""
 
     def __init__(self, generator: Any, name: str) -> None:
         self.generator = generator
-        self.give_back = state_of(generator)
+        self.restore = state_of(generator)
         self._name = name
 
     def seed(self, seed: int) -> None:
@@ -242,15 +241,15 @@ class _Seeded:
 
 
 def seed_with_global(*owners: Any) -> list[_Seeded]:
-    """Seed the generators that objects hold whenever the global ones are seeded, until `keeping_generators` ends.
+    """Seed the generators in objects together with the global ones until `keeping_generators` ends.
 
     Returns:
-        Those that were not seeded so before.
+        The newly added generators.
     """
     known = {id(own.generator) for own in OWN}
     new: list[_Seeded] = []
     for owner in owners:
-        # By what the owner is: one that is made at the first call has the name that it will have in the next run.
+        # Named by the owner's class: a generator made at the first call keeps its name in the next run.
         kind = getattr(owner, "__qualname__", type(owner).__qualname__)
         for number, generator in enumerate(find_generators(owner)):
             if id(generator) not in known:
@@ -262,26 +261,26 @@ def seed_with_global(*owners: Any) -> list[_Seeded]:
 
 @contextmanager
 def keeping_generators() -> Iterator[None]:
-    """Forget afterwards which generators are seeded, and give them back as they were found."""
+    """Afterwards, stop seeding the generators added meanwhile, and restore their state."""
     first = len(OWN)
     try:
         yield
     finally:
         for own in OWN[first:]:
-            own.give_back()
+            own.restore()
         del OWN[first:]
 
 
 def call_first(function: Callable[[Any], T], argument: Any, owner: Any) -> T:
-    """Call a function for the first time in this process; it may make a generator then, as transformers' collators do.
+    """Call a function for the first time in this process; it may create a generator, as transformers' collators do.
 
-    Such a generator is seeded, and the function is called again with a copy of its argument as it was, so that the
-    first call draws what it would have drawn as a later one.
+    If so, the generator is seeded and the function called again with a copy of its original argument, so that the first
+    call draws the same as a later one would.
 
     Args:
-        function: Reads samples, or collates them, under the seed that torch has.
+        function: Reads or collates samples under torch's current seed.
         argument: Its argument.
-        owner: What may hold the generator.
+        owner: The object that may hold the generator.
     """
     seed = torch.initial_seed()
     for own in seed_with_global(owner):
@@ -294,8 +293,8 @@ def call_first(function: Callable[[Any], T], argument: Any, owner: Any) -> T:
     result = function(argument)
     if not (new := seed_with_global(owner)):
         return result
-    for give_back in states:
-        give_back()
+    for restore in states:
+        restore()
     for own in new:
         own.seed(seed)
     return function(copied)

@@ -1,4 +1,4 @@
-"""Sources of data that can only be read from the start: every process reads all of it and keeps its own."""
+"""Sources for data that can only be read from the start: every process reads all of it and keeps its part."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from accmt.libraries.private_names import is_shuffle_buffer, steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
 from accmt.messages import say_once, warn_once
 
-# ---- What sources of data that can only be read from the start have in common: every process reads all of it.
+# ---- The base of these sources
 
 
 _END = object()
@@ -51,14 +51,14 @@ _KEPT_POSITIONS = 4
 
 
 class SequentialSource:
-    """Micro-batches of what a DataLoader yields, in the order in which it comes.
+    """Micro-batches of what a DataLoader yields, in that order.
 
     Args:
-        dataloader: What is read.
-        options: Seed, shard, limit, and the size of batches in what is counted: samples, or the user's batches.
-        randomness: Of what draws while it is read.
-        length: What an epoch has, before limits; None if unknown.
-        multiple: At the end, what is beyond a multiple of this is dropped; 1 drops nothing.
+        dataloader: The DataLoader to read.
+        options: Seed, shard, limit, and the batch size, in samples or in the user's batches.
+        randomness: The randomness of samplers and datasets.
+        length: The length of an epoch before limits; None if unknown.
+        multiple: The end beyond a multiple of this is dropped; 1 drops nothing.
     """
 
     _kind: str
@@ -92,10 +92,10 @@ class SequentialSource:
             warn_once(f'failures={{"on_bad_sample": "skip"}} has no effect on {kind}: {why}', about=kind)
 
     def samples_in(self, first: int, last: int) -> int | None:
-        return None  # known only once they are read
+        return None  # known only after reading
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an epoch from `first` on; what comes before is read too unless it is resumed."""
+        """Yield the micro-batches of an epoch from `first` on; earlier ones are read too unless a state is resumed."""
         start = self._start.of(epoch, first)
         plan = self._arrange(start, first)
         num_micro_batches = None if plan is None else plan.num_micro_batches - start.micro_batch
@@ -110,11 +110,11 @@ class SequentialSource:
                 self._kept.append((micro_batch.index, position))
                 if micro_batch.index >= first:
                     yield micro_batch
-        got = "nothing to read (an iterator can be read only once: pass something that can be iterated again)"
+        got = "no samples (an iterator can be read only once: pass an iterable instead)"
         require_not_empty(not is_empty, self._options, got)
 
     def _ending_together(self, micro_batches: Iterator[ReadBatch], consumed: int) -> Iterator[ReadBatch]:
-        """Yield micro-batches; at one that is not full, and at the end, all processes must have read as much."""
+        """Yield micro-batches; at an incomplete one and at the end, all processes must have read equally much."""
         full = self._options.batch_size * self._options.shard.count
         for micro_batch, position in micro_batches:
             before, consumed = consumed, position[self._unit]
@@ -124,7 +124,7 @@ class SequentialSource:
         require_same_end(self._options, f"{consumed} {self._unit}")
 
     def _as_planned(self, micro_batches: Iterator[ReadBatch], num_micro_batches: int | None) -> Iterator[ReadBatch]:
-        """Yield as many micro-batches as are planned, and warn where the data's `__len__` is wrong."""
+        """Yield the planned number of micro-batches, and warn if the data's `__len__` is wrong."""
         num_read, position = 0, None
         for micro_batch, position in islice(micro_batches, num_micro_batches):
             num_read += 1
@@ -132,18 +132,18 @@ class SequentialSource:
         if self._claimed_length is None or num_micro_batches is None or position is None:
             return
         if num_read < num_micro_batches:
-            consequence = "what is planned from it, such as the LR scheduler, is too long"
+            consequence = "the LR scheduler and everything else planned from the length is too long"
             self._warn_of_length(f"{position[self._unit]}", consequence)
         elif not self._options.is_limited and next(micro_batches, None) is not None:
-            self._warn_of_length("more", "the rest is left out of each epoch")
+            self._warn_of_length("more", "each epoch skips the rest")
 
     def _warn_of_length(self, number: str, consequence: str) -> None:
-        what = f"the {self._options.kind} data claim to have {self._claimed_length} {self._unit}"
-        warn_once(f"{what}, and have {number}: {consequence}; correct their __len__", about=f"{what} falsely")
-        self._claimed_length = None  # warned: nothing need be read again to see it
+        what = f"the length of the {self._options.kind} data is {self._claimed_length} {self._unit}"
+        warn_once(f"{what}, but they have {number}: {consequence}; correct their __len__", about=f"{what} falsely")
+        self._claimed_length = None  # warn only once
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        return None  # what is only read through has no indices
+        return None  # streams have no indices
 
     def set_epoch_again(self) -> None:
         if self._epoch is not None:
@@ -153,10 +153,10 @@ class SequentialSource:
         end_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
-        """Return the position after `num_micro_batches` of an epoch, of which the last was just yielded.
+        """Return the position after `num_micro_batches` of an epoch, the last of which was just yielded.
 
         Raises:
-            LookupError: More micro-batches were yielded since than positions are kept.
+            LookupError: More micro-batches have been yielded since than positions are kept.
         """
         if num_micro_batches == 0:
             return {"kind": self._kind, self._unit: 0}
@@ -164,18 +164,18 @@ class SequentialSource:
             if index < num_micro_batches:
                 return position
         raise LookupError(
-            f"the position after micro-batch {num_micro_batches} of epoch {epoch} is no longer kept: ask for it sooner"
+            f"the position after micro-batch {num_micro_batches} of epoch {epoch} is no longer kept: request it sooner"
         )
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
-        """Resume `epoch` from the data's own state where they have one, else by reading again."""
+        """Resume `epoch` from the data's own state if they have one, otherwise by reading again."""
         start = read_start(epoch, first_micro_batch, position, kind=self._kind, unit=self._unit, options=self._options)
         self._start = EPOCH_START if start is EPOCH_START else self._choose_start(start)
         self._keep_only(start)
         self._arrange(self._start, first_micro_batch)
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
-        """Return where reading begins: at `start`, or at the beginning of the epoch, skipping micro-batches."""
+        """Return `start`, or the start of the epoch if micro-batches have to be read again and skipped."""
         raise NotImplementedError
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[ReadBatch]:
@@ -183,11 +183,11 @@ class SequentialSource:
         raise NotImplementedError
 
     def _size_of(self, batch: Any) -> int:
-        """Return how much of what is counted the DataLoader yielded at once."""
+        """Return the size of what the DataLoader yielded, in samples or batches."""
         raise NotImplementedError
 
     def _read(self, epoch: int, dataloader: DataLoader[Any], consumed: int) -> Iterator[tuple[Any, int]]:
-        """Yield each batch with the count after it; each is read under a seed of its own, whatever trains between."""
+        """Yield each batch with the count after it; each is read under its own seed, independently of training."""
         seed, purpose = self._options.seed, self._options.purpose
         seed_generators(derive_seed(seed, purpose, epoch))
         if dataloader.persistent_workers:  # their generators would continue from the epoch before
@@ -208,7 +208,7 @@ class SequentialSource:
             note_dead_worker(error, batches)
             where = f"the {self._options.kind} data, epoch {epoch + 1}, after {consumed} {self._unit}"
             got = f"{type(error).__name__}: {error}".partition("\n")[0]
-            do = "fix it, or catch it where it is raised: an iterator that has raised an error cannot continue"
+            do = "fix the error, or catch it where it is raised: an iterator that has raised an error cannot continue"
             error.add_note(explain(where, got, f"more {self._unit}, or the end of the data", do))
             raise
 
@@ -227,27 +227,27 @@ class SequentialSource:
 
     def _say_reading_again(self, start: EpochStart, why: str) -> None:
         say_once(
-            f"the {self._options.kind} data are read again from the beginning of the epoch, up to where it was "
-            f"interrupted ({start.consumed} {self._unit}): {why}"
+            f"the {self._options.kind} data are read again from the beginning of the epoch up to the interruption "
+            f"({start.consumed} {self._unit}): {why}"
         )
 
 
 def _bound(length: int | None, options: SourceOptions) -> int | None:
-    """Return the length, else as much as the limit could ask for; None where nothing bounds an epoch."""
+    """Return the length, or the maximum that the limit allows; None if nothing bounds an epoch."""
     if length is not None:
         require_not_empty(length, options, "a length of 0")
         return length
     if isinstance(options.limit, int):
         return max(options.limit, 1) * options.micro_batches_per_batch * options.batch_size * options.shard.count
     if options.limit < 1.0:
-        got = f"a limit of {options.limit}, a fraction of data without a length"
-        do = "a limit such as 100, or __len__ for the data"
+        got = f"a limit of {options.limit}, a fraction, for data without a length"
+        do = "pass a number of batches such as 100, or define __len__ for the data"
         raise DataError(explain(f"the {options.kind} data", got, "a whole number of batches", do))
     return None
 
 
 def _with_last_marked(micro_batches: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
-    """Read one micro-batch ahead, so that the last one can be marked."""
+    """Read one micro-batch ahead to mark the last one."""
     held: ReadBatch | None = None
     for read in micro_batches:
         if held is not None:
@@ -258,27 +258,27 @@ def _with_last_marked(micro_batches: Iterator[ReadBatch]) -> Iterator[ReadBatch]
         yield held
 
 
-# ---- The state of data that keep their own position, from which reading resumes at once.
+# ---- The state of data that track their own position
 
 
 _STATE = "state"
 
 
 class StreamState:
-    """The `state_dict` and `load_state_dict` of a stream or a loader, where resuming from them is exact.
+    """The `state_dict` and `load_state_dict` of a stream or a loader, if resuming from them is exact.
 
-    `load_state_dict` comes before `iter`, which then has to continue after what was last read; the next `iter` begins
-    again at the start. The state is taken between two reads, so nothing may read ahead.
+    `load_state_dict` is called before `iter`, which then has to continue after the last sample read; the next `iter`
+    begins at the start. The state is taken between two reads, so nothing may read ahead.
 
     Args:
         owner: The stream, or the loader.
-        num_workers: Processes that read ahead.
-        source: What a loader reads from.
-        also_read: What is read meanwhile, such as validation data: where it is the same stream, or is derived from it,
-            reading it moves the state of this one.
+        num_workers: Workers, which read ahead.
+        source: The dataset of a loader.
+        also_read: Data read meanwhile, such as validation data: reading the same stream, or one derived from it,
+            changes the state of this one.
 
     Attributes:
-        why_not: Why the state cannot be used; None where it can.
+        why_not: Why the state cannot be used; None if it can.
     """
 
     def __init__(self, owner: Any, *, num_workers: int = 0, source: Any = None, also_read: Iterable[Any] = ()) -> None:
@@ -287,16 +287,16 @@ class StreamState:
         self.why_not = _find_obstacle(owner, num_workers, source, also_read)
 
     def take(self) -> dict[str, Any]:
-        """Return what to put into the position; nothing where the state cannot be used."""
+        """Return the state's entry for the position; empty if the state cannot be used."""
         return {} if self.why_not else {_STATE: deepcopy(self._owner.state_dict())}
 
     def is_in(self, position: Mapping[str, Any]) -> bool:
-        """Return whether a position holds a state from which the data can resume."""
+        """Return whether a position has a state from which the data can resume."""
         return self.why_not is None and _STATE in position
 
     @contextmanager
     def restored(self, position: Mapping[str, Any]) -> Iterator[None]:
-        """Let the next `iter` resume from a position that holds a state; afterwards the data begin at the start."""
+        """Let the next `iter` resume from the state in a position; afterwards, the data start from the beginning."""
         if not self.is_in(position):
             yield
             return
@@ -305,27 +305,27 @@ class StreamState:
             yield
         finally:
             for data in _streaming_datasets_in(self._owner, self._source):
-                data.load_state_dict(None)  # else it would resume there in that epoch of a later run, too
+                data.load_state_dict(None)  # else that epoch of a later run would resume there too
 
 
 def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterable[Any]) -> str | None:
     if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
-        return "with state_dict and load_state_dict, and no workers, they would resume at once"
+        return "with state_dict and load_state_dict, and without workers, they would resume immediately"
     if num_workers > 0:
-        return "their state_dict can be used without workers only (dataloader_num_workers=0)"
+        return "their state_dict can only be used without workers (dataloader_num_workers=0)"
     streams = _streaming_datasets_in(owner, source)
     inexact = why_states_are_inexact() if streams else None
     if inexact is not None:
         return inexact
     if any(map(_has_shuffle_buffer, streams)):
-        return "their state_dict omits what was in the shuffle buffer"
+        return "their state_dict omits the contents of the shuffle buffer"
     if any(_parts_of(owner, source) & _parts_of(other, getattr(other, "dataset", None)) for other in also_read):
-        return "evaluations read them too, which changes their state"
+        return "evaluations also read them, which changes their state"
     return None
 
 
 def _parts_of(*data: Any) -> set[int]:
-    """Return the identities of data, of the streams in them, and of their steps, which hold the state of some."""
+    """Return the ids of data, the streams in them, and their steps, which may hold the state."""
     streams = _streams_in(*data)
     steps = [step for one in filter(_is_streaming_dataset, streams) for step in steps_of_stream(one)]
     return {id(part) for part in (*data, *streams, *steps) if part is not None}
@@ -336,7 +336,7 @@ def _streaming_datasets_in(*data: Any) -> list[Any]:
 
 
 def _streams_in(*data: Any) -> list[Any]:
-    """Return the streams among data, and those that they hold, such as the rows of one that groups them."""
+    """Return the streams among data, and those inside them, such as the rows of a grouping stream."""
     found: list[Any] = []
     left = list(data)
     while left:
@@ -369,9 +369,9 @@ def _is_streaming_dataset(data: Any) -> bool:
 class StreamSource(SequentialSource):
     """Micro-batches of an iterable: each process keeps its part of every global batch.
 
-    So the order is defined, all processes end together, and each sample is trained on once. With more than one worker
-    that is up to the dataset: as torch asks, each worker's copy of it has to yield its own part (`get_worker_info`).
-    What is not a torch IterableDataset cannot know of workers, and gets at most one.
+    So the order is defined, all processes end together, and each sample is trained on once. With several workers, this
+    depends on the dataset: as torch requires, each worker's copy has to yield its own part (`get_worker_info`).
+    Data that is not a torch IterableDataset is not aware of workers, and gets at most one.
     """
 
     _kind = "stream"
@@ -387,9 +387,9 @@ class StreamSource(SequentialSource):
         self._readers = _count_readers(options.num_workers)
         self._global_batch_size = options.batch_size * options.shard.count
         self._state = StreamState(data, source=source, num_workers=options.num_workers, also_read=options.also_read)
-        self._rows: Rows = {}  # those with which the epoch began
+        self._rows: Rows = {}  # those at the beginning of the epoch
         self._is_read_again = False
-        # Each of several readers may end with a short batch, so the length does not give the number of batches.
+        # Each of several readers may end with a short batch, so the number of batches does not follow from the length.
         length = length_of(data) if self._readers == 1 else None
         multiple = self._global_batch_size if options.drop_last else 1
         dataloader = self._make_dataloader(data if isinstance(data, IterableDataset) else _Rest(data), options)
@@ -397,7 +397,7 @@ class StreamSource(SequentialSource):
 
     def _make_dataloader(self, data: IterableDataset[Any], options: SourceOptions) -> DataLoader[Any]:
         torch_options = options.torch_options(data)
-        torch_options["persistent_workers"] = False  # each epoch's workers begin with the epoch's seed
+        torch_options["persistent_workers"] = False  # each epoch's workers start with the epoch's seed
         self._knows_samples = keeps_number(torch_options["collate_fn"])
         torch_options["collate_fn"] = _CollateShard(options.batch_size, options.shard, torch_options["collate_fn"])
         return DataLoader(data, batch_size=self._global_batch_size, drop_last=options.drop_last, **torch_options)
@@ -411,8 +411,8 @@ class StreamSource(SequentialSource):
         is_same = position["reads"] == [[0, self._global_batch_size]] and position["readers"] == self._readers
         if not is_same and max(self._readers, position["readers"]) > 1:
             raise self._cannot_find(position)
-        self._say_reading_again(start, self._state.why_not or "their state was not saved, because a worker read them")
-        # A worker's generators advance through collating too, so it has to read and collate just what it read before.
+        self._say_reading_again(start, self._state.why_not or "their state was not saved because a worker read them")
+        # Collating advances a worker's generators too, so it has to read and collate exactly what it read before.
         self._is_read_again = is_same and self.dataloader.num_workers > 0
         return EPOCH_START if self._is_read_again else start
 
@@ -436,9 +436,9 @@ class StreamSource(SequentialSource):
                 yield MicroBatch(index, batch, num_samples, own, is_partial=size < shard.count), position
 
     def _compare_first(self, read: Iterator[tuple[_OfAll, int]], start: EpochStart) -> Iterator[tuple[_OfAll, int]]:
-        """Compare the first batch: between processes which share the stream, and with what was read at first.
+        """Compare the first batch between processes that share the stream, and with the one read before.
 
-        Nothing is read for it alone: a stream may be one that can be read only once.
+        Nothing extra is read: some streams can be read only once.
         """
         first = next(read, None)
         require_same_rows(self._options, None if first is None else first[0].rows)
@@ -454,7 +454,7 @@ class StreamSource(SequentialSource):
         return batch.size
 
     def _reads_from(self, start: EpochStart) -> list[list[int]]:
-        """Return [first sample, samples read at once] for each launch that has read a part of the epoch."""
+        """Return [first sample, samples per read] for each launch that has read a part of the epoch."""
         reads = list(start.position.get("reads", ()))
         if reads and reads[-1][1] == self._global_batch_size and (start.consumed - reads[-1][0]) % reads[-1][1] == 0:
             return reads
@@ -469,34 +469,34 @@ class StreamSource(SequentialSource):
         num_left = None if plan is None else plan.num_samples - start.consumed
         seed_at = partial(derive_seed, options.seed, options.purpose, epoch)
         rest = _Rest(self._data, skipped, num_left, seed_at)
-        is_in_worker = self.dataloader.num_workers > 0  # where another generator draws
+        is_in_worker = self.dataloader.num_workers > 0  # with different generators
         if not (is_in_worker or start.position.get("in_worker") or self._state.is_in(start.position)):
             rest.check = partial(compare_rows, start.position, options=options, is_in_epoch=True)
         return self._make_dataloader(rest, options)
 
     def _cannot_find(self, position: Mapping[str, Any]) -> Exception:
         readers, (_, size) = position["readers"], position["reads"][-1]
-        got = f"{self._readers} workers that read, and {self._global_batch_size} samples in a global batch"
+        got = f"{self._readers} workers and {self._global_batch_size} samples per global batch"
         expected = f"{readers} and {size}, as before: each of several workers reads a part of the stream"
-        do = "resume with as many workers and processes as before; with one worker or none, any number can resume"
+        do = "resume with the same number of workers and processes; with at most one worker, any number can resume"
         return cannot_resume(self._options, got, expected, do)
 
 
 def _count_readers(num_workers: int) -> int:
-    return max(num_workers, 1)  # a single worker reads in the same order as none
+    return max(num_workers, 1)  # one worker reads in the same order as none
 
 
 @dataclass(eq=False)
 class _Rest(IterableDataset[Any]):
-    """The samples of an iterable that come after skipped ones.
+    """The samples of an iterable after skipped ones.
 
-    Skipped samples are read under the seeds of their first time, so that a stream that draws from the global generators
-    has the same order again. In a worker, the generators advance by themselves.
+    Skipped samples are read under their original seeds, so that a stream that draws from the global generators has the
+    same order again. In a worker, the generators advance without further seeding.
     """
 
     data: Any
     skipped: list[range] = field(default_factory=list)  # the positions of the earlier reads, by launch
-    num_left: int | None = None  # how many samples follow at most
+    num_left: int | None = None  # maximum number of samples that follow
     seed_at: Callable[[int], int] | None = None  # the seed of the read that begins at a position
     check: Callable[[Rows], None] | None = None  # of the first samples
 
@@ -520,12 +520,12 @@ class _Rest(IterableDataset[Any]):
 
 
 class _OfAll(NamedTuple):
-    """What is made of a global batch; a tuple, so that workers can send it.
+    """The result of collating a global batch; a tuple, so that workers can send it.
 
     Attributes:
-        batch: This process's part of it; None if it has none.
-        size: Samples of the global batch.
-        rows: The fingerprints of some of them, in the first batch of each reader.
+        batch: This process's part; None if it has none.
+        size: Samples in the global batch.
+        rows: In the first batch of each reader, the fingerprints of some of them.
     """
 
     batch: Any
@@ -552,7 +552,7 @@ class _CollateShard:
 
 
 class _Workers:
-    """Finds out that each of several workers reads all of a stream, so that every sample comes several times."""
+    """Detects that every worker reads all of a stream, so that every sample is repeated."""
 
     def __init__(self, options: SourceOptions, number: int) -> None:
         self._options = options
@@ -560,7 +560,7 @@ class _Workers:
         self._first: Rows = {}
 
     def compare(self, rows: Rows) -> None:
-        """Compare the samples of a worker's first batch with those of another one's; of other batches there are none.
+        """Compare the first batches of workers; `rows` of other batches are empty.
 
         Raises:
             DataError: They are the same, in an evaluation or a prediction.
@@ -571,19 +571,19 @@ class _Workers:
         if rows != self._first or all(value == values[0] for value in values):
             self._first = self._first or rows
             return
-        where = f"the {self._options.kind} data, a stream that {self._number} workers read"
-        got = f"the same samples from each worker, so each sample comes {self._number} times"
-        do = "let __iter__ yield the part of torch.utils.data.get_worker_info().id, or set dataloader_num_workers=1"
-        message = explain(where, got, "a part of the data from each worker", do)
+        where = f"the {self._options.kind} data, a stream read by {self._number} workers"
+        got = f"the same samples from each worker, so each sample appears {self._number} times"
+        do = "yield only the worker's part in __iter__ (torch.utils.data.get_worker_info().id), or use one worker"
+        message = explain(where, got, "a different part of the data from each worker", do)
         if self._options.purpose != "train":
             raise DataError(message)
         warn_once(message, about=where)
 
 
 class UserLoaderSource(SequentialSource):
-    """Micro-batches of a user's DataLoader that can only be read through: batch i goes to process i mod processes.
+    """Micro-batches of a DataLoader that can only be read from the start: batch i goes to process i mod processes.
 
-    It reads a stream, makes no batches or batches without a length, or is of a class with an `__iter__` of its own.
+    Such a loader reads a stream, has no batches or batches without a length, or overrides `__iter__`.
     """
 
     _kind = "DataLoader that is read through"
@@ -595,17 +595,17 @@ class UserLoaderSource(SequentialSource):
         readers = _count_readers(user_loader.num_workers) if is_stream else 1
         self._cut = {"batch_size": user_loader.batch_size, "readers": readers}
         self._state = _state_of_loader(user_loader, options, is_stream=is_stream)
-        self._rows: Rows = {}  # those with which the epoch began
+        self._rows: Rows = {}  # those at the beginning of the epoch
         length = length_of(user_loader) if readers == 1 else None
         randomness = UserRandomness(user_loader, user_loader.dataset, user_loader.batch_sampler)
-        # What is counted are the user's batches: one for each process in a micro-batch.
+        # The user's batches are counted: one for each process in a micro-batch.
         options = replace(options, batch_size=1, micro_batches_per_batch=1)
         super().__init__(user_loader, options, randomness, length)
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
         before = {name: start.position[name] for name in self._cut}
         if before != self._cut:
-            raise cannot_resume(self._options, f"a DataLoader with {self._cut}", f"one with {before}, as before")
+            raise cannot_resume(self._options, f"a DataLoader with {self._cut}", f"{before}, as before")
         self._rows = start.position.get("rows", {})
         if self._state.is_in(start.position):
             say_not_compared(self._options)
@@ -649,7 +649,7 @@ class UserLoaderSource(SequentialSource):
         return islice(read, start.consumed - read_before, end)
 
     def _compare_first(self, read: Iterator[tuple[Any, int]], start: EpochStart) -> Iterator[tuple[Any, int]]:
-        """Compare the first batch of an epoch that is read again with the one that was read at first."""
+        """Compare the first batch of an epoch that is read again with the one read before."""
         first = next(read, None)
         if first is None:
             return read
@@ -657,8 +657,8 @@ class UserLoaderSource(SequentialSource):
         rows = batch.rows if isinstance(batch, _Counted) and batch.rows else rows_of_samples([_content(batch)])
         if start is EPOCH_START:
             self._rows = rows
-        elif start.position.get("num_workers") == self._reader.num_workers:  # else what they draw is another
-            # Nothing of a single row shows whether it is only augmented.
+        elif start.position.get("num_workers") == self._reader.num_workers:  # else they draw differently
+            # A single row does not show whether it is only augmented.
             compare_rows(start.position, rows, self._options, is_in_epoch=len(rows) > 1)
         return chain([first], read)
 
@@ -674,8 +674,8 @@ class _Counted(NamedTuple):
     """A batch, and the number of samples it was made from; a tuple, so that workers can send it.
 
     Attributes:
-        samples: None where the DataLoader does not make batches of samples.
-        rows: Fingerprints of the samples of the first batch, or of that of each worker.
+        samples: None if the DataLoader does not make batches of samples.
+        rows: Fingerprints of the samples in the first batch of each reader.
     """
 
     batch: Any
@@ -698,8 +698,8 @@ class _CollateAndCount:
 def _make_reader(user_loader: DataLoader[Any], options: SourceOptions) -> DataLoader[Any]:
     """Return a copy of a user's DataLoader that counts the samples of each batch and starts workers for each epoch.
 
-    So the user's own stays as it is, even if something else reads it meanwhile. One with an `__iter__` of its own is
-    used itself.
+    The user's loader stays unchanged, even if something else reads it meanwhile. A loader that overrides `__iter__` is
+    used directly.
     """
     if type(user_loader).__iter__ is not DataLoader.__iter__ or hasattr(user_loader, "state_dict"):
         return user_loader
@@ -708,8 +708,8 @@ def _make_reader(user_loader: DataLoader[Any], options: SourceOptions) -> DataLo
     collate = _CollateAndCount(user_loader.collate_fn) if makes_batches else user_loader.collate_fn
     if user_loader.persistent_workers:
         warn_once(
-            f"persistent_workers=True has no effect on the DataLoader of the {options.kind} data: workers of a stream "
-            "that outlive an epoch would read in another order after a resume",
+            f"persistent_workers=True has no effect on the DataLoader of the {options.kind} data: persistent workers "
+            "of a stream would read in a different order after a resume",
             about=f"persistent workers: {options.kind}",
         )
     # Through vars: DataLoader.__setattr__ rejects changes after construction.

@@ -1,4 +1,4 @@
-"""Cuts the samples of one optimizer step by a budget of tokens: into micro-batches of like length, for each process."""
+"""Splits the samples of an optimizer step by a token budget into micro-batches of similar length for each process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _AS_GOOD = 0.02
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """What a micro-batch may hold at most.
+    """The limits of a micro-batch.
 
     Attributes:
-        max_tokens: Padded tokens: the length of the longest sample times their number.
-        max_samples: Samples.
+        max_tokens: Maximum padded tokens: the length of the longest sample times the number of samples.
+        max_samples: Maximum samples.
         bucket: Batches are padded to a multiple of this length.
     """
 
@@ -31,36 +31,36 @@ class TokenBudget:
     bucket: int = 1
 
     def widths(self, lengths: Sequence[int]) -> list[int]:
-        """Return how long samples are once they are padded to a multiple."""
+        """Return the lengths of samples after padding to a multiple."""
         return list(lengths) if self.bucket == 1 else [-(-length // self.bucket) * self.bucket for length in lengths]
 
 
 def padded_tokens(group: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the tokens of a micro-batch with its padding."""
+    """Return the tokens of a micro-batch, including padding."""
     return max((lengths[position] for position in group), default=0) * len(group)
 
 
 def cut_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: int = 1) -> list[Groups]:
-    """Cut the samples of one optimizer step into the micro-batches of each process.
+    """Split the samples of one optimizer step into the micro-batches of each process.
 
-    Each process gets as many micro-batches as the others, if there are samples enough, and as few as the budget allows;
-    all are made as even as possible. A sample longer than the budget is a micro-batch of its own.
+    All processes get equally many micro-batches, if there are enough samples, and as few as the budget allows; their
+    sizes are as even as possible. A sample longer than the budget gets a separate micro-batch.
 
     Args:
         lengths: The length of each sample.
-        budget: What a micro-batch may hold.
+        budget: The limits of a micro-batch.
         num_processes: Processes that share the samples.
 
     Returns:
-        For each process its micro-batches, those with most tokens first.
+        The micro-batches of each process, those with the most tokens first.
     """
     order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
     groups = _cut_evenly(order, lengths, budget, multiple=num_processes)
     shared = [groups, _with_less_padding(groups, lengths, budget)]
-    cuts = [_share(groups, lengths, num_processes) for groups in shared]
+    cuts = [_assign(groups, lengths, num_processes) for groups in shared]
     if num_processes > 1:
-        hands = _deal_and_cut(order, lengths, budget, num_processes)
-        cuts += [hands, [_with_less_padding(hand, lengths, budget) for hand in hands]]
+        shards = _shard_and_split(order, lengths, budget, num_processes)
+        cuts += [shards, [_with_less_padding(shard, lengths, budget) for shard in shards]]
 
     for cut in cuts:
         _balance(cut, lengths, budget)
@@ -69,7 +69,7 @@ def cut_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: in
 
 
 def _choose(tokens: list[list[int]]) -> int:
-    """Return which cut leaves the busiest process least, and of those that are about as good one that is balanced."""
+    """Return the split with the least work for the busiest process; among similar ones, prefer a balanced one."""
     busiest = [max(of_cut) for of_cut in tokens]
     good = [cut for cut, most in enumerate(busiest) if most <= (1 + _AS_GOOD) * min(busiest)]
     return min(good, key=lambda cut: (not _is_balanced(tokens[cut]), busiest[cut]))
@@ -86,17 +86,17 @@ def _tokens_of(cut: list[Groups], lengths: Sequence[int]) -> list[int]:
 def _cut_evenly(
     order: list[int], lengths: Sequence[int], budget: TokenBudget, *, multiple: int = 1, fewest: int = 0
 ) -> Groups:
-    """Cut sorted samples into groups of neighbours whose largest is as small as possible.
+    """Split sorted samples into groups of neighbors, with the largest group as small as possible.
 
     Args:
         order: Positions of samples, the longest first.
-        multiple: Their number is one of its multiples, if there are samples enough.
-        fewest: Groups at least.
+        multiple: The number of groups is a multiple of this, if there are enough samples.
+        fewest: Minimum number of groups.
     """
     widths = [max(lengths[position], 1) for position in order]
     fewest = max(fewest, len(_fill(widths, budget.max_tokens, budget.max_samples)))
     wanted = min(-(-fewest // multiple) * multiple, len(order))
-    # The fewest groups that a smaller budget needs only become more, so the smallest one that suffices can be bisected.
+    # A smaller budget never needs fewer groups, so the smallest sufficient budget can be found by bisection.
     smallest = 1 + bisect_left(
         range(1, budget.max_tokens),
         True,  # noqa: FBT003 - the value that is looked for
@@ -111,7 +111,7 @@ def _cut_evenly(
 
 
 def _fill(widths: list[int], max_tokens: int, max_samples: int) -> list[range]:
-    """Cut samples, the longest first, into as few groups of neighbours as hold so much at most."""
+    """Split samples, the longest first, into the fewest groups of neighbors within the limits."""
     groups, start = [], 0
     while start < len(widths):
         count = max(1, min(max_tokens // widths[start], max_samples))
@@ -120,8 +120,8 @@ def _fill(widths: list[int], max_tokens: int, max_samples: int) -> list[range]:
     return groups
 
 
-def _share(groups: Groups, lengths: Sequence[int], num_processes: int) -> list[Groups]:
-    """Give each group, the largest first, to the process that has least and still has room."""
+def _assign(groups: Groups, lengths: Sequence[int], num_processes: int) -> list[Groups]:
+    """Assign each group, the largest first, to the process with the fewest tokens and a free slot."""
     room = -(-len(groups) // num_processes)
     cut: list[Groups] = [[] for _ in range(num_processes)]
     tokens = [0] * num_processes
@@ -132,36 +132,36 @@ def _share(groups: Groups, lengths: Sequence[int], num_processes: int) -> list[G
     return cut
 
 
-def _deal_and_cut(order: list[int], lengths: Sequence[int], budget: TokenBudget, num_processes: int) -> list[Groups]:
-    """Deal sorted samples to the processes, so that all have like ones, and cut those of each.
+def _shard_and_split(order: list[int], lengths: Sequence[int], budget: TokenBudget, num_processes: int) -> list[Groups]:
+    """Distribute sorted samples evenly over the processes, and split those of each.
 
-    Where groups are few and large this is more even than sharing them.
+    With few, large groups, this is more even than distributing groups.
     """
-    hands: Groups = [[] for _ in range(num_processes)]
+    shards: Groups = [[] for _ in range(num_processes)]
     for start in range(0, len(order), num_processes):
-        hands.sort(key=lambda hand: sum(lengths[position] for position in hand))  # who has least gets the longest
-        for hand, position in zip(hands, order[start : start + num_processes], strict=False):
-            hand.append(position)
-    most = max(len(_cut_evenly(hand, lengths, budget)) for hand in hands)
-    return [_cut_evenly(hand, lengths, budget, fewest=most) for hand in hands]
+        shards.sort(key=lambda shard: sum(lengths[position] for position in shard))  # the smallest gets the longest
+        for shard, position in zip(shards, order[start : start + num_processes], strict=False):
+            shard.append(position)
+    most = max(len(_cut_evenly(shard, lengths, budget)) for shard in shards)
+    return [_cut_evenly(shard, lengths, budget, fewest=most) for shard in shards]
 
 
 def _balance(cut: list[Groups], lengths: Sequence[int], budget: TokenBudget) -> None:
-    """Let the process that has most tokens exchange samples with one that has few, until all have alike."""
+    """Exchange samples between the process with the most tokens and others until all are about equal."""
     for _ in range(_EXCHANGES):
         tokens = _tokens_of(cut, lengths)
         if _is_balanced(tokens):
             return
         most = max(tokens)
-        giver = cut[tokens.index(most)]
+        donor = cut[tokens.index(most)]
         for process in sorted(range(len(cut)), key=tokens.__getitem__)[:-1]:
-            taker = cut[process]
-            found = _best_exchange(giver, taker, lengths, budget, most=most, least=tokens[process])
+            receiver = cut[process]
+            found = _best_exchange(donor, receiver, lengths, budget, most=most, least=tokens[process])
             if found is not None:
                 a, b, given, taken = found
-                giver[a], taker[b] = (
-                    _replace(giver[a], given, taken, lengths),
-                    _replace(taker[b], taken, given, lengths),
+                donor[a], receiver[b] = (
+                    _replace(donor[a], given, taken, lengths),
+                    _replace(receiver[b], taken, given, lengths),
                 )
                 break
         else:
@@ -169,17 +169,17 @@ def _balance(cut: list[Groups], lengths: Sequence[int], budget: TokenBudget) -> 
 
 
 def _best_exchange(
-    giver: Groups, taker: Groups, lengths: Sequence[int], budget: TokenBudget, *, most: int, least: int
+    donor: Groups, receiver: Groups, lengths: Sequence[int], budget: TokenBudget, *, most: int, least: int
 ) -> tuple[int, int, int | None, int | None] | None:
-    """Find the exchange after which the busier of two processes has least.
+    """Find the exchange that leaves the busier of two processes with the fewest tokens.
 
-    A micro-batch gives its longest or its shortest sample, for one of another micro-batch or for nothing.
+    A micro-batch exchanges its longest or its shortest sample for one of another micro-batch or for nothing.
 
     Returns:
-        The two micro-batches, and the sample that each gives; None where no exchange helps.
+        The two micro-batches, and the sample that each loses; None if no exchange helps.
     """
     best, found = most, None
-    for (a, one), (b, other) in product(enumerate(giver), enumerate(taker)):
+    for (a, one), (b, other) in product(enumerate(donor), enumerate(receiver)):
         rest_one, rest_other = most - padded_tokens(one, lengths), least - padded_tokens(other, lengths)
         for given, taken in product((None, *_ends(one)), (None, *_ends(other))):
             new_one = _tokens_after(one, given, taken, lengths, budget)
@@ -199,7 +199,7 @@ def _ends(group: list[int]) -> list[int]:
 def _tokens_after(
     group: list[int], gone: int | None, come: int | None, lengths: Sequence[int], budget: TokenBudget
 ) -> int | None:
-    """Return the padded tokens of a micro-batch after an exchange; None where it would be empty or too large."""
+    """Return the padded tokens of a micro-batch after an exchange; None if it would be empty or too large."""
     count = len(group) - (gone is not None) + (come is not None)
     kept = group[1:2] if group[0] == gone else group[:1]
     width = max(lengths[kept[0]] if kept else 0, 0 if come is None else lengths[come])
@@ -213,7 +213,7 @@ def _replace(group: list[int], gone: int | None, come: int | None, lengths: Sequ
 
 
 def _with_less_padding(groups: Groups, lengths: Sequence[int], budget: TokenBudget) -> Groups:
-    """Move the bounds between groups of sorted samples, each to where it is best while the others stay."""
+    """Move the bounds between groups of sorted samples, each to its optimum while the others stay."""
     groups = list(groups)
     for _ in range(_SWEEPS):
         before = list(groups)
@@ -227,7 +227,7 @@ def _with_less_padding(groups: Groups, lengths: Sequence[int], budget: TokenBudg
 
 
 def _best_bound(both: list[int], lengths: Sequence[int], budget: TokenBudget) -> int:
-    """Return how many of sorted samples the first of two groups has for the least padding; one bound must fit."""
+    """Return the size of the first of two groups that needs the least padding; at least one bound must fit."""
     widest, number, best, best_tokens = max(lengths[both[0]], 1), len(both), 0, 0
     most = max(1, min(budget.max_tokens // widest, budget.max_samples, number - 1))
     for middle in range(1, most + 1):

@@ -1,4 +1,4 @@
-"""Micro-batches of data that are not sharded: every process has its own."""
+"""Micro-batches of unsharded data: every process has its own data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _KIND = "part of each process"
 class _Sums(NamedTuple):
     """Sums over the processes for one micro-batch."""
 
-    not_ended: int  # processes whose data have not ended
-    batches: int  # processes with a batch; of some batches no sample may be left
-    bad: int  # samples that were skipped
+    not_ended: int  # processes with more data
+    batches: int  # processes with a batch; all samples of a batch may have been skipped
+    bad: int  # skipped samples
 
 
 class UnshardedSource:
-    """Lets processes with data of their own, of unequal length, end their epochs together.
+    """Lets processes with separate data of unequal length end their epochs together.
 
-    They agree one batch ahead which of them has another; one at its end has no batch in the others' micro-batches.
+    They agree one batch ahead which of them have another; a process without data has no batch in a micro-batch.
 
     Processes: collective.
     """
@@ -39,14 +39,14 @@ class UnshardedSource:
         self._measure()
 
     def samples_in(self, first: int, last: int) -> int | None:
-        return None  # a process knows only its own
+        return None  # a process only knows its own
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on, until no process has a batch."""
         own = self._own.micro_batches(epoch, first)
         ahead = next(own, None)
         self._measure()
-        # One exchange for each micro-batch: the sums of the next one also say whether this one is the last.
+        # One exchange per micro-batch: the sums of the next one also show whether this one is the last.
         following = self._sum(ahead)
         index = first
         while following.not_ended:
@@ -90,8 +90,8 @@ class UnshardedSource:
 def _require_positions(position: Mapping[str, Any]) -> list[dict[str, Any]]:
     positions: list[dict[str, Any]] = position.get("positions", [])
     if len(positions) != num_processes():
-        got = f"{num_processes()} processes, and a position with the data of {len(positions)}"
-        expected = "as many processes as before: each has data of its own, which no other can resume"
-        do = "resume on the same number of processes, with shard_dataloaders as it was"
-        raise DataError(explain("the data of each process, in an epoch that is resumed", got, expected, do))
+        got = f"{num_processes()} processes, but the position is of {len(positions)}"
+        expected = "the same number of processes as before: each has its own data, which no other can resume"
+        do = "resume on the same number of processes, with the same shard_dataloaders"
+        raise DataError(explain("the data of each process in a resumed epoch", got, expected, do))
     return positions

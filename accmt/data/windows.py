@@ -1,15 +1,15 @@
-"""Training data as accumulation windows, and evaluation data: what goes through the model at once, and until when.
+"""Splits training data into accumulation windows, and evaluation data into micro-batches.
 
-A source reads micro-batches as they are planned, of the size that was asked for or smaller ones where memory needs it.
-A maker makes windows of them: of a number of micro-batches, or of samples that are cut by a budget of tokens.
+A source reads micro-batches as planned, of the requested size or smaller if memory requires it. A maker turns them into
+windows: of a number of micro-batches, or of samples that are split by a token budget.
 
-Cut by tokens, the samples of an optimizer step stay as planned. Only how they go through the model changes: they are
-sorted by length and cut into micro-batches of at most `max_tokens` padded tokens (the longest sample times their
-number), or packed into rows of so many. The weighted window makes the gradient independent of the cut.
+A token budget does not change the samples of an optimizer step, only how they are batched: they are sorted by length
+and split into micro-batches of at most `max_tokens` padded tokens (the longest sample times their number), or packed
+into rows of at most that many. The weighted window makes the gradient independent of the split.
 
-Such samples are read as planned, under the same seeds and by the same processes, and collated only after the cut. So
-every sample is read once and has the randomness that it has without a budget, lengths need not be known beforehand, and
-a resumed run cuts as before.
+Samples are read as planned, under the same seeds and by the same processes, and collated only after the split. So each
+sample is read once with the same randomness as without a budget, lengths need not be known beforehand, and a resumed
+run splits as before.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SAMPLES_OF_WINDOW = 1024
 
 
 class Window(NamedTuple):
-    """What makes one optimizer step, on all processes.
+    """The accumulation window of one optimizer step on all processes.
 
     Attributes:
-        micro_batches: Read one by one, while they are iterated.
-        num_micro_batches: How many each process has at most.
-        num_samples: Samples over all processes; None where only the batches show it.
+        micro_batches: Read lazily during iteration.
+        num_micro_batches: Maximum number per process.
+        num_samples: Samples over all processes; None if only the batches show it.
     """
 
     micro_batches: Iterable[MicroBatch]
@@ -54,28 +54,28 @@ class Window(NamedTuple):
 
 
 class WindowMaker(Protocol):
-    """Makes windows of what a source reads.
+    """Makes windows from a source.
 
     Attributes:
-        keeps_batches: Whether micro-batches are those that the source reads.
+        keeps_batches: Whether micro-batches are those of the source.
     """
 
     keeps_batches: bool
 
     def windows(self, source: Source, epoch: int, first: int) -> Iterator[Window]:
-        """Yield the windows of an epoch from that of micro-batch `first` on.
+        """Yield the windows of an epoch, starting with that of micro-batch `first`.
 
-        Processes: collective where samples are cut.
+        Processes: collective if samples are split.
         """
 
 
 class Loader:
-    """Training or evaluation data: what reads them, and what makes windows of them.
+    """Training or evaluation data: a source and a maker of windows.
 
     Args:
         source: Reads micro-batches.
-        maker: Makes windows of them; None where each micro-batch is taken by itself.
-        through: What the micro-batches of an evaluation go through.
+        maker: Makes windows of them; None makes one of each micro-batch.
+        through: A function applied to the micro-batches of an evaluation.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Loader:
         self._through = through
 
     def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
-        """Yield the windows of an epoch from that of micro-batch `first` on; iterate each before the next one."""
+        """Yield the windows of an epoch, starting with that of micro-batch `first`; iterate each before the next."""
         return self.maker.windows(self.source, epoch, first)
 
     def micro_batches(self, epoch: int) -> Iterator[MicroBatch]:
@@ -102,18 +102,18 @@ class Loader:
         return micro_batches if self._through is None else self._through(micro_batches)
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        """Return this process's sample indices in a micro-batch of the current epoch; None where nobody knows."""
+        """Return this process's sample indices in a micro-batch of the current epoch; None if unknown."""
         return self.source.samples_of(epoch, index) if self.maker.keeps_batches else None
 
     def samples_in_batch(self, epoch: int, micro_batch: MicroBatch) -> list[int] | None:
-        """Return the positions in the data of the samples in this process's batch; None where nobody knows."""
+        """Return the positions in the data of the samples in this process's batch; None if unknown."""
         if micro_batch.cut is not None:
             return micro_batch.cut.samples
         return _indices_of(micro_batch, self.samples_of(epoch, micro_batch.index))
 
 
 def _indices_of(micro_batch: MicroBatch, planned: list[int] | None) -> list[int] | None:
-    """Return the planned indices without those of samples that were skipped; None where there is no batch."""
+    """Return the planned indices without skipped samples; None if there is no batch."""
     if planned is None or micro_batch.batch is None or not micro_batch.bad:
         return None if micro_batch.batch is None else planned
     skipped = {bad.index for bad in micro_batch.bad}
@@ -121,11 +121,11 @@ def _indices_of(micro_batch: MicroBatch, planned: list[int] | None) -> list[int]
 
 
 class ByCount:
-    """Makes each window of a number of micro-batches.
+    """Makes windows of a fixed number of micro-batches.
 
     Args:
-        batches_per_step: How many batches, of the size that was asked for, make an optimizer step in an epoch. None
-            where each micro-batch is taken by itself.
+        batches_per_step: Returns the batches of the requested size per optimizer step, by epoch. None makes a window of
+            each micro-batch.
     """
 
     keeps_batches = True
@@ -149,7 +149,7 @@ class ByCount:
 
 
 def _until_full(begin: MicroBatch, others: Iterator[MicroBatch], number: int) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a window; after its last, or the epoch's, nothing is read."""
+    """Yield the micro-batches of a window; nothing is read after its last one, or the epoch's."""
     yield begin
     if begin.is_last:
         return
@@ -160,15 +160,15 @@ def _until_full(begin: MicroBatch, others: Iterator[MicroBatch], number: int) ->
 
 
 class _TokenCut:
-    """What the makers below have in common: their sources read samples, which they make batches of.
+    """Base of makers that batch the samples of a source by tokens.
 
     The index of each micro-batch is that of the first batch of its window.
 
     Args:
-        budget: What a micro-batch may hold.
-        collate: Makes a batch of samples.
-        length_of: What the module says is the length of a sample.
-        seed: The run's.
+        budget: The limits of a micro-batch.
+        collate: The collate function.
+        length_of: The module's `length_of`.
+        seed: The run's seed.
         purpose: As in `SourceOptions`.
         pins_memory: Whether batches are pinned.
         rejects_long: Whether a sample longer than the budget is an error.
@@ -197,7 +197,7 @@ class _TokenCut:
         self._is_first = True
 
     def _fill(self, micro_batch: MicroBatch, epoch: int, samples: list[Any], lengths: list[int]) -> MicroBatch:
-        """Set a micro-batch's batch, collated under a seed of its own."""
+        """Set a micro-batch's batch, collated under its own seed."""
         if samples:
             seed_generators(derive_seed(self._seed, self._purpose, epoch, *micro_batch.place, data_index()))
             micro_batch.batch = self._make_batch(samples, lengths)
@@ -209,7 +209,7 @@ class _TokenCut:
             is_first, self._is_first = self._is_first, False
             batch = call_first(self._collate, samples, self._collate) if is_first else self._collate(samples)
         except Exception as error:
-            error.add_note(f"This was raised while making a batch of {len(samples)} samples of up to {longest} tokens.")
+            error.add_note(f"This happened while collating {len(samples)} samples of up to {longest} tokens.")
             raise
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, torch.Tensor) and ids.numel() > max(
@@ -217,8 +217,8 @@ class _TokenCut:
         ):
             warn_once(
                 f"a batch has {' x '.join(map(str, ids.shape))} input_ids, more than max_tokens: "
-                f"{self._budget.max_tokens}, though its longest sample is said to have {longest} tokens: correct the "
-                "lengths, or count what the collate function adds",
+                f"{self._budget.max_tokens}, although the length of its longest sample is {longest}: correct the "
+                "lengths, or include what the collate function adds",
                 about="lengths of samples that are not true",
             )
         return pin_memory(batch) if self._pins_memory else batch
@@ -228,30 +228,30 @@ class _TokenCut:
         if longest <= max_tokens:
             return
         number = sum(length > max_tokens for length in lengths)
-        which = f"{number} of {len(lengths)} samples that are cut together"
+        which = f"{number} of {len(lengths)} samples of a window"
         if self._rejects_long:
             where, got = f"max_tokens: {max_tokens}", f"{which} are longer, up to {longest} tokens"
-            do = f"tokenizer(..., truncation=True, max_length={max_tokens}), filter them, or raise max_tokens"
-            expected = 'none, because of Trainer(failures={"on_long_sample": "raise"})'
+            do = f"tokenizer(..., truncation=True, max_length={max_tokens}), filter them, or increase max_tokens"
+            expected = 'no longer samples, because of Trainer(failures={"on_long_sample": "raise"})'
             raise DataError(explain(where, got, expected, do))
         warn_once(
-            f"{which} are longer than max_tokens: {max_tokens} (up to {longest} tokens); each such sample is a "
-            "micro-batch of its own",
+            f"{which} are longer than max_tokens: {max_tokens} (up to {longest} tokens); each such sample gets a "
+            "separate micro-batch",
             about="samples longer than max_tokens",
         )
 
 
 class ByTokens(_TokenCut):
-    """Cuts the samples of each optimizer step, over all processes, into micro-batches of like length.
+    """Splits the samples of each optimizer step, over all processes, into micro-batches of similar length.
 
     Args:
-        budget: As for the base, and so are all others.
-        batches_per_step: How many batches make an optimizer step in an epoch.
-        collate: Makes a batch of samples.
+        budget: As for the base, like all others.
+        batches_per_step: Returns the batches per optimizer step, by epoch.
+        collate: The collate function.
 
     Attributes:
-        real_tokens: Tokens of the steps begun so far, over all processes, by the lengths of their samples.
-        padded_tokens: The same with padding.
+        real_tokens: Tokens in the steps begun so far, over all processes, by the lengths of their samples.
+        padded_tokens: The same, including padding.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class ByTokens(_TokenCut):
 
 
 class ByPackedRows(ByTokens):
-    """Packs the samples of each optimizer step, over all processes, into rows; its collate function makes a row."""
+    """Packs the samples of each optimizer step, over all processes, into rows; its collate function returns a row."""
 
     cut = staticmethod(pack_by_tokens)
     tokens_of = staticmethod(packed_tokens)
@@ -314,15 +314,15 @@ class ByPackedRows(ByTokens):
 
 
 class ByTokensInEvaluation(_TokenCut):
-    """Cuts the samples of an evaluation, about a thousand at a time; each process cuts those that it reads.
+    """Splits the samples of an evaluation, about a thousand at a time; each process splits those that it reads.
 
-    Of a window every process gets equally many micro-batches, some without a batch. Each sample keeps its place, by
-    which results get their order back. The first windows are small, because a trial before training wants a few
-    batches only.
+    All processes get equally many micro-batches per window, some without a batch. Each sample keeps its position, so
+    that results can be put back in order. The first windows are small, because a trial before training needs only a few
+    batches.
 
     Args:
-        budget: As for the base, and so are all others.
-        batch_size: Samples of a batch as it is read.
+        budget: As for the base, like all others.
+        batch_size: Samples per batch as read.
     """
 
     def __init__(self, budget: TokenBudget, *, batch_size: int, **others: Any) -> None:
@@ -375,7 +375,7 @@ def _make_micro_batch(
     places: list[tuple[int, int]] | None = None,
     samples: list[int] | None = None,
 ) -> MicroBatch:
-    """Return a part of some batches, as yet without a batch; the first says which of their samples were skipped."""
+    """Return a part of some batches, without its batch yet; the first part lists their skipped samples."""
     is_end = number == num_parts - 1
     cut = Cut(number, len(batches) if is_end else 0, places, samples=samples)
     micro_batch = MicroBatch(batches[0].index, None, is_last=batches[-1].is_last and is_end, cut=cut)
@@ -386,18 +386,15 @@ def _make_micro_batch(
 
 
 def keep_samples(samples: list[Any]) -> Any:
-    """Collate nothing: return the samples themselves, out of a worker as bytes.
-
-    A tensor that leaves a worker by itself takes a file descriptor.
-    """
+    """Return the samples uncollated; in a worker, as bytes, because each tensor sent would use a file descriptor."""
     return samples if get_worker_info() is None else pickle.dumps(samples)
 
 
 def take_apart(user_loader: DataLoader[Any]) -> tuple[DataLoader[Any], Collate] | None:
-    """Return a copy of a user's DataLoader that yields the samples of its batches, and what collates these.
+    """Return a copy of a user's DataLoader that yields uncollated samples, and its collate function.
 
     Returns:
-        The two; None for a loader with an `__iter__` or a state of its own, or one that makes no batches of samples.
+        The two; None for a loader with a custom `__iter__` or state, or one that does not batch samples.
     """
     is_plain = type(user_loader).__iter__ is DataLoader.__iter__ and not hasattr(user_loader, "state_dict")
     if not is_plain or user_loader.batch_sampler is None and user_loader.batch_size is None:
@@ -414,12 +411,12 @@ def _unpack(batch: Any) -> list[Any]:
 
 
 def _exchange(samples: list[Any], first: int, cut: list[Groups]) -> list[list[Any]]:
-    """Return the samples of this process's micro-batches; those that another process has read are sent, once.
+    """Return the samples of this process's micro-batches; those read by another process are sent, once.
 
     Args:
-        samples: What this process has read.
+        samples: The samples read by this process.
         first: The position of the first of them.
-        cut: What `cut_by_tokens` returned, the same on all processes.
+        cut: The result of `cut_by_tokens`, the same on all processes.
     """
     wanted = cut[data_index()]
     held = dict(enumerate(samples, first))

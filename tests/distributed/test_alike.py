@@ -10,7 +10,7 @@ import pytest
 
 from tests.launching import SCRIPTS, launch
 
-_OTHER = "other samples on process 1 than on process 0"
+_OTHER = "different samples on process 1 and process 0"
 REFUSED = {
     "training data": ("the training data", "process 0: 8 samples; process 1: 12 samples"),
     "validation data": ("the validation data", "process 0: 4 samples; process 1: 5 samples"),
@@ -33,8 +33,8 @@ REFUSED = {
     "a stream of every other": ("the training data", _OTHER, "shard_dataloaders=False"),
     "a stream of every other, with a worker": ("the training data", _OTHER),
     "a loader of a stream of every other": ("the training data", _OTHER),
-    "a sampler function of each": ("in another order on process 1",),
-    "other rows at a resume": ("in an epoch that is resumed", "other samples at the same indices"),
+    "a sampler function of each": ("in different orders on process 1",),
+    "other rows at a resume": ("of a resumed epoch", "different samples at the same indices"),
 }
 MAY_DIFFER = [
     "seeds",

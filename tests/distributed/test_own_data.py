@@ -33,13 +33,13 @@ def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tm
     forks, printed = run_together(SCRIPTS / "own_data.py", str(path), str(tmp_path), "nothing", processes=processes)
     assert not path.exists()
     assert all(fork.poll() not in (0, None) for fork in forks)
-    assert "None: the collate function made no batch of the samples of this process" in printed
+    assert "None: the collate function returned no batch for this process's samples" in printed
     assert 'pass failures={"on_bad_sample": "skip"}' in printed
 
 
 DIFFERENT = {
-    "orders": "the training data(.|\n)*12 batches, in another order on process 1",
-    "validation orders": "the validation data(.|\n)*12 batches, in another order on process 1",
+    "orders": "the training data(.|\n)*12 batches, in different orders on process 1",
+    "validation orders": "the validation data(.|\n)*12 batches, in different orders on process 1",
     "growing": "12 samples in batches of 4 on process 0, 16 samples in batches of 4 on process",
 }
 

@@ -26,7 +26,13 @@ def test_only_data_that_differ_between_processes_which_share_them_are_an_error(t
     outcomes = json.loads(path.read_text())
     assert outcomes.keys() > {*FINE, *RESUMED}
     for name, messages in outcomes.items():
-        said = "" if name in FINE else "other samples at the same" if name in RESUMED else "other samples on process 1"
+        said = (
+            ""
+            if name in FINE
+            else "different samples at the same"
+            if name in RESUMED
+            else "different samples on process 1"
+        )
         if name in ON_PURPOSE:  # processes that share batches have no data of their own
             said = "Trainer(shard_dataloaders=False)" if way.startswith("tp") else ""
         assert all((said in message) if said else not message for message in messages), (name, messages)

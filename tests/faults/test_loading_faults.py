@@ -17,7 +17,7 @@ SAID = {
         "got: LookupError: no such point",
         "for batch 1 of epoch 1",
     ],
-    "kill": ["a process that loads data", "got: it exited without an error message", "do: check `dmesg`"],
+    "kill": ["a data loader worker", "got: the worker exited without an error message", "do: check `dmesg`"],
     "step": ["LookupError: no third step"],
 }
 

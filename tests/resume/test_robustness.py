@@ -46,7 +46,7 @@ class TestTheOrderOfAnEpoch:
     )
     def test_another_one_is_refused_in_its_middle(self, before, after):
         train("out/m", stop=3, **before)
-        with pytest.raises(DataError, match="another order"):
+        with pytest.raises(DataError, match="a different order"):
             train("out/m", resume=True, **after)
 
     def test_a_generator_with_another_seed_is_refused(self):
@@ -54,7 +54,7 @@ class TestTheOrderOfAnEpoch:
             return DataLoader(Augmented(), 4, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
         train("out/m", stop=3, data=loader(1))
-        with pytest.raises(DataError, match="another order"):
+        with pytest.raises(DataError, match="a different order"):
             train("out/m", resume=True, data=loader(2))
         train("out/m", resume=True, data=loader(1))
 

@@ -182,7 +182,7 @@ def test_a_shuffle_buffer_within_is_not_resumed_from_its_state(tmp_path: Path, c
         fit(tmp_path / "parts", shuffled(), callbacks=InterruptAt(3), **settings)
     caplog.clear()
     _, parts = fit(tmp_path / "parts", shuffled(), resume=True, **settings)
-    assert "their state_dict omits what was in the shuffle buffer" in caplog.text
+    assert "their state_dict omits the contents of the shuffle buffer" in caplog.text
     assert all(map(torch.equal, weights_of(whole), weights_of(parts)))
 
 

@@ -187,7 +187,11 @@ def test_a_copy_of_the_collate_function_is_changed() -> None:
 
 @pytest.mark.parametrize(
     ("collate", "got"),
-    [(None, "none, which has no"), (list, "list, which has no"), (CollateChain([list]), "functions without it")],
+    [
+        (None, "none, which has no"),
+        (list, "list, which has no"),
+        (CollateChain([list]), "functions without `pad_to_multiple_of`"),
+    ],
 )
 def test_a_collate_function_that_cannot_round_is_rejected(collate: Any, got: str) -> None:
     with pytest.raises(ArgumentError, match=rf"got: {got}(.|\n)*DataCollatorWithPadding"):

@@ -89,7 +89,7 @@ def test_in_evaluation_a_process_knows_of_its_own_samples_only():
 
 
 def test_an_epoch_of_which_nothing_can_be_read_is_an_error():
-    with pytest.raises(DataError, match="7 samples in a row that cannot be read; the last is sample 6: ValueError: no"):
+    with pytest.raises(DataError, match="7 unreadable samples in a row; the last is sample 6: ValueError: no"):
         read(Numbers(7, range(7)))
 
 

@@ -294,4 +294,4 @@ def test_text_beside_the_numbers_of_samples_is_told_with_its_name():
     with pytest.raises(ValueError, match="too many") as failure:
         make_trainer({"batch_size": 2}, collate_fn=collate).fit(Linear(), Texts())
     note = failure.value.__notes__[0]
-    assert "do: leave text, note out of the dataset: dataset.remove_columns(['text', 'note'])" in note
+    assert "do: remove text, note from the dataset; with `datasets`: dataset.remove_columns(['text', 'note'])" in note

@@ -85,13 +85,13 @@ def test_samples_without_labels_are_their_own_and_empty_ones_leave_nothing() -> 
     [
         ([1, 2], "list"),
         ({"text": "a"}, r"a sample with the entries \['text'\]"),
-        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "a sample that is padded"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "a padded sample"),
         ({"input_ids": [1, 2], "text": "ab"}, "'text': a str, in a sample of 2 tokens(.|\n)*remove_columns"),
         ({"input_ids": [1, 2], "texts": ["a", "b"]}, "'texts': a list, in a sample of 2 tokens"),
         ({"input_ids": [1, 2], "labels": 1}, "'labels': a int, in a sample of 2 tokens"),
         ({"input_ids": [1, 2], "labels": [1]}, "'labels': a list, in a sample of 2 tokens"),
         ({"input_ids": torch.ones(1, 2)}, r"'input_ids': a Tensor of shape \[1, 2\]"),
-        ({"input_ids": []}, "a row of samples of length 0"),
+        ({"input_ids": []}, "a row with only empty samples"),
     ],
 )
 def test_samples_that_cannot_be_packed_are_named(sample: Any, fault: str) -> None:

@@ -438,9 +438,9 @@ def test_no_samples_and_no_batches_are_errors():
         build_source([], options())
     with pytest.raises(DataError, match="0 samples for batches of 2"):
         build_source([1, 2], options(sampler=[]))
-    with pytest.raises(DataError, match="a DataLoader without a batch"):
+    with pytest.raises(DataError, match="a DataLoader without batches"):
         build_source(DataLoader([1, 2], batch_size=3, drop_last=True), options())
-    with pytest.raises(DataError, match="a DataLoader without a batch"):
+    with pytest.raises(DataError, match="a DataLoader without batches"):
         build_source([1, 2], options(batch_sampler=[]))
 
 

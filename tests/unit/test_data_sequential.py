@@ -322,11 +322,11 @@ def test_a_position_that_is_asked_for_too_late_is_an_error():
 @pytest.mark.parametrize(
     ("make", "settings", "why"),
     [
-        (Stream, {}, "with state_dict and load_state_dict, and no workers"),
-        (Resuming, {"num_workers": 1}, "without workers only"),
-        (lambda length: streaming(length, buffer_size=4), {}, "what was in the shuffle buffer"),
-        (loader_of(Stream), {}, "with state_dict and load_state_dict, and no workers"),
-        (loader_of(Resuming, num_workers=1), {}, "without workers only"),
+        (Stream, {}, "with state_dict and load_state_dict, and without workers"),
+        (Resuming, {"num_workers": 1}, "only be used without workers"),
+        (lambda length: streaming(length, buffer_size=4), {}, "the contents of the shuffle buffer"),
+        (loader_of(Stream), {}, "with state_dict and load_state_dict, and without workers"),
+        (loader_of(Resuming, num_workers=1), {}, "only be used without workers"),
     ],
 )
 def test_reading_again_is_said_once_with_the_reason(make, settings, why, caplog):
@@ -357,7 +357,7 @@ def test_a_loader_that_is_read_again_must_have_the_samples_of_before(count, num_
     kept, other = (loader_of(data, num_workers=num_workers) for data in (Stream, Other))
     _, position = read(build_all(kept, 24, 2), 0, last=2)
     read(continue_on(build_all(kept, 24, count), 0, 2, position), 0, 2)
-    with pytest.raises(DataError, match="in an epoch that is resumed\n  got: other samples at the same indices"):
+    with pytest.raises(DataError, match="of a resumed epoch\n  got: different samples at the same indices"):
         read(continue_on(build_all(other, 24, count), 0, 2, position), 0, 2)
 
 
@@ -367,7 +367,7 @@ def test_a_loader_that_makes_no_batches_of_samples_says_that_its_batches_are_oth
         caplog.clear()
         with caplog.at_level(logging.INFO, "accmt"):
             read(continue_on(build_all(in_batches(data), 12, 1), 0, 2, position), 0, 2)
-        assert ("the training data are not those of before" in caplog.text) == is_said
+        assert ("the training data changed since the interruption" in caplog.text) == is_said
 
 
 def test_a_position_without_samples_is_compared_with_nothing():
@@ -384,8 +384,8 @@ def test_that_a_state_is_not_compared_is_said_at_the_resume(make, caplog):
     with speaking(verbose=True), caplog.at_level(logging.INFO, "accmt"):
         continue_on(build_all(make, 60, 1), 0, 4, position)
     assert caplog.messages == [
-        "the training data resume by their own state_dict; whether they are those of before the interruption is not "
-        "compared"
+        "the training data resume from their own state_dict; accmt does not check whether they have changed since the "
+        "interruption"
     ]
 
 
@@ -449,7 +449,7 @@ def test_nothing_left_is_no_error_but_an_empty_epoch_is():
         (loader,) = continue_on(build_all(make, 6, 1), 0, len(micro_batches), position)
         assert list(loader.micro_batches(0, first=len(micro_batches))) == []
         assert samples_of(read([loader], 1)[0])
-    with pytest.raises(DataError, match="nothing to read"):
+    with pytest.raises(DataError, match="no samples"):
         list(build_source(Stream(0), options()).micro_batches(0))
 
 
@@ -457,11 +457,11 @@ def test_several_workers_cannot_resume_with_other_processes_or_workers():
     _, position = read(build_all(Stream, 40, 1, num_workers=2), 0, last=3)
     for settings in ({"num_workers": 1}, {"num_workers": 0}, {"num_workers": 2, "batch_size": 4}):
         (other,) = build_all(Stream, 40, 1, **settings)
-        with pytest.raises(DataError, match="each of several workers reads a part(.|\n)*with one worker or none"):
+        with pytest.raises(DataError, match="each of several workers reads a part(.|\n)*with at most one worker"):
             other.resume_from(0, 3, position)
     _, of_one = read(build_all(Stream, 40, 1, num_workers=1), 0, last=3)
     (other,) = build_all(Stream, 40, 1, num_workers=2)
-    with pytest.raises(DataError, match="2 workers that read, and 2 samples in a global batch(.|\n)*expected: 1 and 2"):
+    with pytest.raises(DataError, match="2 workers and 2 samples per global batch(.|\n)*expected: 1 and 2"):
         other.resume_from(0, 3, of_one)
 
 
@@ -478,7 +478,9 @@ def test_a_loader_that_cuts_other_batches_cannot_resume():
 
 
 def test_a_position_of_another_kind_is_rejected():
-    with pytest.raises(DataError, match="a position saved for a dataset with a length\n  expected: one for a stream"):
+    with pytest.raises(
+        DataError, match="a position saved for a dataset with a length\n  expected: a position for a stream"
+    ):
         build_source(Stream(8), options()).resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
     loader = build_source(Stream(8), options())
     loader.resume_from(1, 0, {"kind": "dataset with a length", "samples": 0, "of": None})  # an epoch that begins

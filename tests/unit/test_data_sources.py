@@ -80,5 +80,5 @@ def test_a_dataloader_that_accelerate_has_prepared_is_rejected():
     from accelerate import Accelerator
 
     prepared = Accelerator(cpu=True).prepare(DataLoader(TENSORS))
-    with pytest.raises(DataError, match="a DataLoader that accelerator.prepare has already sharded"):
+    with pytest.raises(DataError, match="a DataLoader already sharded by accelerator.prepare"):
         build_source(prepared, options())

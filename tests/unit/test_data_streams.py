@@ -185,12 +185,12 @@ def test_workers_that_each_read_all_of_a_stream_are_an_error_outside_of_training
     make = lambda: DataLoader(Repeating(), batch_size=4, num_workers=2) if given else Repeating()  # noqa: E731
     for purpose in ("validate", "test", "predict"):
         loader = build_source(make(), replace(options(num_workers=2), purpose=purpose))
-        with pytest.raises(DataError, match=r"each sample comes 2 times[\s\S]*get_worker_info\(\)\.id"):
+        with pytest.raises(DataError, match=r"each sample appears 2 times[\s\S]*get_worker_info\(\)\.id"):
             list(loader.micro_batches(0))
     assert not caplog.records
     with speaking(verbose=False):  # in which it has not been said yet
         list(build_source(make(), options(num_workers=2)).micro_batches(0))
-    assert "each sample comes 2 times" in caplog.text
+    assert "each sample appears 2 times" in caplog.text
 
 
 def test_a_plain_iterable_which_knows_nothing_of_workers_gets_one():
@@ -287,7 +287,7 @@ def test_streams_of_unequal_length_on_processes_are_an_error_with_both(data, own
 @pytest.mark.feature("L32")
 @pytest.mark.parametrize("data", [Stream(8), Plain(8), DataLoader(Stream(8))], ids=["stream", "iterable", "loader"])
 def test_a_fraction_of_an_unknown_length_is_rejected(data):
-    with pytest.raises(DataError, match="a limit of 0.25, a fraction of data without a length(.|\n)*a whole number"):
+    with pytest.raises(DataError, match="a limit of 0.25, a fraction, for data without a length(.|\n)*a whole number"):
         build_source(data, options(limit=0.25))
 
 
@@ -327,8 +327,8 @@ class Says(Sized):
 
 
 SAYING = {
-    "more": (20, {}, "have 20 samples, and have more: the rest is left out of each epoch"),
-    "fewer": (30, {}, "have 30 samples, and have 24: what is planned from it"),
+    "more": (20, {}, "is 20 samples, but they have more: each epoch skips the rest"),
+    "fewer": (30, {}, "is 30 samples, but they have 24: the LR scheduler"),
     "as many": (24, {}, None),
     "a limit": (20, {"limit": 3}, None),
     "drop_last": (24, {"drop_last": True, "batch_size": 5}, None),

@@ -176,7 +176,7 @@ def test_labels_taken_of_samples_one_by_one_are_numbers():
 
 @each("labels", [[[0, 1], [1, 0]], torch.eye(2), [(0, 1)], [0, [1]]])
 def test_several_labels_of_a_sample_are_rejected(labels):
-    with pytest.raises(DataError, match=r"a label that is a (list|tuple)\n  expected: one class for each sample"):
+    with pytest.raises(DataError, match=r"a label of type (list|tuple)\n  expected: one class per sample"):
         TemperatureSampler(labels, 1)
 
 
@@ -184,7 +184,7 @@ def test_several_labels_of_a_sample_are_rejected(labels):
 @pytest.mark.parametrize("length", [7, 9])
 def test_labels_of_other_data_are_rejected_before_the_first_batch(length):
     sampler, module = TemperatureSampler([0, 1] * 4), Scripted()
-    expected = rf"8 labels\n  expected: one for each of the {length} samples"
+    expected = rf"8 labels\n  expected: {length} labels, one per sample"
     with pytest.raises(DataError, match=expected):
         make_trainer(sampler=sampler).fit(module, Numbers(length))
     with pytest.raises(DataError, match=expected):

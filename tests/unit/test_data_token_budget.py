@@ -110,5 +110,5 @@ def test_a_sample_without_a_length_is_an_error_that_says_what_to_define(sample: 
 
 @each("length", [-1, 2.5, "3", True])
 def test_a_length_that_is_no_number_from_0_is_an_error(length: Any) -> None:
-    with pytest.raises(DataError, match="a whole number from 0"):
+    with pytest.raises(DataError, match="a whole number of at least 0"):
         find_length({"length": length})

@@ -90,7 +90,7 @@ def test_an_error_about_a_killed_worker_says_what_may_have_killed_it():
     with pytest.raises((RuntimeError, ConnectionError, EOFError)) as caught:
         list(loader.micro_batches(0))
     note_dead_worker(caught.value)
-    notes = [note for note in caught.value.__notes__ if note.startswith("a process that loads data")]
+    notes = [note for note in caught.value.__notes__ if note.startswith("a data loader worker")]
     assert len(notes) == 1
     assert "exited without an error message" in notes[0]
     loader.end_workers()

@@ -69,7 +69,7 @@ def test_it_is_an_error_unless_skipping_is_asked_for():
 
 
 def test_training_data_of_which_nothing_can_be_read_end_the_run():
-    with pytest.raises(DataError, match="8 samples in a row that cannot be read"):
+    with pytest.raises(DataError, match="8 unreadable samples in a row"):
         fit(Unreadable(8, range(8)))
 
 

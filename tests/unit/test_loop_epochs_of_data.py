@@ -206,7 +206,7 @@ def test_a_dataset_that_has_grown_is_read_to_its_end_in_the_next_epoch(shuffle, 
 
     state = make_trainer({"epochs": 3}, shuffle_train=shuffle, verbose=True).fit(Growing(), points, points)
     assert sum(seen) == state.samples_seen == 4 + 8 + 12
-    assert "the training data have 8 samples now; they had 4 before" in caplog.text
+    assert "the training data now have 8 samples instead of 4" in caplog.text
 
 
 def stream_of_points():
@@ -247,7 +247,7 @@ def test_a_stream_that_evaluations_read_resumes_where_training_was(name, tmp_pat
     whole = run(None, model_path=tmp_path / "whole")
     run(9, model_path=tmp_path / "part")
     assert torch.equal(run(None, model_path=tmp_path / "part", resume=True), whole)
-    assert "evaluations read them too" in caplog.text
+    assert "evaluations also read them" in caplog.text
 
 
 def test_a_stream_beside_another_goes_on_by_its_own_state():

@@ -306,7 +306,7 @@ def test_an_error_of_the_collate_function_names_the_batch(tmp_path: Path) -> Non
 
     with pytest.raises(ValueError, match="no") as caught:
         run(tmp_path, collate_fn=collate)
-    assert "while making a batch of" in "".join(caught.value.__notes__)
+    assert "while collating" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("make_data", [Texts, Stream], ids=["sized", "stream"])

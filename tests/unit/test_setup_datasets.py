@@ -122,7 +122,7 @@ def test_a_run_does_not_continue_under_another_size_of_its_updates(tmp_path):
         return train(str(tmp_path / "model"), hps={"epochs": -1, "max_steps": 14}, data=data, **settings)
 
     go(stop=5)
-    with pytest.raises(DataError, match="112 samples\n  expected: the 56 samples with which the epoch began"):
+    with pytest.raises(DataError, match="112 samples\n  expected: 56 samples, as when the epoch began"):
         go(resume=True, grad_accumulation_steps=2)
 
 
