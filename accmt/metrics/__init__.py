@@ -1,4 +1,4 @@
-"""Metrics: what is computed over a whole validation set, and means of what is logged."""
+"""Metrics computed over a whole validation set, and averages of logged values."""
 
 from accmt.metrics.averages import RunningAverages as RunningAverages
 from accmt.metrics.building import BUILTIN as BUILTIN

@@ -1,4 +1,4 @@
-"""Averages of what steps log and of training values: weighted sums that stay on the device until they are read."""
+"""Averages of logged values and of training values: weighted sums that stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from accmt.errors import ModuleContractError, explain
 from accmt.metrics.results import describe, find_scalar
 from accmt.processes import data_index, gather_from_data, is_main_process, num_data_processes, sum_over_data
 
-# ---- A weighted sum that is kept on the device until it is read, so that adding to it waits for nothing.
+# ---- A weighted sum on the device: adding to it does not synchronize
 
 
 COMPACT_AT = 256
-"""After so many small values on a device, what keeps them makes one of them, so that memory stays bounded."""
+"""After this many small values on a device, they are summed up, so that memory stays bounded."""
 
 Weight: TypeAlias = float | torch.Tensor
 
 
 class WeightedSum:
-    """A sum of weighted values. A value of weight 0 counts for nothing, even if it is not finite.
+    """A sum of weighted values. A value of weight 0 is ignored, even if it is not finite.
 
-    Detached values are put in a list, which costs less than a sum on the device; every few hundred of them become one
-    partial sum there.
+    Detached values are appended to a list, which is cheaper than adding on the device; every few hundred values are
+    reduced to a partial sum there.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class WeightedSum:
             self._compact()
 
     def take(self) -> tuple[float, float]:
-        """Return (sum of value x weight, sum of weights) in double precision, and start again from nothing.
+        """Return (sum of value x weight, sum of weights) in double precision, and reset.
 
         Waits for the device.
         """
@@ -52,13 +52,13 @@ class WeightedSum:
         return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
 
     def copy(self) -> WeightedSum:
-        """Return a copy that shares the values, which nobody changes."""
+        """Return a copy that shares the values, which are never modified."""
         copied = object.__new__(WeightedSum)
         copied._values, copied._weights, copied._partial = self._values.copy(), self._weights.copy(), self._partial
         return copied
 
     def state_dict(self) -> dict[str, Any]:
-        # Each value as it is: adding them up now would round differently than adding them up later.
+        # The values are kept separate: summing now would round differently than summing later.
         values, weights = self._stack()
         return {
             "values": values.tolist(),
@@ -68,7 +68,7 @@ class WeightedSum:
         }
 
     def add_state(self, state: Mapping[str, Any]) -> None:
-        """Add what `state_dict` returned, in this process or in another one."""
+        """Add a `state_dict` of this or another process."""
         self._values += [torch.tensor(value, dtype=torch.float64) for value in state["values"]]
         for weight, is_tensor in zip(state["weights"], state["are_tensors"], strict=True):
             self._weights.append(torch.tensor(weight, dtype=torch.float64) if is_tensor else weight)
@@ -95,7 +95,7 @@ class WeightedSum:
 
 
 def _read(values: Sequence[Weight]) -> list[float]:
-    """Return the numbers, of those on a device all at once: it is waited for."""
+    """Return the numbers, with a single transfer for those on a device, which waits for it."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
@@ -103,9 +103,9 @@ def _read(values: Sequence[Weight]) -> list[float]:
 
 
 def stack(values: list[torch.Tensor]) -> torch.Tensor:
-    """Stack scalars on their device: a step may return a number now and a tensor of the device later.
+    """Stack scalars on their device; a step may return a number now and a tensor on the device later.
 
-    A number moves to the device, not the other way round, for which the device would have to be waited for.
+    Numbers move to the device: the opposite direction would wait for the device.
     """
     devices = {value.device for value in values}
     if len(devices) > 1:
@@ -115,25 +115,25 @@ def stack(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """Add up without rounding in between, or plainly where that overflows or meets both infinities."""
+    """Return the exactly rounded sum, or the plain sum if that overflows or contains both infinities."""
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):
         return sum(values)
 
 
-# ---- Values that steps log beside the loss, until they are averaged over batches and processes.
+# ---- Values logged by steps, until they are averaged over batches and processes
 
 
 Totals: TypeAlias = dict[str, tuple[float, float | None]]
-"""By name: a sum and its weight; the weight is None where the sum itself is wanted."""
+"""By name, a sum and its weight; the weight is None if the value is a total, not an average."""
 
 
 class LoggedValues:
-    """The values of one phase, training or the evaluation of one set.
+    """The logged values of one phase: training, or the evaluation of one set.
 
-    A value has the weight of the batch during which it was logged. That is known when the batch is done, so values wait
-    until `end_batch`; between batches they have the weight of the last one (1 before the first).
+    A value has the weight of the batch during which it was logged. The weight is known when the batch is done, so values
+    wait until `end_batch`; between batches, they have the weight of the last batch (1 before the first).
 
     Attributes:
         is_open: Whether values are accepted.
@@ -150,39 +150,39 @@ class LoggedValues:
         return len(self._sums)
 
     def begin_batch(self) -> None:
-        """Let values wait for the weight of the batch that begins; what waited for a failed one is dropped."""
+        """Let values wait for the weight of the new batch; the waiting values of a failed batch are dropped."""
         self.is_open = True
         self._waiting = []
 
     def drop_batch(self) -> None:
-        """Forget a batch that was begun, as if it had not been."""
+        """Discard the values of the current batch."""
         self._waiting = None
 
     def close(self) -> None:
-        """Accept nothing more before a batch begins; what still waits gets the weight of the last batch."""
+        """Accept no more values until a batch begins; waiting values get the weight of the last batch."""
         self.end_batch(self._weight)
         self.is_open = False
 
     def add(self, name: str, value: Any, *, is_total: bool = False) -> None:
-        """Add one value; nothing is waited for, and neither the value nor its graph is kept.
+        """Add one value, without synchronization and without keeping its graph.
 
         Args:
             name: Its name.
             value: A number, or a tensor of one element.
-            is_total: Whether values are added up, without weights, instead of averaged.
+            is_total: Whether values are summed without weights instead of averaged.
         """
         if not self.is_open:
             do = "log in training_step or validation_step"
-            raise _wrong_value(name, "a call when nothing is averaged", "a call in a step", do)
+            raise _wrong_value(name, "a call outside a step", "a call in a step", do)
         scalar = find_scalar(value)
         if scalar is None:
             do = f"log({name!r}, value.mean())"
-            raise _wrong_value(name, describe(value), "a number, or a tensor of one element", do)
+            raise _wrong_value(name, describe(value), "a number or a tensor of one element", do)
         if name in self._sums and (name in self._totals) != is_total:
-            raise _wrong_value(name, "means and sums under one name", "one of them", "give one of them another name")
+            raise _wrong_value(name, "both averages and totals under one name", "one of the two", "rename one of them")
         if is_total:
             self._totals.add(name)
-        scalar = scalar.clone() if isinstance(value, torch.Tensor) else scalar  # the step may still change it
+        scalar = scalar.clone() if isinstance(value, torch.Tensor) else scalar  # the step may modify it later
         self._sums.setdefault(name, WeightedSum())
         if self._waiting is None:
             self._weigh(name, scalar)
@@ -195,26 +195,26 @@ class LoggedValues:
         returned: Mapping[str, torch.Tensor] | None = None,
         weights: Mapping[str, Weight] | None = None,
     ) -> None:
-        """Give the values of a batch its weight, those in `weights` their own."""
+        """Weight the values of a batch by `weight`, or by their entries in `weights`."""
         self._weight = weight
         waiting, self._waiting = self._waiting or (), None
         for name, value in waiting:
             if returned and name in returned:
-                got, do = "the name of a value that the step returned too", "rename one of them"
-                raise _wrong_value(name, got, "each name once", do)
+                got, do = "a name that the step also returned", "rename one of them"
+                raise _wrong_value(name, got, "unique names", do)
             self._weigh(name, value)
         for name, value in (returned or {}).items():
             self._sums.setdefault(name, WeightedSum()).add(value, (weights or {}).get(name, weight))
 
     def take(self) -> Totals:
-        """Return what this process logged, and start again from nothing. Waits for the device."""
+        """Return the values logged on this process, and reset. Waits for the device."""
         sums = {name: values.take() for name, values in self._sums.items()}
         totals = {name: (total, None if name in self._totals else weight) for name, (total, weight) in sums.items()}
         self._sums, self._totals = {}, set()
         return totals
 
     def copy(self) -> LoggedValues:
-        """Return a copy that shares the values, which nobody changes."""
+        """Return a copy that shares the values, which are never modified."""
         copied = object.__new__(LoggedValues)
         copied.__dict__.update(self.__dict__)
         copied._sums = {name: values.copy() for name, values in self._sums.items()} if self._sums else {}
@@ -230,7 +230,7 @@ class LoggedValues:
         }
 
     def add_state(self, state: Mapping[str, Any]) -> None:
-        """Add what `state_dict` returned, in this process or in another one."""
+        """Add a `state_dict` of this or another process."""
         for name, values in state["sums"].items():
             self._sums.setdefault(name, WeightedSum()).add_state(values)
         self._totals.update(state["totals"])
@@ -241,7 +241,7 @@ class LoggedValues:
 
 
 def combine(every: Iterable[Totals]) -> dict[str, float]:
-    """Return the values by name from what `take` returned on each process; a name without any weight is left out."""
+    """Combine the results of `take` of each process; names without any weight are left out."""
     pairs: dict[str, list[tuple[float, float | None]]] = {}
     for totals in every:
         for name, pair in totals.items():
@@ -263,7 +263,7 @@ def _wrong_value(name: str, got: str, expected: str, do: str) -> ModuleContractE
 
 
 class _Mean(NamedTuple):
-    """A weighted mean in the making; adding to it makes another one, so copies may share it."""
+    """An immutable running weighted mean."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -277,7 +277,7 @@ class _Mean(NamedTuple):
 
 
 class RunningAverages:
-    """Means of training values since the last log row, and of the loss since the last evaluation and of the epoch."""
+    """Averages of training values since the last row, and of the loss since the last evaluation and epoch start."""
 
     def __init__(self, logged: LoggedValues | None = None) -> None:
         self._loss = WeightedSum()
@@ -294,17 +294,17 @@ class RunningAverages:
         others: Mapping[str, torch.Tensor] | None = None,
         others_weight: Weight | None = None,
     ) -> None:
-        """Add the detached mean loss of one batch, and what it weighs.
+        """Add the detached mean loss of one batch and its weight.
 
         Args:
-            others: Further detached scalars that its step returned.
-            others_weight: What these weigh, and what the step has logged; None is the same.
+            others: Other detached scalars returned by the step.
+            others_weight: The weight of these and of the values logged by the step; None means the same weight.
         """
         self._loss.add(loss, weight)
         self._logged.end_batch(weight if others_weight is None else others_weight, others)
 
     def take_row(self, loss_name: str) -> dict[str, float]:
-        """Return the weighted means (and sums, where asked for) since the last row, over all processes.
+        """Return the weighted averages, and the totals, since the last row, over all processes.
 
         Processes: collective.
 
@@ -327,22 +327,22 @@ class RunningAverages:
 
     @property
     def epoch_loss(self) -> float | None:
-        """The mean loss of the epoch as of the last row or evaluation; until then that of the epoch before."""
+        """The mean loss of the epoch as of the last row or evaluation; until then, that of the previous epoch."""
         return self._of_epoch.value
 
     def end_epoch(self) -> None:
-        """Start a new mean of the epoch with the next batch; to be called right after `take_row`."""
+        """Start a new epoch average with the next batch; call this right after `take_row`."""
         self._is_epoch_over = True
 
     def copy(self) -> RunningAverages:
-        """Return a copy, of which nothing is read: that would wait for the device."""
+        """Return a copy without reading values, which would wait for the device."""
         copied = object.__new__(RunningAverages)
         copied.__dict__.update(self.__dict__)
         copied._loss, copied._logged = self._loss.copy(), self._logged.copy()
         return copied
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of each process that no row has yet, and the current means.
+        """Return the values of each process that are not in a row yet, and the current averages.
 
         Processes: collective.
         """
@@ -355,7 +355,7 @@ class RunningAverages:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; with another number of processes the main one takes all."""
+        """Restore state from `state_dict`; on a different number of processes, the main process takes all values."""
         self._loss = WeightedSum()
         self._logged.take()
         self._since_log = _Mean(**state["since_log"])

@@ -15,7 +15,7 @@ from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
 from accmt.options.checks import as_float
 from accmt.registry import find, names
 
-# ---- Metrics of the `evaluate` package, which most examples of transformers use.
+# ---- Metrics of the `evaluate` package, which most transformers examples use
 
 
 _LOWER_IS_BETTER = {"brier_score", "cer", "mae", "mape", "mase", "mse", "perplexity", "rmse", "smape", "ter", "wer"}
@@ -30,11 +30,11 @@ def is_evaluation_module(value: Any) -> bool:
 class EvaluationMetric(Metric):
     """A metric of `evaluate`, such as `evaluate.load("f1")`, computed over the whole set on the main process.
 
-    Lists and dicts among its results, such as the scores of single classes, are left out.
+    Lists and dicts in its results, such as the scores of single classes, are left out.
 
     Args:
         module: The metric.
-        name: The key under which `validation_step` returns predictions and references; None is the metric's own name.
+        name: The key under which `validation_step` returns predictions and references; None uses the metric's own name.
     """
 
     def __init__(self, module: Any, name: str | None = None) -> None:
@@ -43,15 +43,15 @@ class EvaluationMetric(Metric):
         self._module = module
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """Return the numbers that the metric computes; a single one has our name."""
+        """Return the numbers that the metric computes; a single number gets this metric's name."""
         result = self._module.compute(predictions=predictions, references=references)
         numbers = {name: as_float(value) for name, value in _read(result).items()}
         if self.main_metric not in numbers and len(numbers) == 1:
             return {self.main_metric: next(iter(numbers.values()))}
         if self.main_metric not in numbers:
-            expected = f"an entry {self.name!r}, by which models are selected, or a single number"
-            do = f"metrics={{{next(iter(numbers), 'accuracy')!r}: ...}}, the name of one of its entries"
-            raise metric_error(self.name, f"compute returned the numbers {list(numbers)}", expected, do)
+            expected = f"an entry {self.name!r} for model selection, or a single number"
+            do = f"use the name of an entry: metrics={{{next(iter(numbers), 'accuracy')!r}: ...}}"
+            raise metric_error(self.name, f"compute returned the entries {list(numbers)}", expected, do)
         return numbers
 
 
@@ -72,7 +72,7 @@ BUILTIN: dict[str, Callable[..., Metric]] = {
     "recall": Recall,
     "rmse": RMSE,
 }
-"""The metrics that a name stands for."""
+"""The built-in metrics by name."""
 
 _WHERE = "Trainer(metrics=...)"
 _EXPECTED = "accmt.Metric or torchmetrics.Metric objects, a MetricCollection, metrics of evaluate, or names of "
@@ -80,12 +80,12 @@ _EXPECTED += ", ".join(BUILTIN)
 
 
 def build_metrics(value: Any) -> tuple[Metric, ...]:
-    """Return the metrics that a value stands for.
+    """Return the metrics for the value of `Trainer(metrics=...)`.
 
     Args:
         value: None, a `Metric`, a `torchmetrics.Metric` or `MetricCollection`, a metric of `evaluate`, a built-in
             metric's name such as "f1", a list or tuple of these, or a dict of them by name; "min" or "max" in a dict is
-            the better direction of a value that is reported under that name.
+            the direction of a value reported under that name.
     """
     if value is None:
         return ()
@@ -115,17 +115,19 @@ def _build_one(value: Any, name: str | None) -> Metric:
     if not isinstance(value, Metric):
         if isfunction(value):
             called = f"{value.__name__}(predictions, references)"
-            do = f"class Mine(Metric): def compute(self, predictions, references): return {{self.name: {called}}}; and "
-            do += f"metrics=Mine({value.__name__!r}), with (predictions, references) under that name in what "
-            do += "validation_step returns. Whole, also for a compute_metrics of transformers, in docs/coming-from.md"
+            do = (
+                f"class Mine(Metric): def compute(self, predictions, references): return {{self.name: {called}}}; then "
+            )
+            do += f"pass metrics=Mine({value.__name__!r}) and return (predictions, references) under that name from "
+            do += "validation_step. See docs/coming-from.md for this and for compute_metrics of transformers"
             raise _wrong_value(f"the function {value.__name__}", do)
         got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
         raise _wrong_value(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
     if name not in (None, value.name):
-        got = f"{name!r} for a {type(value).__name__} that is named {value.name!r}"
+        got = f"the name {name!r} for a {type(value).__name__} named {value.name!r}"
         made = f"{type(value).__name__}(name={name!r})"
         if isinstance(value, TorchMetric):
-            made = f"TorchMetric(metric, {name!r}), from accmt.metrics"
+            made = f"TorchMetric(metric, {name!r}) from accmt.metrics"
         raise _wrong_value(got, f"{made}, or metrics=[...] without names")
     return value
 
@@ -139,14 +141,14 @@ def _find_builtin(name: str) -> Callable[..., Metric]:
         begun = [known for known in known_names if known.startswith(name.lower())]
         nearest = begun or get_close_matches(name.lower(), known_names, n=1)
         raise _wrong_value(
-            repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a Metric of your own: class MyMetric(Metric)"
+            repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a custom metric: class MyMetric(Metric)"
         )
     return BUILTIN[name]
 
 
 def _require_distinct(names: list[str]) -> None:
     if len(set(names)) != len(names):
-        raise MetricError(explain(_WHERE, f"the names {names}", "each name once", "rename one"))
+        raise MetricError(explain(_WHERE, f"the names {names}", "unique names", "rename one"))
 
 
 def _wrong_value(got: str, do: str) -> MetricError:

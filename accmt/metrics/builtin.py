@@ -1,4 +1,4 @@
-"""The most common metrics; all but the accuracy are computed by torchmetrics."""
+"""The most common metrics; torchmetrics computes all of them except accuracy."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from accmt.metrics.metric import StreamingMetric
 from accmt.metrics.results import describe, metric_error, require_pair
 from accmt.metrics.torch_metrics import TorchMetric, load_torch_metric
 
-# ---- What predictions of classes may look like.
+# ---- Formats of class predictions
 
 
 IGNORED = -100
-"""References of this value are ignored, as torch's losses ignore them."""
+"""References with this value are ignored, as in torch's losses."""
 
 
 def read_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return predicted and true classes, flat, one for each reference that is not `IGNORED`; as `align_classes`."""
+    """Return flat predicted and true classes for references that are not `IGNORED`; see `align_classes`."""
     predicted, expected = align_classes(name, predictions, references)
     is_kept = expected != IGNORED
     return predicted[is_kept], expected[is_kept]
 
 
 def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return predicted and true classes, of one shape and on one device, ignored ones included.
+    """Return predicted and true classes of one shape on one device, including ignored ones.
 
     Args:
-        name: The metric, for messages.
-        predictions: Class indices `[...]`, or scores `[..., classes]` of which the largest counts; tensors, arrays or
+        name: The metric's name, for messages.
+        predictions: Class indices `[...]`, or scores `[..., classes]`, of which the largest counts; tensors, arrays or
             lists.
         references: Class indices `[...]`.
     """
@@ -41,17 +41,17 @@ def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.T
         predictions = predictions.argmax(-1)
     if predictions.shape != references.shape or not _are_whole(predictions):
         got = describe_shapes(predictions, references)
-        expected = "class indices of equal shapes, or scores with one dimension more, the classes"
+        expected = "class indices of equal shape, or scores with an additional last dimension for classes"
         do = "return logits.argmax(-1) as predictions"
         if predictions.shape == references.shape or predictions.shape == (*references.shape, 1):
             got += ", one score for each reference"
-            do = "return (logits > 0).long(), or (probabilities > 0.5).long(), in the shape of the references"
+            do = "return (logits > 0).long() or (probabilities > 0.5).long() in the shape of the references"
         raise metric_error(name, got, expected, do)
     return predictions.to(references.device), references
 
 
 def read_scores(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores `[samples, classes]` with the classes `[samples]` that are not `IGNORED`."""
+    """Return scores `[samples, classes]` and classes `[samples]` for references that are not `IGNORED`."""
     predictions, references = to_tensor(name, predictions), to_tensor(name, references)
     if not has_scores(predictions, references):
         expected, do = "logits [..., classes] and class indices [...]", "return the logits as predictions"
@@ -61,7 +61,7 @@ def read_scores(name: str, predictions: Any, references: Any) -> tuple[torch.Ten
 
 
 def has_scores(predictions: torch.Tensor, references: torch.Tensor) -> bool:
-    """Return whether there are several scores for each reference."""
+    """Return whether each reference has several scores."""
     has_classes = predictions.is_floating_point() and predictions.ndim > 0 and predictions.shape[-1] > 1
     return has_classes and predictions.shape[:-1] == references.shape
 
@@ -72,7 +72,7 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         tensor = torch.as_tensor(value)
         return tensor.detach() if tensor.requires_grad else tensor
     except (TypeError, ValueError, RuntimeError) as error:
-        do = f"return tensors under {name!r}, or write a Metric of your own"
+        do = f"return tensors under {name!r}, or write a custom Metric"
         raise metric_error(name, describe(value), "a tensor, an array or a list of numbers", do) from error
 
 
@@ -90,7 +90,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Accuracy(StreamingMetric):
-    """Share of predicted classes that equal their references; references of -100 are ignored.
+    """The fraction of predicted classes that equal their references; references of -100 are ignored.
 
     Shapes:
         predictions: Class indices `[samples, ...]`, or logits `[samples, ..., classes]`, of which the largest counts.
@@ -112,19 +112,19 @@ class Accuracy(StreamingMetric):
         num_right, num_samples = sums
         if not num_samples:
             do = "check what validation_step returns"
-            raise metric_error(self.name, "no reference but -100", "at least one class", do)
+            raise metric_error(self.name, "only references of -100", "at least one class", do)
         return {self.name: num_right / num_samples}
 
 
 class _OfPairs(TorchMetric):
-    """A metric that reads predictions and references in a way of its own."""
+    """A metric that converts predictions and references first."""
 
     def prepare(self, entry: Any) -> Inputs | None:
         predictions, references = self.read_pair(*require_pair(self.name, entry))
         return ((predictions, references), {}) if references.numel() else None
 
     def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what torchmetrics gets."""
+        """Return the inputs for torchmetrics."""
         raise NotImplementedError
 
 
@@ -156,12 +156,12 @@ class F1(_OfClasses):
 
     Args:
         name: The key under which `validation_step` returns predictions and references.
-        num_classes: How many classes there are.
-        average: "binary" (that of class 1), "macro", "micro", "weighted", or "none" for one value a class, named
-            `<name>_<class>`; None is "binary" for two classes and "macro" for more.
+        num_classes: The number of classes.
+        average: "binary" (the score of class 1), "macro", "micro", "weighted", or "none" for one value per class, named
+            `<name>_<class>`; None means "binary" for two classes and "macro" for more.
 
     Raises:
-        MetricError: The average is unknown, or there are less than two classes.
+        MetricError: The average is unknown, or there are fewer than two classes.
         MissingPackageError: torchmetrics is not installed.
     """
 
@@ -170,34 +170,34 @@ class F1(_OfClasses):
 
 
 class Precision(_OfClasses):
-    """Precision: the share of predictions of a class that are right. Shapes and arguments are those of `F1`."""
+    """Precision: the fraction of predictions of a class that are correct. Shapes and arguments as for `F1`."""
 
     _default_name = "precision"
     _torch_name = "Precision"
 
 
 class Recall(_OfClasses):
-    """Recall: the share of a class's samples that are found. Shapes and arguments are those of `F1`."""
+    """Recall: the fraction of a class's samples that are predicted. Shapes and arguments as for `F1`."""
 
     _default_name = "recall"
     _torch_name = "Recall"
 
 
 class AUROC(_OfPairs):
-    """Area under the receiver operating characteristic, exact: the scores of all samples are kept, on the CPU.
+    """Area under the receiver operating characteristic curve, computed exactly: keeps all scores on the CPU.
 
     Shapes:
-        predictions: For two classes any score that rises with class 1 `[samples, ...]`, or two logits
-            `[samples, ..., 2]`; for more of them logits (or log-probabilities) `[samples, ..., classes]`.
+        predictions: For two classes, any score that increases with class 1 `[samples, ...]`, or two logits
+            `[samples, ..., 2]`; for more classes, logits (or log-probabilities) `[samples, ..., classes]`.
         references: Class indices `[samples, ...]`; those of -100 are ignored.
 
     Args:
         name: The key under which `validation_step` returns predictions and references.
-        num_classes: How many classes there are.
+        num_classes: The number of classes.
         average: As for `F1`, without "micro"; "binary" means two classes.
 
     Raises:
-        MetricError: The average is unknown, or there are less than two classes.
+        MetricError: The average is unknown, or there are fewer than two classes.
         MissingPackageError: torchmetrics is not installed.
     """
 
@@ -208,8 +208,8 @@ class AUROC(_OfPairs):
         super().__init__(_load_of_classes(name, "AUROC", num_classes, average), name)
 
     def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        # torchmetrics takes scores for logits if any of a batch lies outside 0 to 1, so how samples are split into
-        # batches would change the result. So scores are mapped there beforehand, which keeps their order.
+        # torchmetrics treats scores as logits if any score of a batch is outside 0 to 1, so the result would depend on
+        # how samples are batched. Scores are therefore mapped to that range first, which keeps their order.
         scores, classes = to_tensor(self.name, predictions), to_tensor(self.name, references)
         if self._is_binary and scores.shape == classes.shape:
             is_kept = classes != IGNORED
@@ -236,20 +236,20 @@ class _Regression(_OfPairs):
         predictions, references = to_tensor(self.name, predictions), to_tensor(self.name, references)
         if predictions.shape != references.shape:
             got = describe_shapes(predictions, references)
-            do = "bring them to one shape: predictions.squeeze(-1), say"
+            do = "reshape one of them, for example with predictions.squeeze(-1)"
             raise metric_error(self.name, got, "equal shapes", do)
         return predictions.reshape(-1), references.reshape(-1)
 
 
 class MSE(_Regression):
-    """Mean squared error over all numbers of predictions and references of equal shapes."""
+    """Mean squared error over all elements of predictions and references of equal shape."""
 
     _default_name = "mse"
     _path = "regression.MeanSquaredError"
 
 
 class RMSE(_Regression):
-    """Square root of the mean squared error over all numbers of predictions and references of equal shapes."""
+    """Square root of the mean squared error over all elements of predictions and references of equal shape."""
 
     _default_name = "rmse"
     _path = "regression.MeanSquaredError"
@@ -257,26 +257,26 @@ class RMSE(_Regression):
 
 
 class MAE(_Regression):
-    """Mean absolute error over all numbers of predictions and references of equal shapes."""
+    """Mean absolute error over all elements of predictions and references of equal shape."""
 
     _default_name = "mae"
     _path = "regression.MeanAbsoluteError"
 
 
 class R2(_Regression):
-    """Coefficient of determination over all numbers of predictions and references of equal shapes."""
+    """Coefficient of determination over all elements of predictions and references of equal shape."""
 
     _default_name = "r2"
     _path = "regression.R2Score"
 
 
 class Perplexity(_OfPairs):
-    """Exponential of the mean negative log-likelihood of the right tokens.
+    """The exponential of the mean negative log-likelihood of the correct tokens.
 
     Shapes:
         predictions: Logits `[batch, time, vocab]`.
-        references: Tokens `[batch, time]`, those of -100 are ignored. For a causal model both are shifted by the
-            step: `logits[:, :-1]` and `labels[:, 1:]`.
+        references: Tokens `[batch, time]`; those of -100 are ignored. For a causal model, the step shifts both:
+            `logits[:, :-1]` and `labels[:, 1:]`.
 
     Args:
         name: The key under which `validation_step` returns predictions and references.
@@ -294,21 +294,21 @@ class Perplexity(_OfPairs):
 
 
 def _require_scores(name: str, scores: torch.Tensor, num_classes: int) -> None:
-    """Check how many classes there are scores for."""
+    """Check that there is one score per class."""
     if scores.shape[-1] != num_classes:
-        got = f"predictions {tuple(scores.shape)}, the last dimension being classes, and num_classes={num_classes}"
+        got = f"predictions {tuple(scores.shape)}, whose last dimension is classes, and num_classes={num_classes}"
         do = f"num_classes={scores.shape[-1]}"
-        raise metric_error(name, got, "as many scores as classes", do)
+        raise metric_error(name, got, "one score per class", do)
 
 
 def _require_classes(name: str, num_classes: int, *classes: torch.Tensor) -> None:
-    """Check the range of classes, which torchmetrics does not do in all cases."""
+    """Check the range of classes; torchmetrics does not always do this."""
     every = torch.cat([part.flatten() for part in classes])
     if not every.numel():
         return
     lowest, highest = (int(value) for value in torch.stack(every.aminmax()).tolist())
     if lowest < 0 or highest >= num_classes:
-        do = f"num_classes={highest + 1}" if lowest >= 0 else f"{IGNORED} for references to be ignored"
+        do = f"num_classes={highest + 1}" if lowest >= 0 else f"use {IGNORED} for references to ignore"
         expected = f"classes from 0 to {num_classes - 1} (num_classes={num_classes})"
         raise metric_error(name, f"classes from {lowest} to {highest}", expected, do)
 
@@ -332,7 +332,7 @@ def _load_of_classes(name: str, kind: str, num_classes: int, average: str) -> An
 
 
 def _squash(scores: torch.Tensor) -> torch.Tensor:
-    """Map scores to between 0 and 1 without changing their order."""
+    """Map scores to the range 0 to 1 without changing their order."""
     return scores.atan() / math.pi + 0.5
 
 

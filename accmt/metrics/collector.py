@@ -1,4 +1,4 @@
-"""Collects what validation steps return, over batches and processes, and computes the metrics."""
+"""Collects the outputs of validation steps over batches and processes, and computes the metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ValidationCollector:
     """The results of one validation set.
 
     Args:
-        metrics: The metrics to compute; each starts from nothing.
-        logged: Takes in what is logged while the set is evaluated; None where nothing is.
-        chunk_bytes: How much of each process's predictions is sent at a time; None is all.
+        metrics: The metrics to compute; each is reset.
+        logged: Receives values logged during the evaluation; None if there are none.
+        chunk_bytes: Bytes of each process's predictions to send at a time; None sends all at once.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class ValidationCollector:
         position: Position | None = None,
         weights: Mapping[str, Weight] | None = None,
     ) -> None:
-        """Add what `validation_step` returned for one batch.
+        """Add the output of `validation_step` for one batch.
 
         Args:
-            outputs: Scalars by name, and under the names of metrics what these take: `(predictions, references)`.
-            weight: What scalars weigh: samples in the batch, or the weight that the step returned.
-            position: The index of the micro-batch, or places of its samples, by which the order of the data is
-                restored; None is the next.
-            weights: What scalars weigh otherwise, by name.
+            outputs: Scalars by name, and the inputs of metrics by metric name: `(predictions, references)`.
+            weight: The weight of scalars: samples in the batch, or the weight that the step returned.
+            position: The index of the micro-batch, or the positions of its samples, to restore the order of the data;
+                None means the next index.
+            weights: Different weights of scalars, by name.
         """
         position = self._num_batches if position is None else position
         self._num_batches += 1
@@ -77,16 +77,16 @@ class ValidationCollector:
         names = list(self._accumulations)
         meant = nearest(name, names)
         do = f"rename it to {meant!r}" if meant else f"metrics=[...] with a Metric named {name!r}"
-        got = f"an entry {name!r} with predictions and references"
-        return MetricError(explain("validation_step", got, f"a name of metrics=: {names}", do))
+        got = f"predictions and references under {name!r}"
+        return MetricError(explain("validation_step", got, f"the name of a metric: {names}", do))
 
     def compute(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
-        """Return means and metrics over all samples of all processes.
+        """Return averages and metrics over all samples of all processes.
 
         Processes: collective; metrics are computed on the main process, and every process gets the values.
 
         Args:
-            on_error: Called with a metric that cannot be computed, and why; what it does not raise leaves NaN.
+            on_error: Called with a metric that cannot be computed and the error; unless it raises, the value is NaN.
         """
         self._scalars.close()
         every = gather_from_data((self._scalars.take(), set(self._num_entries)))
@@ -103,8 +103,8 @@ class ValidationCollector:
             twice = sorted(set(values) & set(results))
             if twice:
                 got = f"the result {twice[0]!r}, which already exists"
-                do = "rename the entry of validation_step, or what the metric returns"
-                raise metric_error(name, got, "each name once", do)
+                do = "rename the entry of validation_step or the result of the metric"
+                raise metric_error(name, got, "unique names", do)
             results |= values
         return results
 
@@ -113,8 +113,8 @@ class ValidationCollector:
             if name not in returned:
                 got = f"no predictions; validation_step returned {sorted(returned)}"
                 do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
-                do += f'; metrics={{"{name}": "max"}}, or "min", where a step or a hook reports its value'
-                do += "; where `fit` got a model by its path, labels of tokens need a module of your own"
+                do += f'; or pass metrics={{"{name}": "max"}} (or "min") if a step or a hook reports its value'
+                do += "; if you passed `fit` the path of a model, labels for tokens need a custom module"
                 raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
 
 
@@ -126,11 +126,11 @@ def _to_scalar(name: str, value: Any) -> torch.Tensor:
     return scalar
 
 
-# ---- Combines several results of an evaluation into one, such as the mean accuracy of some of the validation sets.
+# ---- Averages of several results, such as the mean accuracy over validation sets
 
 
 Choice = Callable[[str], bool] | Sequence[str]
-"""Which results are combined: a function of a result's name, or their names."""
+"""The results to combine: a function of a result's name, or a list of names."""
 
 Further = Callable[[dict[str, list[float]]], dict[str, float]]
 
@@ -138,7 +138,7 @@ _WHERE = 'Trainer(metric_options={"averages": ...})'
 
 
 def find_members(choices: Mapping[str, Choice], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of the results that each consolidated one is made of; nothing where a listed one is missing."""
+    """Return the members of each average; none if a listed result is missing."""
 
     def choose(choice: Choice) -> list[str]:
         if callable(choice):
@@ -149,29 +149,29 @@ def find_members(choices: Mapping[str, Choice], names: Sequence[str]) -> dict[st
 
 
 def require_members(choices: Mapping[str, Choice], names: Sequence[str]) -> None:
-    """Check that an evaluation has what is to be consolidated."""
+    """Check that an evaluation has the results to average."""
     for new, members in find_members(choices, names).items():
         if members:
             continue
         choice = choices[new]
         missing = "" if callable(choice) else next((name for name in choice if name not in names), "")
         meant = nearest(missing, names, cutoff=0)
-        got = f"{new!r} of {missing!r}, which is no result" if missing else f"{new!r}, which selects no result"
+        got = f"{missing!r} in {new!r}, which is not a result" if missing else f"{new!r}, which selects no results"
         do = f"did you mean {meant!r}?" if missing and meant else f"{{{new!r}: lambda name: True}} selects all"
-        raise MetricError(explain(_WHERE, got, f"results among {list(names)}", do))
+        raise MetricError(explain(_WHERE, got, f"names of results: {list(names)}", do))
 
 
 def consolidate(
     choices: Mapping[str, Choice], further: Further | None, results: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the mean of each choice that is not empty, and what a function makes of the values of all choices.
+    """Return the mean of each choice that is not empty, and the derived results.
 
     Processes: collective; `further` is called on the main process, and every process gets its results.
 
     Args:
-        choices: Which results are combined, by the name of the new one.
-        further: Gets the values of each choice by its name, and returns further results.
-        results: Those of an evaluation.
+        choices: The results to combine, by the name of the new result.
+        further: Computes derived results from the values of each choice, by name.
+        results: The results of an evaluation.
     """
     members = find_members(choices, list(results))
     values = {new: [results[name] for name in names] for new, names in members.items() if names}
@@ -185,14 +185,14 @@ def consolidate(
 
 
 def directions_of(choices: Mapping[str, Choice], directions: Mapping[str, IsBetter]) -> dict[str, IsBetter]:
-    """Return the direction of each consolidated result, where it is known."""
+    """Return the direction of each average, if it is known."""
     found = {}
     for new, members in find_members(choices, list(directions)).items():
         rising = {name: _is_rising(directions[name]) for name in members}
         if {True, False} <= set(rising.values()):
             up, down = ([name for name in members if rising[name] is way] for way in (True, False))
-            got = f"{new!r} of {up}, where greater is better, and of {down}, where less is"
-            raise MetricError(explain(_WHERE, got, "results of one direction", "consolidate them separately"))
+            got = f"{new!r} over {up}, where greater is better, and {down}, where lower is better"
+            raise MetricError(explain(_WHERE, got, "results with one direction", "average them separately"))
         if members and None not in rising.values():
             found[new] = directions[members[0]]
     return found
@@ -209,9 +209,9 @@ def _read_further(made: Any) -> dict[str, float]:
     scalars = {name: find_scalar(value) for name, value in made.items()} if isinstance(made, Mapping) else {"": None}
     numbers = {str(name): float(scalar) for name, scalar in scalars.items() if scalar is not None}
     if len(numbers) != len(scalars):
-        do = 'return {"lowest_accuracy": min(values["mean_accuracy"])}, say'
+        do = 'for example, return {"lowest_accuracy": min(values["mean_accuracy"])}'
         where = 'Trainer(metric_options={"derived": ...})'
-        raise MetricError(explain(where, f"{describe(made)} returned", "a dict of numbers by name", do))
+        raise MetricError(explain(where, f"the result {describe(made)}", "a dict of numbers by name", do))
     return numbers
 
 
@@ -219,4 +219,4 @@ def _require_new(new: Mapping[str, float], results: Mapping[str, float]) -> None
     twice = sorted(new.keys() & results.keys())
     if twice:
         got = f"the name {twice[0]!r}, which another result already has"
-        raise MetricError(explain(_WHERE, got, "each name once", "choose another name"))
+        raise MetricError(explain(_WHERE, got, "unique names", "choose another name"))

@@ -1,4 +1,4 @@
-"""Predictions of all batches and processes, brought together where they are needed, and nowhere else."""
+"""Gathers predictions of all batches and processes, only where they are needed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from accmt.processes import (
 T = TypeVar("T")
 
 CHUNK_BYTES = 32_000_000
-"""How much of each process is sent at a time, by default."""
+"""Bytes of each process that are sent at a time, by default."""
 
 
 Position = int | list[tuple[int, int]]
-"""The index of a batch; where samples were regrouped, for each the index of its batch and its place in that."""
+"""The index of a batch; if samples were regrouped, for each sample the index of its batch and its position there."""
 Pair = tuple[Position, Any, Any]
 """The position of a batch, its predictions and its references."""
 
 
 class OfPairs(Protocol):
-    """What is needed of a `Metric` to compute it of predictions and references."""
+    """The part of `Metric` needed to compute it from predictions and references."""
 
     @property
     def name(self) -> str: ...
@@ -47,11 +47,11 @@ class OfPairs(Protocol):
     def padding(self) -> float | None: ...
 
     def compute(self, predictions: Any, references: Any) -> Any:
-        """Return what the metric is for them."""
+        """Return the metric's values for them."""
 
 
 class GatheredPairs:
-    """Keeps predictions and references on the CPU until the metric is computed, over all of them at once."""
+    """Keeps predictions and references on the CPU until the metric is computed over all of them."""
 
     def __init__(self, metric: OfPairs) -> None:
         self._metric = metric
@@ -73,18 +73,18 @@ class GatheredPairs:
 
 
 def gather_on_main_process(items: list[T], chunk_bytes: int | None = CHUNK_BYTES) -> list[list[T]]:
-    """Bring what each process holds to the main process, a few megabytes at a time.
+    """Gather the items of each process on the main process, a few megabytes at a time.
 
     Processes: collective.
 
     Args:
         items: Any number of picklable values; tensors on the CPU.
-        chunk_bytes: How much of each process is sent at a time: the least number of items that make so many bytes.
-            None is all at once.
+        chunk_bytes: Bytes of each process to send at a time: the fewest items that reach this size. None sends all at
+            once.
 
     Returns:
-        On the main process the items of each process, in the order of ranks, of those that share batches once; nothing
-        on the others.
+        On the main process, the items of each process in rank order, once for processes that share batches; nothing on
+        the others.
     """
     if num_processes() == 1:
         return [items]
@@ -122,9 +122,9 @@ def _count_bytes(value: Any) -> int:
 
 
 def to_cpu(value: Any) -> Any:
-    """Return the value with its tensors and arrays, at any depth, as detached CPU tensors of their own.
+    """Return the value with its tensors and arrays, at any depth, copied to detached CPU tensors.
 
-    They are copies: a view would keep alive the memory of what it is a view of, and a step may reuse its output.
+    They are copies: a view would keep its base alive, and a step may reuse its output.
     """
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.tensor(value)
@@ -139,10 +139,9 @@ def to_cpu(value: Any) -> Any:
 
 
 def join_pairs(metric: OfPairs, every: list[list[Pair]]) -> tuple[Any, Any]:
-    """Return the predictions and the references of all processes, each joined, for a metric.
+    """Return the joined predictions and the joined references of all processes for a metric.
 
-    They have the order of the data; where samples were regrouped and not all have one entry each, that of the
-    batches.
+    They have the order of the data; if samples were regrouped and not all have one entry each, the order of batches.
     """
     pairs, order = order_parts(every)
     predictions = _join(metric, [predictions for _, predictions, _ in pairs])
@@ -157,15 +156,15 @@ def order_parts(every: list[list[T]], *, are_shared: bool = True) -> tuple[list[
 
     Args:
         every: The parts of each process; each is a tuple that begins with its position.
-        are_shared: Whether processes share the data; else those of each stay together.
+        are_shared: Whether processes share the data; otherwise, the parts of each stay together.
 
     Returns:
-        The parts, and where samples were regrouped the order of the joined samples; else None.
+        The parts, and the order of the joined samples if samples were regrouped, else None.
     """
     parts: list[Any] = list(chain(*every))
     if not any(isinstance(part[0], list) for part in parts):
         if are_shared:
-            # Processes share each micro-batch in their order, and sorting keeps the order of equal positions.
+            # Processes share each micro-batch in rank order, and sorting is stable.
             parts.sort(key=lambda part: part[0])
         return parts, None
     keys: list[tuple[int, ...]] = []
@@ -176,7 +175,7 @@ def order_parts(every: list[list[T]], *, are_shared: bool = True) -> tuple[list[
 
 
 def put_in_order(joined: Any, order: list[int] | None) -> Any:
-    """Return joined samples in another order; None is the one that they have."""
+    """Return joined samples in another order; None keeps their order."""
     if order is None:
         return joined
     if isinstance(joined, Mapping):
@@ -205,18 +204,18 @@ def _join(metric: OfPairs, parts: list[Any]) -> Any:
         return [sample for part in parts for sample in part]
     is_signed = all(part.dtype.is_signed for part in parts)
     if len({len(shape) for shape in shapes}) > 1 or not is_signed:
-        got = f"samples of the shapes {shapes[0]} and {shapes[-1]} in different batches, of {parts[0].dtype}"
-        expected = "samples of one shape, or of one number of dimensions and a type that can be padded with -100"
-        do = "pad them to one length, flatten them, or return lists; padding = None in the metric's class keeps samples"
+        got = f"samples of shapes {shapes[0]} and {shapes[-1]} in different batches, of {parts[0].dtype}"
+        expected = "samples of one shape, or of equally many dimensions and a dtype that can be padded with -100"
+        do = "pad them to one length, flatten them, return lists, or set padding = None in the metric's class"
         raise metric_error(metric.name, got, expected, do)
     what = f"metric {metric.name!r} gets samples of different shapes, {shapes[0]} to {shapes[-1]}"
-    say_once(f"{what}: they are padded with {metric.padding:g}; padding = None in its class keeps a list of samples")
+    say_once(f"{what}: they are padded with {metric.padding:g}; set padding = None in its class to get a list instead")
     widths = [max(sizes) for sizes in zip(*shapes, strict=True)]
     return torch.cat([_pad(part, widths, metric.padding) for part in parts])
 
 
 def _pad(part: torch.Tensor, widths: list[int], value: float) -> torch.Tensor:
-    """Fill up each dimension but the first at its end."""
+    """Pad every dimension except the first at its end."""
     missing = [width - size for width, size in zip(widths, part.shape[1:], strict=True)]
     return torch.nn.functional.pad(part, [number for one in reversed(missing) for number in (0, one)], value=value)
 
@@ -225,18 +224,18 @@ def _join_mappings(metric: OfPairs, parts: list[Mapping[Any, Any]]) -> dict[Any,
     keys = sorted({tuple(part) for part in parts}, key=str)
     if len({frozenset(of_part) for of_part in keys}) > 1:
         got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
-        raise metric_error(metric.name, got, "the same keys", "return the same keys for every batch")
+        raise metric_error(metric.name, got, "the same keys in all batches", "return the same keys for every batch")
     return {key: _join(metric, [part[key] for part in parts]) for key in keys[0]}
 
 
-# ---- Outputs of steps, collected over many calls and joined: for your own callbacks and evaluations.
+# ---- Collecting outputs in callbacks and custom evaluations
 
 
 Outputs = list[Any] | dict[str, list[Any] | torch.Tensor]
 
 
 class OutputCollector:
-    """Collects outputs batch by batch, detached and on the CPU, and joins them along their first dimension.
+    """Collects outputs batch by batch, detached on the CPU, and joins them along their first dimension.
 
     Examples:
         >>> collector = OutputCollector()
@@ -254,10 +253,10 @@ class OutputCollector:
 
         Args:
             outputs: A tensor, a list or tuple of tensors and other values, or a dict of them by name. A tensor of shape
-                `[]` counts as one of shape `[1]`.
+                `[]` is treated as one of shape `[1]`.
 
         Raises:
-            ModuleContractError: It has other parts than the first batch.
+            ModuleContractError: The parts differ from those of the first batch.
         """
         if isinstance(outputs, Mapping):
             batch: list[Any] | dict[str, Any] = {str(name): to_cpu(value) for name, value in outputs.items()}
@@ -275,7 +274,7 @@ class OutputCollector:
 
     @property
     def all_outputs(self) -> Outputs:
-        """Each part over all batches: tensors joined to one `[samples, ...]`, other values in a list."""
+        """Each part over all batches: tensors concatenated to `[samples, ...]`, other values in a list."""
         if not self._batches:
             return []
         first = self._batches[0]
@@ -295,13 +294,13 @@ def _join_values(values: list[Any]) -> Any:
 
 
 def gather_on_cpu(tensor: torch.Tensor, *, chunk: int | None = None) -> torch.Tensor:
-    """Join the tensors of all processes on the CPU, in the order of ranks; their lengths may differ.
+    """Concatenate the tensors of all processes on the CPU in rank order; their lengths may differ.
 
     Processes: collective; every process gets all rows.
 
     Args:
-        tensor: Of shape `[rows, ...]`, on any device; the shapes of a row are the same on all processes.
-        chunk: Rows of each process that are sent at a time, which bounds the memory for it; None is all.
+        tensor: Of shape `[rows, ...]` on any device; the shape of a row is the same on all processes.
+        chunk: Rows of each process to send at a time, which bounds memory; None sends all at once.
 
     Returns:
         A tensor of shape `[rows of all processes, ...]`.

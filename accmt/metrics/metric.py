@@ -1,4 +1,4 @@
-"""The class that users derive their metrics from."""
+"""Base classes for custom metrics."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _COMPARATORS: dict[str, IsBetter] = {
 
 
 class Accumulation(Protocol):
-    """What a metric has accumulated of one validation set, on this process."""
+    """The data that a metric has accumulated for one validation set on this process."""
 
     def add(self, entry: Any, position: Position) -> None:
-        """Take in what `validation_step` returned for one batch.
+        """Add the output of `validation_step` for one batch.
 
         Args:
-            entry: What it returned under the metric's name, such as `(predictions, references)`.
-            position: The batch's index in the order of the data; of equal ones, the lower rank comes first. Where
-                samples were regrouped, for each the index of its batch and its place in that.
+            entry: The value returned under the metric's name, such as `(predictions, references)`.
+            position: The batch's index in the order of the data; for equal indices, the lower rank comes first. If
+                samples were regrouped, for each sample the index of its batch and its position there.
         """
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
@@ -46,7 +46,7 @@ class Accumulation(Protocol):
         Processes: collective; every process gets the same values.
 
         Args:
-            chunk_bytes: How much of each process is sent at a time, where anything has to be gathered; None is all.
+            chunk_bytes: Bytes of each process to send at a time if predictions are gathered; None sends all at once.
         """
 
 
@@ -58,19 +58,19 @@ class Metric(ABC):
 
     Args:
         name: The key under which `validation_step` returns predictions and references.
-        greater_is_better: The direction; None means True, unless `comparator` says otherwise.
+        greater_is_better: The direction; None means True unless `comparator` is set.
         comparator: The direction as one of ">", ">=", "<", "<=": a new value is better if `new <comparator> best`.
-        main_metric: The entry of `compute`'s result that models are selected by; None is `name`.
+        main_metric: The entry of `compute`'s result for model selection; None means `name`.
 
     Attributes:
-        padding: What fills up tensors whose samples have different shapes in different batches, such as the logits of
-            tokens, at the end of each dimension; None makes them a list of samples.
+        padding: The padding value, at the end of each dimension, for tensors whose samples have different shapes in
+            different batches, such as the logits of tokens; None returns a list of samples instead.
 
     Raises:
-        MetricError: Both directions are given and contradict each other, or the comparator is unknown.
+        MetricError: The two directions contradict each other, or the comparator is unknown.
     """
 
-    padding: float | None = -100  # as transformers' Trainer has it
+    padding: float | None = -100  # as in transformers' Trainer
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Metric(ABC):
         greater = comparator is None or comparator.startswith(">")
         if greater_is_better is not None and comparator is not None and greater_is_better != greater:
             got = f"greater_is_better={greater_is_better} and comparator={comparator!r}"
-            raise MetricError(explain(f"Metric({name!r})", got, "one direction", "drop one of the two"))
+            raise MetricError(explain(f"Metric({name!r})", got, "one direction", "remove one of the two"))
         self.name = name
         self.greater_is_better = greater if greater_is_better is None else greater_is_better
         self.comparator = comparator or (">" if self.greater_is_better else "<")
@@ -98,10 +98,10 @@ class Metric(ABC):
         Processes: called on the main process only.
 
         Args:
-            predictions: What `validation_step` returned first, all samples together in the order of the data: tensors
-                `[samples, ...]` on the CPU (of arrays too), a list where it returned lists, a dict of these where it
+            predictions: The first value from `validation_step`, for all samples in the order of the data: tensors
+                `[samples, ...]` on the CPU (also for arrays), a list if it returned lists, or a dict of these if it
                 returned dicts.
-            references: What it returned second, likewise.
+            references: The second value, likewise.
 
         Returns:
             Values by name; the entry `main_metric` must be among them.
@@ -113,35 +113,35 @@ class Metric(ABC):
 
     @property
     def directions(self) -> Mapping[str, IsBetter]:
-        """For each entry of the result that models can be selected by, whether a new value beats an old one."""
+        """For each result entry usable for model selection, a function that checks whether a new value beats an old."""
         return {self.main_metric: self.is_better}
 
     @property
     def worst(self) -> float:
-        """The value that every other one beats."""
+        """The value that every other value beats."""
         return -math.inf if self.greater_is_better else math.inf
 
     def accumulate(self) -> Accumulation:
-        """Return an empty accumulation, which takes in a validation set batch by batch."""
+        """Return an empty accumulation for one validation set."""
         return GatheredPairs(self)
 
 
 class ReportedValue(Metric):
-    """A value that a validation step, `log` or a hook reports; it is compared only, not computed.
+    """A value reported by a validation step, `log` or a hook; it is only compared, not computed.
 
-    `metrics={"perplexity": "min"}` makes one.
+    `metrics={"perplexity": "min"}` creates one.
     """
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """Raise: the value is computed elsewhere."""
+        """Always raises, because the value is computed elsewhere."""
         raise NotImplementedError(f"{self.name} is reported, not computed")
 
 
-# ---- Metrics that are computed of parts of a validation set, those of processes or batches, and reduced to one value.
+# ---- Metrics computed per process or per batch, and reduced to one value
 
 
 Part = tuple[float, int]
-"""A value of a part, and how many samples that has."""
+"""The value of a part, and its number of samples."""
 
 
 def _mean(parts: Sequence[Part]) -> float:
@@ -158,11 +158,11 @@ _REDUCTIONS: dict[str, Callable[[Sequence[Part]], float]] = {
 
 
 class MetricParallel(Metric):
-    """A metric that each process computes over its own samples, and whose values are then reduced to one.
+    """A metric that each process computes over its own samples; the values are then reduced to one.
 
-    No predictions are sent, and the work is shared. The result is that of the whole set only if the metric is a mean (a
-    sum, a maximum, a minimum) over samples. F1, precision, AUROC, correlations and perplexity are not: the mean of
-    their values over parts is another number, which changes with the number of processes. Use `Metric` for them.
+    No predictions are sent, and the processes share the work. The result equals that of the whole set only if the
+    metric is a mean (sum, maximum, minimum) over samples. This is not the case for F1, precision, AUROC, correlations
+    and perplexity: the mean over parts differs, and depends on the number of processes. Use `Metric` for them.
 
     `compute` gets the samples of one process, on the CPU and in the order of the data; a process without samples does
     not call it.
@@ -172,11 +172,11 @@ class MetricParallel(Metric):
         greater_is_better: As in `Metric`.
         comparator: As in `Metric`.
         main_metric: As in `Metric`.
-        reduction: How the values are reduced: "mean", in which each is weighted by its number of samples, the length of
-            the predictions; "sum", "max" or "min".
+        reduction: How the values are reduced: "mean" (weighted by the number of samples, which is the length of the
+            predictions), "sum", "max" or "min".
 
     Raises:
-        MetricError: The reduction is unknown; or as for `Metric`.
+        MetricError: The reduction is unknown, or as for `Metric`.
     """
 
     def __init__(
@@ -204,18 +204,18 @@ class MetricParallel(Metric):
     def _warn(self, parts: str, *, has_parts: bool) -> None:
         if has_parts and self.reduction == "mean":
             say_once(
-                f"the metric {self.name!r} is the mean of its values of {parts}: this is right for means over samples, "
-                "but not for metrics such as F1; Metric computes those over all samples at once"
+                f"the metric {self.name!r} is averaged over {parts}: this is correct for means over samples, but not "
+                "for metrics such as F1; derive those from Metric, which computes them over all samples"
             )
 
 
 class MetricBatch(MetricParallel):
-    """A metric that is computed for each batch, and whose values are then reduced to one.
+    """A metric that is computed for each batch; the values are then reduced to one.
 
-    Only the values are kept. The result is that of the whole set only if the metric is a mean (a sum, a maximum, a
+    Only the values are kept. The result equals that of the whole set only if the metric is a mean (sum, maximum,
     minimum) over samples; see `MetricParallel`, which also documents the arguments.
 
-    `compute` gets what `validation_step` returned, as it is and on its device.
+    `compute` gets the output of `validation_step` unchanged, on its device.
     """
 
     def accumulate(self) -> Accumulation:
@@ -243,7 +243,7 @@ class _OfProcess(GatheredPairs):
 
 
 class _OfBatches:
-    """Keeps the values of the last few batches as they are, and reduces them from time to time."""
+    """Keeps the values of the last few batches, and reduces them from time to time."""
 
     def __init__(self, metric: MetricBatch) -> None:
         self._metric = metric
@@ -254,7 +254,7 @@ class _OfBatches:
         metric = self._metric
         predictions, references = require_pair(metric.name, entry)
         values = read_scalars(metric.name, metric.main_metric, metric.compute(predictions, references))
-        kept = {name: value.clone() for name, value in values.items()}  # of their own: some are views of all scores
+        kept = {name: value.clone() for name, value in values.items()}  # copies: some are views of all scores
         self._values.append((kept, _count_samples(predictions)))
         if len(self._values) >= COMPACT_AT:
             self._compact()
@@ -272,7 +272,7 @@ class _OfBatches:
 
 
 def _reduce(metric: MetricParallel, every: Sequence[Mapping[str, Part]]) -> dict[str, Part]:
-    """Reduce the values of parts, each entry over the parts that have it."""
+    """Reduce the values of parts; each entry over the parts that have it."""
     parts: dict[str, list[Part]] = {}
     for values in every:
         for name, part in values.items():
@@ -289,11 +289,11 @@ def _count_samples(predictions: Any) -> int:
     return len(predictions) if isinstance(predictions, list | tuple) else 1
 
 
-# ---- Metrics that are computed from sums, and so need the memory of one batch.
+# ---- Metrics computed from sums, which need the memory of one batch
 
 
 class StreamingMetric(Metric):
-    """A metric that follows from sums over samples, so that nothing has to be kept or gathered.
+    """A metric computed from sums over samples, so that no predictions are kept or gathered.
 
     Examples:
         A mean absolute error, from sums over the batches:
@@ -309,28 +309,28 @@ class StreamingMetric(Metric):
 
     @abstractmethod
     def count(self, predictions: Any, references: Any) -> torch.Tensor | Sequence[float]:
-        """Return what one batch adds.
+        """Return the contribution of one batch.
 
         Args:
-            predictions: What `validation_step` returned first, as it is, on its device.
-            references: What it returned second, likewise.
+            predictions: The first value from `validation_step`, unchanged, on its device.
+            references: The second value, likewise.
 
         Returns:
-            Numbers to be added up, the same number of them for every batch.
+            Numbers to sum, equally many for every batch.
         """
 
     @abstractmethod
     def finish(self, sums: list[float]) -> dict[str, float]:
-        """Return the values that follow from the sums over all batches of all processes.
+        """Return the metric's values from the sums over all batches of all processes.
 
         Processes: called on the main process only.
 
         Args:
-            sums: The sums of what `count` returned, in its order.
+            sums: The sums of the numbers from `count`, in its order.
         """
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """Compute the metric over everything at once."""
+        """Compute the metric over all predictions and references."""
         return self.finish(torch.as_tensor(self.count(predictions, references)).reshape(-1).tolist())
 
     def accumulate(self) -> Accumulation:
@@ -338,7 +338,7 @@ class StreamingMetric(Metric):
 
 
 class _Sums:
-    """Keeps the counts of the last few batches as they are, and adds them up from time to time, which costs more."""
+    """Keeps the counts of the last few batches, and sums them from time to time, which costs more."""
 
     def __init__(self, metric: StreamingMetric) -> None:
         self._metric = metric
@@ -348,8 +348,8 @@ class _Sums:
         predictions, references = require_pair(self._metric.name, entry)
         counted = torch.as_tensor(self._metric.count(predictions, references))
         if self._counted and counted.shape != self._counted[0].shape:
-            got = f"count returned {counted.numel()} numbers, and {self._counted[0].numel()} for an earlier batch"
-            raise metric_error(self._metric.name, got, "as many for every batch", "return a tensor of one shape")
+            got = f"count returned {counted.numel()} numbers, but {self._counted[0].numel()} for an earlier batch"
+            raise metric_error(self._metric.name, got, "equally many for every batch", "return a tensor of one shape")
         self._counted.append(counted.detach() if counted.requires_grad else counted)
         if len(self._counted) >= COMPACT_AT:
             self._counted = [self._add_up()]

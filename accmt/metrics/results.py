@@ -1,4 +1,4 @@
-"""Reads what validation steps and metrics return: pairs, and numbers."""
+"""Reads the outputs of validation steps and metrics: pairs and numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_scalar(value: Any) -> torch.Tensor | None:
 
 
 def read_result(name: str, main_metric: str, result: Any) -> dict[str, float]:
-    """Return the values that a metric computed; as `read_scalars`, which does not wait for the device."""
+    """Return the values that a metric computed, as numbers; waits for the device, unlike `read_scalars`."""
     return {entry: float(scalar) for entry, scalar in read_scalars(name, main_metric, result).items()}
 
 
@@ -53,15 +53,15 @@ def read_scalars(name: str, main_metric: str, result: Any) -> dict[str, torch.Te
     for entry, value in result.items():
         scalar = find_scalar(value)
         if scalar is None:
-            do = f'return {{"{entry}": value.item()}}, with one entry for each number'
+            do = f'return {{"{entry}": value.item()}}, with one entry per number'
             got = f"compute returned {entry!r}: {describe(value)}"
-            raise metric_error(name, got, "a number, or a tensor of one element", do)
+            raise metric_error(name, got, "a number or a tensor of one element", do)
         scalars[str(entry)] = scalar
     return scalars
 
 
 def describe(value: Any) -> str:
-    """Return the shape of a tensor or array, or the value and its type, cut short."""
+    """Return the shape of a tensor or array, or the shortened value and its type."""
     shape = getattr(value, "shape", None)
     if shape is not None and (not isinstance(value, torch.Tensor) or value.numel() != 1):
         kind = "a tensor" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"

@@ -1,7 +1,7 @@
-"""Metrics of torchmetrics: updated batch by batch, their states joined over processes, computed once.
+"""Metrics of torchmetrics: updated batch by batch, joined over processes, and computed once.
 
-torchmetrics' own synchronization sends every state to every process, on the device; it fails where a process without a
-batch has an empty state of another shape, and averages states that are means without regard to samples.
+torchmetrics' own synchronization sends every state to every process on the device. It fails if a process without a
+batch has an empty state of another shape, and averages mean states without weighting by samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from accmt.processes import num_processes, run_on_main_process
 if TYPE_CHECKING:
     import torchmetrics
 
-_FAULTS = (TypeError, ValueError, IndexError, RuntimeError)  # that torchmetrics raises about its inputs
+_INPUT_ERRORS = (TypeError, ValueError, IndexError, RuntimeError)  # raised by torchmetrics for wrong inputs
 
 State = dict[str, Any]
 
@@ -42,7 +42,7 @@ def is_torch_metric(value: Any) -> bool:
 
 
 def load_torch_metric(name: str, path: str, **arguments: Any) -> torchmetrics.Metric:
-    """Build a metric of torchmetrics, such as "classification.BinaryF1Score", for our metric `name`."""
+    """Build a metric of torchmetrics, such as "classification.BinaryF1Score", for the metric `name`."""
     module, _, kind = path.rpartition(".")
     require("torchmetrics", f"metric {name!r}")
     loaded = import_module(f"torchmetrics.{module}")
@@ -51,23 +51,23 @@ def load_torch_metric(name: str, path: str, **arguments: Any) -> torchmetrics.Me
 
 
 class TorchMetric(Metric):
-    """A metric of torchmetrics, or a collection of them that get the same inputs.
+    """A metric of torchmetrics, or a collection of metrics with the same inputs.
 
-    The module's `validation_step` returns under the name what `update` takes: `(predictions, references)`, a tuple of
-    another length, a dict of named arguments, or a single value. Arrays and lists of numbers become tensors, and floats
-    double precision, so that the result does not depend on how samples are split into batches.
+    The module's `validation_step` returns the arguments of `update` under this name: `(predictions, references)`, a
+    tuple of another length, a dict of named arguments, or a single value. Arrays and lists of numbers become tensors,
+    and floats double precision, so that the result does not depend on how samples are batched.
 
-    Results: one number is named as the metric; of a vector each element is `<name>_<index>`; entries of a dict and
-    members of a collection keep their names.
+    Results: a single number has the metric's name; elements of a vector are named `<name>_<index>`; entries of a dict
+    and members of a collection keep their names.
 
     Args:
         metric: A `torchmetrics.Metric` or `MetricCollection`; it is reset at the start of each validation set.
-        name: The key under which `validation_step` returns the inputs; None is the name of the class in snake case.
-        greater_is_better: The direction; None is the metric's own `higher_is_better`.
-        main_metric: The entry of the result that models are selected by; None is the name, or each of a collection.
+        name: The key under which `validation_step` returns the inputs; None means the class name in snake case.
+        greater_is_better: The direction; None uses the metric's `higher_is_better`.
+        main_metric: The result entry for model selection; None means the name, or each member of a collection.
 
     Raises:
-        MetricError: `metric` is something else.
+        MetricError: `metric` has another type.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class TorchMetric(Metric):
         return None if member is None else member.higher_is_better
 
     def prepare(self, entry: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the positional and named arguments of `update`; None where there is nothing to take in.
+        """Return the positional and named arguments of `update`; None if there is nothing to add.
 
         Args:
-            entry: What `validation_step` returned under the metric's name.
+            entry: The value that `validation_step` returned under the metric's name.
         """
         if isinstance(entry, Mapping):
             return (), dict(entry)
@@ -118,20 +118,20 @@ class TorchMetric(Metric):
         """Return whether `new` beats `best` in the main metric's direction; NaN never does.
 
         Raises:
-            MetricError: torchmetrics does not know the direction, and none was given.
+            MetricError: torchmetrics does not define the direction, and you did not set it.
         """
         return self._is_better(self.main_metric, new, best)
 
     def _is_better(self, entry: str, new: float, best: float) -> bool:
         greater = self._greater[entry]
         if greater is None:
-            got = f"no direction for {entry!r}: torchmetrics does not know whether greater is better"
-            do = f"TorchMetric(metric, {self.name!r}, greater_is_better=True), or False, from accmt.metrics"
-            raise metric_error(self.name, got, "a direction, to select models by it", do)
+            got = f"no direction for {entry!r}: torchmetrics does not define whether greater is better"
+            do = f"TorchMetric(metric, {self.name!r}, greater_is_better=True) from accmt.metrics, or False"
+            raise metric_error(self.name, got, "a direction for model selection", do)
         return new > best if greater else new < best
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """Compute the metric over everything at once, on this process alone."""
+        """Compute the metric over all predictions and references, on this process only."""
         accumulation = _States(self)
         accumulation.add((predictions, references), 0)
         return accumulation.compute_here([])
@@ -140,10 +140,10 @@ class TorchMetric(Metric):
         return _States(self)
 
     def read(self) -> dict[str, float]:
-        """Return the values of the metric's states as they are.
+        """Return the values of the metric's current states.
 
         Raises:
-            MetricError: Something else than numbers, vectors and dicts of them, or not the main metric.
+            MetricError: There are values other than numbers, vectors and dicts of them, or the main metric is missing.
         """
         values: dict[str, float] = {}
         for name, member in self.members.items():
@@ -155,7 +155,7 @@ class TorchMetric(Metric):
 
 
 class _States:
-    """What a metric of torchmetrics has accumulated of one validation set."""
+    """The state of a torchmetrics metric for one validation set."""
 
     def __init__(self, metric: TorchMetric) -> None:
         self._metric = metric
@@ -180,7 +180,7 @@ class _States:
                 member.update(*arguments, **named)
             except torch.OutOfMemoryError:
                 raise
-            except _FAULTS as error:
+            except _INPUT_ERRORS as error:
                 raise self._wrong_inputs(f"{_describe_inputs(arguments, named)}: {error}") from error
             kept.move_new()
 
@@ -188,7 +188,7 @@ class _States:
         gathered = [_gather_states(member, chunk_bytes) for member in self._members]
         values = run_on_main_process(lambda: self.compute_here(gathered))
         for member in self._members:
-            _reset(member)  # so that no samples are kept until the next evaluation
+            _reset(member)  # keeps no samples until the next evaluation
         return values
 
     def compute_here(self, gathered: list[Any]) -> dict[str, float]:
@@ -198,17 +198,17 @@ class _States:
                 _move(member, torch.device("cpu"))
             _load_states(member, gathered[index] if gathered else [])
         if not any(member.update_called for member in self._members):
-            raise self._wrong_inputs("no sample: every reference is ignored")
+            raise self._wrong_inputs("no samples: all references are ignored")
         try:
-            with torch.inference_mode():  # as validation steps: their tensors may be changed in no other mode
+            with torch.inference_mode():  # like validation steps: their tensors cannot be modified in another mode
                 return self._metric.read()
         except MetricError:
             raise
-        except _FAULTS as error:
+        except _INPUT_ERRORS as error:
             raise self._wrong_inputs(f"compute: {error}") from error
 
     def _wrong_inputs(self, got: str) -> MetricError:
-        expected = "what update of " + ", ".join(type(member).__name__ for member in self._members) + " takes"
+        expected = "inputs for update of " + ", ".join(type(member).__name__ for member in self._members)
         do = "check what validation_step returns under this name"
         return metric_error(self._metric.name, got, expected, do)
 
@@ -218,7 +218,7 @@ def _to_snake_case(name: str) -> str:
 
 
 def _to_tensors(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return the value with arrays and lists of numbers as tensors, floats in `dtype` where the device has it."""
+    """Return the value with arrays and lists of numbers as tensors, and floats in `dtype` if the device supports it."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         value = torch.as_tensor(value)
     if isinstance(value, list) and value and all(isinstance(item, Real) for item in value):
@@ -246,23 +246,23 @@ def _flatten(metric: str, name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, torch.Tensor) or value.ndim != 1:
         got, expected = (
             f"compute returned {name!r}: {describe(value)}",
-            "a number, one for each class, or a dict of these",
+            "a number, one number per class, or a dict of these",
         )
-        raise metric_error(metric, got, expected, "choose a metric of numbers, such as an average")
+        raise metric_error(metric, got, expected, "choose a metric that returns numbers, for example an average")
     return {f"{name}_{index}": item for index, item in enumerate(value.tolist())}
 
 
 def _every_metric(metric: torchmetrics.Metric) -> list[torchmetrics.Metric]:
-    """Return the metric and those that it wraps."""
+    """Return the metric and the metrics it wraps."""
     import torchmetrics
 
     return [module for module in metric.modules() if isinstance(module, torchmetrics.Metric)]
 
 
 def _reset(metric: torchmetrics.Metric) -> None:
-    """Empty a metric, and let it compute in double precision and without communication of its own.
+    """Reset a metric, and set it to double precision without its own communication.
 
-    A metric with a network of its own keeps its precision.
+    A metric that contains a network keeps its precision.
     """
     metric.reset()
     for each in _every_metric(metric):
@@ -283,7 +283,7 @@ def _move(metric: torchmetrics.Metric, device: torch.device) -> None:
 
 
 def _has_network(metric: torchmetrics.Metric) -> bool:
-    """Return whether a metric has weights: some metrics of images and text use a model."""
+    """Return whether a metric has weights: some metrics for images and text use a model."""
     return next(metric.parameters(), None) is not None
 
 
@@ -293,14 +293,14 @@ def _set_precision(metric: torchmetrics.Metric, dtype: torch.dtype) -> None:
 
 
 class _KeptLists:
-    """Moves what a metric appends to its lists to the CPU, so that no more than one batch stays on the device."""
+    """Moves new entries of a metric's lists to the CPU, so that only one batch stays on the device."""
 
     def __init__(self, metric: torchmetrics.Metric) -> None:
         self._metrics = _every_metric(metric)
         self._num_moved: dict[tuple[int, str], int] = defaultdict(int)
 
     def move_new(self) -> None:
-        """Move what was appended since the last call."""
+        """Move the entries added since the last call."""
         for index, metric in enumerate(self._metrics):
             for name in list_states(metric):
                 values = getattr(metric, name)
@@ -310,11 +310,11 @@ class _KeptLists:
 
 
 def _gather_states(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[list[tuple[int, State]]]:
-    """Bring the states of a metric, and of those that it wraps, to the main process.
+    """Gather the states of a metric, and of the metrics it wraps, on the main process.
 
     Returns:
-        For each of `_every_metric`, on the main process, the number of updates and the state of each process that made
-        any; nothing on the others, or with one process.
+        On the main process, for each of `_every_metric`, the number of updates and the state of each process with
+        updates; nothing on the others, or with one process.
     """
     return [] if num_processes() == 1 else [_gather_one(each, chunk_bytes) for each in _every_metric(metric)]
 
@@ -333,7 +333,7 @@ def _gather_one(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tu
 
 
 def _load_states(metric: torchmetrics.Metric, gathered: list[list[tuple[int, State]]]) -> None:
-    """Load the joined states of all processes into a metric; `gathered` is empty where it keeps its own."""
+    """Load the joined states of all processes into a metric; if `gathered` is empty, it keeps its own."""
     for each, states in zip(_every_metric(metric) if gathered else [], gathered, strict=True):
         for name in each.metric_state if states else ():
             setattr(each, name, _reduce(each, name, [state[name] for _, state in states]))
@@ -357,7 +357,7 @@ def _reduce(metric: torchmetrics.Metric, name: str, states: list[Any]) -> Any:
 
 def _require_equal(metric: torchmetrics.Metric, name: str, stacked: torch.Tensor) -> torch.Tensor:
     if not bool((stacked == stacked[0]).all()):
-        got = f"the state {name!r} is averaged over processes (dist_reduce_fx='mean'), without regard to samples"
-        do = "keep a sum and a count, each with dist_reduce_fx='sum'"
+        got = f"the state {name!r} is averaged over processes (dist_reduce_fx='mean') without sample weights"
+        do = "use a sum and a count as states, each with dist_reduce_fx='sum'"
         raise MetricError(explain(f"metric {type(metric).__name__}", got, "states that can be joined exactly", do))
     return stacked[0]

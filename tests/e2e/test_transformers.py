@@ -79,7 +79,7 @@ def test_metrics_of_a_regression_need_no_module(pretrained: Path):
 def test_metrics_of_tokens_ask_for_a_module(pretrained: Path):
     rows = {"input_ids": [[i, 3] for i in range(8)], "labels": [[0, 1]] * 8}
     data = Dataset.from_dict(rows).with_format("torch")
-    with pytest.raises(MetricError, match="labels of tokens need a module of your own"):
+    with pytest.raises(MetricError, match="labels for tokens need a custom module"):
         make_trainer(metrics="accuracy").fit((str(pretrained), "AutoModelForTokenClassification"), data, data)
 
 

@@ -110,7 +110,7 @@ def test_far_more_than_a_hundred_in_all_that_are_not_in_a_row_are_skipped(batch_
 def test_a_hundred_are_counted_from_the_last_that_could_be_read():
     """Ninety-nine, one that can be read, and ninety-nine more."""
     assert len(read(Numbers(200, {*range(99), *range(100, 199)}), batch_size=1)) == 200
-    with pytest.raises(DataError, match="100 samples in a row"):
+    with pytest.raises(DataError, match="100 unreadable samples in a row"):
         read(Numbers(201, {*range(99), *range(100, 200)}), batch_size=1)
 
 

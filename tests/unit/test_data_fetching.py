@@ -124,7 +124,7 @@ def test_an_error_says_of_which_batch_and_epoch_it_was(kind, workers):
     text = text_of(caught.value)
     assert f"reading sample 7 of {kind.__name__}" in text
     assert "raise self.error or KeyError" in text
-    assert "for batch 3 of epoch 5 of the validation data" in text
+    assert "loading batch 3 of epoch 5 of the validation data" in text
     loader.end_workers()
 
 
@@ -182,7 +182,7 @@ def test_an_error_that_is_explained_already_gets_the_samples_only():
         def __getitem__(self, index):
             return torch.zeros(index)
 
-    with pytest.raises(DataError, match="equal shapes") as caught:
+    with pytest.raises(DataError, match="equal shape") as caught:
         read(Uneven())
     assert caught.value.__notes__[0] == "making a batch of the samples [0, 1]"
 

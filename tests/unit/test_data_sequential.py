@@ -469,7 +469,7 @@ def test_a_loader_that_cuts_other_batches_cannot_resume():
     _, position = read(build_all(loader_of(Stream), 40, 1), 0, last=3)
     for given in (DataLoader(Stream(40), batch_size=4), DataLoader(Stream(40), batch_size=3, num_workers=2)):
         with pytest.raises(
-            DataError, match="a DataLoader with(.|\n)*one with {'batch_size': 3, 'readers': 1}, as before"
+            DataError, match="a DataLoader with(.|\n)*expected: {'batch_size': 3, 'readers': 1}, as before"
         ):
             build_source(given, options()).resume_from(0, 3, position)
     one_worker = build_source(DataLoader(Stream(40), batch_size=3, num_workers=1), options())

@@ -437,14 +437,14 @@ def test_a_user_dataloaders_stream_is_told_the_epoch():
 def test_an_iterator_that_is_read_up_is_an_error_and_no_empty_epoch():
     loader = build_source(iter([1, 2, 3]), options())
     assert in_global_order([loader], 0) == [1, 2, 3]
-    with pytest.raises(DataError, match="nothing to read(.|\n)*an iterator can be read only once"):
+    with pytest.raises(DataError, match="no samples(.|\n)*an iterator can be read only once"):
         list(loader.micro_batches(1))
 
 
 @pytest.mark.parametrize("data", [Stream(0), Plain(0), DataLoader(Stream(0))], ids=["stream", "iterable", "loader"])
 def test_a_stream_without_samples_is_an_error_when_it_is_read(data):
     loader = build_source(data, options())
-    with pytest.raises(DataError, match="the training data\n  got: nothing to read"):
+    with pytest.raises(DataError, match="the training data\n  got: no samples"):
         next(loader.micro_batches(0))
 
 

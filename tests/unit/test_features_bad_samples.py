@@ -91,7 +91,7 @@ def test_the_trial_evaluation_skips_batches_without_anything_left():
 
 
 def test_a_validation_set_of_which_nothing_can_be_read_is_an_error():
-    with pytest.raises(DataError, match="3 samples in a row"):
+    with pytest.raises(DataError, match="3 unreadable samples in a row"):
         fit(Numbers(2), Unreadable(3, range(3)))
 
 

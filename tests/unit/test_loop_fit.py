@@ -698,7 +698,7 @@ def test_an_entry_with_the_name_of_the_loss_does_not_replace_it():
 def test_two_metrics_with_one_name_are_refused():
     from accmt import Accuracy
 
-    with pytest.raises(ValueError, match="each name once"):
+    with pytest.raises(ValueError, match="unique names"):
         make_trainer(metrics=[Accuracy(), Accuracy()]).fit(Linear(), make_points(), make_points())
     with pytest.raises(ValueError, match=r"metrics=\[Accuracy\(\)\]"):
         make_trainer(metrics=Accuracy).fit(Linear(), make_points(), make_points())

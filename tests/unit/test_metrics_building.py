@@ -58,13 +58,13 @@ def test_every_built_in_metric_has_its_name(name):
     [
         ("acuracy", r"got: 'acuracy'\n  expected: .*accuracy, auroc, f1[\s\S]*do: metrics=\['accuracy'\]"),
         ("F1", r"do: metrics=\['f1'\]"),
-        ("bleu", "a Metric of your own"),
+        ("bleu", "a custom metric"),
         (Accuracy, r"the class Accuracy\n[\s\S]*metrics=\[Accuracy\(\)\]"),
         ([ACCURACY, Accuracy()], r"the names \['accuracy', 'accuracy'\]"),
         ([Own("a", main_metric="x"), Own("b", main_metric="x")], r"the names \['x', 'x'\]"),
         ([3], r"got: 3 \(int\)"),
         (lambda p, r: 0.0, "function"),
-        ({"other": ACCURACY}, "'other' for a Accuracy that is named 'accuracy'"),
+        ({"other": ACCURACY}, "the name 'other' for a Accuracy named 'accuracy'"),
         ({3: ACCURACY}, r"the name 3 \(int\)"),
     ],
 )

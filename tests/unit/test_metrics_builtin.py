@@ -70,7 +70,7 @@ def test_tokens_are_classified_one_by_one_without_those_skipped(rng):
 
 
 def test_nothing_but_references_left_out_is_said_so():
-    with pytest.raises(MetricError, match="every reference is ignored"):
+    with pytest.raises(MetricError, match="all references are ignored"):
         collect(F1(), torch.zeros(3), torch.full((3,), -100))
 
 

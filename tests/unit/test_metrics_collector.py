@@ -158,7 +158,7 @@ def test_a_misspelt_name_of_a_metric_is_named_with_the_nearest():
 def test_predictions_for_no_metric_ask_for_one():
     with pytest.raises(MetricError, match=r"metrics=\[...\] with a Metric named 'bleu'"):
         collect([Accuracy()], ({"bleu": ([1], [1])}, 1))
-    with pytest.raises(MetricError, match=r"a name of metrics=: \[\]"):
+    with pytest.raises(MetricError, match=r"the name of a metric: \[\]"):
         collect([], ({"accuracy": ([1], [1])}, 1))
 
 

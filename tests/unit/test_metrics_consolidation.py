@@ -139,8 +139,8 @@ def test_one_set_alone_and_a_run_without_any_are_no_error():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (["mean__en", "mean_de"], r"'average' of 'mean_de', which is no result[\s\S]*did you mean 'mean__de'"),
-        (lambda name: name == "accuracy", r"'average', which selects no result"),
+        (["mean__en", "mean_de"], r"'mean_de' in 'average', which is not a result[\s\S]*did you mean 'mean__de'"),
+        (lambda name: name == "accuracy", r"'average', which selects no results"),
     ],
 )
 def test_what_is_not_there_surfaces_before_the_first_update(choice, message):
@@ -159,7 +159,7 @@ def test_a_name_that_a_result_has_is_rejected():
 def test_results_of_two_directions_are_rejected_at_the_start():
     metrics = [Mean("mean"), Accuracy("count")]
     metrics[0].greater_is_better, metrics[0].comparator = False, "<"
-    with pytest.raises(MetricError, match=r"'average' of \['count__en'.*where greater is better, and of \['mean__en'"):
+    with pytest.raises(MetricError, match=r"'average' over \['count__en'.*where greater is better, and \['mean__en'"):
         fit({"average": lambda name: True}, metrics=metrics)
 
 

@@ -166,7 +166,7 @@ def test_people_are_told_once_what_a_mean_over_batches_is_not_for(caplog, reduct
             collect(metric, (torch.ones(2), torch.zeros(2)))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_warned
-    assert all("'error' is the mean of its values of batches" in line and "such as F1" in line for line in said)
+    assert all("'error' is averaged over batches" in line and "such as F1" in line for line in said)
 
 
 def test_one_process_alone_is_the_whole_and_needs_no_warning(caplog):

@@ -120,7 +120,9 @@ def test_results_are_numbers_by_name(metric, expected):
 
 
 def test_a_result_that_is_no_vector_is_rejected():
-    with pytest.raises(MetricError, match=r"'matrix': a tensor of shape \(3, 3\)\n  expected: a number, one for each"):
+    with pytest.raises(
+        MetricError, match=r"'matrix': a tensor of shape \(3, 3\)\n  expected: a number, one number per class"
+    ):
         collect(TorchMetric(classification.MulticlassConfusionMatrix(3), "matrix"), CLASSES)
     with pytest.raises(MetricError, match="'curve': "):
         collect(TorchMetric(classification.BinaryROC(), "curve"), (torch.tensor([0.1, 0.9]), torch.tensor([0, 1])))
@@ -245,7 +247,7 @@ def test_an_entry_of_the_result_may_be_what_models_are_selected_by():
         (
             classification.MulticlassF1Score(3),
             (torch.rand(2, 4), torch.tensor([1, 0])),
-            r".*\n  expected: what update of MulticlassF1Score takes",
+            r".*\n  expected: inputs for update of MulticlassF1Score",
         ),
         (regression.R2Score(), (torch.ones(1), torch.ones(1)), "compute: Needs at least two samples"),
     ],
