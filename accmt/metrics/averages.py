@@ -132,7 +132,7 @@ Totals: TypeAlias = dict[str, tuple[float, float | None]]
 class LoggedValues:
     """The logged values of one phase: training, or the evaluation of one set.
 
-    A value has the weight of the batch during which it was logged. The weight is known when the batch is done, so values
+    A value has the weight of the batch during which it was logged, which is known when the batch is done. So values
     wait until `end_batch`; between batches, they have the weight of the last batch (1 before the first).
 
     Attributes:

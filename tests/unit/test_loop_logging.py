@@ -223,7 +223,7 @@ def test_a_value_that_is_also_returned_is_refused():
             self.log("score", 1)
             return {"loss": super().validation_step(batch), "score": torch.tensor(1.0)}
 
-    with pytest.raises(ModuleContractError, match="'acc'(?s:.*)each name once"):
+    with pytest.raises(ModuleContractError, match="'acc'(?s:.*)unique names"):
         fit(Both())
     with pytest.raises(ModuleContractError, match="'score'(?s:.*)each name once"):
         fit(Both(), val=2)

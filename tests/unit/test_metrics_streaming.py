@@ -71,7 +71,7 @@ def test_counts_of_another_length_are_rejected():
         def count(self, predictions, references):
             return predictions
 
-    with pytest.raises(MetricError, match="count returned 3 numbers, and 2 for an earlier batch"):
+    with pytest.raises(MetricError, match="count returned 3 numbers, but 2 for an earlier batch"):
         collect(Uneven("own"), (torch.ones(2), None), (torch.ones(3), None))
 
 
