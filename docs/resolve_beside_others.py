@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("packages", nargs="*", default=OTHERS)
     parser.add_argument("--python", default="3.12", help="the version of Python to resolve for")
     options = parser.parse_args()
-    print(f"| beside | {' | '.join(SHOWN)} |\n|---|{'---|' * len(SHOWN)}")
+    print(f"| with | {' | '.join(SHOWN)} |\n|---|{'---|' * len(SHOWN)}")
     failed = 0
     for package in options.packages:
         found = resolve(package, options.python)
