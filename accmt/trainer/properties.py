@@ -64,9 +64,11 @@ class TrainerProperties(TrainerProtocol):
         return self.settings.to_arguments()
 
     @property
-    def is_main(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this is the main process."""
         return is_main_process()
+
+    is_main = is_main_process
 
     @property
     def is_distributed(self) -> bool:

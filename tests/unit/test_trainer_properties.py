@@ -46,6 +46,7 @@ def test_without_a_launcher_one_process_works_on_the_device_that_is_asked_for():
     trainer.fit(module, make_points())
     assert trainer.device == module.device == trainer.run.accelerator.device == torch.device("cpu")
     assert (trainer.state.num_processes, trainer.is_distributed, trainer.is_main) == (1, False, True)
+    assert trainer.is_main_process
 
 
 def test_the_model_is_the_one_in_work():
