@@ -1,6 +1,6 @@
-"""Ranks, communication between processes, and functions that run on one of them.
+"""Ranks, communication between processes, and functions that run on only one of them.
 
-Without a process group all answers are those of a single process.
+Without a process group everything behaves as with a single process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 from accmt.errors import ModuleContractError, ProcessFailedError, explain
 
-# ---- What a process is doing, read from its stack, for messages about several processes.
+# ---- What a process is doing, derived from its stack, for messages about several processes.
 
 
 _PACKAGE = str(Path(__file__).parent)
 _CALLS = ("validate", "test", "predict", "save_model", "save_checkpoint", "load_checkpoint")
-# Of several that fit, the first.
+# The first match wins.
 _PLACES = {
     "/data/": "reading data",
     "/loop/train_step.py": "a training step",
@@ -37,7 +37,7 @@ _PLACES = {
     "/loop/optimizer_step.py": "an optimizer step",
     "/loop/evaluation.py": "an evaluation",
     "/loop/prediction.py": "a prediction",
-    "/loop/preflight.py": "the trial before training",
+    "/loop/preflight.py": "the preflight",
     "/loop/row_logger.py": "logging",
     "/recovery/checkpoints.py": "saving a checkpoint",
     "/recovery/model_saver.py": "saving the model",
@@ -54,7 +54,7 @@ _PLACES = {
 
 
 def describe_activity(frame: FrameType | None) -> str:
-    """Return what the code of a frame, and what called it, is doing: "trainer.test in on_epoch_end (train.py:7)"."""
+    """Describe what a frame and its callers are doing: "trainer.test in on_epoch_end (train.py:7)"."""
     words: list[str] = []
     place = ""
     while frame is not None:
@@ -69,7 +69,7 @@ def describe_activity(frame: FrameType | None) -> str:
     if len(named) > 1:
         named = [word for word in named if word != "fit"]
     called = next((index for index, word in enumerate(named) if word.startswith("trainer.")), 0)
-    named = named[called:]  # what such a call does inside explains nothing
+    named = named[called:]  # frames inside such a call explain nothing
     return " in ".join(named[:3] or ["the program"]) + (f" ({place})" if place else "")
 
 
@@ -91,11 +91,11 @@ T = TypeVar("T")
 _is_alone = False
 _ranks_per_batch = 1  # of a run; see `share_batches`
 _index_after_leaving = 0
-_host_group: tuple[Any, dist.ProcessGroup] | None = None  # the default group, and the one beside it for host memory
+_host_group: tuple[Any, dist.ProcessGroup] | None = None  # the default group, and another one for host memory
 _serving: list[str] = []  # the Trainer's methods that are running, which every process has to call
 _tags: dict[tuple[CodeType, str], int] = {}
 names_of_threads: set[str] = set()
-"""The groups in which other threads than the main one communicate."""
+"""The groups in which threads other than the main one communicate."""
 _TAG = struct.Struct("qq")  # the number of a call, and how many bytes it sends
 _INLINE = 112
 _LONGEST = 400
@@ -103,7 +103,7 @@ _LONGEST = 400
 
 @contextmanager
 def acting_alone() -> Iterator[None]:
-    """Let everything behave as in a run of one process: for the main one, when the others have exited."""
+    """Behave as in a run of one process: for the main process, when the others have exited."""
     global _is_alone  # noqa: PLW0603 - all functions below read it
     _is_alone = True
     try:
@@ -129,10 +129,10 @@ def process_index() -> int:
 
 
 def share_batches(ranks: int) -> None:
-    """Let so many processes with neighbouring ranks, which hold one model together, share each batch from here on.
+    """Let `ranks` neighboring processes, which hold one model together, share each batch from now on.
 
-    Whatever is about samples counts them once: `num_data_processes` and `data_index` stand in the place of
-    `num_processes` and `process_index` there. Files, checkpoints and agreement are those of the processes themselves.
+    Samples are then counted once per such group: use `num_data_processes` and `data_index` instead of `num_processes`
+    and `process_index`. Files, checkpoints and agreements still involve every process.
 
     Processes: all.
     """
@@ -141,17 +141,17 @@ def share_batches(ranks: int) -> None:
 
 
 def num_data_processes() -> int:
-    """Return how many processes, or groups of processes that share each batch, the data are divided among."""
+    """Return the number of processes, or groups of processes that share each batch, that the data are divided among."""
     return max(1, num_processes() // _ranks_per_batch)
 
 
 def data_index() -> int:
-    """Return which part of the data this process has, counted from 0; those that share batches have the same."""
+    """Return the index of this process's part of the data; equal for processes that share batches."""
     return process_index() // _ranks_per_batch
 
 
 def is_counted() -> bool:
-    """Return whether what this process computed of its batches counts; of those that share them one does."""
+    """Return whether this process's results count; only one of the processes that share batches does."""
     return process_index() % _ranks_per_batch == 0
 
 
@@ -161,7 +161,7 @@ def is_main_process() -> bool:
 
 
 def leave_process_group() -> None:
-    """End the process group. Afterwards each process is alone, but keeps its index: there is still one main process.
+    """Destroy the process group. Afterwards each process is alone but keeps its index, so there is one main process.
 
     Processes: all.
     """
@@ -183,7 +183,7 @@ def sum_over_processes(values: Sequence[float]) -> list[float]:
 
 
 def sum_over_data(values: Sequence[float]) -> list[float]:
-    """Add up as `sum_over_processes`, and count those that share batches once.
+    """Like `sum_over_processes`, but counts processes that share batches once.
 
     Processes: collective; every process passes the same number of values.
     """
@@ -191,11 +191,11 @@ def sum_over_data(values: Sequence[float]) -> list[float]:
 
 
 def _group_of_host() -> dist.ProcessGroup:
-    """Return the group for what is in host memory, in which nothing but the functions here communicates.
+    """Return the group for host memory, which is used only by the functions in this module.
 
-    What a user's code or the reduction of gradients sends meets none of it, whatever the processes are doing. On GPUs
-    the default group takes tensors of the device only: a number of the host would stand there behind all that is
-    queued, and the host would wait for the backward pass at each step.
+    User code and the reduction of gradients never communicate in it. On GPUs the default group takes only
+    device tensors: a number from the host would queue behind all pending kernels, and the host would wait for the
+    backward pass at each step.
 
     Processes: collective, at the first call with a default group.
     """
@@ -206,15 +206,15 @@ def _group_of_host() -> dist.ProcessGroup:
 
 
 def _gather_bytes(own: bytes, group: dist.ProcessGroup | None, *, source: int | None = None) -> list[bytes]:
-    """Return the bytes of every process, or those of `source` alone; all processes have to be in the same call.
+    """Return the bytes of every process, or only those of `source`; all processes have to be in the same call.
 
-    A header goes first: a number of the call, the size, and the bytes themselves if they are few, as they mostly are.
-    So calls that do not belong together are found before one takes what the other has sent.
+    A header is sent first: the call's number, the size, and the bytes themselves if there are few, as is usual. This
+    detects mismatched calls before one receives the other's data.
 
     Raises:
         ModuleContractError: Another process is in another call.
     """
-    tag = _tag_of_caller(_serving[-1] if _serving and group is None else "")  # another group is of another thread
+    tag = _tag_of_caller(_serving[-1] if _serving and group is None else "")  # other groups belong to other threads
     group = group or _group_of_host()
     is_sent = source is None or source == process_index()
     sent = own if is_sent else b""
@@ -237,7 +237,7 @@ def _gather_bytes(own: bytes, group: dist.ProcessGroup | None, *, source: int | 
 
 
 def _all_gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Return bytes of every process, as many of each."""
+    """Return the bytes of every process, all of the same length."""
     tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     every = [torch.empty_like(tensor) for _ in range(num_processes())]
     dist.all_gather(every, tensor, group=group)
@@ -245,7 +245,7 @@ def _all_gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _tag_of_caller(call: str) -> int:
-    """Return a number for the function that calls into this module, on behalf of a call of the user's."""
+    """Return a number for the function that calls into this module, on behalf of a call of the user."""
     own: CodeType = _tag_of_caller.__code__
     frame = sys._getframe(2)
     while frame.f_code.co_filename == own.co_filename and frame.f_back is not None:
@@ -258,15 +258,15 @@ def _tag_of_caller(call: str) -> int:
 
 @contextmanager
 def serving(call: str) -> Iterator[None]:
-    """Let what communicates in this context belong to a call of the user's, which every process has to make.
+    """Attribute the communication in this context to a user's call, which every process has to make.
 
-    The processes meet first, so that nothing that the model sends meets what another one sends elsewhere.
+    The processes meet first, so that the model's communication never meets that of another call.
 
     Processes: collective.
 
     Raises:
         ModuleContractError: Another process is in another call.
-        ProcessFailedError: Another process has ended.
+        ProcessFailedError: Another process has exited.
     """
     _serving.append(call)
     try:
@@ -282,24 +282,24 @@ def _meet(call: str) -> None:
         _gather_bytes(b"", None)
     except RuntimeError as error:  # of the connection
         expected, do = "the same call on every process", f"call {call} outside `if trainer.is_main:` and the like"
-        raise ProcessFailedError(explain(call, f"another process has ended: {error}", expected, do)) from error
+        raise ProcessFailedError(explain(call, f"another process has exited: {error}", expected, do)) from error
 
 
 def describe_call(frame: FrameType | None) -> str:
-    """Return what the main thread, with this frame, is doing, and for which call of the user's."""
+    """Describe what the main thread, with this frame, is doing, and for which call of the user."""
     doing = describe_activity(frame)
     return doing if not _serving or _serving[-1] in doing else f"{_serving[-1]}, {doing}"
 
 
 def _raise_apart(group: dist.ProcessGroup) -> NoReturn:
-    """Raise, on every process, what each of them is doing."""
+    """Raise an error, on every process, that lists what each of them is doing."""
     own = describe_call(sys._getframe(2)).encode()[:_LONGEST]
     doing = [one.rstrip(b"\0").decode(errors="replace") for one in _all_gather(own.ljust(_LONGEST, b"\0"), group)]
     raise ModuleContractError(explain_apart(dict(enumerate(doing))))
 
 
 def explain_apart(doing: Mapping[int, str]) -> str:
-    """Return the message about processes that wait for one another in different calls."""
+    """Return the error message about processes that wait for one another in different calls."""
     groups: dict[str, list[int]] = {}
     for index, what in doing.items():
         groups.setdefault(what, []).append(index)
@@ -312,8 +312,8 @@ def explain_apart(doing: Mapping[int, str]) -> str:
 def new_cpu_group() -> dist.ProcessGroup | None:
     """Return a new group of all processes, for collectives on host memory in another thread; None with one process.
 
-    Two threads of a process must not use one group: their collectives would be matched in the order of their arrival,
-    which differs between processes.
+    Two threads of a process must not use one group: their collectives would be matched in order of arrival, which
+    differs between processes.
 
     Processes: collective.
     """
@@ -325,13 +325,13 @@ def new_cpu_group() -> dist.ProcessGroup | None:
 
 
 def close_cpu_group(group: dist.ProcessGroup | None) -> None:
-    """Close the connections and threads of `new_cpu_group`, without the other processes."""
+    """Close the connections and threads of `new_cpu_group`. Not collective."""
     if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)
 
 
 def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return one picklable value of every process, in the order of ranks.
+    """Return one picklable value of every process, ordered by rank.
 
     Processes: collective.
     """
@@ -341,7 +341,7 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
 
 
 def gather_from_data(value: T) -> list[T]:
-    """Return one picklable value of every part of the data, in their order: as `gather_objects`, those shared once.
+    """Like `gather_objects`, but with one value per part of the data, in their order.
 
     Processes: collective.
     """
@@ -349,14 +349,14 @@ def gather_from_data(value: T) -> list[T]:
 
 
 def each_once(of_processes: list[T]) -> list[T]:
-    """Return what is left of a list with an entry for each process where those that share batches count once."""
+    """Reduce a list with an entry per process to one entry per part of the data."""
     return of_processes[::_ranks_per_batch]
 
 
 def broadcast_object(value: T, *, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the picklable value of one process, the main one by default, on every process.
 
-    Processes: collective; what the others pass is ignored.
+    Processes: collective; the values of other processes are ignored.
     """
     if num_processes() == 1:
         return value
@@ -372,8 +372,8 @@ def run_on_main_process(action: Callable[[], T], *, group: dist.ProcessGroup | N
     Processes: collective.
 
     Raises:
-        Exception: What the action raised, on every process, so that none waits for the others; without the traceback
-            on the others.
+        Exception: Any error of the action, on every process, so that none waits for the others; on the others without
+            the traceback.
     """
     if num_processes() == 1:
         return action()
@@ -385,12 +385,12 @@ def run_on_main_process(action: Callable[[], T], *, group: dist.ProcessGroup | N
 
 
 def run_on_every_process(action: Callable[[], T]) -> list[T]:
-    """Call `action` on each process, and return the picklable results of all, in the order of ranks.
+    """Call `action` on each process, and return all picklable results, ordered by rank.
 
     Processes: collective.
 
     Raises:
-        Exception: What the action raised here, else on the first process where it failed, without its traceback; on
+        Exception: The error of this process, otherwise of the first process that failed, without its traceback; on
             every process, so that none waits for the others.
     """
     own = _Result.of(action)
@@ -399,14 +399,14 @@ def run_on_every_process(action: Callable[[], T]) -> list[T]:
     except Exception:
         if own.error is None:
             raise
-        raise own.error from None  # because of which the others may be elsewhere
+        raise own.error from None  # the other processes may be elsewhere because of it
     own.unwrap()
     return [result.unwrap() for result in every]
 
 
 @dataclass
 class _Result(Generic[T]):
-    """What an action returned, or raised instead."""
+    """The result of an action, or its error."""
 
     value: T | None = None
     error: Exception | None = None
@@ -415,7 +415,7 @@ class _Result(Generic[T]):
     def of(cls, action: Callable[[], T]) -> _Result[T]:
         try:
             value = action()
-            pickle.dumps(value)  # here, where the others can still get the error if it cannot be sent
+            pickle.dumps(value)  # here, where the others can still receive the error if it cannot be pickled
             return cls(value=value)
         except Exception as error:  # noqa: BLE001 - raised on every process
             return cls(error=error)
@@ -424,7 +424,7 @@ class _Result(Generic[T]):
         """Return the result in a form that can be sent: some errors cannot be pickled or unpickled."""
         try:
             pickle.loads(pickle.dumps(self.error))
-        except Exception:  # noqa: BLE001 - whatever the error's own pickling does
+        except Exception:  # noqa: BLE001 - any error of the error's own pickling
             where = "the main process" if is_main_process() else f"process {process_index()}"
             return _Result(error=RuntimeError(f"on {where}: {type(self.error).__name__}: {self.error}"))
         return self
@@ -451,12 +451,12 @@ def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def on_local_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Run a function on the first process of each machine only; otherwise as `on_main_process`."""
+    """Run a function only on the first process of each machine; otherwise like `on_main_process`."""
     return _run_where(function, lambda: int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
 def on_last_process(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Run a function on the last process only; otherwise as `on_main_process`."""
+    """Run a function only on the last process; otherwise like `on_main_process`."""
     return _run_where(function, lambda: _launched_rank() == _num_launched() - 1)
 
 

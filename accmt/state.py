@@ -1,4 +1,4 @@
-"""The counters of a run, what it is doing, and the protocol of parts with a state of their own."""
+"""The counters and status of a run, and the protocol of stateful parts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Progress = Literal["initializing", "running", "finished", "interrupted", "preemp
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part whose state must survive a crash."""
+    """A part whose state is saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: JSON values and tensors."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
 
 
 class Place(NamedTuple):
-    """Where a batch was in training.
+    """The position of a batch in training.
 
     Attributes:
-        step: The optimizer step that its accumulation window was to make, from 1.
-        epoch: The epoch, from 0.
-        micro_batch: The micro-batch in it, from 0.
+        step: The optimizer step of its accumulation window, starting at 1.
+        epoch: The epoch, starting at 0.
+        micro_batch: The micro-batch within the epoch, starting at 0.
         samples_before: Samples of all processes seen before its accumulation window.
     """
 
@@ -41,40 +41,40 @@ class Place(NamedTuple):
 
 @dataclass
 class Status:
-    """What the Trainer is doing at this moment, as `TrainingState` documents it; nothing of it outlives the process."""
+    """What the Trainer is currently doing, as documented in `TrainingState`; not saved in checkpoints."""
 
     fn: Function | None = None
     stage: Stage | None = None
     status: Progress = "initializing"
     is_last_training_batch: bool = False
-    ends_step: bool | None = None  # of the current micro-batch; None where the number of micro-batches says it
+    ends_step: bool | None = None  # of the current micro-batch; None if derived from the number of micro-batches
     is_evaluating: bool = False  # from `on_evaluation_start` to `on_evaluation_end`
     is_last_epoch: bool = False
-    in_evaluation_batches: bool = False  # of a set that is evaluated or predicted: nothing else can be, in between
+    in_evaluation_batches: bool = False  # of an evaluation or prediction, during which no other can start
     interrupted: bool = False
-    sample_indices: list[int] | None = None  # of the current batch of an evaluation or a prediction
+    sample_indices: list[int] | None = None  # of the current batch of an evaluation or prediction
 
 
 @dataclass
 class Counters:
-    """Finished things, each counted once and the same on every process.
+    """What a run has finished, counted once and identical on every process.
 
     Attributes:
         epoch: Finished epochs, which is also the index of the current epoch.
         train_step: Batches, not optimizer steps, finished in this epoch; also the index of the current batch. With
-            `max_tokens` those as they were read: the micro-batches cut from those of a step are counted with its last.
+            `max_tokens`, batches as loaded: the micro-batches that a step's batches are split into count with the last.
         epoch_step: Optimizer steps finished in this epoch.
         batch_iteration: Batches finished since the start.
         global_step: Optimizer steps finished since the start.
-        skipped_steps: Accumulation windows without an optimizer step: the scaler met inf, or all weights were 0.
-        samples_seen: Training samples of all processes, each counted as often as it was trained on.
-        target_tokens_seen: What training batches weighed where they weigh target tokens: those of a transformers
-            model's own loss, of packed rows, or the weights that steps return. 0 where batches weigh samples.
-        bad_samples: Training samples that could not be read and were skipped, each as often as that happened.
-        skipped_batches: Training batches of all processes that the step left out, by returning None.
-        val_step: Batches finished in the current evaluation, or in the last one.
+        skipped_steps: Accumulation windows without an optimizer step: the scaler found inf, or all weights were 0.
+        samples_seen: Training samples of all processes, counted each time they are trained on.
+        target_tokens_seen: Total weight of training batches that are weighted by target tokens: those of a transformers
+            model's own loss, of packed rows, or the weights that steps return. 0 if batches are weighted by samples.
+        bad_samples: Training samples that could not be read and were skipped, counted each time.
+        skipped_batches: Training batches of all processes that the step skipped by returning None.
+        val_step: Batches finished in the current or last evaluation.
         eval_global_step: Batches of all evaluations.
-        evaluations_done: Finished evaluations; the sanity evaluation does not count.
+        evaluations_done: Finished evaluations, not counting the sanity evaluation.
         last_evaluation_step: `global_step` of the last evaluation, None before the first.
     """
 
@@ -100,19 +100,19 @@ _read_counters = attrgetter(*_COUNTERS)
 
 @dataclass(repr=False)
 class TrainingState(Counters):
-    """The counters of a run, with read-only views of the rest. Module, Trainer and callbacks see this one object.
+    """The counters of a run and read-only views of its status. Module, Trainer and callbacks share this object.
 
     The counters change only through the `count_*` methods, which only the loop calls.
 
     Attributes:
-        now: What the Trainer is doing.
+        now: What the Trainer is currently doing.
         grad_accum_steps: Micro-batches in an accumulation window of the current epoch.
         num_processes: Processes that train together.
-        best: Best value so far of each quantity that a model is saved by.
+        best: Best value so far of each quantity that models are saved by.
         metrics: Results of the last evaluation, by name.
-        best_metrics: Best value so far of each result whose better direction is known: losses, and those of metrics.
-        patience_left: Evaluations without a better value that are still allowed, by name where several are counted;
-            None where none is.
+        best_metrics: Best value so far of each result with a known direction: losses and metrics.
+        patience_left: Evaluations without a better value that are still allowed, by name if there are several; None
+            without early stopping.
     """
 
     now: Status = field(default_factory=Status)
@@ -130,17 +130,17 @@ class TrainingState(Counters):
 
     @property
     def fn(self) -> Function | None:
-        """The Trainer's method that runs: fit, validate, test, predict or tune."""
+        """The Trainer's running method: fit, validate, test, predict or tune."""
         return self.now.fn
 
     @property
     def stage(self) -> Stage | None:
-        """The part of it that runs: train, sanity_check, validate, test, predict or tune."""
+        """The running part of it: train, sanity_check, validate, test, predict or tune."""
         return self.now.stage
 
     @property
     def status(self) -> Progress:
-        """How far it got: initializing, running, finished, interrupted, preempted or failed."""
+        """Its progress: initializing, running, finished, interrupted, preempted or failed."""
         return self.now.status
 
     @property
@@ -150,7 +150,7 @@ class TrainingState(Counters):
 
     @property
     def is_last_epoch(self) -> bool:
-        """Whether the current epoch is the last one planned."""
+        """Whether the current epoch is the last planned one."""
         return self.now.is_last_epoch
 
     @property
@@ -165,7 +165,7 @@ class TrainingState(Counters):
 
     @property
     def sample_indices(self) -> list[int] | None:
-        """The positions in the data of the samples in the current batch of an evaluation or a prediction.
+        """The data indices of the samples in the current batch of an evaluation or prediction.
 
         None in training, and for data whose samples have no index, such as streams.
         """
@@ -173,22 +173,22 @@ class TrainingState(Counters):
 
     @property
     def batch_idx(self) -> int:
-        """Another name for `train_step`."""
+        """Alias of `train_step`."""
         return self.train_step
 
     @property
     def optimizer_step(self) -> int:
-        """Another name for `global_step`."""
+        """Alias of `global_step`."""
         return self.global_step
 
     @property
     def best_train_loss(self) -> float | None:
-        """Lowest training loss so far at an evaluation, where models are saved by it."""
+        """Lowest training loss at an evaluation so far, if models are saved by it."""
         return self.best.get("best_train_loss")
 
     @property
     def best_valid_loss(self) -> float | None:
-        """Lowest validation loss so far, where models are saved by it."""
+        """Lowest validation loss so far, if models are saved by it."""
         return self.best.get("best_valid_loss")
 
     def is_grad_accum_boundary(self, *, is_last_batch: bool = False) -> bool:
@@ -198,7 +198,7 @@ class TrainingState(Counters):
         return is_last_batch or (self.train_step + 1) % self.grad_accum_steps == 0
 
     def count_batch(self, number: int = 1) -> None:
-        """Count finished batches; several, or none yet, where micro-batches are cut by a token budget."""
+        """Count finished batches; several, or none yet, if micro-batches are split by a token budget."""
         self.train_step += number
         self.batch_iteration += number
 
@@ -215,7 +215,7 @@ class TrainingState(Counters):
         self.bad_samples += num_samples
 
     def count_skipped_batches(self, number: int) -> None:
-        """Count the batches, over all processes, that the training step left out."""
+        """Count the batches, over all processes, that the training step skipped."""
         self.skipped_batches += number
 
     def count_step(self, *, is_skipped: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What happens when a run is asked to end before its time, and when something goes wrong."""
+"""Requests to end a run early, and failures."""
 
 from __future__ import annotations
 

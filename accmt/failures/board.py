@@ -1,4 +1,4 @@
-"""Notes that processes leave for one another, which can be read while main threads wait in a collective."""
+"""Messages between processes that can be read while main threads wait in a collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _runs = itertools.count()
 
 
 class Board:
-    """Notes of all processes of one run, by topic, in the store through which they found one another."""
+    """Messages of all processes of one run, by topic, in the store of their rendezvous."""
 
     def __init__(self, store: Store, index: int, count: int) -> None:
         self.index = index
@@ -32,10 +32,10 @@ class Board:
 
     @classmethod
     def of_setup(cls, number: int) -> Board | None:
-        """Open the board of a run that is being set up, if the processes know of one another; others need not.
+        """Open the board of a run that is being set up; None if the processes do not need to communicate.
 
         Args:
-            number: How many runs this process began before; as many as the others.
+            number: How many runs this process has started before; the same on all processes.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
@@ -54,47 +54,47 @@ class Board:
         return cls(PrefixStore(prefix, open_store()), dist.get_rank(), dist.get_world_size())
 
     def post(self, topic: str, note: Any) -> None:
-        """Leave a note, JSON values, for all processes."""
+        """Post a message, JSON values, for all processes."""
         self._store.set(f"{topic}/{self.index}", json.dumps(note))
         self._store.add("news", 1)
 
     def has_news(self) -> bool:
-        """Return whether a note was left since the last call."""
+        """Return whether a message was posted since the last call."""
         before, self._seen = self._seen, self._store.add("news", 0)
         return self._seen > before
 
     def read(self, topic: str) -> dict[int, Any]:
-        """Return the notes about a topic, by process."""
+        """Return the messages about a topic, by process."""
         posted = (index for index in range(self.count) if self._store.check([f"{topic}/{index}"]))
         return {index: json.loads(self._store.get(f"{topic}/{index}")) for index in posted}
 
     def draw_ticket(self) -> int:
-        """Return a number that is higher than all that were drawn before, in any process."""
+        """Return a number that is higher than all previous ones on any process."""
         return int(self._store.add("tickets", 1))
 
     def beat(self) -> None:
-        """Show that this process is alive."""
+        """Signal that this process is alive."""
         self._store.add(f"beat/{self.index}", 1)
 
     def beats(self) -> list[int]:
-        """Return how often each process has shown that it is alive."""
+        """Return each process's number of signals that it is alive."""
         return [self.beats_of(index) for index in range(self.count)]
 
     def beats_of(self, index: int) -> int:
-        """Return how often one process has shown that it is alive."""
+        """Return one process's number of signals that it is alive."""
         return int(self._store.add(f"beat/{index}", 0))
 
 
-# ---- A run on several machines ends where one of them is gone, or can no longer be reached.
+# ---- Ending a run on several machines if one of them fails or becomes unreachable.
 #
-# A link that is cut says nothing: a collective waits for as long as torch lets it, half an hour by default, and so does
-# whoever asks the store, which lies on one machine. The launcher of each machine looks after the processes there, so
-# here the first process of each machine stands for it.
+# A broken connection raises no error: a collective waits until torch's timeout, half an hour by default, and so does a
+# request to the store, which is on one machine. Each machine's launcher monitors the processes there, so here the first
+# process of each machine represents it.
 
 
 LEFT = "left"
 _TICK_S = 1.0
-_LOOKS = 8  # within the time limit: each asks the store once for every machine
+_LOOKS = 8  # per time limit: each requests every machine's state from the store once
 _DO = 'start the run again on all machines: resume="auto" continues from the newest checkpoint'
 
 
@@ -112,9 +112,9 @@ class Machine:
 
 
 def find_machines() -> list[Machine]:
-    """Return the machines of a run, in the order of their first processes.
+    """Return the machines of a run, ordered by their first processes.
 
-    Two that a launcher counts as two machines are two, also where they have one name.
+    Two machines of a launcher count as two even if they have the same name.
 
     Processes: collective.
     """
@@ -124,11 +124,11 @@ def find_machines() -> list[Machine]:
 
 
 class SignsOfLife:
-    """Ends this process where another machine shows no sign of life for too long.
+    """Ends this process if another machine shows no sign of life for too long.
 
     Args:
-        board: On which every process shows that it is alive.
-        machines: Those of the run.
+        board: Where every process signals that it is alive.
+        machines: The machines of the run.
         timeout_s: How long a machine may be silent.
         end: Ends this process, with a message.
     """
@@ -150,7 +150,7 @@ class SignsOfLife:
         self._guard.start()
 
     def leave(self) -> None:
-        """Let the others know that this process comes to its end: its silence is no failure."""
+        """Inform the others that this process is about to exit, so that its silence is no failure."""
         try:
             self._board.post(LEFT, note=True)
         except (RuntimeError, OSError):  # the process with the store has exited
@@ -159,7 +159,7 @@ class SignsOfLife:
             self._is_over.set()
 
     def look(self, now: float) -> None:
-        """Look for signs of life, if it is time, and end this process if one is overdue."""
+        """Check for signs of life if a check is due, and end this process if a machine is overdue."""
         self._num_looks += 1
         if now < self._next_look:
             return
@@ -172,9 +172,9 @@ class SignsOfLife:
                 self._end(self._describe(machine))
 
     def _guard_looks(self) -> None:
-        """End this process where the thread that looks gets no answer from the store.
+        """End this process if the checking thread gets no answer from the store.
 
-        Counts its own ticks, not time: in a process that was stopped and continued neither thread has run meanwhile.
+        Counts its own ticks instead of time: while a process was suspended, neither thread has run.
         """
         seen, num_ticks = 0, 0
         while not self._is_over.wait(_TICK_S):
@@ -186,4 +186,4 @@ class SignsOfLife:
     def _describe(self, machine: Machine) -> str:
         where = f"process {process_index()} of a run on several machines"
         got = f"no sign of life of {machine.name} (process {machine.first}) for {self._timeout_s:g} s"
-        return explain(where, got, "a machine that runs, and a network that reaches it", _DO)
+        return explain(where, got, "a running machine that can be reached over the network", _DO)

@@ -1,13 +1,13 @@
-"""What asks a run to end before its time, and the point at which it does.
+"""Requests to end a run early, and the point at which the run ends.
 
-A run passes points at which it can be left: the ends of optimizer steps, and the batches of its evaluations. Whoever
-wants it to end (a signal, a time limit, the user's code) only leaves a request; the loop looks for it at each point,
-which costs no communication.
+A run passes points at which it can stop: the ends of optimizer steps, and the batches of its evaluations. A signal, a
+time limit or the user's code only records a request; the loop checks for it at each point, which needs no
+communication.
 
-Several processes agree through a thread of each (`Watch`) on the point at which all leave. A process that learns of the
-request holds at its next point and reports how many points it had passed. Once all have reported, they leave at the
-point after the highest of those numbers: nobody can be beyond it, since a process that learned of it later reported
-its number afterwards, and one that holds earlier continues up to it.
+Several processes agree on the point through one thread each (`Watch`). A process that learns of the request waits at
+its next point and reports how many points it has passed. Once all have reported, they stop at the point after the
+highest of these numbers. No process can be beyond it: one that learned of the request later also reported its number
+later, and one that waits earlier continues up to it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from accmt.failures.board import Board
 Ending: TypeAlias = Literal["interrupt", "preempt", "finish"]
 
 ANSWER_S = 5.0
-"""How long processes wait for one another's answer; one that does not answer counts as dead."""
+"""How long a process waits for the others' answers; one that does not answer counts as dead."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a run is to end.
+    """Why a run ends early.
 
     Attributes:
-        what: The name of a signal or of a setting, for messages.
-        ending: As by Ctrl-C, as by pre-emption, or as if training were finished.
+        what: The name of a signal or setting, for messages.
+        ending: As after Ctrl-C, as after preemption, or as if training were finished.
     """
 
     what: str
@@ -49,18 +49,18 @@ class Reason:
 
 
 class Interruption:
-    """The request that a run ends, until it does.
+    """The request to end a run.
 
     Args:
-        is_listening: Whether signals wait for the next point; if not, they end the run at once.
+        is_listening: Whether signals wait for the next point; if not, they end the run immediately.
         board: Where processes agree; None with one process.
 
     Attributes:
-        ends_training: Whether training is to end as if it were finished.
-        ended_by: What asked for that.
-        left_at_once: Whether the run is left in the middle of something, without another checkpoint.
-        is_left: Whether all processes have left the run together.
-        is_ending: Whether the run is about to end by an error, which a launcher's signal must not hide.
+        ends_training: Whether training ends as if it were finished.
+        ended_by: What requested that.
+        left_at_once: Whether the run stops in the middle of something, without another checkpoint.
+        is_left: Whether all processes have stopped the run together.
+        is_ending: Whether the run is about to end with an error, which a launcher's signal must not hide.
     """
 
     def __init__(self, *, is_listening: bool, board: Board | None = None) -> None:
@@ -80,9 +80,9 @@ class Interruption:
         self._decision: tuple[int, Reason] | None = None
 
     def request(self, reason: Reason) -> None:
-        """Ask the run to end at its next point; the first reason counts. Any thread may call this.
+        """Request that the run ends at its next point; the first reason counts. Thread-safe.
 
-        A signal takes precedence over the request to finish training, after which there may be much to do.
+        A signal has priority over the request to finish training, because finishing may take long.
         """
         if self._request is None or (self._request.ending == "finish" != reason.ending):
             self._request = reason
@@ -90,22 +90,22 @@ class Interruption:
             self._is_held, self._decision = True, (0, self._request)
             self._decided.set()
         else:
-            self._hold()  # at once: where all ask at the same step, they end there, however fast steps are
+            self._hold()  # immediately: if all request it at the same step, they end there, however fast steps are
 
     @property
     def is_left_in_order(self) -> bool:
-        """Whether the run was left at one of its points, and nothing interrupted what came after it."""
+        """Whether the run stopped at one of its points, and nothing interrupted what followed."""
         return self.is_left and not self.left_at_once
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody in this process asked the run to end."""
+        """Whether this process has requested the end of the run."""
         return self._request is not None
 
     def pass_point(self) -> Reason | None:
         """Return why the run ends here; None if it continues.
 
-        Processes: all, at the same points; none waits for the others unless the run is to end.
+        Processes: all, at the same points; none waits for the others unless the run is about to end.
 
         Raises:
             ProcessFailedError: A process does not answer.
@@ -114,7 +114,7 @@ class Interruption:
         if not self._is_held:
             return None
         if not self._decided.wait(ANSWER_S) or self._decision is None:
-            got = f"some process did not answer within {ANSWER_S:g} s on where to end the run"
+            got = f"a process did not answer within {ANSWER_S:g} s when the processes agreed where to end the run"
             raise ProcessFailedError(explain("a process", got, "all processes alive", "see the other processes' logs"))
         at, reason = self._decision
         if self._board is not None and self._points < at:
@@ -129,7 +129,7 @@ class Interruption:
         return reason
 
     def agree(self) -> None:
-        """Take part in the agreement; the thread of each process calls this again and again."""
+        """Take part in the agreement; called repeatedly by each process's thread."""
         board, topic = self._board, f"end-{self._agreement}"
         if board is None or self._decided.is_set():
             return
@@ -148,7 +148,7 @@ class Interruption:
 
     def _hold(self) -> None:
         if not self._is_held:
-            # Before the number is read: a point that is passed in between is either held at, or counted.
+            # Before the number is read: a point that is passed in between is either held at or counted.
             self._is_held = True
             self._held_at = self._points
 
@@ -158,14 +158,14 @@ class Interruption:
         self._decided.clear()
 
 
-# ---- How long a run has taken, not counting interruptions.
+# ---- The elapsed time of a run, excluding interruptions.
 
 
 class Clock:
-    """Counts the seconds of a run, over all its parts.
+    """Measures the duration of a run across interruptions.
 
     Args:
-        limit_s: How many it may take; None is any number.
+        limit_s: The time limit in seconds; None for none.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
@@ -175,12 +175,12 @@ class Clock:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds so far, those before an interruption included."""
+        """Seconds so far, including the time before an interruption."""
         return self._before_s + time.perf_counter() - self._began
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the run has taken as long as it may."""
+        """Whether the time limit is reached."""
         return self._limit_s is not None and self.elapsed_s >= self._limit_s
 
     def state_dict(self) -> dict[str, float]:
@@ -190,11 +190,11 @@ class Clock:
         self._before_s, self._began = state["elapsed_s"], time.perf_counter()
 
 
-# ---- Signals that ask a run to end: handled in the main thread during a run, and left as they were after it.
+# ---- Signals that request the end of a run: handled in the main thread during a run, and restored after it.
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_SAME_CTRL_C_S = 0.5  # a launcher forwards what the terminal has already sent to every process
+_SAME_CTRL_C_S = 0.5  # a launcher forwards the signal that the terminal has already sent to every process
 _ADVICE = b"\n[accmt] Ctrl-C: finishing the current step and saving a checkpoint; press it again to stop at once\n"
 
 Previous: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
@@ -202,9 +202,9 @@ Previous: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
 @contextmanager
 def listening(interruption: Interruption, exit_code: int) -> Iterator[None]:
-    """Handle Ctrl-C, SIGTERM and SIGUSR1 during a run; handlers that were there before are called at its end.
+    """Handle Ctrl-C, SIGTERM and SIGUSR1 during a run; previous handlers are called at its end.
 
-    Signals that are ignored, as in a background job, stay ignored. Outside the main thread nothing is handled.
+    Ignored signals, as in a background job, stay ignored. Outside the main thread nothing is handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -230,7 +230,7 @@ class _Listener:
         for number in _SIGNALS:
             previous = signal.getsignal(number)
             if previous in (signal.SIG_IGN, None) or (number == signal.SIGINT and not self._interruption.is_listening):
-                continue  # None: set by a C library, and could not be restored
+                continue  # None: set by a C library, which Python cannot restore
             self._previous[number] = previous
             signal.signal(number, self._hear)
 
@@ -244,7 +244,7 @@ class _Listener:
                 previous(number, frame)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a loader's worker, which its parent ends
+        if os.getpid() != self._process:  # a loader worker, which its parent ends
             return
         self._heard[number] = frame
         if number == signal.SIGINT:
@@ -260,7 +260,7 @@ class _Listener:
         now = time.monotonic()
         if self._interrupted_at is None:
             self._interrupted_at = now
-            os.write(2, _ADVICE)  # a logger may be in the middle of a line
+            os.write(2, _ADVICE)  # not through the logger, which may be in the middle of a line
         elif now - self._interrupted_at > _SAME_CTRL_C_S:
             self._interruption.left_at_once = True
             raise KeyboardInterrupt

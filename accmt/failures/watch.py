@@ -1,8 +1,7 @@
-"""A thread that listens to signals and to the other processes while the main thread waits in a collective.
+"""A thread that handles signals and the other processes while the main thread waits in a collective.
 
-Python runs a signal's handler only when its main thread returns from C, which it does not while it waits for another
-process. The system's own handler writes the signal's number to a socket (`signal.set_wakeup_fd`), which this thread
-reads.
+Python runs a signal handler only when its main thread returns from C code, which it does not while it waits for another
+process. The system's handler writes the signal number to a socket (`signal.set_wakeup_fd`), which this thread reads.
 """
 
 from __future__ import annotations
@@ -33,30 +32,30 @@ from accmt.messages import warn
 from accmt.options.failures import Handler
 from accmt.processes import describe_call, explain_apart, names_of_threads
 
-# ---- Who waits for whom: processes that can never meet are an error, a long wait is a warning that names the slow one.
+# ---- Detecting deadlocks between processes, and long waits for a slow process.
 #
 # Collectives have no names, so neither of two processes in different ones learns what the other is doing. But each
-# group of processes counts its collectives. All processes begin them in one order, so what one has begun is a part of
-# what any other has begun. Where each of two is ahead of the other in some group, and both wait, neither can ever go
-# on.
+# group counts its collectives. All processes start them in one order, so the collectives that one has started are
+# a subset of another's or the other way round. If each of two waiting processes is ahead of the other in some group,
+# they are deadlocked.
 #
-# The thread of each process looks once a second, and leaves a note where its main thread has waited for some time.
+# The thread of each process checks once a second, and posts a message if its main thread has waited for some time.
 
 
 _NOTED_S = 5.0
 _WARNED_S = 30.0
-_AGAIN = 10  # times as long after the warning before
+_AGAIN = 10  # the interval grows by this factor with each warning
 _WAITING, _BUSY = "waiting", "busy"
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a process is.
+    """What a process is currently doing.
 
     Attributes:
         waits: Whether its main thread waits for other processes.
-        begun: The collectives that it has begun in each group.
-        function: The one that it is in, if that is known.
+        begun: The number of collectives that it has started in each group.
+        function: The current collective, if known.
     """
 
     waits: bool
@@ -64,7 +63,7 @@ class Stand:
     function: str | None = None
 
     def can_never_meet(self, other: Stand) -> bool:
-        """Return whether two processes that wait are in different collectives, each of which needs both."""
+        """Return whether two waiting processes are in different collectives that each need both."""
         if self.begun == other.begun:
             return None not in (self.function, other.function) and self.function != other.function
         return self._is_ahead_of(other) and other._is_ahead_of(self)
@@ -74,10 +73,10 @@ class Stand:
 
 
 class Waits:
-    """Watches the waiting of one process and, in the main one, warns of that of all.
+    """Monitors how long one process waits and, on the main process, warns about all of them.
 
     Args:
-        board: Where processes leave notes.
+        board: Where processes post messages.
         describe: Returns what this process is doing.
     """
 
@@ -93,7 +92,7 @@ class Waits:
         self._warns_after = _WARNED_S
 
     def look(self, now: float, stand: Stand) -> ModuleContractError | None:
-        """Take note of where this process is; return the error where it and another one can never meet."""
+        """Record what this process is doing; return an error if it and another process are deadlocked."""
         if stand != self._stand or not stand.waits:
             self._stand, self._since = stand, now
         self._note(now, stand)
@@ -110,7 +109,9 @@ class Waits:
         others = {index: note for index, note in waiting.items() if index != self._board.index}
         before = self._apart
         self._apart = [i for i, note in others.items() if stand.can_never_meet(Stand(**note["stand"]))]
-        if not before or not self._apart:  # twice: a note may be a second older than what it is compared with
+        if (
+            not before or not self._apart
+        ):  # twice, because a message may be a second older than what it is compared with
             return None
         return ModuleContractError(explain_apart({index: note["doing"] for index, note in sorted(waiting.items())}))
 
@@ -122,7 +123,7 @@ class Waits:
             self._board.post(_WAITING, note)
 
     def _answer(self, now: float) -> None:
-        """Say what this process is doing while others wait, now and then."""
+        """Report from time to time what this process is doing while others wait."""
         if not self._has_noted and (self._busy_noted_at is None or now - self._busy_noted_at >= _NOTED_S):
             self._busy_noted_at = now
             self._board.post(_BUSY, self._describe())
@@ -136,7 +137,7 @@ class Waits:
         doing = {index: note["doing"] for index, note in waiting.items()}
         busy = {index: what for index, what in self._board.read(_BUSY).items() if index not in waiting}
         for_whom = f"for {_list(busy)}" if busy else "for one another, or for the network"
-        warn(f"waiting for {seconds:.0f} s {for_whom}: {_list(doing)}; training goes on when they meet")
+        warn(f"waiting for {seconds:.0f} s {for_whom}: {_list(doing)}; training continues when they meet")
 
 
 def _list(doing: Mapping[int, str]) -> str:
@@ -149,9 +150,9 @@ def _list(doing: Mapping[int, str]) -> str:
 _POLL_S = 0.1
 _BEAT_S = 0.5
 _CENSUS_S = 1.0
-_STUCK_S = 6.0  # a main thread that waits for a failed process longer than this will never return
-_BUSY_S = 60.0  # one that computes reaches the end of its step, and takes its checkpoint there
-_COMPUTING = 0.2  # of the time of one processor: a backward that uses more is not waiting for others
+_STUCK_S = 6.0  # a main thread that waits longer for a failed process will never return
+_BUSY_S = 60.0  # a computing main thread reaches the end of its step, and writes its checkpoint there
+_COMPUTING = 0.2  # share of one processor's time: a backward that uses more is not waiting for others
 _LEAVE_S = 8.0
 _PROCESS = "process"
 _COLLECTIVES = ("torch/distributed/", "accmt/processes.py")
@@ -164,20 +165,20 @@ _WAITING_IN = (*_COLLECTIVES, _BACKWARD)
 
 
 class Watch:
-    """The thread of one process, and what it knows of the others.
+    """The monitoring thread of one process.
 
     Args:
-        board: Where processes leave notes.
+        board: Where processes post messages.
         interruption: Receives the signals.
-        hang_timeout_s: Seconds without progress after which the run ends; None is off.
-        progress: Returns something that changes as long as the run makes progress.
-        machines: Those of the run, if there are several.
-        machine_timeout_s: Seconds without a sign of life of another machine after which the run ends; None is off.
+        hang_timeout_s: Seconds without progress after which the run ends; None disables it.
+        progress: Returns a value that changes as long as the run makes progress.
+        machines: The machines of the run, if there are several.
+        machine_timeout_s: Seconds without a sign of life of another machine after which the run ends; None disables it.
 
     Attributes:
-        board: Where processes leave notes.
+        board: Where processes post messages.
         has_failed: Whether this process has reported its failure.
-        is_apart: Whether it failed while others did not, so that nothing can be done together any more.
+        is_apart: Whether it failed while others did not, so that no collective is possible any more.
     """
 
     def __init__(
@@ -221,13 +222,13 @@ class Watch:
         if threading.current_thread() is threading.main_thread():
             self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self.board.post(_PROCESS, _describe_process())
-        self.board.beat()  # the thread may come to it only after this machine was cut off, and nobody would miss it
+        self.board.beat()  # the thread may start only after this machine was cut off, and nobody would miss it
         self._thread.start()
         if self._signs is not None:
             self._signs.start()
 
     def stop(self) -> None:
-        """Stop watching, and leave signals as they were."""
+        """Stop watching, and restore the signal handling."""
         if self._signs is not None:
             self._signs.leave()
         else:
@@ -235,7 +236,7 @@ class Watch:
                 self.board.post(LEFT, note=True)
         self._is_ending.set()
         with contextlib.suppress(OSError):
-            self._sender.send(b"\0")  # so that the thread need not look at the time
+            self._sender.send(b"\0")  # wakes up the thread
         if self._previous_fd is not None:
             signal.set_wakeup_fd(self._previous_fd)
         self._thread.join(timeout=2.0)
@@ -243,11 +244,11 @@ class Watch:
         self._sender.close()
 
     def answer_by(self, answer: Callable[[], None]) -> None:
-        """Let `answer` look at the notes whenever there are new ones, also while the main thread waits."""
+        """Call `answer` whenever there are new messages, also while the main thread waits."""
         self._answers.append(answer)
 
     def report_failure(self, error: BaseException) -> None:
-        """Send the other processes the error that ends this one."""
+        """Send the error that ends this process to the other processes."""
         self.has_failed = True
         kind = kind_of(error)
         text = "".join(traceback.format_exception(error))
@@ -256,7 +257,7 @@ class Watch:
         self._post_failure(text, is_consequence=is_consequence(error), kind=kind_name, was_asked=was_asked)
 
     def all_failed_alike(self, within_s: float) -> bool:
-        """Return whether all processes failed at one point, for reasons of their own: then they can still act together.
+        """Return whether all processes failed independently at one point: collectives are then still possible.
 
         Args:
             within_s: How long to wait for the others.
@@ -273,7 +274,7 @@ class Watch:
         return False
 
     def failures(self) -> dict[int, Any]:
-        """Return the reports of failures by process, the first one first."""
+        """Return the failure reports by process, in order."""
         try:
             notes = self.board.read("failed")
         except (RuntimeError, OSError):  # the process with the store has exited
@@ -282,13 +283,13 @@ class Watch:
         return dict(sorted(notes.items(), key=lambda item: (order.index(item[1]["is_consequence"]), item[1]["ticket"])))
 
     def find_cause(self, error: BaseException) -> tuple[int, str] | None:
-        """Return the process whose failure caused an error here, and what it reported ("" of one that was killed).
+        """Return the process whose failure caused an error here, and its report ("" if it was killed).
 
-        None where nothing shows that another process failed before: the error stands for itself.
+        None if nothing shows that another process failed before.
         """
         reports = self.failures()
         own = reports.pop(self.board.index, None)
-        if isinstance(error, KeyboardInterrupt | Preempted):  # a launcher sends it to those that are left
+        if isinstance(error, KeyboardInterrupt | Preempted):  # sent by a launcher to the remaining processes
             causes = {index: note for index, note in reports.items() if not note["was_asked"]}
         elif is_consequence(error) is False:
             return None
@@ -302,9 +303,9 @@ class Watch:
         return (lost[0], "") if lost else None
 
     def find_lost(self) -> list[int]:
-        """Return the processes of this machine that are gone without a report, such as one that was killed.
+        """Return the processes of this machine that have exited without a report, for example because they were killed.
 
-        The system knows at once; of other machines only the signs of life show it.
+        The system knows this immediately; for other machines, only signs of life show it.
         """
         try:
             gone = [index for index, note in self._find_neighbours().items() if not _is_running(note)]
@@ -313,15 +314,15 @@ class Watch:
             return []
 
     def _find_neighbours(self) -> dict[int, Any]:
-        """Return what the other processes of this machine are called there."""
-        if len(self._processes) < self.board.count:  # else nothing is asked of the store, once a second
+        """Return the identities of the other processes of this machine."""
+        if len(self._processes) < self.board.count:  # otherwise the store need not be asked once a second
             self._processes = self.board.read(_PROCESS)
         own = self._processes.get(self.board.index, {"machine": None})
         others = self._processes.items()
         return {i: note for i, note in others if note["machine"] == own["machine"] and i != self.board.index}
 
     def find_silent(self) -> list[int]:
-        """Return the processes that no longer show that they are alive; takes a few beats."""
+        """Return the processes that no longer signal that they are alive; takes a few beats."""
         try:
             before = self.board.beats()
             time.sleep(3 * _BEAT_S)
@@ -331,9 +332,9 @@ class Watch:
 
     @staticmethod
     def exit_soon() -> None:
-        """End this process soon, also where its exit waits for one that has died.
+        """End this process soon, even if its exit would wait for one that has died.
 
-        Until then it shows its error: a launcher that has seen another one die would end it before.
+        Until then it can print its error: a launcher that has seen another process die would kill it earlier.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -407,7 +408,7 @@ class Watch:
         error = self._waits_of_all.look(now, self._find_stand(now))
         if error is not None:
             try:
-                raise error  # the launcher's summary has its traceback
+                raise error  # with a traceback for the launcher's summary
             except AccmtError as raised:
                 record_for_launcher(raised)
             self._post_failure(str(error), is_consequence=False)
@@ -423,14 +424,14 @@ class Watch:
         return sys._current_frames().get(self._main_thread)
 
     def _waits(self, now: float) -> bool:
-        """Return whether the main thread waits for other processes; in a backward, only the processor time shows it."""
+        """Return whether the main thread waits for other processes; in a backward, only its processor time shows it."""
         (at, used), self._cpu_used = self._cpu_used, (now, time.process_time())
         files: list[str] = []
         frame = self._main_frame()
         while frame is not None and len(files) < _NEWEST:
             files.append(frame.f_code.co_filename)
             frame = frame.f_back
-        # Of what communicates only the last frame counts: it is also above a forward that computes, or an action.
+        # Only the last frame counts: communication is also above a forward that computes, or an action.
         if files and any(path in files[0] for path in (*_COLLECTIVES, _WRAPPER)):
             return True
         if len(files) > 1 and _OPERATORS in files[0] and _COLLECTIVES[0] in files[1]:
@@ -459,7 +460,7 @@ class Watch:
 
     def _end_lost(self, why: str) -> None:
         try:
-            raise ProcessFailedError(why)  # the launcher's summary has it
+            raise ProcessFailedError(why)  # for the launcher's summary
         except ProcessFailedError as error:
             record_for_launcher(error)
         self._end(why)
@@ -477,13 +478,13 @@ class Watch:
 
     @staticmethod
     def _end(why: str) -> None:
-        # Neither an exception nor an exit reaches a main thread that waits in a collective.
+        # A main thread that waits in a collective reacts neither to an exception nor to an exit.
         os.write(2, f"[accmt] {why}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def record_for_launcher(error: BaseException) -> None:
-    """Let the launcher's summary name this process: it goes by the time in the file, not by who was ended first.
+    """Name this process in the launcher's summary, which uses the time in the file, not which process it ended first.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
@@ -495,7 +496,7 @@ def record_for_launcher(error: BaseException) -> None:
 
 
 def kind_of(error: BaseException) -> Handler | None:
-    """Return the kind of error that `Trainer(handlers=...)` knows it by; None where no handler is for it."""
+    """Return the kind of an error for `Trainer(handlers=...)`; None if no handler is for it."""
     if isinstance(error, KeyboardInterrupt):
         return Handler.KEYBOARD
     if is_out_of_memory(error):
@@ -504,10 +505,10 @@ def kind_of(error: BaseException) -> Handler | None:
 
 
 def is_consequence(error: BaseException) -> bool | None:
-    """Return whether an error only says that another process has failed; None where it may, as one of a backward.
+    """Return whether an error only results from the failure of another process; None if that is unknown.
 
-    Words decide nothing. torch.distributed raises errors of its own types or, from C++, a plain RuntimeError; what
-    Python code raises by a `raise` is not one of them, whatever it says.
+    Does not depend on the message. torch.distributed raises errors of its own types or, from C++, a plain RuntimeError;
+    an error raised by Python code is not one of them.
     """
     if isinstance(error, dist.DistError | ProcessFailedError):
         return True
@@ -523,7 +524,7 @@ def is_consequence(error: BaseException) -> bool | None:
 
 
 def _describe_process() -> dict[str, Any]:
-    """Return what names this process on its machine, or in its container: there, numbers repeat."""
+    """Return what identifies this process on its machine, or in its container, where process ids repeat."""
     import psutil
 
     pid = os.getpid()
@@ -545,5 +546,5 @@ def _is_running(note: dict[str, Any]) -> bool:
         )
     except psutil.NoSuchProcess:
         return False
-    except psutil.Error:  # one that may not be looked at is there
+    except psutil.Error:  # it exists but cannot be inspected
         return True

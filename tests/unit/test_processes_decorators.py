@@ -55,6 +55,6 @@ def test_a_call_that_another_process_cannot_answer_any_more_is_named(monkeypatch
 
     monkeypatch.setattr("accmt.processes.num_processes", lambda: 2)
     monkeypatch.setattr("accmt.processes._gather_bytes", end)
-    said = "trainer.validate\n  got: another process has ended: Connection closed"
+    said = "trainer.validate\n  got: another process has exited: Connection closed"
     with pytest.raises(ProcessFailedError, match=said), serving("trainer.validate"):
         pass
