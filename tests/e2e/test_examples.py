@@ -365,7 +365,7 @@ def test_the_curriculum_is_as_accurate_on_short_texts_as_printed(tmp_path: Path,
 
 
 def test_the_page_lists_every_example():
-    rows = read_table(read_section(ROOT / "docs" / "examples.md", "What there is"))
+    rows = read_table(read_section(ROOT / "docs" / "examples.md", "The examples"))
     listed = [re.search(r"`(\w+\.py)`", row[0])[1] for row in rows]
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 

@@ -12,7 +12,7 @@ from tests.tables import each
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT, ROOT / "tests" / "distributed"]
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()
-SECTION = PAGE.split("\n## What holds, and what shows it\n")[1].split("\n## ")[0]
+SECTION = PAGE.split("\n## Guarantees and their tests\n")[1].split("\n## ")[0]
 TABLE = SECTION.split("\n\n|")[1].split("\n\n")[0]
 ROWS = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in TABLE.splitlines()[2:]]
 ENGINES = {1: "1", 2: "(2|3|ddp-2)", 3: "fsdp-[234]", 4: "hsdp-4", 5: "tp-2", 6: "tpfsdp-4"}

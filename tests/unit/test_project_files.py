@@ -87,3 +87,13 @@ def test_the_citation_is_of_this_version():
 def test_the_standard_files_are_there():
     for name in ("LICENSE", "README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md"):
         assert (ROOT / name).stat().st_size > 200, name
+
+
+def test_the_addresses_of_site_and_repository_stand_in_one_place():
+    hosts = {url.split("/")[2] for url in PROJECT["urls"].values()}
+    assert len(hosts) == 1
+    folders = [ROOT / name for name in ("accmt", "docs", "examples", "hps", ".ci", ".github")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix not in (".pyc", ".png", ".webp")]
+    files += [path for path in ROOT.iterdir() if path.suffix in (".md", ".yml", ".cff", ".txt")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.is_file()}
+    assert [path for path, text in texts.items() for host in hosts if host in text] == []
