@@ -1,4 +1,4 @@
-"""What is due when: pure functions of settings and counters, so that all processes decide alike without asking."""
+"""When things are due: pure functions of settings and counters, equal on all processes without communication."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from accmt.state import TrainingState
 
 @dataclass(frozen=True)
 class Cadence:
-    """The planned rhythm of a run.
+    """The intervals and limits of a run.
 
     Attributes:
-        epochs: Epochs of the run; None where only one of the following ends it.
-        max_steps: Updates of the run; None is no limit.
-        max_samples: Training samples of the run; None is no limit.
-        max_target_tokens: Target tokens of the run; None is no limit.
-        log_every: Updates between rows of the log; -1 is at the end of each epoch.
-        evaluate_every: Updates between evaluations: a number counted over epochs, a fraction of an epoch, or None.
-        evaluate_every_n_epochs: Epochs between evaluations where `evaluate_every` is None.
-        evaluate_at_end: Whether the last step is evaluated where `evaluate_every` is set.
-        checkpoint_every: Distance between checkpoints; None is never.
+        epochs: Epochs of the run; None if only one of the following limits ends it.
+        max_steps: Optimizer steps of the run; None for no limit.
+        max_samples: Training samples of the run; None for no limit.
+        max_target_tokens: Target tokens of the run; None for no limit.
+        log_every: Optimizer steps between log rows; -1 logs at the end of each epoch.
+        evaluate_every: Optimizer steps between evaluations, over all epochs, or a fraction of an epoch, or None.
+        evaluate_every_n_epochs: Epochs between evaluations if `evaluate_every` is None.
+        evaluate_at_end: Whether to evaluate after the last step if `evaluate_every` is set.
+        checkpoint_every: Interval between checkpoints; None writes none.
     """
 
     epochs: int | None
@@ -40,7 +40,7 @@ class Cadence:
 
     @classmethod
     def of(cls, settings: Settings) -> Cadence:
-        """Read the rhythm from the settings."""
+        """Read the intervals from the settings."""
         evaluation, epochs = settings.evaluation, settings.hps.epochs
         between, in_epochs = (
             evaluation.every,
@@ -60,11 +60,11 @@ class Cadence:
 
     @cached_property
     def is_limited(self) -> bool:
-        """Whether anything but epochs ends the run."""
+        """Whether a limit other than epochs can end the run."""
         return (self.max_steps, self.max_samples, self.max_target_tokens) != (None, None, None)
 
     def is_out_of_steps(self, state: TrainingState) -> bool:
-        """Return whether so many steps are done, samples or target tokens trained on, as the run may have."""
+        """Return whether the run has reached its limit of steps, samples or target tokens."""
         return (
             (self.max_steps is not None and state.global_step >= self.max_steps)
             or (self.max_samples is not None and state.samples_seen >= self.max_samples)
@@ -72,7 +72,7 @@ class Cadence:
         )
 
     def is_finished(self, state: TrainingState) -> bool:
-        """Return whether the run is at its end."""
+        """Return whether the run is complete."""
         return self.is_out_of_steps(state) or (self.epochs is not None and state.epoch >= self.epochs)
 
     def is_last_epoch(self, state: TrainingState, steps_per_epoch: int | None) -> bool:
@@ -84,11 +84,11 @@ class Cadence:
         return state.global_step + steps_per_epoch - state.epoch_step >= self.max_steps
 
     def is_log_due(self, state: TrainingState) -> bool:
-        """Return whether the steps counted so far end a row of the log."""
+        """Return whether to log after the current step."""
         return self.log_every > 0 and state.global_step > 0 and state.global_step % self.log_every == 0
 
     def is_evaluation_due(self, state: TrainingState, steps_per_epoch: int | None) -> bool:
-        """Return whether to evaluate after the steps counted so far; a window may have been skipped."""
+        """Return whether to evaluate after the current step; a window may have been skipped."""
         every = self.evaluate_every
         if every is None or state.epoch_step == 0 or state.last_evaluation_step == state.global_step:
             return False
@@ -114,8 +114,8 @@ class Cadence:
 
         Args:
             steps_per_epoch: The optimizer steps of the epoch; None if its length is unknown.
-            epoch_ended: Whether an epoch was just counted, rather than a step.
-            evaluated: Whether there was an evaluation since that step.
+            epoch_ended: Whether an epoch was just counted, not a step.
+            evaluated: Whether there was an evaluation since the step.
         """
         every = self.checkpoint_every
         if every is None:
@@ -141,12 +141,12 @@ class RunLength:
     """The optimizer steps of a run, as planned.
 
     Attributes:
-        total: Of the whole run, those before an interruption included; None if nothing bounds it.
-        per_epoch: Of a whole epoch; None if unknown.
-        done: Before the run continued; accumulation windows without a step count here, for they were planned too.
-        basis: What was planned with: epochs, `max_steps`, and the samples of a step.
-        epochs: Epochs of the whole run, with one that `max_steps` cuts short; None if unknown. Those before an
-            interruption may have had another number of steps.
+        total: Steps of the whole run, including those before an interruption; None if unlimited.
+        per_epoch: Steps of a full epoch; None if unknown.
+        done: Steps before the run was resumed, including accumulation windows without a step, which were planned too.
+        basis: The basis of the plan: epochs, `max_steps`, and the samples per step.
+        epochs: Epochs of the whole run, including one cut short by `max_steps`; None if unknown. Epochs before an
+            interruption may have had a different number of steps.
     """
 
     total: int | None
@@ -156,12 +156,12 @@ class RunLength:
     epochs: int | None = None
 
     def plan(self) -> dict[str, Any]:
-        """Return what a run that continues has to know of it; JSON can hold it."""
+        """Return what a resumed run needs, as JSON values."""
         return {"total": self.total, "per_epoch": self.per_epoch, "basis": self.basis, "epochs": self.epochs}
 
     def keep(self, plan: Mapping[str, Any] | None) -> RunLength:
-        """Return the length that was planned before the run was interrupted, unless settings plan another now.
+        """Return the length planned before the interruption, unless the settings have changed.
 
-        Where loaders are reloaded, epochs may differ in length: what was planned with the first of them stands.
+        If loaders are reloaded, epochs may differ in length; the plan for the first one is kept.
         """
         return self if plan is None or plan["basis"] != self.basis else replace(self, **plan)

@@ -1,4 +1,4 @@
-"""One evaluation: a pass over all validation sets, in which every sample counts once, whatever the processes."""
+"""An evaluation: a pass over all validation sets that counts every sample once on any number of processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
     Processes: collective.
 
     Args:
-        counts: False for the evaluation before training, which nothing is selected by.
+        counts: False for the evaluation before training, which does not select models.
 
     Returns:
         Losses and metrics by name; with several validation sets `<name>__<key>`. Empty without validation data.
@@ -47,7 +47,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
         call_hooks(run.hooks.on_evaluation_start)
         state.begin_evaluation()
         results = evaluate(run, "validate")
-        run.train_loader.source.set_epoch_again()  # data that are trained on and evaluated have one epoch only
+        run.train_loader.source.set_epoch_again()  # the same data may be used for training and evaluation
         state.metrics = dict(results)
         if counts:
             state.count_evaluation()
@@ -57,19 +57,19 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Let no part of a model train meanwhile, such as dropout; afterwards each part has the mode that it had before."""
+    """Set all modules to evaluation mode (no dropout), and restore the mode of each afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, is_training in modes:  # one by one: the user may keep some in evaluation mode
+        for module, is_training in modes:  # individually: the user may keep some in evaluation mode
             module.training = is_training
 
 
 @contextmanager
 def _evaluating(state: TrainingState) -> Iterator[None]:
-    """Let rows of the log be known as those of an evaluation."""
+    """Mark log rows as rows of an evaluation."""
     state.now.is_evaluating = True
     try:
         yield
@@ -79,15 +79,15 @@ def _evaluating(state: TrainingState) -> Iterator[None]:
 
 @torch.no_grad()
 def call_hooks(hooks: Iterable[Hook], **data: Any) -> None:
-    """Call hooks of an evaluation: what they compute with the model needs no gradients."""
+    """Call hooks of an evaluation, without gradients."""
     for hook in hooks:
         hook(**data)
 
 
 class EvaluationResults(Callback):
-    """Takes the results of an evaluation as the hooks of users have left them: for the log, and for the scheduler.
+    """Logs the results of an evaluation after the user's hooks, and steps a scheduler that monitors them.
 
-    What they add or change counts as the main process has it: every process decides by it whether a model is saved.
+    Values that hooks add or change are those of the main process: every process uses them to decide whether to save.
 
     Processes: all.
     """
@@ -99,17 +99,15 @@ class EvaluationResults(Callback):
         self._writes: int | None = None
 
     def on_validation_end(self) -> None:
-        """Note which weights are evaluated."""
+        """Record which weights are evaluated."""
         self._writes = self._count_writes()
 
     def on_evaluation_end(self, metrics: dict[str, Any]) -> None:
         """Agree on the results, and log them."""
         run: Run = self.trainer.run
         if self._writes not in (None, self._count_writes()) and run.saver.selection.names:
-            what = (
-                "on_evaluation_end has changed the weights: the model that is saved is not the one that was evaluated"
-            )
-            do = "a callback that swaps weights for an evaluation swaps them back with order = math.inf"
+            what = "on_evaluation_end has changed the weights: the model to be saved is not the one that was evaluated"
+            do = "if your callback swaps weights for an evaluation, set order = math.inf to swap them back last"
             warn_once(f"{what}; {do}", about="weights changed after an evaluation")
         run.stepper.evaluate_again()
         if self._has_user_hooks is None:
@@ -123,7 +121,7 @@ class EvaluationResults(Callback):
         _step_on_plateau(run, metrics)
 
     def _count_writes(self) -> int | None:
-        """Return how often weights were written in place; None where an optimizer or shards move them anyway."""
+        """Return how often weights were modified in place; None if an optimizer or sharding modifies them anyway."""
         run = self.trainer.run
         return None if run.stepper.trains_other_weights else run.engine.count_writes()
 
@@ -133,7 +131,7 @@ def _read_added(name: str, value: Any) -> float:
     if scalar is None:
         got, do = (
             f"metrics[{name!r}] = {describe(value)}",
-            f"metrics[{name!r}] = float(value), or keep it on the module",
+            f"metrics[{name!r}] = float(value), or store it on the module",
         )
         raise ModuleContractError(explain("on_evaluation_end", got, "a number", do))
     return float(scalar)
@@ -149,7 +147,7 @@ def _log_results(run: Run, results: dict[str, float]) -> None:
 
 
 def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
-    """Let a scheduler that steps by a result take its step: by its `monitor`, or by the validation loss."""
+    """Step a scheduler that monitors a result: its `monitor`, or the validation loss."""
     if not isinstance(run.scheduler, ReduceLROnPlateau):
         return
     name = monitored_by(run.scheduler)
@@ -172,7 +170,7 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
 
     Args:
         stage: "validate", "test", or "sanity_check", which counts nothing and calls no hooks.
-        max_batches: Batches of each set at most; None is all.
+        max_batches: Maximum batches of each set; None means all.
 
     Returns:
         Losses and metrics by name; with several sets `<name>__<key>`.
@@ -192,7 +190,7 @@ def _consolidate(run: EvaluationRun, results: dict[str, float]) -> dict[str, flo
     choices, others = settings.averages, _without_losses(run, results)
     if choices is None or not results:
         return {}
-    if run.state.fn == "fit":  # an evaluation by hand may be of other sets
+    if run.state.fn == "fit":  # a manual evaluation may use other sets
         require_members(choices, list(others))
     return consolidate(choices, settings.derived, others)
 
@@ -204,7 +202,7 @@ def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, 
 
 
 def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
-    """Return those of an evaluation's results that are logged: what was consolidated only if it is asked for."""
+    """Return the results to log; those that were averaged only if `report_all` is set."""
     settings = run.settings.evaluation.metric_options
     if settings.averages is None or settings.report_all:
         return dict(results)
@@ -215,7 +213,7 @@ def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
-    """Let a model work that is not trained meanwhile: in evaluation mode, each process for itself."""
+    """Use a model without training it: in evaluation mode, each process separately."""
     before, run.state.now.stage = run.state.now.stage, stage
     try:
         with in_evaluation_mode(run.unwrapped_model), run.engine.unwrapped():
@@ -226,7 +224,7 @@ def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def taking_batches(run: EvaluationRun) -> Iterator[None]:
-    """Mark that the batches of a set are evaluated, in which no other evaluation can be made."""
+    """Mark that the batches of a set are being evaluated, which prevents another evaluation."""
     run.state.now.in_evaluation_batches = True
     try:
         yield
@@ -252,22 +250,22 @@ _MISTAKES = (AccmtError, AttributeError, ImportError, MemoryError, NameError, No
 
 
 def _judge_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
-    """Raise an error that a metric would have with all data, too; one of a metric that needs them all is only said."""
+    """Raise errors that would also occur with all data; only warn about a metric that may need the whole set."""
     name = metric.name
     if not is_cut or isinstance(error, _MISTAKES):
         batches = "the first batches" if is_cut else "all batches"
-        error.add_note(f"This was raised in the trial before training, with {name!r} over {batches} of a set.")
+        error.add_note(f"This happened in the trial before training, when computing {name!r} over {batches} of a set.")
         raise error
-    what = f"metric {name!r} is not tried before training: over the first batches alone it raises"
-    do = "that is fine if it needs the whole set; num_sanity_val_steps=-1 tries it with that"
+    what = f"metric {name!r} cannot be checked before training: over the first batches it raises"
+    do = "this is fine if it needs the whole set; num_sanity_val_steps=-1 checks it with the whole set"
     warn(f"{what} {type(error).__name__}: {error}\n{do}")
 
 
 def _first_batches(loader: Loader, max_batches: int | None, *, counts_empty: bool) -> Iterator[MicroBatch]:
-    """Yield micro-batches until there were so many with anything in them that can be read.
+    """Yield micro-batches until `max_batches` readable ones were yielded.
 
     Args:
-        counts_empty: Whether all count, so that no process reads another one.
+        counts_empty: Whether unreadable ones count too, so that all processes read equally many.
     """
     num_batches = 0
     for micro_batch in loader.micro_batches(0):
@@ -279,11 +277,11 @@ def _first_batches(loader: Loader, max_batches: int | None, *, counts_empty: boo
 
 
 class SetPass:
-    """A pass over one set that is not trained on: the loop over batches of evaluations and predictions.
+    """A pass over one set without training: the batch loop of evaluations and predictions.
 
     Args:
         key: The name of the set.
-        stage: What is done with it.
+        stage: The stage.
     """
 
     def __init__(self, run: EvaluationRun, key: str, stage: Stage) -> None:
@@ -301,7 +299,7 @@ class SetPass:
 
         Args:
             loader: The batches.
-            max_batches: How many at most; None is all.
+            max_batches: Maximum number of batches; None means all.
         """
         features = self._run.features
         for before_set in features.before_set:
@@ -321,10 +319,10 @@ class SetPass:
         run = self._run
         borrowed = run.engine.own_or_borrowed(self._step, micro_batch)
         if micro_batch.batch is None:
-            if borrowed is not None:  # the step of the others needs all processes; nothing of it counts
+            if borrowed is not None:  # the others' step needs all processes; its result is not used
                 with self.without_gradients(), autocast(run.accelerator), run.engine.running_borrowed(self._step):
                     self.forward(run.place(borrowed))
-                run.module.logs.of_evaluation.begin_batch()  # drops what the step has logged
+                run.module.logs.of_evaluation.begin_batch()  # drops the values logged by the step
             return None
         self._has_batch = True
         batch = run.place(micro_batch.batch)
@@ -345,33 +343,33 @@ class SetPass:
 
     def without_gradients(self) -> AbstractContextManager[None]:
         """Return the context in which the step runs: `torch.inference_mode`, unless `inference_mode=False`."""
-        # What a model caches in the trial evaluation is used in training, where inference tensors are an error.
+        # A model may cache tensors in the trial evaluation and use them in training, where inference tensors fail.
         if self._stage == "sanity_check" or not self._run.settings.evaluation.inference_mode:
             return torch.no_grad()
         return self._run.engine.inference_mode()
 
     def before_step(self, batch: Any) -> None:
-        """Do something before the step of a batch."""
+        """Called before the step of a batch."""
 
     def forward(self, batch: Any) -> Any:
-        """Return what the step returns for a batch, this process's or a borrowed one."""
+        """Return the output of the step for a batch, this process's or a borrowed one."""
         return self._run.validation_step(self._key, batch)
 
     def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> Any:
-        """Keep what the step returned for one of this process's batches."""
+        """Store the output of the step for one of this process's batches."""
 
     def after_batch(self, taken: Any) -> None:
-        """Do something after each micro-batch, once it is counted.
+        """Called after each micro-batch, once it is counted.
 
         Processes: all.
 
         Args:
-            taken: What `take` returned; None where this process had no batch.
+            taken: The result of `take`; None if this process had no batch.
         """
 
 
 class _SetEvaluation(SetPass):
-    """One set that is evaluated, batch by batch."""
+    """The evaluation of one set."""
 
     def __init__(self, run: EvaluationRun, key: str, stage: Stage) -> None:
         super().__init__(run, key, stage)
@@ -394,7 +392,7 @@ class _SetEvaluation(SetPass):
             hook(batch=batch)
 
     def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> tuple[Any, Any]:
-        """Collect what the step returned, and return the loss and what it weighs."""
+        """Collect the output of the step, and return the loss and its weight."""
         with self.without_gradients():
             return self._collect(micro_batch, batch, output)
 
@@ -418,17 +416,17 @@ class _SetEvaluation(SetPass):
         return entries.get(loss_name, 0.0), loss_weight
 
     def after_batch(self, taken: Any) -> None:
-        """Report the loss of the batches of all processes, where that is asked for."""
+        """Report the loss over the batches of all processes, if requested."""
         if self._reports_batches:
             _report_batch(self._run, self._key, *(taken or (0.0, 0.0)))
 
     def finish(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
-        """Return the means and metrics over all samples of all processes.
+        """Return the averages and metrics over all samples of all processes.
 
         Processes: collective.
 
         Args:
-            on_error: As that of `ValidationCollector.compute`.
+            on_error: As in `ValidationCollector.compute`.
         """
         _require_one_kind(self._gave_weight.union(*gather_objects(self._gave_weight)))
         return self._collector.compute(on_error)
@@ -436,8 +434,8 @@ class _SetEvaluation(SetPass):
 
 def _require_one_kind(gave_weight: set[bool]) -> None:
     if len(gave_weight) > 1:
-        got = '"weight" beside the loss of some batches and not of others: tokens and samples cannot be added up'
-        do = 'return {"loss": loss, "weight": weight} for every batch, or for none'
+        got = '"weight" with the loss of some batches but not of others: tokens and samples cannot be added'
+        do = 'return {"loss": loss, "weight": weight} for every batch or for none'
         raise ModuleContractError(explain("validation_step", got, "weights for all batches or for none", do))
 
 

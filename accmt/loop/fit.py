@@ -1,4 +1,4 @@
-"""A whole run: epochs of forward, backward and optimizer steps, and what stands around them, whatever happens."""
+"""A whole run: its epochs, and the setup, cleanup and error handling around them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _TRACKER_STATUS: dict[Progress, RunStatus] = {
 
 
 def fit(run: Run) -> None:
-    """Train from the state's counters on, until epochs or `max_steps` are done, or until another run is to continue.
+    """Train from the state's counters until epochs or `max_steps` are done, or until another run has to continue.
 
-    In the latter case `run.recovery` holds the checkpoint to continue from.
+    In the latter case, `run.recovery` has the checkpoint to continue from.
 
     Processes: collective.
 
     Raises:
-        BaseException: What a step, a hook or the data raised; hooks were called, and trackers closed.
+        BaseException: An error of a step, a hook or the data, after hooks were called and trackers closed.
     """
-    with ExitStack() as stack:  # what is entered first ends last
+    with ExitStack() as stack:  # exits in reverse order
         stack.enter_context(printing_resume_hint(run))
         stack.enter_context(run.features.running())
         stack.enter_context(run.trained.noting_new_layers())
@@ -68,7 +68,7 @@ def _train(run: Run) -> None:
     if run.cadence.is_evaluation_due_at_end(run.state):
         evaluate_and_count(run)
     elif is_only_saving and run.saver.lacks_best:
-        say("a best model could not be saved before: the weights are evaluated again, and saved if they are the best")
+        say("a best model was not saved before: evaluating the weights again, and saving them if they are the best")
         evaluate_and_count(run, counts=False)
     _print_early_end(run)
     run.require_equal_replicas()
@@ -80,12 +80,12 @@ def _train(run: Run) -> None:
 
 
 def _train_epoch(run: Run) -> bool:
-    """Train until the epoch, or the run, ends.
+    """Train until the epoch or the run ends.
 
     Returns:
-        Whether the epoch's data are used up.
+        Whether the epoch's data is exhausted.
     """
-    state, is_used_up = run.state, True  # also where a checkpoint was written after the last step of an epoch
+    state, is_used_up = run.state, True  # also if a checkpoint was written after the last step of an epoch
     _start_epoch(run)
     makers = run.features.make_steps
     steps = makers[0]() if makers else AutomaticSteps(run)
@@ -95,19 +95,19 @@ def _train_epoch(run: Run) -> bool:
         if has_ended and finish_step(run):
             break
     if state.train_step == 0:
-        expected, do = "at least one batch", "look at the data, at the sampler, or at dataloader_drop_last"
+        expected, do = "at least one batch", "check the data, the sampler, and dataloader_drop_last"
         raise DataError(explain("the training data", "an epoch without a batch", expected, do))
     return is_used_up
 
 
 def _start_epoch(run: Run) -> None:
     state = run.state
-    seed_generators(derive_seed(run.seed, "epoch", state.epoch), run.device)  # for the data that are built again
+    seed_generators(derive_seed(run.seed, "epoch", state.epoch), run.device)  # for data that is rebuilt
     run.loaders.reload_if_due()
     state.grad_accum_steps = run.accumulation_at(state.epoch)
     state.now.stage = "train"
     state.now.is_last_epoch = run.cadence.is_last_epoch(state, run.steps_per_epoch(state.epoch))
-    if not run.unwrapped_model.training:  # else the user's own choice of modes stands
+    if not run.unwrapped_model.training:  # else the user's choice of modes is kept
         run.unwrapped_model.train()
     for hook in run.hooks.on_epoch_start:
         hook()
@@ -127,11 +127,11 @@ def _start_training(run: Run) -> None:
     run.trained.begin()
     try_largest(run)
     evaluate_before_training(run)
-    run.stepper.zero_grad()  # whatever hooks or an earlier, broken run left behind
+    run.stepper.zero_grad()  # hooks or an earlier, failed run may have left some
 
 
 def _open(run: Run) -> None:
-    """Make everything ready that training writes to, and try what can be tried before."""
+    """Run the checks before training, and open everything that training writes to."""
     if not run.is_resumed:
         try_evaluation(run)
     if run.settings.failures.preflight:
@@ -147,10 +147,10 @@ def _open(run: Run) -> None:
 
 
 def _is_complete(run: Run) -> bool:
-    """Return whether a resumed run has nothing left to do, and say so."""
+    """Return whether a resumed run has nothing left to do; if so, log it."""
     state = run.state
     has_stages_left = run.snapshot.next_stage < TRAINING or run.cadence.is_evaluation_due_at_end(state)
-    has_stages_left |= bool(run.saver.selection.unsaved)  # what is missing in the model folder is still to be saved
+    has_stages_left |= bool(run.saver.selection.unsaved)  # missing models still have to be saved
     if not run.is_resumed or not run.is_finished or has_stages_left:
         return False
     done = f"step {state.global_step}, epoch {state.epoch}"
@@ -160,12 +160,12 @@ def _is_complete(run: Run) -> bool:
 
 @contextmanager
 def _recording_outcome(run: Run) -> Iterator[None]:
-    """Set the status of the run, and note for the next start how this one ended."""
+    """Set the status of the run, and record its outcome for the next start."""
     now = run.state.now
     now.fn, now.status = "fit", "running"
     try:
         yield
-    except Restart:  # ends here: another run continues
+    except Restart:  # another run continues
         now.status = "failed"
     except BaseException as error:
         note_dead_worker(error)
@@ -180,7 +180,7 @@ def _recording_outcome(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _handling_failures(run: Run) -> Iterator[None]:
-    """Call the hooks of the end, whatever it is; before, take a safe checkpoint and call those of the error."""
+    """Always call the end hooks; after an error, first write an emergency checkpoint and call the error hooks."""
     try:
         yield
         run.state.now.status = "finished"
@@ -197,19 +197,19 @@ def _handling_failures(run: Run) -> Iterator[None]:
         if failure is not error:
             raise failure from error
         raise
-    run_on_every_process(lambda: _call_end_hooks(run))  # a process that is done must not end as if all were well
+    run_on_every_process(lambda: _call_end_hooks(run))  # a finished process must not exit successfully if another fails
 
 
 @contextmanager
 def _closing(run: Run) -> Iterator[None]:
-    """Release at the end what the run holds; what fails there does not hide the error that ended the run."""
+    """Release the run's resources at the end; errors in this do not hide the error that ended the run."""
     try:
         yield
     except BaseException:
         try:
             _close(run)
-        except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
-            warn(f"the run could not release everything: {own}")
+        except Exception as own:  # noqa: BLE001 - the error that ended the run is more important
+            warn(f"releasing the run's resources failed: {own}")
         raise
     _close(run)
 
@@ -238,7 +238,7 @@ def _set_failed_status(run: Run, error: BaseException) -> None:
 
 
 def _call_error_hooks(run: Run, error: BaseException) -> None:
-    """Call the hooks for an error; one that fails itself must not hide it."""
+    """Call the error hooks; their own errors must not hide the original one."""
     _set_failed_status(run, error)
     hooks = run.hooks
     called: list[Hook] = []
@@ -249,12 +249,12 @@ def _call_error_hooks(run: Run, error: BaseException) -> None:
     for hook in called:
         try:
             hook(error=error)
-        except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
-            warn(f"a hook for errors raised {type(own).__name__}: {own}")
+        except Exception as own:  # noqa: BLE001 - the error that ended the run is more important
+            warn(f"an error hook raised {type(own).__name__}: {own}")
 
 
 def _call_end_hooks(run: Run) -> None:
-    """Call every `on_fit_end`, also after one that fails, and raise the first failure."""
+    """Call every `on_fit_end`, even if one fails, and raise the first error."""
     failures = []
     for hook in run.hooks.on_fit_end:
         try:
@@ -267,7 +267,7 @@ def _call_end_hooks(run: Run) -> None:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Return the configuration of a run, as trackers show it."""
+    """Return the configuration of a run for trackers."""
     from accmt.version import __version__
 
     settings = run.settings

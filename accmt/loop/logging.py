@@ -1,4 +1,4 @@
-"""What `module.log` does: it hands values to the phase that runs, and remembers where else they are to be seen."""
+"""Implements `module.log`: adds values to the current phase, and records where else to show them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _EVALUATIONS = ("sanity_check", "validate", "test")
 
 
 class Logs:
-    """What a module logs in a run.
+    """The values that a module logs in a run.
 
     Attributes:
-        of_training: The training values that no row has yet.
-        of_evaluation: Those of the current validation set.
-        shown: Values that the progress bar shows, by name, as the newest rows have them.
-        logged: The newest value that trackers got of each name.
+        of_training: Training values that are not in a row yet.
+        of_evaluation: Values of the current validation set.
+        shown: The latest values on the progress bar, by name.
+        logged: The latest values sent to trackers, by name.
     """
 
     def __init__(self, trainer: TrainerProtocol) -> None:
@@ -58,7 +58,7 @@ class Logs:
         prog_bar: bool,
         logger: bool,
     ) -> None:
-        """Take in values, as `AcceleratorModule.log` says."""
+        """Log values; see `AcceleratorModule.log`."""
         require_choice("reduction", reduction, ("mean", "sum"))
         values = _read_values(name, value)
         phase = LoggedValues() if instant else self._phase()
@@ -70,39 +70,42 @@ class Logs:
         if instant:
             self._call_hooks(phase, step)
         elif step is not None:
-            expected = "a step only where instant=True: other values come with the row of a step"
-            raise ArgumentError(explain(f"log({name!r}, ...)", f"step={step!r}", expected, "leave step out"))
+            expected = "step only with instant=True: other values are logged in the row of a step"
+            raise ArgumentError(explain(f"log({name!r}, ...)", f"step={step!r}", expected, "remove step"))
 
     def _call_hooks(self, logged: LoggedValues, step: int | None) -> None:
         row = combine([logged.take()])
-        for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # else no log is open
+        for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # otherwise, no log is open
             hook(values=row, step=self._state.global_step if step is None else step)
 
     def media(self, method: str) -> MediaLog | None:
-        """Return what takes images, tables and files at this moment.
+        """Return the current log of images, tables and files.
 
         Args:
-            method: What was called, for the warning where no run trains.
+            method: The method called, for the warning if no run is training.
 
         Returns:
-            None off the main process, in the trial evaluation, and where no run trains.
+            None on other processes, in the trial evaluation, and if no run is training.
         """
         if not is_main_process() or self._state.stage == "sanity_check":
             return None
         run = self._trainer._run
         media = None if run is None else run.tracking.media
         if media is None:
-            got, do = "a call while nothing is trained: trackers are closed", "call it before fit ends: in on_fit_end"
+            got, do = (
+                "a call outside training: trackers are closed",
+                "call it before fit ends, for example in on_fit_end",
+            )
             warn_once(explain(method, got, "a call during fit", do), about=f"{method} while nothing is trained")
         return media
 
     def of_bar(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Return what of a row the progress bar shows."""
+        """Return the values of a row for the progress bar."""
         self.shown |= {name: value for name, value in row.items() if _has_name(self._names_on_bar, name)}
         return self.shown
 
     def of_trackers(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Return what of a row trackers get."""
+        """Return the values of a row for trackers."""
         values = {name: value for name, value in row.items() if not _has_name(self._names_not_logged, name)}
         self.logged |= values
         return values
@@ -114,21 +117,23 @@ class Logs:
     def _phase(self) -> LoggedValues:
         if self._state.stage == "predict":
             do = "return it from predict_step"
-            raise ModuleContractError(explain("log", "a call while predicting", "a call in training or evaluation", do))
+            raise ModuleContractError(explain("log", "a call in prediction", "a call in training or evaluation", do))
         return self.of_evaluation if self._state.stage in _EVALUATIONS else self.of_training
 
     def _check_name(self, name: Any) -> None:
         if not isinstance(name, str) or not name.strip():
-            raise ModuleContractError(explain("log", f"the name {describe(name)}", "text", 'self.log("name", value)'))
+            raise ModuleContractError(
+                explain("log", f"the name {describe(name)}", "a string", 'self.log("name", value)')
+            )
         settings = self._trainer.settings.tracking
         if name in (settings.train_loss_metric_name, settings.val_loss_metric_name):
-            got = "the name of a loss, which is logged anyway"
-            do = 'leave the line out, and return {"loss": loss} from the step; or rename the value'
+            got = "the name of a loss, which accmt logs itself"
+            do = 'remove the call and return {"loss": loss} from the step, or rename the value'
             raise ModuleContractError(explain(f"log({name!r}, ...)", got, "another name", do))
 
 
 class SilentLogs(Logs):
-    """Takes what a module logs in a trial, and drops it."""
+    """Drops the values that a module logs in a trial."""
 
     def log(self, name: str | Mapping[str, Any], value: Any, *_: Any, **__: Any) -> None:
         """Drop values."""
@@ -138,7 +143,7 @@ class SilentLogs(Logs):
 
 
 def _has_name(names: set[str], name: str) -> bool:
-    """Return whether a value has one of these names, or has it with the key of a validation set behind it."""
+    """Return whether a value has one of these names, possibly followed by the key of a validation set."""
     return name in names or any(name.startswith(f"{own}__") for own in names)
 
 
@@ -146,13 +151,13 @@ def _read_values(name: Any, value: Any) -> Mapping[Any, Any]:
     if not isinstance(name, Mapping):
         return {name: value}
     if value is not None:
-        got, do = "values by name, and a single value beside them", "self.log(name, value), or self.log({name: value})"
-        raise ArgumentError(explain("log", got, "one of them", do))
+        got, do = "a dict of values and a single value", "self.log(name, value), or self.log({name: value})"
+        raise ArgumentError(explain("log", got, "one of the two", do))
     return name
 
 
 def logging_step(step: Callable[[Any], Any], logged: LoggedValues) -> Callable[[Any], Any]:
-    """Return a training step whose logged values weigh what its batch does."""
+    """Return a training step whose logged values get the weight of its batch."""
 
     def begin_and_step(batch: Any) -> Any:
         logged.begin_batch()
@@ -161,11 +166,11 @@ def logging_step(step: Callable[[Any], Any], logged: LoggedValues) -> Callable[[
     return begin_and_step
 
 
-# ---- The rows of the log: what is in one, and how it reaches the trackers and the progress bar.
+# ---- Log rows, and their way to trackers and the progress bar
 
 
 def log_row(run: Run) -> None:
-    """Log the training values since the last row; a loss that is not finite is logged as it is, and reacted to.
+    """Log the training values since the last row; a non-finite loss is logged unchanged, then handled.
 
     Processes: collective.
     """
@@ -190,10 +195,10 @@ def log_row(run: Run) -> None:
 
 
 class RowLogger(Callback):
-    """Hands every row to the trackers, and what of it is to be seen there to the progress bar.
+    """Sends every row to the trackers and its `prog_bar` values to the progress bar.
 
     Args:
-        monitor: Which losses and metrics trackers get.
+        monitor: The losses and metrics to send to trackers.
     """
 
     order = math.inf
@@ -212,9 +217,9 @@ class RowLogger(Callback):
             self._tracking.log(row, step)
 
     def on_fit_end(self) -> None:
-        """Log what came after the last row, such as values that `on_epoch_end` logged."""
+        """Log the values after the last row, such as those logged in `on_epoch_end`."""
         run = self.trainer.run
-        if self.state.finished:  # else processes may no longer be together
+        if self.state.finished:  # otherwise, processes may be out of step
             row = run.running_averages.take_row(run.settings.tracking.train_loss_metric_name)
             for hook in run.hooks.on_log if row else ():
                 hook(values=row, step=self.state.global_step)

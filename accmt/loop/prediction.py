@@ -1,4 +1,4 @@
-"""Predictions of whole datasets: one for each sample, in the order of the data, whatever the processes."""
+"""Predictions for whole datasets: one per sample, in the order of the data, on any number of processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from accmt.module import defines
 from accmt.processes import is_main_process
 from accmt.run import EvaluationRun
 
-_KEEP_SAMPLES = "keep the dimension of samples: squeeze(-1) instead of squeeze(), say; or return a list of them"
-_Placed = tuple[Position, Any]  # where samples stand in the data, and their predictions
+_KEEP_SAMPLES = "keep the sample dimension, for example with squeeze(-1) instead of squeeze(), or return a list"
+_Placed = tuple[Position, Any]  # positions of samples in the data, and their predictions
 
 
 def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
@@ -27,10 +27,10 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
 
     Args:
         run: The run; its `validation_step` is the user's `predict_step`.
-        keeps: Whether predictions are kept at all.
+        keeps: Whether to keep predictions.
 
     Returns:
-        The predictions of each set by its key, on the CPU; None on all processes but the main one, or if not kept.
+        The predictions of each set by its key, on the CPU; None on all processes except the main one, or if not kept.
     """
     run.engine.share_buffers()
     predictions = {}
@@ -44,10 +44,10 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
 
 
 class _SetPrediction(SetPass):
-    """One set that is predicted.
+    """The prediction of one set.
 
     Attributes:
-        kept: The predictions of this process's batches, with where their samples stand in the data.
+        kept: The predictions of this process's batches, with the positions of their samples in the data.
     """
 
     def __init__(self, run: EvaluationRun, key: str, *, keeps: bool) -> None:
@@ -62,39 +62,39 @@ class _SetPrediction(SetPass):
         except (TypeError, AttributeError, ValueError) as error:
             if isinstance(batch, torch.Tensor) or defines(self._run.module, "predict_step"):
                 raise
-            got = f"a {type(batch).__name__} as batch, which the model did not take: {error}"
-            expected = "predict_step(self, batch), which says what of a batch goes into the model"
-            do = "def predict_step(self, batch): return self.model(batch[0]), say"
+            got = f"a batch of type {type(batch).__name__}, which the model does not accept: {error}"
+            expected = "a predict_step(self, batch) that passes the right part of the batch to the model"
+            do = "for example, def predict_step(self, batch): return self.model(batch[0])"
             raise ModuleContractError(explain(type(self._run.module).__name__, got, expected, do)) from error
 
     def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> None:
-        """Keep predictions, on the CPU."""
+        """Keep predictions on the CPU."""
         if self._keeps:
             _require_one_each(self._run, micro_batch, batch, _count_predictions("predictions", output))
             self.kept.append((micro_batch.places or micro_batch.index, to_cpu(output)))
 
 
 def _require_one_each(run: EvaluationRun, micro_batch: MicroBatch, batch: Any, count: int) -> None:
-    """Reject a number of predictions that is neither that of the samples in the batch nor that of which it was made."""
+    """Check that the number of predictions is that of the samples in the batch, or of the collated samples."""
     try:
         held = find_batch_size(batch, micro_batch.own_samples)
-    except DataError:  # nothing shows it
+    except DataError:  # unknown
         return
     said = run.module.get_batch_size(batch) if run.counts_own_samples else None
     numbers = {number for number in (micro_batch.own_samples, held, said) if number is not None}
     if micro_batch.places is not None and count != len(micro_batch.places):
-        got = f"{count} predictions for {len(micro_batch.places)} samples, which max_tokens has cut by length"
-        _reject(got, "return one for each, so that they get the order of the data back; or leave max_tokens out")
+        got = f"{count} predictions for {len(micro_batch.places)} samples, which max_tokens has grouped by length"
+        _reject(got, "return one per sample, so that the order of the data can be restored; or remove max_tokens")
     if numbers and count not in numbers:
         got = f"{count} predictions for a batch of {' or '.join(map(str, sorted(numbers)))} samples"
         _reject(got, _KEEP_SAMPLES)
 
 
 def _count_predictions(what: str, output: Any) -> int:
-    """Return how many samples the predictions are of.
+    """Return the number of predicted samples.
 
     Raises:
-        ModuleContractError: They are not one for each sample.
+        ModuleContractError: There is not one prediction per sample.
     """
     if isinstance(output, torch.Tensor | np.ndarray) and output.ndim > 0:
         return len(output)
@@ -112,8 +112,8 @@ def _count_predictions(what: str, output: Any) -> int:
     return next(iter(counts.values()))
 
 
-def _reject(got: str, do: str = "return the logits, without the loss, say") -> NoReturn:
-    expected = "one prediction for each sample: a tensor [samples, ...], a list, or a dict or tuple of these"
+def _reject(got: str, do: str = "for example, return the logits without the loss") -> NoReturn:
+    expected = "one prediction per sample: a tensor [samples, ...], a list, or a dict or tuple of these"
     raise ModuleContractError(explain("predict_step", got, expected, do))
 
 
@@ -121,13 +121,13 @@ def _bring_together(run: EvaluationRun, own: list[_Placed]) -> Any:
     every = gather_on_main_process(own, run.settings.evaluation.metric_options.chunk_bytes)
     if not is_main_process():
         return None
-    # Without sharding each process had data of its own, which stay together.
+    # Without sharding, the data of each process stays together.
     parts, order = order_parts(every, are_shared=run.settings.data.shard_dataloaders)
     return put_in_order(_join([predictions for _, predictions in parts]), order)
 
 
 def _join(parts: list[Any]) -> Any:
-    """Put batches together; tensors whose samples have different shapes become a list of the samples."""
+    """Join batches; tensors whose samples have different shapes become a list of samples."""
     if parts and all(isinstance(part, Mapping) for part in parts):
         return {name: _join([part[name] for part in parts]) for name in parts[0]}
     if parts and all(isinstance(part, tuple) for part in parts):

@@ -1,4 +1,4 @@
-"""What is tried before training, because it would otherwise show after hours."""
+"""Checks before training, to find errors that would otherwise appear after hours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accmt.without_trace import without_trace
 
 
 def try_evaluation(run: Run) -> None:
-    """Evaluate a few batches, so that a mistake in validation step or metrics surfaces before the first step."""
+    """Evaluate a few batches, to find errors in the validation step or metrics before the first step."""
     settings = run.settings.evaluation
     if not run.val_loaders or settings.num_sanity_val_steps == 0 or settings.eval_when_start:
         return
@@ -37,17 +37,17 @@ def try_evaluation(run: Run) -> None:
 
 
 def try_largest(run: Run) -> None:
-    """Put the largest micro-batch that the data can bring through forward and backward, so that memory runs out now.
+    """Run forward and backward on the largest micro-batch of the data, so that memory errors occur now.
 
-    Nothing of it is counted or logged, no hook is called, and model and random generators stay as they were. What the
-    module's step changes besides is not given back. A step that fails otherwise only leaves the trial out: it may need
-    what a hook of the first epoch makes.
+    Nothing is counted or logged, no hook is called, and model and random generators are restored. Other changes by the
+    module's step are not undone. Other errors only skip the trial: the step may need something that a hook of the first
+    epoch creates.
 
-    Processes: all; collective where the model is sharded, else each by itself.
+    Processes: all; collective if the model is sharded, otherwise independent.
 
     Raises:
         AccmtError: The batch cannot be trained on.
-        Exception: Memory ran out; or anything where the model is sharded, since the processes no longer keep in step.
+        Exception: Memory ran out; or any error if the model is sharded, because processes are then out of step.
     """
     asked = run.settings.failures.try_longest
     if asked is False or (asked is None and run.device.type == "cpu"):
@@ -61,23 +61,23 @@ def try_largest(run: Run) -> None:
                 _put_through(run, found.batch)
     except Exception as error:
         if not (run.engine.needs_all or isinstance(error, AccmtError) or is_out_of_memory(error)):
-            warn(f"{what}, is not tried before training: {type(error).__name__}: {error}")
+            warn(f"trying {what} before training failed: {type(error).__name__}: {error}")
             return
         do = ": lower max_tokens or batch_size" if is_out_of_memory(error) else ""
-        off = 'Trainer(failures={"try_longest": False}) leaves the trial out'
-        error.add_note(f"This was raised before training, while trying {what}{do}; {off}.")
+        off = 'Trainer(failures={"try_longest": False}) skips this trial'
+        error.add_note(f"This happened before training, while trying {what}{do}; {off}.")
         raise
     if isinstance(found, LargestBatch):
-        say_once(f"{what}, went through forward and backward before training")
+        say_once(f"tried {what}, with forward and backward before training")
     elif asked or run.settings.hps.max_tokens is not None:
         say_once(f"{what} is not tried before training: {found}")
 
 
 def _find_largest(run: Run) -> LargestBatch | str:
-    """Return the batch, or why there is none; where the model is sharded, each process has one, or none has."""
+    """Return the batch, or why there is none; with a sharded model, either all processes have one or none."""
     found = _make_largest(run)
     if run.engine.needs_all and any(gather_objects(isinstance(found, str))):
-        return found if isinstance(found, str) else "another process cannot make one"
+        return found if isinstance(found, str) else "another process cannot build one"
     return found
 
 
@@ -107,7 +107,7 @@ def _put_through(run: Run, batch: Any) -> None:
 
 @contextmanager
 def _reserving_optimizer_state(run: Run) -> Iterator[None]:
-    """Hold as much memory as the optimizer will, whose first step makes its state."""
+    """Reserve the memory of the optimizer's state, which its first step creates."""
     optimizer = run.stepper.optimizer
     size = 0 if optimizer.state or run.device.type == "cpu" else estimate_state(optimizer)
     reserved = torch.empty(size, dtype=torch.uint8, device=run.device)
@@ -116,13 +116,13 @@ def _reserving_optimizer_state(run: Run) -> Iterator[None]:
 
 
 def try_saving(run: Run) -> None:
-    """Save and load the model in memory, so that what no checkpoint or folder can give back is known now.
+    """Save and load the model in memory, to find anything that checkpoints or folders cannot restore.
 
     Processes: collective.
     """
     if run.saver.selection.names or run.settings.saving.save_last:
         run_on_every_process(lambda: _require_storable(run))
-    if run.is_resumed:  # which has just loaded one
+    if run.is_resumed:  # it has just loaded one
         return
     try:
         run_on_every_process(lambda: try_model(run.model))
@@ -134,15 +134,15 @@ def try_saving(run: Run) -> None:
 
 
 def _require_storable(run: Run) -> None:
-    if not is_peft_model(run.unwrapped_model):  # of which only the adapters are saved
+    if not is_peft_model(run.unwrapped_model):  # only adapters are saved
         safe = run.settings.saving.safe_serialization
         require_storable(run.unwrapped_model.state_dict(), safe_serialization=safe)
 
 
 def check_room(run: Run) -> None:
-    """Warn if the disk will not hold the run's checkpoints or its model, and say what to change.
+    """Warn if there is not enough disk space for the run's checkpoints or its model.
 
-    It is no error: room may be made while the run trains, and a full disk does not stop it from training.
+    This is not an error: space may become free during training, and a full disk does not stop training.
     """
     settings = run.settings.checkpoints
     if settings.every is not None and settings.checkpointer is None:
@@ -161,5 +161,5 @@ def _check_model_folder(run: Run) -> None:
     )
     room = free_space(folder)
     if needed > room:
-        advice = "free space there, or pass another `model_path`"
-        warn(f"the model will need {format_bytes(needed)} in {folder}, and there are {format_bytes(room)}: {advice}")
+        advice = "free space there, or pass a different `model_path`"
+        warn(f"the model needs {format_bytes(needed)} in {folder}, but only {format_bytes(room)} are free: {advice}")

@@ -1,7 +1,7 @@
-"""What follows an optimizer step, and what follows an epoch: one list, in which an interrupted run resumes.
+"""The stages after an optimizer step and after an epoch: one list, in which an interrupted run resumes.
 
-A checkpoint stores the index of the stage that comes next. After each stage that changed something the step snapshot is
-taken again, so that whatever fails then, no stage is run twice and none is left out.
+A checkpoint stores the index of the next stage. The step snapshot is taken again after each stage that changed
+something, so that no stage is repeated or skipped after a failure.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _evaluate_epoch(run: Run) -> bool:
 
 def _count_epoch(run: Run) -> bool:
     _require_progress(run)
-    if run.state.is_last_training_batch:  # else the run ends within the epoch, which is not counted
+    if run.state.is_last_training_batch:  # otherwise, the run ends within the epoch, which is not counted
         step_scheduler(run, at_epoch_end=True)
         run.state.count_epoch()
         run.running_averages.end_epoch()
@@ -84,8 +84,8 @@ STAGES: tuple[Callable[[Run], bool], ...] = (
     _count_epoch,
     _call_epoch_hooks,
 )
-"""Each returns whether it may have changed what a checkpoint holds. A checkpoint follows `_evaluate_step` and
-`_call_epoch_hooks`; it is no stage itself, because what it stores is where the run is after it."""
+"""Each returns whether it may have changed the content of a checkpoint. Checkpoints follow `_evaluate_step` and
+`_call_epoch_hooks`; saving is not a stage, because a checkpoint stores the position after it."""
 
 BEFORE_TRAINING = 0
 AFTER_STEP = STAGES.index(_call_step_hooks)
@@ -104,7 +104,7 @@ def evaluate_before_training(run: Run) -> None:
 
 
 def resume_stages(run: Run) -> None:
-    """Run the stages that are left of the step, or of the epoch, after which the run was interrupted."""
+    """Run the remaining stages of the step or epoch after which the run was interrupted."""
     if run.snapshot.next_stage < AFTER_EPOCH:
         _finish_step(run)
     if run.snapshot.next_stage < TRAINING:
@@ -112,7 +112,7 @@ def resume_stages(run: Run) -> None:
 
 
 def finish_step(run: Run) -> bool:
-    """Run the stages after an accumulation window, and write the checkpoint that is due.
+    """Run the stages after an accumulation window, and write a checkpoint if one is due.
 
     Returns:
         Whether training ends here.
@@ -133,10 +133,10 @@ def _finish_step(run: Run) -> bool:
 
 
 def finish_epoch(run: Run, *, is_used_up: bool) -> None:
-    """Run the stages after an epoch, and write the checkpoint that is due.
+    """Run the stages after an epoch, and write a checkpoint if one is due.
 
     Args:
-        is_used_up: Whether the data of the epoch are used up; else the run ends within it.
+        is_used_up: Whether the epoch's data is exhausted; otherwise, the run ends within it.
     """
     run.state.now.is_last_training_batch, run.snapshot.next_stage = is_used_up, AFTER_EPOCH
     _finish_epoch(run)
@@ -149,7 +149,7 @@ def _finish_epoch(run: Run) -> None:
 
 
 def _run_stages(run: Run, end: int) -> bool:
-    """Run the stages that are left before `end`, and return whether one of them evaluated."""
+    """Run the remaining stages before `end`, and return whether one of them evaluated."""
     snapshot, evaluations = run.snapshot, run.state.evaluations_done
     for index in range(snapshot.next_stage, end):
         has_changed = STAGES[index](run)
@@ -159,12 +159,12 @@ def _run_stages(run: Run, end: int) -> bool:
         if has_changed:
             snapshot.capture(run, following)
         else:
-            snapshot.next_stage = following  # the snapshot is still true
+            snapshot.next_stage = following  # the snapshot is still valid
     return run.state.evaluations_done > evaluations
 
 
 def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
-    """Save a checkpoint if one is due or requested here, unless the losses since the last one are wrong.
+    """Save a checkpoint if one is due or requested, unless the losses since the last one are wrong.
 
     Processes: collective.
     """
@@ -180,14 +180,14 @@ def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
 
 
 def _require_progress(run: Run) -> None:
-    """Raise if the run would never end: an epoch brought it no nearer to its only end."""
+    """Raise if the run would never end because an epoch made no progress towards its only limit."""
     cadence = run.cadence
     counts_tokens_only = cadence.max_target_tokens is not None and cadence.max_steps is cadence.max_samples is None
     if cadence.epochs is None and counts_tokens_only and run.state.target_tokens_seen == 0:
-        got = "an epoch without target tokens: its batches weigh samples"
-        expected = "weights in tokens, as the loss of a transformers model has them, or as the step returns them"
+        got = "an epoch without target tokens: its batches are weighted by samples"
+        expected = "weights in tokens, from the loss of a transformers model or from the step"
         do = 'return {"loss": mean, "weight": number_of_tokens} from training_step, or use max_samples'
         raise DataError(explain("training until max_target_tokens", got, expected, do))
     if run.cadence.epochs is None and run.state.epoch_step == 0 and run.accelerator.scaler is None:
         got = "an epoch without an optimizer step: the weights of all its batches are 0"
-        raise DataError(explain("training until max_steps", got, "a batch that weighs something", "look at the data"))
+        raise DataError(explain("training until max_steps", got, "a batch with a positive weight", "check the data"))

@@ -1,4 +1,4 @@
-"""Building the optimizer and the learning-rate scheduler that the hyper-parameters name."""
+"""Builds the optimizer and the learning-rate scheduler from the hyper-parameters."""
 
 from accmt.optimization.optimizers import ChainedOptimizer, build_optimizer, needs_closure
 from accmt.optimization.schedulers import SeveralSchedulers, build_scheduler

@@ -1,4 +1,4 @@
-"""Building the optimizer, fused into one kernel where that works."""
+"""Builds the optimizer, with fused kernels where they work."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from accmt.options.grouping import Grouping
 from accmt.options.optimizer_and_scheduler_arguments import optimizer_arguments, parameters_of, read_grouping
 from accmt.sharded_tensors import by_mesh, make_whole, mesh_of
 
-# ---- Several optimizers that behave as one.
+# ---- Several optimizers that behave as one
 
 
 class ChainedOptimizer(Optimizer):
-    """Several optimizers, each with parameters of its own, that behave as one.
+    """Several optimizers over different parameters that behave as one.
 
-    One `step` steps them all; one scheduler, one clipping and one state are for all their groups. The chained
+    One `step` steps them all; one scheduler, one gradient clipping and one state apply to all their groups. The chained
     optimizers and this one share the groups (the same dicts) and the state.
 
     Args:
-        optimizers: Optimizers of different parameters. Groups that are added later go to the first.
+        optimizers: Optimizers of different parameters. Groups added later go to the first.
 
     Raises:
-        ArgumentError: There is none, two have a parameter in common, or one has a `state_dict` of its own.
+        ArgumentError: The list is empty, two optimizers share a parameter, or one overrides `state_dict`.
 
     Examples:
         >>> from torch import nn
@@ -64,21 +64,21 @@ class ChainedOptimizer(Optimizer):
 
     @property
     def class_names(self) -> str:
-        """The chained optimizers by name: `AdamW + Muon`."""
+        """The names of the chained optimizers: `AdamW + Muon`."""
         return " + ".join(type(one).__qualname__ for one in self._chained)
 
     def class_name_of(self, number: int) -> str:
-        """Return the name of the optimizer that a parameter group belongs to."""
+        """Return the class name of a parameter group's optimizer."""
         return type(self._chained[self._owners[number]]).__qualname__
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Let all of them step.
+        """Step all optimizers.
 
         Args:
-            closure: None: several optimizers cannot each evaluate the loss.
+            closure: Must be None: several optimizers cannot each evaluate the loss.
         """
         if closure is not None:
-            raise ArgumentError(explain("ChainedOptimizer.step", "a closure", "none", "step an optimizer alone"))
+            raise ArgumentError(explain("ChainedOptimizer.step", "a closure", "no closure", "step one optimizer"))
         self._share()
         for one in self._chained:
             with mesh_by_mesh(one) if self.is_mixed else nullcontext():
@@ -86,7 +86,7 @@ class ChainedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the first optimizer."""
-        if len(self.param_groups) < len(self._owners):  # while this object is made
+        if len(self.param_groups) < len(self._owners):  # during construction
             super().add_param_group(param_group)
             return
         self._share()
@@ -96,10 +96,10 @@ class ChainedOptimizer(Optimizer):
         self._owners.append(0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state over: each chained optimizer fills in what one of an older version lacks."""
+        """Set the state; each chained optimizer adds entries missing in states of older versions."""
         super().__setstate__(state)
         for number, one in enumerate(self._chained):
-            twin = object.__new__(type(one))  # not the optimizer itself, which this may be a trial twin of
+            twin = object.__new__(type(one))  # not the optimizer itself: this may be a copy for a trial
             twin.__dict__.update(vars(one))
             twin.__setstate__({"state": self.state, "param_groups": self._groups_of(number)})
 
@@ -110,28 +110,28 @@ class ChainedOptimizer(Optimizer):
         return f"ChainedOptimizer([{', '.join(map(repr, self._chained))}])"
 
     def _share_loaded(self, loaded: Optimizer) -> None:
-        """Share a state at once when it is loaded: schedulers and manual steps use the chained optimizers directly."""
-        if loaded is self:  # and no trial twin, which has these hooks too
+        """Share a state as soon as it is loaded: schedulers and manual steps use the chained optimizers directly."""
+        if loaded is self:  # not a copy for a trial, which has the same hooks
             self._share()
 
     def _share(self) -> None:
-        """Let the chained optimizers have this one's state and groups; both are replaced when a state is loaded."""
+        """Set this optimizer's state and groups on the chained ones; loading a state replaces both."""
         for number, one in enumerate(self._chained):
             one.state, one.param_groups = self.state, self._groups_of(number)
 
     def _groups_of(self, number: int) -> list[dict[str, Any]]:
         if len(self.param_groups) != len(self._owners):
             got = f"{len(self.param_groups)} parameter groups instead of {len(self._owners)}"
-            do = "change the groups themselves, or add_param_group"
+            do = "modify the groups in place, or call add_param_group"
             raise ArgumentError(explain("ChainedOptimizer.param_groups", got, "the groups of its optimizers", do))
         return [group for group, owner in zip(self.param_groups, self._owners, strict=True) if owner == number]
 
 
 @contextmanager
 def mesh_by_mesh(optimizer: Optimizer) -> Iterator[None]:
-    """Let a fused step take the parameters that are sharded alike together, and then the others.
+    """Step fused optimizers separately for each device mesh of sharded parameters.
 
-    One kernel takes whole tensors, or those of one mesh (torch 2.13: "got mixed torch.Tensor and DTensor").
+    A kernel accepts either plain tensors or those of one mesh (torch 2.13: "got mixed torch.Tensor and DTensor").
     """
     groups = optimizer.param_groups
     optimizer.param_groups = [part for group in groups for part in _divide(group)]
@@ -142,7 +142,7 @@ def mesh_by_mesh(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _divide(group: dict[str, Any]) -> list[dict[str, Any]]:
-    if not group.get("fused"):  # others may keep something of their own in a group
+    if not group.get("fused"):  # other optimizers may store state in a group
         return [group]
     return [{**group, "params": parameters} for (parameters,) in by_mesh(group["params"])]
 
@@ -150,20 +150,20 @@ def _divide(group: dict[str, Any]) -> list[dict[str, Any]]:
 def _require_chainable(optimizers: Sequence[Optimizer]) -> None:
     where = "ChainedOptimizer(optimizers=...)"
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-        raise ArgumentError(explain(where, repr(optimizers), "torch optimizers, one at least", "[adamw, muon]"))
+        raise ArgumentError(explain(where, repr(optimizers), "at least one torch optimizer", "[adamw, muon]"))
     parameters = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
     if len(set(parameters)) < len(parameters):
         got = "two optimizers for one parameter"
-        raise ArgumentError(explain(where, got, "each parameter in one of them", "take it out of the others"))
+        raise ArgumentError(explain(where, got, "each parameter in one optimizer", "remove it from the others"))
     for one in optimizers:
-        # That of bitsandbytes only packs the entries of each parameter together, for FSDP1.
+        # The one of bitsandbytes only packs each parameter's entries for FSDP1.
         if type(one).state_dict is not Optimizer.state_dict and not type(one).__module__.startswith("bitsandbytes."):
-            got = f"{type(one).__name__}, which has a `state_dict` of its own"
-            do = "train all parameters with it, or none"
-            raise ArgumentError(explain(where, got, "optimizers whose state is torch's, by parameter", do))
+            got = f"{type(one).__name__}, which overrides `state_dict`"
+            do = "use it for all parameters or for none"
+            raise ArgumentError(explain(where, got, "optimizers with torch's state_dict", do))
 
 
-_TRIED = 67  # numbers: some vectors of a CPU's kernels, and a rest
+_TRIED = 67  # elements: some full vectors of a CPU's kernels, and a remainder
 _IMPLEMENTATIONS = frozenset({"fused", "foreach", "differentiable", "capturable"})
 
 
@@ -177,20 +177,20 @@ def needs_closure(optimizer: Any) -> bool:
 
 
 def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTrained = torch.clone) -> Optimizer:
-    """Build the optimizer of `hps` over the parameters of a model, or several that are chained into one.
+    """Build the optimizer of `hps` over the parameters of a model, or several chained optimizers.
 
-    All of them are handed over, frozen ones too: the optimizer skips those without a gradient, and trains them
-    from the moment they are thawed. `fused=True` is set where the class, the devices and the types of the parameters
-    allow it and `hps` chooses no implementation itself.
+    It gets all parameters, including frozen ones: the optimizer skips those without a gradient, and trains them once
+    they are unfrozen. `fused=True` is set if the class, the devices and the dtypes allow it and `hps` does not choose
+    an implementation.
 
     Args:
         hps: The hyper-parameters.
         model: The model.
-        as_trained: Makes a tensor of the kind that the parameters will be, where they are sharded later.
+        as_trained: Converts a tensor to the kind of the parameters, if they are sharded later.
 
     Raises:
-        ModuleContractError: No parameter requires a gradient.
-        HyperParameterError: The optimizer refuses its arguments or these parameters, or its groups do not fit them.
+        ModuleContractError: No parameter requires gradients.
+        HyperParameterError: The optimizer rejects its arguments or the parameters, or the groups do not match them.
     """
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
@@ -198,7 +198,7 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
             "the parameters to optimize",
             f"{len(parameters)} parameters, none with requires_grad=True",
             "at least one trainable parameter",
-            "unfreeze a part of the model, or override get_optimizer",
+            "unfreeze part of the model, or override get_optimizer",
         )
         raise ModuleContractError(message)
     grouping, _ = read_grouping(hps.optimizer_class, hps.optim_kwargs)
@@ -210,7 +210,7 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
 def _build_groups(
     hps: HyperParameters, assigned: Sequence[Sequence[Assigned]], grouping: Grouping, as_trained: AsTrained
 ) -> Optimizer:
-    """Build the default optimizer over its own groups and those without a type, and one for each other group."""
+    """Build the default optimizer over groups without a type, and one optimizer for each other group."""
     numbered = list(enumerate(assigned))
     mine = [part for number, parts in numbered for part in parts if part.optimizer_class is None]
     optimizers = [_build_grouped(hps.optimizer_class, mine, hps.optim_kwargs, as_trained, hps.where("optim"))]
@@ -230,19 +230,19 @@ def _build_grouped(
     as_trained: AsTrained,
     where: str,
 ) -> Optimizer:
-    """Build an optimizer with a parameter group for each part, and with a `name` and an `initial_lr` in it."""
+    """Build an optimizer with a parameter group for each part, each with a `name` and an `initial_lr`."""
     groups = [{"params": list(part.parameters.values()), **part.arguments} for part in parts]
     optimizer = _build(optimizer_class, groups, arguments, as_trained, where)
     strange = {name for part in parts for name in part.arguments if name not in optimizer.defaults}
     if strange:
-        got = f"{', '.join(sorted(strange))}, which {optimizer_class.__name__} has for all parameters alike"
-        do = "move it to `optim`, or give the group a `type` of its own"
-        raise HyperParameterError(explain(where, got, "arguments that can differ by group", do))
+        got = f"{', '.join(sorted(strange))}, which {optimizer_class.__name__} does not support per group"
+        do = "move it to `optim`, or set a `type` for the group"
+        raise HyperParameterError(explain(where, got, "arguments that can differ between groups", do))
     for group, part in zip(optimizer.param_groups, parts, strict=True):
         group["name"] = part.label
         if group["lr"] is not None:
             group["lr"] = group["lr"] * part.rate
-            group["initial_lr"] = float(group["lr"])  # a number, where an optimizer has made a tensor of the rate
+            group["initial_lr"] = float(group["lr"])  # as a number: some optimizers convert the rate to a tensor
     return optimizer
 
 
@@ -260,19 +260,17 @@ def _build(
     try:
         if arguments.get("fused") and not _is_fused_right(optimizer_class, arguments, trainable, as_trained):
             types = ", ".join(sorted({f"{weight.dtype} on {weight.device.type}" for weight in trainable}))
-            message = (
-                f"a fused step for {types} that does not give what an ordinary one does, in torch {torch.__version__}"
-            )
+            message = f"the fused step for {types} differs from the standard step in torch {torch.__version__}"
             raise ValueError(message)  # noqa: TRY301 - one message for all refusals
         return optimizer_class(parameters, **arguments)
     except (TypeError, ValueError, AssertionError) as error:
         name = optimizer_class.__name__
-        do = "correct them, choose another optimizer, let it have only some parameters (`groups`), or override "
+        do = "correct the arguments, choose another optimizer, use it for some parameters only (`groups`), or override "
         do += "get_optimizer"
         if optimizer_class is torch.optim.Muon and "2D" in str(error):
-            do = "let it have the matrices alone: `type: AdamW` in `optim`, and in it "
+            do = "use it for matrices only: `type: AdamW` in `optim` with "
             do += "`groups: [{kind: matrix, type: Muon, lr: 0.02}]`"
-        expected = f"arguments and parameters that {name} accepts"
+        expected = f"arguments and parameters accepted by {name}"
         raise HyperParameterError(explain(where, f"{name}: {error}", expected, do)) from error
 
 
@@ -291,7 +289,7 @@ def _can_fuse(
         return False
     try:
         return _is_fused_right(optimizer_class, arguments, trainable, as_trained)
-    except (RuntimeError, TypeError, ValueError):  # what is wrong beside `fused` shows when the real one is built
+    except (RuntimeError, TypeError, ValueError):  # other errors show up when the real optimizer is built
         return False
 
 
@@ -301,12 +299,12 @@ def _is_fused_right(
     trainable: Iterable[nn.Parameter],
     as_trained: AsTrained,
 ) -> bool:
-    """Try a fused step on a few numbers of each device and type that the parameters have, beside an ordinary one.
+    """Compare a fused step with a standard one on a few numbers, for each device and dtype of the parameters.
 
-    Torch 2.13's fused SGD leaves bfloat16 and float16 weights on a CPU as they are, and says nothing.
+    In torch 2.13, fused SGD silently leaves bfloat16 and float16 weights on a CPU unchanged.
     """
     trainable = list(trainable)
-    is_mixed = len({mesh_of(parameter) for parameter in trainable}) > 1  # of which each kind has a step of its own
+    is_mixed = len({mesh_of(parameter) for parameter in trainable}) > 1  # each kind has a separate step
     makes = (as_trained, torch.clone) if is_mixed else (as_trained,)
 
     def step(make: AsTrained, device: torch.device, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Putting the parameters of a model into groups, with arguments or an optimizer of their own."""
+"""Puts the parameters of a model into groups with separate arguments or optimizers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from accmt.options import HyperParameters
 from accmt.options.grouping import Group, Grouping
 from accmt.options.yaml_reader import Fault, KeyPath, names_like
 
-# ---- Kinds of parameters: what a bias, a norm, an embedding, a matrix or an adapter is.
+# ---- Kinds of parameters: bias, norm, embedding, matrix, adapter
 
 
 _NORM_NAMES = re.compile(r"layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names of norms, as transformers' Trainer knows them.
+"""Names of norms, as in transformers' Trainer.
 
 Source: `Trainer.get_decay_parameter_names` in transformers/trainer.py.
 """
@@ -30,11 +30,11 @@ Source: `Trainer.get_decay_parameter_names` in transformers/trainer.py.
 def kinds_of(model: nn.Module) -> dict[nn.Parameter, set[str]]:
     """Return the kinds of each parameter.
 
-    - "bias": its name has "bias" in it;
-    - "norm": its module is a norm by its class or its name, as in transformers' Trainer;
-    - "embedding": of an `nn.Embedding`, or tied to one;
-    - "adapter": added by PEFT, or kept beside an adapter to be trained (`modules_to_save`);
-    - "matrix": of two dimensions, and neither an embedding nor the output layer of a language model.
+    - "bias": its name contains "bias";
+    - "norm": its module is a norm by class or by name, as in transformers' Trainer;
+    - "embedding": in an `nn.Embedding`, or tied to one;
+    - "adapter": added by PEFT, or trained along with an adapter (`modules_to_save`);
+    - "matrix": two-dimensional, and neither an embedding nor the output layer of a language model.
     """
     kinds: dict[nn.Parameter, set[str]] = {parameter: set() for parameter in model.parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -61,7 +61,7 @@ def _note(kind: str, parameters: Iterable[nn.Parameter], kinds: dict[nn.Paramete
 
 
 def _adapters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Give what PEFT added: its layers name the parts that are theirs, prompts and copied modules have a place."""
+    """Yield the parameters that PEFT added: named parts of its layers, prompts, and copied modules."""
     for module in model.modules():
         for name in getattr(module, "adapter_layer_names", ()):
             part = getattr(module, name, None)
@@ -87,11 +87,11 @@ class Assigned:
     """Parameters that share their optimizer and its arguments.
 
     Attributes:
-        label: What the group is, for people: `default`, or what it was matched by.
-        optimizer_class: The optimizer of its own; None is the default one.
-        arguments: Arguments other than the optimizer's.
+        label: A description of the group: `default`, or the patterns it matches.
+        optimizer_class: Its optimizer; None means the default one.
+        arguments: Arguments that differ from the optimizer's.
         parameters: The parameters by name.
-        rate: What the learning rate is multiplied by.
+        rate: A factor for the learning rate.
     """
 
     label: str
@@ -102,19 +102,19 @@ class Assigned:
 
 
 def assign(model: nn.Module, grouping: Grouping, hps: HyperParameters) -> list[list[Assigned]]:
-    """Put every parameter of a model, frozen ones too, into a group.
+    """Put every parameter of a model, including frozen ones, into a group.
 
     Args:
         model: The model.
-        grouping: What is asked for.
-        hps: Where that was written, for messages.
+        grouping: The requested groups.
+        hps: The hyper-parameters, for messages.
 
     Returns:
-        For the default and then for each of `grouping.groups` what it is split into by `no_decay` and `layer_decay`.
+        For the default and then for each of `grouping.groups`, its parts after `no_decay` and `layer_decay`.
 
     Raises:
-        HyperParameterError: A group matches nothing, nothing is left for the default, a tied weight has two
-            optimizers, or the layers of the model cannot be told apart.
+        HyperParameterError: A group matches nothing, nothing is left for the default group, a tied weight has two
+            optimizers, or the layers of the model cannot be identified.
     """
     kinds = kinds_of(model)
     names = _names(model)
@@ -142,12 +142,12 @@ def _warn_of_frozen(chosen: Mapping[nn.Parameter, int], grouping: Grouping, hps:
     for number, group in enumerate(grouping.groups, 1):
         if not any(parameter.requires_grad for parameter, own in chosen.items() if own == number):
             where = hps.where(*_GROUPS, number - 1)
-            what = f"all parameters of {_label(group)} are frozen, so the group trains nothing until they are not"
+            what = f"all parameters of {_label(group)} are frozen, so the group trains nothing until they are unfrozen"
             warn_once(f"{where}: {what}", about=f"frozen parameters of group {number}")
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter, as before `torch.compile`; one that is tied has several."""
+    """Return the names of each parameter without the prefix of `torch.compile`; tied parameters have several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name.replace("_orig_mod.", ""))
@@ -161,15 +161,15 @@ def _choose(
     grouping: Grouping,
     hps: HyperParameters,
 ) -> int:
-    """Return the number of the first group that fits, from 1; 0 is the default."""
+    """Return the number of the first matching group, from 1; 0 is the default."""
     by_name = {
         name: next((i for i, group in enumerate(grouping.groups, 1) if _fits(group, name, kinds[parameter])), 0)
         for name in names
     }
     classes = {number and grouping.groups[number - 1].optimizer_class for number in by_name.values()}
     if len(classes - {0}) > 1:
-        got = f"two optimizers for one parameter, which has the names {' and '.join(names)}"
-        do = "match both of its names in one group"
+        got = f"two optimizers for one parameter with the names {' and '.join(names)}"
+        do = "match both names in one group"
         raise HyperParameterError(explain(hps.where(*_GROUPS), got, "one optimizer for a tied weight", do))
     return min((number for number in by_name.values() if number), default=0)
 
@@ -185,26 +185,26 @@ def _unused(
     kinds: Mapping[nn.Parameter, set[str]],
     grouping: Grouping,
 ) -> Iterator[Fault]:
-    """Yield a fault for each pattern and group that is of no use, and where the default has nothing."""
+    """Yield an error for each unused pattern and group, and for an empty default group."""
     every = [name for several in names.values() for name in several]
     for number, group in enumerate(grouping.groups):
         place = (*_GROUPS, number)
         unknown = [pattern for pattern in group.match if not any(re.search(pattern, name) for name in every)]
         for pattern in unknown:
-            do = f"correct it: names are such as {', '.join(names_like(pattern, every))}"
-            got = f"{pattern!r}, which is in no parameter's name"
-            yield Fault((*place, "match"), got, "a part of a name in the model", do)
+            do = f"correct it; similar names: {', '.join(names_like(pattern, every))}"
+            got = f"{pattern!r}, which matches no parameter name"
+            yield Fault((*place, "match"), got, "part of a parameter name of the model", do)
         if not unknown and number + 1 not in chosen.values():
             fitting = [name for one in chosen for name in names[one] if _fits(group, name, kinds[one])]
             got = f"{_label(group)}: no parameter of the model"
             if fitting:
-                got = f"{_label(group)}: all that it fits is in groups before it, such as {fitting[0]}"
-            do = "remove the group, or put it before the others: the first one that fits a parameter has it"
-            yield Fault(place, got, "a group of one parameter at least", do)
+                got = f"{_label(group)}: earlier groups contain all its parameters, such as {fitting[0]}"
+            do = "remove the group, or move it up: the first group that matches a parameter gets it"
+            yield Fault(place, got, "a group with at least one parameter", do)
     if grouping.groups and 0 not in chosen.values():
-        got = f"groups that take all {len(chosen)} parameters, so that nothing is left for the optimizer beside them"
-        do = "move what the last group says to `optim` itself, and remove the group"
-        yield Fault(_GROUPS, got, "parameters that are in no group", do)
+        got = f"groups with all {len(chosen)} parameters, so that none is left for the default optimizer"
+        do = "move the arguments of the last group to `optim`, and remove the group"
+        yield Fault(_GROUPS, got, "at least one parameter outside the groups", do)
 
 
 def _label(group: Group) -> str:
@@ -212,10 +212,10 @@ def _label(group: Group) -> str:
 
 
 def _rates(model: nn.Module, decay: float, hps: HyperParameters) -> dict[nn.Parameter, float]:
-    """Return what the rate of each parameter is multiplied by: less with each layer further from the output.
+    """Return the learning-rate factor of each parameter, which decreases with the distance from the output.
 
-    What stands before the stack of layers (embeddings) is one layer below the first, what stands behind it (the head)
-    keeps the rate. That is the rule of ELECTRA and of timm's `layer_decay`.
+    Parameters before the stack of layers (embeddings) count as one layer below the first; those after it (the head)
+    keep the rate. This is the rule of ELECTRA and of timm's `layer_decay`.
 
     Source:
         Clark et al., https://arxiv.org/abs/2003.10555, appendix A.
@@ -235,13 +235,13 @@ def _rates(model: nn.Module, decay: float, hps: HyperParameters) -> dict[nn.Para
 
 
 def _stack(model: nn.Module, hps: HyperParameters) -> tuple[str, nn.ModuleList | nn.Sequential]:
-    """Return the one outermost list of alike modules with parameters, which is the model's layers."""
+    """Return the only outermost list of modules of one class with parameters: the model's layers."""
     found = dict(_stacks(model, ""))
     if len(found) == 1:
         return next(iter(found.items()))
     got = f"a model with {len(found)} lists of layers{': ' if found else ''}{', '.join(found)}"
-    do = "remove `layer_decay`, and write `groups` with the rate of each part"
-    where, expected = hps.where("optim", "layer_decay"), "one list of layers, which follow each other"
+    do = "remove `layer_decay`, and use `groups` with a rate for each part"
+    where, expected = hps.where("optim", "layer_decay"), "one list of consecutive layers"
     raise HyperParameterError(explain(where, got, expected, do))
 
 

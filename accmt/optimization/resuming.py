@@ -1,9 +1,9 @@
-"""Continuing with an optimizer and its scheduler, under settings that may have changed since the checkpoint.
+"""Resumes an optimizer and its scheduler under settings that may have changed since the checkpoint.
 
-`Optimizer.load_state_dict` brings back the arguments that the optimizer had (rate, weight decay ...), and
-`LRScheduler.load_state_dict` the length that the scheduler had, so both would silently skip what has changed.
-Here a changed scheduler is not patched but walked: the newly built one takes as many steps as the old one had taken,
-which ends exactly where a run with the new settings from its start would be, whatever its class is made of.
+`Optimizer.load_state_dict` restores the saved arguments (rate, weight decay ...), and `LRScheduler.load_state_dict` the
+saved length, so both would silently ignore changed settings. Here, a changed scheduler is replayed instead of patched:
+the newly built one takes as many steps as the old one had taken. This ends exactly where a run with the new settings
+from its start would be, for any scheduler class.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PROBE = torch.Size((2, 2))
 GroupArguments = list[dict[str, Any]]
 
 _DRIVEN = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "max_momentum", "base_momentum"})
-"""What schedulers keep in the parameter groups of an optimizer."""
+"""Entries of parameter groups that schedulers change."""
 
 
 def group_arguments(optimizer: Optimizer) -> GroupArguments:
-    """Return the arguments of each parameter group; taken before a state is loaded, those of the new settings."""
+    """Return the arguments of each parameter group; before a state is loaded, these are the new settings."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
@@ -44,25 +44,25 @@ def restore_scheduler(
     changed: Mapping[str, tuple[Any, Any]],
     is_stretched: bool,
 ) -> list[str]:
-    """Give the scheduler its state, and both what has changed, after the optimizer's state was loaded.
+    """Restore the scheduler's state and apply changed settings, after the optimizer's state was loaded.
 
-    If nothing has changed, this is `scheduler.load_state_dict(saved)`. An argument of the optimizer that has changed
-    becomes, group by group, what the optimizer was built with. If the length of the run, or an argument that schedulers
-    drive, has changed, rates are from here on those of a run that had the new settings from its start; this costs one
-    step of the scheduler for each that it had taken (half a second for 100,000). One that steps by a loss cannot be
-    walked: it continues from its state, and a changed `lr` scales the rate that it had reached.
+    If nothing has changed, this is `scheduler.load_state_dict(saved)`. Changed optimizer arguments are reset, group by
+    group, to the values the optimizer was built with. If the length of the run or an argument that schedulers change
+    has changed, rates are from now on those of a run with the new settings from its start; this costs one scheduler
+    step for each step taken before (half a second for 100,000). A scheduler that steps on a loss cannot be replayed: it
+    continues from its state, and a changed `lr` scales its current rate.
 
     Args:
         optimizer: The optimizer, with the checkpoint's state.
         scheduler: The newly built scheduler, not stepped yet; None if there is none.
-        saved: The checkpoint's state of the scheduler; None if it had none, and `scheduler` begins at its start.
-        built: What `group_arguments` returned before the optimizer's state was loaded.
-        changed: Arguments of the optimizer that have changed: name to (old value, new value).
-        is_stretched: Whether the run has another number of steps (or epochs) now.
+        saved: The checkpoint's scheduler state; None if it had none, and `scheduler` starts at its beginning.
+        built: The result of `group_arguments` before the optimizer's state was loaded.
+        changed: Changed optimizer arguments: name to (old value, new value).
+        is_stretched: Whether the number of steps (or epochs) of the run has changed.
 
     Returns:
-        A line for each argument that the optimizer was built with, but that is not `changed`, so that the
-        checkpoint's stays: that of another `get_optimizer`, say.
+        A line for each argument that differs from the checkpoint but is not in `changed` (for example, after a change
+        of `get_optimizer`), so that the checkpoint's value is kept.
     """
     loaded, names, now = group_arguments(optimizer), set(changed), built
     kept: list[str] = []
@@ -86,7 +86,7 @@ def restore_scheduler(
 
 
 def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Return a line for each argument of a scheduler that it is built with otherwise now: the checkpoint's stays."""
+    """Return a line for each scheduler argument that differs from the checkpoint, whose value is kept."""
     if isinstance(scheduler, SeveralSchedulers):
         pairs = zip(scheduler.schedulers, saved["schedulers"], strict=False)
         return [line for one, state in pairs for line in _kept_constants(one, state)]
@@ -94,15 +94,15 @@ def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
     arguments = inspect.signature(type(scheduler).__init__).parameters
     names = [name for name in arguments if name in built and name in saved and name != "last_epoch"]
     return [
-        f"{name} of the scheduler {type(scheduler).__name__}: the checkpoint's {saved[name]!r} stays, "
-        f"not {built[name]!r} as built now"
+        f"{name} of the scheduler {type(scheduler).__name__}: keeping the checkpoint's {saved[name]!r} "
+        f"instead of the new {built[name]!r}"
         for name in names
         if not _is_same(saved[name], built[name])
     ]
 
 
 def _steps_taken(saved: Mapping[str, Any]) -> int | None:
-    """Return how often a scheduler was stepped; a chain of schedulers counts in the chained ones only."""
+    """Return how many steps a scheduler has taken; for chained schedulers, only the inner ones count."""
     if "last_epoch" in saved:
         return int(saved["last_epoch"])
     chained = saved.get("_schedulers")
@@ -110,7 +110,7 @@ def _steps_taken(saved: Mapping[str, Any]) -> int | None:
 
 
 def _steps_by_itself(scheduler: Any) -> bool:
-    """Say whether a scheduler is a function of its steps alone, and needs no loss for them."""
+    """Return whether a scheduler depends only on its steps, not on a loss."""
     if not isinstance(scheduler, LRScheduler):
         return False
     parameters = inspect.signature(scheduler.step).parameters.values()
@@ -118,18 +118,18 @@ def _steps_by_itself(scheduler: Any) -> bool:
 
 
 def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, steps: int) -> GroupArguments:
-    """Step a newly built scheduler from its start, and return the arguments where it comes to."""
+    """Step a newly built scheduler from its start, and return the resulting arguments."""
     for group, arguments in zip(optimizer.param_groups, built, strict=True):
         group.update(arguments)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*lr_scheduler.step")  # torch misses the optimizer's steps between
+        warnings.filterwarnings("ignore", "(?s).*lr_scheduler.step")  # torch expects optimizer steps in between
         for _ in range(steps):
             scheduler.step()
     return group_arguments(optimizer)
 
 
 def _scaled(loaded: GroupArguments, built: GroupArguments, old: Any, new: Any) -> GroupArguments:
-    """Return what was built, its rates lowered as far as the scheduler had lowered the old ones."""
+    """Return the built arguments, with rates lowered as much as the scheduler had lowered the old ones."""
     pairs = zip(loaded, built, strict=True)
     return [{**ours, "lr": _scaled_rate(theirs, ours, old, new)} for theirs, ours in pairs]
 
@@ -138,13 +138,13 @@ def _scaled_rate(theirs: Mapping[str, Any], ours: Mapping[str, Any], old: Any, n
     if "initial_lr" in theirs and "initial_lr" in ours:  # a group of hyper-parameters
         begin = theirs["initial_lr"]
         return theirs["lr"] * (ours["initial_lr"] / begin) if begin else ours["lr"]
-    if old is None and new is None:  # only what groups have of their own has changed
+    if old is None and new is None:  # only arguments of groups have changed
         return theirs["lr"]
     return theirs["lr"] * (new / old) if old and new is not None else ours["lr"]
 
 
 def _place_step_counts(optimizer: Optimizer) -> None:
-    """Put the count of steps on the device where fused kernels and captured graphs need it.
+    """Move the step counts to the device where fused kernels and captured graphs need them.
 
     Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
     """
@@ -158,7 +158,7 @@ def _place_step_counts(optimizer: Optimizer) -> None:
 
 
 def _counts_in_groups(optimizer: Optimizer) -> set[str]:
-    """Return what an optimizer keeps in its groups that is none of its arguments: state that moves with its steps."""
+    """Return the entries of an optimizer's groups that are not arguments, but state that changes with its steps."""
     every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
     parameters = [item for one in every for item in inspect.signature(type(one).__init__).parameters.values()]
     if any(item.kind is item.VAR_KEYWORD for item in parameters):
@@ -167,12 +167,12 @@ def _counts_in_groups(optimizer: Optimizer) -> set[str]:
 
 
 def _add_missing_state(optimizer: Optimizer) -> None:
-    """Add what the state lacks under arguments that have changed, such as `amsgrad`, as it is before a first step.
+    """Add entries that changed arguments such as `amsgrad` require to the state, with their initial values.
 
-    A step of an optimizer like this one, on a few numbers without a gradient, shows what that is.
+    A step of a copy of the optimizer on a few numbers with zero gradients shows these values.
 
     Raises:
-        CheckpointError: It is something else than zeros.
+        CheckpointError: They are not zeros.
     """
     for one in getattr(optimizer, "optimizers", (optimizer,)):
         for group in one.param_groups:
@@ -190,7 +190,7 @@ def _add_missing_state(optimizer: Optimizer) -> None:
 def _first_state(
     optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """Return the state of a weight after a step without a gradient, of an optimizer that has none yet."""
+    """Return a weight's state after the first step, with a zero gradient."""
     weight = torch.nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device=device))
     weight.grad = torch.zeros_like(weight)
     twin = twin_of(optimizer)
@@ -205,13 +205,13 @@ def _first_state(
 def _begin(entry: Any, parameter: torch.Tensor, what: str) -> torch.Tensor:
     if isinstance(entry, torch.Tensor) and entry.shape == _PROBE and not entry.any():
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
-    got = f"{what}: a changed argument needs it, and the checkpoint has none"
-    do = "take the change back, or begin with a new optimizer: `reset_optimizer_on_resume=True`"
-    raise CheckpointError(explain("the optimizer's state", got, "what the optimizer of the checkpoint kept", do))
+    got = f"no {what}, which a changed argument requires"
+    do = "undo the change, or start with a new optimizer: `reset_optimizer_on_resume=True`"
+    raise CheckpointError(explain("the optimizer's state", got, "all entries that the optimizer needs", do))
 
 
 def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, has_scheduler: bool) -> list[str]:
-    """Say once per argument where the checkpoint's differs from the built one, unless a scheduler drives it."""
+    """Return a line per argument whose checkpoint value differs from the new one, unless a scheduler changes it."""
     lines: dict[str, str] = {}
     for number, (theirs, ours) in enumerate(zip(loaded, built, strict=True)):
         driven = {"lr"} if has_scheduler else set()
@@ -219,7 +219,7 @@ def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, h
         for name in (theirs.keys() & ours.keys()) - applied - driven - lines.keys():
             if not _is_same(theirs[name], ours[name]):
                 where = f"{name} of the optimizer's parameter group {number}"
-                lines[name] = f"{where}: the checkpoint's {theirs[name]} stays, not {ours[name]} as built now"
+                lines[name] = f"{where}: keeping the checkpoint's {theirs[name]} instead of the new {ours[name]}"
     return [lines[name] for name in sorted(lines)]
 
 

@@ -1,4 +1,4 @@
-"""Building the learning-rate scheduler; lengths are in optimizer steps, or in epochs if it is stepped per epoch."""
+"""Builds the learning-rate scheduler; lengths are in optimizer steps, or in epochs if it is stepped per epoch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NEEDS_TOTAL = frozenset({"num_training_steps", "total_steps"})
 
 
 DEFAULT_MONITOR = "valid_loss"
-"""What `ReduceLROnPlateau` steps by, unless it has a `monitor`."""
+"""The value that `ReduceLROnPlateau` monitors, unless it has a `monitor`."""
 
 
 def monitored_by(scheduler: ReduceLROnPlateau) -> str:
-    """Return the name of the result that a scheduler steps by."""
+    """Return the name of the result that a scheduler monitors."""
     return getattr(scheduler, "monitor", None) or DEFAULT_MONITOR
 
 
@@ -37,22 +37,22 @@ def build_scheduler(
     steps_per_epoch: int | None,
     num_epochs: int | None = None,
 ) -> LRScheduler | None:
-    """Build the scheduler of `hps`, to be stepped once after each optimizer step (or epoch) on any launch.
+    """Build the scheduler of `hps`, stepped once after each optimizer step (or epoch) on any number of processes.
 
-    The learning rate of step k is the one that the plain torch or transformers scheduler has after k steps, and it
-    comes to its end with step `total_steps`.
+    The learning rate at step k is that of the torch or transformers scheduler after k steps; the schedule ends with
+    step `total_steps`.
 
     Args:
         optimizer: The optimizer whose learning rate is scheduled.
-        total_steps: Optimizer steps of the whole run, limits and accumulation considered; None if nobody knows.
-        steps_per_epoch: Optimizer steps of one epoch; None if nobody knows.
-        num_epochs: Epochs of the whole run; None is as many as its steps make, all of `steps_per_epoch`.
+        total_steps: Optimizer steps of the whole run, after limits and accumulation; None if unknown.
+        steps_per_epoch: Optimizer steps of one epoch; None if unknown.
+        num_epochs: Epochs of the whole run; None computes them from the steps and `steps_per_epoch`.
 
     Returns:
-        The scheduler, or None if `hps` names none.
+        The scheduler, or None if `hps` has none.
 
     Raises:
-        HyperParameterError: The scheduler needs a length that is not known, or rejects its arguments or the optimizer.
+        HyperParameterError: The scheduler needs a length that is unknown, or rejects its arguments or the optimizer.
     """
     factory = hps.scheduler_class
     if factory is None:
@@ -70,7 +70,7 @@ def build_scheduler(
     except (TypeError, ValueError, ArithmeticError) as error:
         raise _refusal(hps, optimizer, error) from error
     if isinstance(scheduler, ReduceLROnPlateau) and monitor is not None:
-        scheduler.monitor = monitor  # type: ignore[attr-defined]  # where a module's get_scheduler sets it, too
+        scheduler.monitor = monitor  # type: ignore[attr-defined]  # the attribute that a module's get_scheduler sets too
     return scheduler
 
 
@@ -85,27 +85,27 @@ class SeveralSchedulers:
         self.schedulers = tuple(schedulers)
 
     def step(self) -> None:
-        """Advance all of them."""
+        """Step all schedulers."""
         for scheduler in self.schedulers:
             scheduler.step()
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Return the rates of all their optimizers' groups."""
+        """Return the learning rates of all groups of their optimizers."""
         return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each."""
+        """Return the states of all schedulers."""
         return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of each."""
+        """Restore the states of all schedulers."""
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
 
 
 @dataclass(frozen=True)
 class _Length:
-    """How long the run is, in steps of the scheduler; None where that is not known."""
+    """The length of the run in scheduler steps; None if unknown."""
 
     total: int | None
     per_epoch: int | None
@@ -124,20 +124,20 @@ def _length(
 
 
 def _warmup_steps(hps: HyperParameters, arguments: dict[str, Any], length: _Length) -> int:
-    """Return the steps of warm-up, a ratio taken of the whole and rounded up; removes `warmup_ratio`."""
+    """Return the warm-up steps; a ratio is applied to the total and rounded up. Removes `warmup_ratio`."""
     warmup = arguments.pop("warmup_ratio", arguments.get("num_warmup_steps", 0))
     is_ratio = "num_warmup_steps" not in arguments or isinstance(warmup, float)
     if not is_ratio or warmup == 0:
         return int(warmup)
     if length.total is None:
-        raise _unknown_length(hps, "warmup_ratio", "write `num_warmup_steps:` instead, or add `max_steps:`")
-    return math.ceil(Fraction(str(warmup)) * length.total)  # the decimal as written: 0.1 * 30 would round up to 4
+        raise _unknown_length(hps, "warmup_ratio", "use `num_warmup_steps:` instead, or add `max_steps:`")
+    return math.ceil(Fraction(str(warmup)) * length.total)  # as an exact decimal: 0.1 * 30 would round up to 4
 
 
 def _filled(
     hps: HyperParameters, parameters: dict[str, inspect.Parameter], arguments: dict[str, Any], length: _Length
 ) -> dict[str, int]:
-    """Return the arguments that only the run knows, as far as the scheduler takes them."""
+    """Return the arguments that depend on the run, if the scheduler has them."""
     known = {
         "num_training_steps": length.total,
         "total_steps": length.total,
@@ -157,28 +157,28 @@ def _filled(
 
 
 def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParameterError:
-    got = "data without a length, so the end of the run is not known"
-    expected = f"a known number of steps, which {argument} is computed from"
+    got = "data without a length, so the number of steps is unknown"
+    expected = f"a known number of steps, from which {argument} is computed"
     return HyperParameterError(explain(hps.where("scheduler"), got, expected, do))
 
 
 def _require_rates_of_groups(hps: HyperParameters, optimizer: Optimizer) -> None:
-    """Reject one rate for all groups where they have rates of their own, which it would replace silently."""
-    rates = [group["lr"] for group in optimizer.param_groups if "name" in group]  # which those of `optim.groups` have
+    """Reject one rate for groups with different rates, which it would silently replace."""
+    rates = [group["lr"] for group in optimizer.param_groups if "name" in group]  # groups of `optim.groups` have a name
     absolute = [name for name in ("max_lr", "base_lr") if isinstance(hps.scheduler_kwargs.get(name), int | float)]
     if absolute and len(set(rates)) > 1:
-        got = f"one {absolute[0]} for groups whose rates differ: {', '.join(f'{rate:g}' for rate in rates)}"
-        do = f"write a list of {len(rates)}, in this order, or choose a scheduler that multiplies the rates"
+        got = f"one {absolute[0]} for groups with different rates: {', '.join(f'{rate:g}' for rate in rates)}"
+        do = f"pass a list of {len(rates)} values in this order, or choose a scheduler that multiplies the rates"
         where = hps.where("scheduler", absolute[0])
         raise HyperParameterError(explain(where, got, "a rate for each group", do))
 
 
 def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception) -> HyperParameterError:
     if any(group["lr"] is None for group in optimizer.param_groups):
-        got = f"a scheduler for {type(optimizer).__name__} without lr, which finds its own learning rate"
+        got = f"a scheduler for {type(optimizer).__name__} without lr, which chooses its own learning rate"
         message = explain(hps.where("scheduler"), got, "a learning rate to schedule", "add `lr:` to optim")
         return HyperParameterError(message)
     name = hps.to_dict()["hps"]["scheduler"]["type"]
-    expected = f"arguments and an optimizer that {name} accepts"
-    do = "correct them, choose another scheduler, or override get_scheduler"
+    expected = f"arguments and an optimizer accepted by {name}"
+    do = "correct the arguments, choose another scheduler, or override get_scheduler"
     return HyperParameterError(explain(hps.where("scheduler"), f"{name}: {error}", expected, do))

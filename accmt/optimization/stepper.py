@@ -1,4 +1,4 @@
-"""Backward, clipping and the optimizer's step, with or without a gradient scaler."""
+"""Backward, gradient clipping and the optimizer step, with or without a gradient scaler."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-# ---- Clipping of the gradient of a whole optimizer step.
+# ---- Gradient clipping
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind: str) -> torch.Tensor | None:
-    """Clip gradients, which are reduced over processes and unscaled before, to a norm or a value.
+    """Clip gradients that are already reduced over processes and unscaled, by norm or by value.
 
     Returns:
-        The norm before clipping; None where nothing was clipped by norm.
+        The norm before clipping; None if gradients are not clipped by norm.
     """
     if limit is None:
         return None
     sparse = [parameter for parameter in parameters if parameter.grad is not None and parameter.grad.is_sparse]
     for parameter in sparse:
-        parameter.grad = cast(torch.Tensor, parameter.grad).coalesce()  # whose values can be changed in place
+        parameter.grad = cast(torch.Tensor, parameter.grad).coalesce()  # so that values can be changed in place
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = None if kind == "value" else total_norm(gradients)
     if sparse:
@@ -45,7 +45,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
 
 
 def _holding(gradient: torch.Tensor) -> nn.Parameter:
-    """Return a parameter that has a gradient, of a sparse one its values: torch clips gradients of parameters."""
+    """Wrap a gradient (or a sparse one's values) in a parameter: torch clips gradients of parameters."""
     own = dense_values(gradient) if gradient.is_sparse else gradient
     holder = nn.Parameter(own, requires_grad=own.is_floating_point())
     holder.grad = own
@@ -56,23 +56,23 @@ _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 class Stepper:
-    """Turns losses into steps of one optimizer.
+    """Runs backward passes and steps of one optimizer.
 
-    Torch is called directly: under data parallelism Accelerate's wrapped optimizer adds nothing, costs more per step
-    than the whole rest of the loop on a small model, and does not see that a fused optimizer skipped a step.
+    It calls torch directly: under data parallelism, Accelerate's optimizer wrapper adds nothing, costs more per step
+    than the rest of the loop on a small model, and does not detect that a fused optimizer skipped a step.
 
     Args:
         accelerator: The accelerator that prepared the model.
         optimizer: The torch optimizer.
-        set_to_none: Whether gradients are dropped after a step.
-        clip: Largest norm or value of the gradient; None is off.
+        set_to_none: Whether gradients are set to None after a step.
+        clip: Maximum norm or value of the gradient; None disables clipping.
         clip_type: "norm" or "value".
-        around_backward: Makes the context of each backward pass; None is without one.
+        around_backward: Returns a context for each backward pass; None uses no context.
 
     Attributes:
         optimizer: The torch optimizer.
-        may_draw: Whether the optimizer may draw random numbers in its step, for noise or to round; torch's own do not.
-        before_clipping: Called with the parameters whose gradients `clip` is about to clip, whether it does or not.
+        may_draw: Whether the optimizer may draw random numbers in its step, for noise or rounding; torch's do not.
+        before_clipping: Called with the parameters before `clip`, even if clipping is disabled.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class Stepper:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer changes, groups that were added later included."""
+        """The parameters of the optimizer, including groups added later."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss` to those of the window."""
+        """Accumulate the gradients of `loss`."""
         try:
             if self._is_plain_backward:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -134,23 +134,23 @@ class Stepper:
 
     @property
     def trains_other_weights(self) -> bool:
-        """Whether the optimizer trains other weights than it evaluates."""
+        """Whether the optimizer uses different weights for training and evaluation."""
         return bool(self._with_modes)
 
     def begin_training(self) -> None:
-        """Let an optimizer begin to train that trains other weights than it evaluates, as schedule-free ones do."""
+        """Switch to the training weights of optimizers with separate evaluation weights, such as schedule-free ones."""
         self._set_modes(is_training=True)
 
     def end_training(self) -> None:
-        """Let the model keep the weights that such an optimizer evaluates."""
+        """Switch to the evaluation weights of such optimizers."""
         self._set_modes(is_training=False)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let the model have the weights that the optimizer evaluates; afterwards those that it trains, bit for bit.
+        """Use the evaluation weights, and restore the training weights bit for bit afterwards.
 
-        The optimizer computes either from the other, which rounds. So the trained ones are copied, as a run that is
-        interrupted here and resumed has to do the same as one that is not.
+        The optimizer computes each from the other, with rounding. The training weights are therefore copied, so that a
+        run interrupted and resumed here is identical to an uninterrupted one.
         """
         if not (self._with_modes and self._is_training) or self._trained is not None:
             yield
@@ -167,7 +167,7 @@ class Stepper:
                     parameter.copy_(value)
 
     def evaluate_again(self) -> None:
-        """Let the model have the weights that are evaluated again, where a hook of the user has called `train()`."""
+        """Switch back to the evaluation weights, in case a user's hook has called `train()`."""
         for one in self._with_modes if self._trained is not None else ():
             one.eval()
 
@@ -177,28 +177,28 @@ class Stepper:
             one.train() if is_training else one.eval()
 
     def unscale(self) -> None:
-        """Take the gradient scaler's factor out of the gradients; once per window, before they are read or changed.
+        """Unscale the gradients of the gradient scaler; once per window, before they are read or changed.
 
-        A window may have none, where all its batches weigh nothing. The scaler takes that for a forgotten backward.
+        A window has no gradients if all its batches have weight 0. The scaler would report a missing backward.
         """
         if self._scaler is not None and any(parameter.grad is not None for parameter in self.parameters):
             self._scaler.unscale_(self.optimizer)
             self._is_unscaled = True
 
     def multiply_gradients(self, factor: float) -> None:
-        """Multiply all gradients by one number."""
+        """Multiply all gradients by a factor."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         for (of_one,) in by_mesh(gradients) if gradients else ():
             multiply_(of_one, factor)
 
     def clip(self, parameters: list[nn.Parameter] | None = None) -> torch.Tensor | None:
-        """Clip the gradients of the accumulation window, unscaled before.
+        """Clip the unscaled gradients of the accumulation window.
 
         Args:
-            parameters: Those whose gradients are clipped; None is all.
+            parameters: The parameters whose gradients are clipped; None means all.
 
         Returns:
-            The norm before clipping; None where nothing was clipped by norm.
+            The norm before clipping; None if gradients are not clipped by norm.
         """
         parameters = self.parameters if parameters is None else parameters
         if self.before_clipping is not None:
@@ -206,11 +206,11 @@ class Stepper:
         return clip_gradients(parameters, self._clip, self._clip_type)
 
     def step(self) -> bool:
-        """Let the optimizer step.
+        """Make the optimizer step.
 
         Returns:
-            False if the gradient scaler skipped it, because a gradient was not finite. Its scale is then lower, which
-            is what tells (a fused optimizer skips by itself).
+            False if the gradient scaler skipped it because a gradient was not finite. This is detected by its lower
+            scale (fused optimizers skip steps internally).
 
         Source:
             https://docs.pytorch.org/docs/stable/notes/amp_examples.html
@@ -227,10 +227,10 @@ class Stepper:
         return scaler.get_scale() >= scale
 
     def skip(self) -> bool:
-        """Make no step of the accumulation window.
+        """Skip the step of the accumulation window.
 
         Returns:
-            False, as `step` does when it was skipped.
+            False, like a skipped `step`.
         """
         if self._scaler is not None and self._is_unscaled:
             self._scaler.update()  # or it could not unscale the next window
@@ -238,24 +238,24 @@ class Stepper:
         return False
 
     def zero_grad(self) -> None:
-        """Begin the next window without gradients."""
-        if not self._drops_gradients or "zero_grad" in vars(self.optimizer):  # a user's own, perhaps of a hook
+        """Clear the gradients for the next window."""
+        if not self._drops_gradients or "zero_grad" in vars(self.optimizer):  # overridden, perhaps by a hook
             self.optimizer.zero_grad(set_to_none=self._set_to_none)
             return
-        # What `Optimizer.zero_grad` does, without the profiler and the compiler's guard around it, which on a small
-        # model cost more than the gradients of all its layers.
+        # The same as `Optimizer.zero_grad`, without its profiler and compiler guards, which on a small model cost more
+        # than the gradients of all its layers.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Return whether an optimizer changes the weights between training and evaluation: `train()` and `eval()`."""
+    """Return whether an optimizer switches weights between training and evaluation with `train()` and `eval()`."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def _freed_shards(error: Exception) -> ModuleContractError:
     got = f"a gradient of a gradient (create_graph=True), or a second backward of one forward: {error}"
-    expected = "one backward for each forward: FSDP2 frees the gathered weights after it"
+    expected = "one backward per forward: FSDP2 frees the gathered weights after it"
     do = "train without `parallelism`: accmt launch --strat ddp"
     return ModuleContractError(explain("the backward of a model that FSDP2 shards", got, expected, do))

@@ -495,7 +495,7 @@ class TestAFullDisk:
         with caplog.at_level(logging.WARNING):
             train("out/m", max_checkpoints=3)
         assert "lower `max_checkpoints`" in caplog.text
-        assert "the model will need 300 B in out/m" in caplog.text
+        assert "the model needs 300 B in out/m" in caplog.text
         caplog.clear()
         train("out/m", failures={"preflight": False})
         assert caplog.text == ""

@@ -333,7 +333,7 @@ class TestOptimizerAndSchedule:
             train("out/m", module=Other(), resume=True)
         with caplog.at_level(logging.WARNING):
             train("out/m", module=Slower(), resume=True)
-        assert "gamma of the scheduler StepLR: the checkpoint's 0.5 stays, not 0.9 as built now" in caplog.text
+        assert "gamma of the scheduler StepLR: keeping the checkpoint's 0.5 instead of the new 0.9" in caplog.text
 
 
 class TestAskingByHand:
@@ -347,7 +347,7 @@ class TestAskingByHand:
         with pytest.raises(CheckpointError, match=r"Handler\.ALL"):
             trainer.save_checkpoint()
         train("out/n", stop=3, callbacks=[Asking("on_exception")])
-        assert "a hook for errors raised CheckpointError" in caplog.text
+        assert "an error hook raised CheckpointError" in caplog.text
 
     def test_gradients_of_an_unfinished_update_are_waited_for(self, caplog):
         class Manual(ExtendedAcceleratorModule):

@@ -68,7 +68,7 @@ def test_a_scheduler_spans_the_steps_that_hold_so_many_samples():
 
 
 def test_what_would_never_end_is_an_error():
-    with pytest.raises(DataError, match="max_target_tokens(.|\n)*weigh samples(.|\n)*max_samples"):
+    with pytest.raises(DataError, match="max_target_tokens(.|\n)*weighted by samples(.|\n)*max_samples"):
         fit(Linear(), {"max_target_tokens": 5})
     with pytest.raises(HyperParameterError, match="add `max_steps:`"):
         fit(Weighted(), {"max_target_tokens": 5, "scheduler": "CosineAnnealingLR"})

@@ -17,7 +17,7 @@ from tests.toys import Linear, make_points
 NUMBER, BATCH, TOKENS = 24, 8, 69
 LENGTHS = [1 + (37 * index) % 23 for index in range(NUMBER)]
 LONGEST = LENGTHS.index(max(LENGTHS))
-TRIED = "went through forward and backward before training"
+TRIED = "with forward and backward before training"
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +232,7 @@ def test_a_step_that_needs_a_hook_of_the_first_epoch_only_leaves_the_trial_out(
             return self.scale * super().training_step(batch)
 
     _, module, _ = run(tmp_path, Late())
-    assert "is not tried before training: AttributeError" in caplog.text
+    assert "before training failed: AttributeError" in caplog.text
     assert TRIED not in caplog.text
     assert module.shapes
 

@@ -196,7 +196,7 @@ def test_a_metric_that_needs_the_whole_set_does_not_fail_in_the_trial(caplog):
     trainer = make_trainer(metrics=metric, model_saving="best_whole", num_sanity_val_steps=2)
     trainer.fit(Pairs(), make_points(4), make_points(6))
     assert (
-        "metric 'whole' is not tried before training: over the first batches alone it raises ValueError" in caplog.text
+        "metric 'whole' cannot be checked before training: over the first batches it raises ValueError" in caplog.text
     )
     assert "best_whole" in trainer.state.best
 
@@ -208,7 +208,7 @@ def test_an_error_that_is_no_matter_of_the_trial_is_raised_there(caplog):
 
     with pytest.raises(AttributeError) as error:
         make_trainer(metrics=Misspelt("whole")).fit(Pairs(), make_points(4), make_points(6))
-    assert "raised in the trial before training" in error.value.__notes__[0]
+    assert "happened in the trial before training" in error.value.__notes__[0]
     for data, steps in ((make_points(4), 2), (make_points(8), -1)):  # sets that the trial sees whole
         with pytest.raises(ValueError, match="predictions for 6 rows"):
             make_trainer(metrics=Whole("whole"), num_sanity_val_steps=steps).fit(Pairs(), make_points(4), data)

@@ -308,7 +308,7 @@ def test_hooks_that_fail_hide_neither_the_error_nor_one_another(caplog):
         make_trainer(callbacks=[Clumsy(), Last()]).fit(Failing(), make_points())
     assert isinstance(caught.value.__context__, ValueError)
     assert closed == [True]
-    assert "a hook for errors raised KeyError" in caplog.text
+    assert "an error hook raised KeyError" in caplog.text
 
 
 @pytest.mark.feature("D04")

@@ -277,7 +277,7 @@ def test_batches_with_and_without_a_weight_cannot_be_averaged():
             output = {"loss": batch.mean()}
             return output | ({"weight": 2.0} if batch[0] > 1 else {})
 
-    with pytest.raises(ModuleContractError, match="tokens and samples cannot be added up"):
+    with pytest.raises(ModuleContractError, match="tokens and samples cannot be added"):
         make_trainer().fit(Mixed(), Numbers(4), Numbers(4))
 
 

@@ -138,7 +138,7 @@ def test_predictions_that_are_not_one_for_each_sample_are_rejected(tmp_path: Pat
     def drop(samples: list[Any]) -> Any:
         return pad(samples[:-1] or samples)
 
-    with pytest.raises(ModuleContractError, match="get the order of the data back"):
+    with pytest.raises(ModuleContractError, match="the order of the data can be restored"):
         make_trainer(tmp_path, collate_fn=drop).predict(Classifier(), Texts())
 
 

@@ -81,7 +81,7 @@ def test_an_evaluation_inside_fit_logs_and_one_alone_says_once_that_it_does_not(
     trainer.validate(module, make_points(4))
     warnings = [message for message in caplog.messages if "log_table" in message]
     assert len(warnings) == 2  # one for each call of validate
-    assert "got: a call while nothing is trained: trackers are closed" in warnings[0]
+    assert "got: a call outside training: trackers are closed" in warnings[0]
     assert places_of(trainer) == inside
 
 

@@ -334,7 +334,7 @@ def test_what_did_not_change_keeps_what_a_callback_made_of_it():
     lines = resume(optimizer, None, saved, {"lr": (0.1, 0.2)})
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
     place = "weight_decay of the optimizer's parameter group 0"
-    assert lines == [f"{place}: the checkpoint's 0.5 stays, not 0 as built now"]
+    assert lines == [f"{place}: keeping the checkpoint's 0.5 instead of the new 0"]
 
 
 def test_another_rate_in_code_is_told_even_under_a_schedule():
@@ -342,7 +342,7 @@ def test_another_rate_in_code_is_told_even_under_a_schedule():
     optimizer = two_groups(lr=0.2)
     lines = resume(optimizer, build(optimizer, 12), interrupted(build))
     place = "initial_lr of the optimizer's parameter group 0"
-    assert lines == [f"{place}: the checkpoint's 0.1 stays, not 0.2 as built now"]
+    assert lines == [f"{place}: keeping the checkpoint's 0.1 instead of the new 0.2"]
 
 
 @pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
@@ -476,7 +476,7 @@ def test_of_several_schedulers_only_a_changed_constant_is_said(step_size):
     saved = saved_after(optimizer, scheduler)
     optimizer, scheduler = make_several(step_size)
     lines = resume(optimizer, scheduler, saved)
-    said = "step_size of the scheduler StepLR: the checkpoint's 4 stays, not 5 as built now"
+    said = "step_size of the scheduler StepLR: keeping the checkpoint's 4 instead of the new 5"
     assert lines == ([said] if step_size == 5 else [])
 
 
@@ -534,5 +534,5 @@ def test_an_argument_whose_state_cannot_be_begun_late_is_refused():
     after = Remembering([weight], lr=0.1, momentum=0.9, nesterov=True)
     built = group_arguments(after)
     after.load_state_dict(before.state_dict())
-    with pytest.raises(CheckpointError, match="'begun' of Remembering: a changed argument needs it"):
+    with pytest.raises(CheckpointError, match="no 'begun' of Remembering, which a changed argument requires"):
         restore_scheduler(after, None, None, built, changed={"nesterov": (False, True)}, is_stretched=False)
