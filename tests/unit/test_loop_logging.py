@@ -203,7 +203,7 @@ def test_nan_is_logged_for_a_run_that_diverges_must_look_like_one():
 
 @pytest.mark.parametrize("name", ["", None, 3])
 def test_a_name_is_text(name):
-    with pytest.raises(ModuleContractError, match="(?s)log.*the name.*text"):
+    with pytest.raises(ModuleContractError, match="(?s)log.*the name.*a string"):
         fit(Logging(lambda module, batch: module.log(name, 1)))
 
 

@@ -226,7 +226,7 @@ def test_advice_about_a_direction_is_what_works():
     with pytest.raises(MetricError, match=r"do: TorchMetric\(metric, 'pearson', greater_is_better=True\)"):
         make_trainer(metrics={"pearson": PearsonCorrCoef()}, model_saving="best_pearson").fit(Correlated(), *points)
     unnamed = TorchMetric(PearsonCorrCoef(), greater_is_better=True)
-    with pytest.raises(MetricError, match=r"do: TorchMetric\(metric, 'pearson'\), from accmt.metrics"):
+    with pytest.raises(MetricError, match=r"do: TorchMetric\(metric, 'pearson'\) from accmt.metrics"):
         make_trainer(metrics={"pearson": unnamed})
     named = TorchMetric(PearsonCorrCoef(), "pearson", greater_is_better=True)
     state = make_trainer(metrics={"pearson": named}, model_saving="best_pearson").fit(Correlated(), *points)
@@ -268,7 +268,7 @@ def test_metrics_of_evaluate_are_taken_as_they_are(modules):
     )
     (metric,) = build_metrics({"b": combined()})
     assert metric.compute(None, None) == {"a": 1.0, "b": 2.0}
-    with pytest.raises(MetricError, match=r"the numbers \['a', 'b'\]"):
+    with pytest.raises(MetricError, match=r"the entries \['a', 'b'\]"):
         build_metrics({"c": combined()})[0].compute(None, None)
 
 

@@ -433,7 +433,7 @@ def test_a_checkpoint_with_a_schedule_goes_on_without_one_at_the_rate_it_had():
     lines = resume(optimizer, None, interrupted(named("ExponentialLR")))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**6)
     assert len(lines) == 1
-    assert lines[0].startswith("lr of the optimizer's parameter group 0: the checkpoint's 0.053")
+    assert lines[0].startswith("lr of the optimizer's parameter group 0: keeping the checkpoint's 0.053")
 
 
 def test_walking_leaves_the_saved_state_as_it_is():
