@@ -1,6 +1,6 @@
 """accmt: train transformers and PyTorch models on Accelerate.
 
-Importing has no effect: no Accelerator, no environment read, no CUDA, no tracker; names are loaded when they are used.
+Importing has no side effects: no Accelerator, no environment variables, no CUDA, no tracker. Names are loaded lazily.
 """
 
 from __future__ import annotations
@@ -202,10 +202,8 @@ def __getattr__(name: str) -> Any:
         return current_accelerator()
     if name == "seed_everything":
         name = "set_seed"
-    if name == "Evaluator":  # of the original
-        message = (
-            "accmt has no Evaluator: Trainer(...).validate(module, data), or .test(module, data), returns the results"
-        )
+    if name == "Evaluator":  # in the original accmt
+        message = "accmt has no Evaluator: use Trainer(...).validate(module, data) or .test(module, data)"
         raise ImportError(message)
     if name not in _HOMES:
         message = f"module {__name__!r} has no attribute {name!r}"
@@ -213,7 +211,7 @@ def __getattr__(name: str) -> Any:
     if _HOMES[name] != "accmt.errors":
         from accmt.libraries.versions import require
 
-        require("torch")  # else an older one fails somewhere below, where nothing says why
+        require("torch")  # an older version would fail later with an unclear error
     return getattr(import_module(_HOMES[name]), name)
 
 

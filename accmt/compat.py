@@ -1,4 +1,4 @@
-"""Names of other trainers that work where a class asks for them, by deriving from one of these bases."""
+"""Base classes that let your classes use hook and method names of other trainers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ HOOK_NAMES: Mapping[str, str] = {
     "on_end_val_epoch": "on_validation_end",
     "after_cancel": "on_keyboard_interrupt",
 }
-"""Names of PyMarlin, trainer_tools, Lightning and transformers, with ours for the same moments."""
+"""Hook names of PyMarlin, trainer_tools, Lightning and transformers, mapped to ours."""
 
 
 class OtherHookNames:
-    """A base beside `Callback` or `AcceleratorModule`: hooks may have the names that other trainers give them.
+    """Base class, in addition to `Callback` or `AcceleratorModule`, that allows hook names of other trainers.
 
-    They get our keywords. A class may have trainer_tools' `ord` in place of `order`.
+    The hooks get accmt's keyword arguments. `ord`, as in trainer_tools, works like `order`.
 
     Examples:
         >>> from accmt import Callback
@@ -67,7 +67,7 @@ class OtherHookNames:
 
 
 class OtherTrainerNames:
-    """A base before `Trainer`: methods and properties may have the names that other trainers give them.
+    """Base class, before `Trainer`, that adds methods and properties with the names of other trainers.
 
     Examples:
         >>> from accmt import Trainer
@@ -76,19 +76,19 @@ class OtherTrainerNames:
 
     @property
     def is_global_zero(self: Any) -> bool:
-        """Lightning's name of `is_main`."""
+        """Lightning's name for `is_main`."""
         is_main: bool = self.is_main
         return is_main
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what `fit` does, as transformers and PyMarlin call it."""
+        """Call `fit`; the name in transformers and PyMarlin."""
         return self.fit(*args, **kwargs)
 
     def get_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what `get_callback` does, as trainer_tools calls it."""
+        """Call `get_callback`; the name in trainer_tools."""
         return self.get_callback(*args, **kwargs)
 
     def describe_hooks(self: Any) -> str:
-        """Do what `describe_callbacks` does, as trainer_tools calls it."""
+        """Call `describe_callbacks`; the name in trainer_tools."""
         table: str = self.describe_callbacks()
         return table

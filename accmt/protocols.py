@@ -1,4 +1,4 @@
-"""What modules, callbacks and the run's own rooms see of the Trainer, so that none of them imports it."""
+"""The Trainer's interface for modules, callbacks and other packages, so that they need not import it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ C = TypeVar("C")
 
 
 class CallbackProtocol(Protocol):
-    """The type of what `module.get_callbacks` returns: an `accmt.Callback`."""
+    """The type of the callbacks that `module.get_callbacks` returns: `accmt.Callback`."""
 
     order: float
 
@@ -36,7 +36,7 @@ class TrainerProtocol(Protocol):
     """The type of `module.trainer` and `callback.trainer`; each name is documented in `accmt.Trainer`.
 
     Attributes:
-        profile: What `profiler="simple"` measured.
+        profile: The measurements of `profiler="simple"`.
     """
 
     settings: Settings
@@ -45,7 +45,7 @@ class TrainerProtocol(Protocol):
     chosen_checkpoint: Path | None
     profile: Any
 
-    # A `Run`, which stands above those who ask for it here; `run` raises where there was none yet.
+    # A `Run`, whose class is in a higher layer; `run` raises an error if there was none yet.
     _run: Any
 
     @property

@@ -1,6 +1,6 @@
-"""Verify every file of a checkpoint, or of all checkpoints in a folder, and print what is in them.
+"""Verify every file of a checkpoint, or of all checkpoints in a folder, and print their contents.
 
-Nothing is written, renamed or loaded. Exit code: 0 all are complete, 1 one is damaged, 2 there is no checkpoint.
+This does not write, rename or load anything. Exit code: 0 all are complete, 1 one is damaged, 2 there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="the folder of a checkpoint, or one with checkpoints in it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.add_argument("path", type=Path, help="a checkpoint folder, or a folder of checkpoints")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,19 +29,13 @@ def run(options: argparse.Namespace) -> int:
     found = inspect(options.path)
     resumable = find_resumable(found)
     if options.json:
-        print(dumps(_describe_all(found, resumable), indent=2))
+        resume_from = str(resumable.folder) if resumable else None
+        print(dumps({"checkpoints": [_describe(one) for one in found], "resume_from": resume_from}, indent=2))
     else:
         print("\n\n".join(_write(one) for one in found))
         if found[0].folder != options.path:
-            print(f"\na resume takes {resumable.folder.name if resumable else 'none of them'}")
+            print(f"\nresume uses {resumable.folder.name if resumable else 'none of them'}")
     return 0 if all(one.is_complete for one in found) else DAMAGED
-
-
-def _describe_all(found: list[Inspection], resumable: Inspection | None) -> dict[str, Any]:
-    return {
-        "checkpoints": [_describe(one) for one in found],
-        "resume_from": str(resumable.folder) if resumable else None,
-    }
 
 
 def _describe(one: Inspection) -> dict[str, Any]:
@@ -72,11 +66,11 @@ def _write(one: Inspection) -> str:
 def _rows(one: Inspection, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "step", f"{manifest.step:,}"
     for name, value in manifest.info.items():
-        if isinstance(value, str | int | float) and name != "global_step":  # which is the step
+        if isinstance(value, str | int | float) and name != "global_step":  # the same as "step"
             yield name, str(value)
     yield "written", f"{manifest.time} by {manifest.processes} process(es), {manifest.threads} thread(s) each"
     yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     if one.is_complete:
-        yield "tensors", f"{one.num_tensors:,}, of which the model's hold {one.num_values:,} values"
+        yield "tensors", f"{one.num_tensors:,}; those of the model have {one.num_values:,} values"
     for name, entry in manifest.files.items():
         yield name, f"{entry.size:,} bytes"

@@ -1,6 +1,6 @@
-"""Print a training script and its hyper-parameters, to start with; or write them into a folder.
+"""Print a training script and its hyper-parameters as a starting point, or write them to a folder.
 
-The script learns to read handwritten digits, in seconds, and needs scikit-learn for them. No file is overwritten.
+The script learns to classify handwritten digits within seconds, and needs scikit-learn. No file is overwritten.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FILES = Path(__file__).with_name("example_files")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, nargs="?", help="where to write them; printed by default")
+    parser.add_argument("folder", type=Path, nargs="?", help="the folder to write to; default: print to the terminal")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     there = [name for name in files if (options.folder / name).exists()]
     if there:
-        got, do = f"{', '.join(there)} there", "choose another folder"
+        got, do = f"a folder with {', '.join(there)}", "choose another folder"
         raise ArgumentError(explain(f"accmt example {options.folder}", got, "a folder without these files", do))
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -1,7 +1,7 @@
-"""Write the weights in a checkpoint as a model folder, for `load_weights`, `from_pretrained` and other programs.
+"""Write the weights of a checkpoint as a model folder, for `load_weights`, `from_pretrained` and other programs.
 
-Every file of the checkpoint is verified first. Of a folder of checkpoints the newest is taken. Where the model is one
-of transformers, its configuration comes from the model folder beside `checkpoint-<name>`, or from --config.
+Every file of the checkpoint is verified first. For a folder of checkpoints, the newest one is used. The configuration
+of a transformers model comes from the model folder next to `checkpoint-<name>`, or from --config.
 Exit code: 0 written, 2 not.
 """
 
@@ -24,11 +24,11 @@ _PREFIX = "checkpoint-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="the folder of a checkpoint, or one with checkpoints in it")
-    parser.add_argument("output", type=Path, help="the folder to write; made if it is missing")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint folder, or a folder of checkpoints")
+    parser.add_argument("output", type=Path, help="the folder to write; created if missing")
     parser.add_argument("--config", type=Path, metavar="FOLDER", help="a folder with the config.json of the model")
-    parser.add_argument("--bare", action="store_true", help="write the weights alone, as the module names them")
-    size = "largest file, in bytes or as 500MB (default 10GB)"
+    parser.add_argument("--bare", action="store_true", help="write only the weights, with the names of the module")
+    size = "maximum file size in bytes or like 500MB (default 10GB)"
     parser.add_argument("--max-shard-size", type=_read_size, default="10GB", metavar="SIZE", help=size)
     parser.add_argument("--overwrite", action="store_true", help="replace the weights in a folder that is not empty")
 
@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
     weights = _read(checkpoint)
     config = None if options.bare else options.config or _find_config(checkpoint.folder)
     files = _write(weights, config, options.output, options.max_shard_size)
-    of_config = f", with {_CONFIG} of {config}" if config else ""
-    print(f"{options.output}: {', '.join(files)} of step {checkpoint.step:,}{of_config}")
+    of_config = f", with {_CONFIG} from {config}" if config else ""
+    print(f"{options.output}: {', '.join(files)} from step {checkpoint.step:,}{of_config}")
     return 0
 
 
@@ -50,7 +50,9 @@ def _read_size(text: str) -> int:
     try:
         return read_size("max_shard_size", int(text) if text.isdecimal() else text)
     except ArgumentError as error:
-        raise argparse.ArgumentTypeError(f"expected bytes, or a number with KB, MB, GB or TB, got {text!r}") from error
+        raise argparse.ArgumentTypeError(
+            f"expected a number of bytes, or a number with KB, MB, GB or TB, got {text!r}"
+        ) from error
 
 
 def _find(path: Path) -> Checkpoint:
@@ -63,12 +65,12 @@ def _find(path: Path) -> Checkpoint:
 def _require_free(output: Path, checkpoint: Path, *, may_overwrite: bool) -> None:
     where = f"accmt get ... {output}"
     if checkpoint.resolve() in (output.resolve(), *output.resolve().parents):
-        got = "a folder of the checkpoint, which would be damaged by it"
+        got = "a folder inside the checkpoint, which this would damage"
         raise ArgumentError(explain(where, got, "another folder", "out/weights"))
     if output.exists() and not output.is_dir():
         raise ArgumentError(explain(where, "a file", "a folder", "choose another name"))
     if not may_overwrite and output.is_dir() and any(output.iterdir()):
-        do = "choose another, or add --overwrite: its weights are replaced, other files stay"
+        do = "choose another folder, or add --overwrite: it replaces the weights and keeps other files"
         raise ArgumentError(explain(where, "a folder with files in it", "a new or empty folder", do))
 
 
@@ -78,13 +80,13 @@ def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
     weights, num_left_out = read_model(checkpoint.folder)
     if num_left_out:
         got = f"an adapter: {num_left_out} frozen weights are not in the checkpoint"
-        do = "take the model folder, which PEFT loads, or `Trainer.validate(module, data, ckpt_path=...)`"
+        do = "load the model folder with PEFT, or use `Trainer.validate(module, data, ckpt_path=...)`"
         raise WeightsError(explain(f"checkpoint {checkpoint.folder}", got, "all weights of a model", do))
     return weights
 
 
 def _find_config(checkpoint: Path) -> Path | None:
-    """Return the model folder that belongs to a checkpoint by the names of both, if it holds a configuration."""
+    """Return the model folder that belongs to a checkpoint by its name, if it contains a configuration."""
     run = checkpoint.resolve().parent
     if not run.name.startswith(_PREFIX):
         return None

@@ -1,8 +1,8 @@
-"""Start a training script on one process or several, on this machine or on several.
+"""Start a training script on one or more processes, on one or more machines.
 
-One process becomes the script itself. Several are started and watched by torchrun. On several machines the same command
-runs on each, with its own --node-rank. Exit code: that of the script (of
-the process that failed first), 128 and the number of the signal that ended it, 2 for wrong use.
+A single process runs the script directly; several are started and monitored by torchrun. For several machines, run the
+same command on each of them with a different --node-rank. Exit code: that of the script (of the process that failed
+first), 128 plus the signal number if a signal ended it, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from dataclasses import dataclass
 from accmt.cli.strats import STRATEGIES
 from accmt.errors import ArgumentError, explain
 
-# ---- What `accmt launch` says of several machines, and what torchrun is started with for them.
+# ---- Several machines
 
 
-_PORT = 29500  # as torchrun has it
+_PORT = 29500  # torchrun's default
 _WHERE = "accmt launch --nodes"
 _EXAMPLE = "--nodes 2 --node-rank 0 --address 10.0.0.1, and --node-rank 1 on the other"
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("several machines; the command runs on each of them")
-    nodes = "how many machines; 1:4 for any number from 1 to 4, which may change"
+    group = parser.add_argument_group("several machines (run the command on each of them)")
+    nodes = "number of machines; 1:4 means between 1 and 4, which may change during the run"
     group.add_argument("--nodes", "--num_machines", default="1", metavar="NUMBER", help=nodes)
-    rank = "the number of this machine, from 0"
+    rank = "rank of this machine, from 0"
     group.add_argument("--node-rank", "--machine_rank", type=int, metavar="NUMBER", help=rank)
-    address = f"where machine 0 is reached by all, and a free port there; default: {_PORT}"
+    address = f"address of machine 0, and a free port on it; default port: {_PORT}"
     group.add_argument("--address", "--main_process_ip", metavar="HOST[:PORT]", help=address)
-    restarts = "how often all processes start again after one failed; a run continues from its newest checkpoint"
+    restarts = "how often to restart all processes after one failed; a run continues from its newest checkpoint"
     group.add_argument("--max-restarts", "--max_restarts", type=int, default=0, metavar="NUMBER", help=restarts)
 
 
@@ -44,12 +44,12 @@ class Machines:
     """The machines of a launch.
 
     Attributes:
-        least: With how many it runs.
-        most: With how many it runs at most.
-        rank: The number of this one.
-        host: Where the first one is reached; None with a single machine.
-        port: A free port there.
-        max_restarts: How often processes start again.
+        least: The minimum number of machines.
+        most: The maximum number of machines.
+        rank: The rank of this machine.
+        host: The address of machine 0; None with a single machine.
+        port: A free port on machine 0.
+        max_restarts: How often processes are restarted.
     """
 
     least: int
@@ -61,14 +61,14 @@ class Machines:
 
     @property
     def needs_launcher(self) -> bool:
-        """Whether torchrun is needed also for a single process."""
+        """Whether even a single process needs torchrun."""
         return self.most > 1 or self.max_restarts > 0
 
     def for_torchrun(self) -> list[str]:
         """Return the arguments of torchrun.
 
-        Machines whose number is fixed have the ranks that they were given. Where processes may start again, they meet
-        at the first machine each time, and number themselves.
+        If the number of machines is fixed, they keep their ranks. If processes may restart, they rendezvous at the
+        first machine each time and get new ranks.
         """
         restarts = [f"--max-restarts={self.max_restarts}"] if self.max_restarts else []
         if self.most == 1:
@@ -79,35 +79,34 @@ class Machines:
         host = f"[{self.host}]" if ":" in str(self.host) else self.host
         meeting = [f"--rdzv-endpoint={host}:{self.port}", f"--rdzv-conf=is_host={self.rank == 0}".lower()]
         own = _own_address(str(self.host), self.port)
-        meeting += (
-            [] if own is None else [f"--local-addr={own}"]
-        )  # else the name of this host, which others may not know
+        # The default is the name of this host, which other machines may not be able to resolve.
+        meeting += [] if own is None else [f"--local-addr={own}"]
         return [f"--nnodes={self.least}:{self.most}", "--rdzv-backend=c10d", "--rdzv-id=accmt", *meeting, *restarts]
 
 
 def read_machines(options: argparse.Namespace) -> Machines:
-    """Read what was typed about machines.
+    """Read the options about machines.
 
     Raises:
-        ArgumentError: It contradicts itself, or something is missing.
+        ArgumentError: Options contradict each other, or one is missing.
     """
     least, most = _read_number(options.nodes)
     if options.max_restarts < 0:
-        raise ArgumentError(explain("accmt launch --max-restarts", str(options.max_restarts), "a number from 0", "3"))
+        raise ArgumentError(explain("accmt launch --max-restarts", str(options.max_restarts), "an integer >= 0", "3"))
     if most == 1:
         if options.node_rank is not None or options.address is not None:
             raise ArgumentError(
-                explain(_WHERE, "--node-rank or --address without it", "the number of machines", _EXAMPLE)
+                explain(_WHERE, "--node-rank or --address without --nodes", "the number of machines", _EXAMPLE)
             )
         return Machines(1, 1, 0, None, _PORT, options.max_restarts)
     if options.node_rank is None or options.address is None:
         got = f"{options.nodes} without --node-rank or --address"
-        raise ArgumentError(explain(_WHERE, got, "both beside it", _EXAMPLE))
+        raise ArgumentError(explain(_WHERE, got, "both of them", _EXAMPLE))
     if not 0 <= options.node_rank < most:
-        got, expected = str(options.node_rank), f"a number from 0 to {most - 1}"
+        got, expected = str(options.node_rank), f"an integer from 0 to {most - 1}"
         raise ArgumentError(explain("accmt launch --node-rank", got, expected, _EXAMPLE))
     if options.strat in ("hsdp", "tp") and least != most:
-        do = f"--nodes {most}; or --strat fsdp2, which takes any number of processes"
+        do = f"--nodes {most}; or --strat fsdp2, which supports any number of processes"
         got = f"--strat {options.strat}"
         raise ArgumentError(explain(f"{_WHERE} {options.nodes}", got, "groups of a fixed size", do))
     host, port = _read_address(options.address)
@@ -118,12 +117,12 @@ def _read_number(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
-        raise ArgumentError(explain(_WHERE, repr(text), "a number from 1, or a range such as 1:4", "--nodes 2"))
+        raise ArgumentError(explain(_WHERE, repr(text), "an integer >= 1, or a range such as 1:4", "--nodes 2"))
     return least, most
 
 
 def _read_address(text: str) -> tuple[str, int]:
-    """Split a host from its port; an IPv6 address that has one stands in brackets."""
+    """Split host and port; an IPv6 address with a port must be in brackets."""
     match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+))?", text)
     is_plain_ipv6 = match is None and text.count(":") > 1 and "[" not in text
     host, port = (text, None) if is_plain_ipv6 else (match[1], match[2]) if match else ("", None)
@@ -134,7 +133,7 @@ def _read_address(text: str) -> tuple[str, int]:
 
 
 def _own_address(host: str, port: int) -> str | None:
-    """Return the address of this machine on the way to another one; None where there is no way."""
+    """Return the address of this machine in the network of another one; None if that cannot be reached."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -145,10 +144,10 @@ def _own_address(host: str, port: int) -> str | None:
 
 
 def describe_lost_machines(error: Exception) -> str:
-    """Return the message about machines that did not find one another, or lost one another."""
-    got = f"they did not meet, or one is gone: {str(error).partition(chr(10))[0]}"
-    expected = "every machine started, with the same --nodes and --address, and a network that lets them reach it"
-    return explain("the machines of the run", got, expected, 'start all again; resume="auto" continues the run')
+    """Return the error message about machines that could not connect or lost their connection."""
+    got = f"they could not connect, or lost the connection: {str(error).partition(chr(10))[0]}"
+    expected = "all machines started with the same --nodes and --address, which they can reach over the network"
+    return explain("the machines of the run", got, expected, 'restart all of them; resume="auto" continues the run')
 
 
 _COMMAND = "sft"
@@ -157,18 +156,19 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    number = "processes on this machine; default: one per GPU"
+    number = "number of processes on this machine; default: one per GPU"
     parser.add_argument("-N", dest="num_processes", type=int, metavar="NUMBER", help=number)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="the GPUs to use, by their numbers; default: all")
-    where.add_argument("--cpu", action="store_true", help="use no GPU; default number of processes: one")
+    where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="indices of the GPUs to use; default: all")
+    where.add_argument("--cpu", action="store_true", help="use no GPU; the default is then one process")
     parser.add_argument("--strat", choices=STRATEGIES, help="default: single for one process, ddp for several")
-    parser.add_argument("--replicate", type=int, default=2, metavar="NUMBER", help="groups of --strat hsdp; default: 2")
-    split = "processes that split each layer with --strat tp; default: 2"
+    replicate = "number of groups with --strat hsdp; default: 2"
+    parser.add_argument("--replicate", type=int, default=2, metavar="NUMBER", help=replicate)
+    split = "number of processes that split each layer with --strat tp; default: 2"
     parser.add_argument("--tp", type=int, default=2, metavar="NUMBER", help=split)
     add_machine_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
-    parser.add_argument("script", help="the script to run; or sft, the command")
+    parser.add_argument("script", help="the script to run, or the command sft")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
@@ -181,15 +181,15 @@ def run(options: argparse.Namespace) -> int:
     os.environ.update(environment)
     if _strategy(options) == "single":
         sys.stdout.flush()
-        os.execv(command[0], command)  # signals and exit code are then the script's own
+        os.execv(command[0], command)  # so that the script gets all signals and returns its exit code
     return _run_group(command[3:])
 
 
 def build_command(options: argparse.Namespace) -> list[str]:
-    """Return the command that runs the script, as a list of arguments that no shell reads."""
+    """Return the command that runs the script, as a list of arguments without shell quoting."""
     number = _count_processes(options)
     script = [options.script, *options.arguments]
-    if not os.path.isfile(options.script):  # noqa: PTH113 - no Path: the script is passed as it was typed
+    if not os.path.isfile(options.script):  # noqa: PTH113 - not a Path, because the script is passed as typed
         if options.script != _COMMAND:
             expected, do = f"a Python file, or `{_COMMAND}`", "accmt launch train.py"
             raise ArgumentError(explain(f"accmt launch {options.script}", "no such file", expected, do))
@@ -207,7 +207,7 @@ def _count_processes(options: argparse.Namespace) -> int:
     if number is None:
         number = 1 if options.strat == "single" else max(num_gpus, 1)
     if number < 1:
-        raise ArgumentError(explain("accmt launch -N", str(number), "a number from 1", "-N 2"))
+        raise ArgumentError(explain("accmt launch -N", str(number), "an integer >= 1", "-N 2"))
     machines = read_machines(options)
     if options.strat == "hsdp":
         _require_groups(number * machines.most, options.replicate)
@@ -224,15 +224,15 @@ def _count_processes(options: argparse.Namespace) -> int:
 
 def _require_groups(number: int, replicate: int) -> None:
     if replicate < 1 or number % replicate or number == replicate:
-        got, do = f"{number} processes in {replicate} groups", "-N 4 --replicate 2, say; or --strat fsdp2"
-        raise ArgumentError(explain("accmt launch --strat hsdp", got, "groups of the same size, from 2", do))
+        got, do = f"{number} processes in {replicate} groups", "for example -N 4 --replicate 2; or --strat fsdp2"
+        raise ArgumentError(explain("accmt launch --strat hsdp", got, "groups of equal size, at least 2", do))
 
 
 def _require_split(number: int, size: int) -> None:
-    """Check that groups which split layers, and exchange activations in each of them, are on one machine each."""
+    """Check that each tensor-parallel group, which exchanges activations in every layer, fits on one machine."""
     if size < 2 or number % size:
-        got, do = f"--tp {size} on {number} processes of a machine", "-N 4 --tp 2, say; or --strat fsdp2"
-        raise ArgumentError(explain("accmt launch --strat tp", got, "a number from 2 that divides them", do))
+        got, do = f"--tp {size} with {number} processes per machine", "for example -N 4 --tp 2; or --strat fsdp2"
+        raise ArgumentError(explain("accmt launch --strat tp", got, "an integer >= 2 that divides them", do))
 
 
 def _strategy(options: argparse.Namespace) -> str:
@@ -245,7 +245,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _sharding(options: argparse.Namespace) -> dict[str, str]:
-    """Return what `accelerate launch` sets for FSDP2, and for the sizes of the mesh of processes."""
+    """Return the variables that `accelerate launch` sets for FSDP2 and for the sizes of the device mesh."""
     number = _count_processes(options) * read_machines(options).most
     sizes: dict[str, int] = {}
     if options.strat == "hsdp":
@@ -265,7 +265,7 @@ def _devices(options: argparse.Namespace) -> dict[str, str]:
         return {"ACCELERATE_USE_CPU": "true"}
     if not options.gpus:
         return {}
-    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]  # of which numbers count, if it is set
+    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]  # --gpus indexes into it, if set
     own = dict(zip(map(str, range(len(visible))), visible, strict=True))
     return {_VISIBLE: ",".join(own.get(number, number) for number in options.gpus)}
 
@@ -273,13 +273,13 @@ def _devices(options: argparse.Namespace) -> dict[str, str]:
 def _read_gpus(text: str) -> list[str]:
     numbers = text.split(",")
     if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
-        raise argparse.ArgumentTypeError(f"expected different numbers such as 0,1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected unique GPU indices such as 0,1, got {text!r}")
     return numbers
 
 
 def _require_gpus(gpus: Sequence[str] | None) -> None:
-    if gpus and max(map(int, gpus)) >= _num_gpus():  # a script would quietly train on the CPU
-        got, do = f"{','.join(gpus)} of the {_num_gpus()} there are", "numbers from 0, each that of a GPU; or --cpu"
+    if gpus and max(map(int, gpus)) >= _num_gpus():  # otherwise the script would silently train on the CPU
+        got, do = f"{','.join(gpus)} with {_num_gpus()} GPUs", "GPU indices, which start at 0; or --cpu"
         raise ArgumentError(explain("accmt launch --gpus", got, "GPUs of this machine", do))
 
 
@@ -290,7 +290,7 @@ def _num_gpus() -> int:
 
 
 def _run_group(arguments: Sequence[str]) -> int:
-    """Run torchrun in this process, so that the exit code of the process that failed is known."""
+    """Run torchrun in this process, to get the exit code of the process that failed."""
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

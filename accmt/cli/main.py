@@ -11,18 +11,18 @@ from accmt.errors import AccmtError, explain
 from accmt.version import __version__
 
 COMMANDS = {
-    "check": "verify checkpoints and say what is in them",
-    "example": "print or write a script to start with",
-    "get": "write the weights in a checkpoint as a model folder",
-    "launch": "start a training script on one process or several",
+    "check": "verify checkpoints and print their contents",
+    "example": "print or write an example script",
+    "get": "write the weights of a checkpoint as a model folder",
+    "launch": "start a training script on one or more processes",
     "merge": "merge an adapter into its model",
     "params": "print the parameter groups of hyper-parameters",
-    "report": "write one HTML page about a run or several",
-    "sft": "fine-tune a causal model on conversations, from one YAML",
-    "strats": "list what `accmt launch --strat` takes",
-    "sync": "deliver the missing rows to the trackers of a run",
+    "report": "write an HTML page about one or more runs",
+    "sft": "fine-tune a causal model on conversations, from one YAML file",
+    "strats": "list the strategies for `accmt launch --strat`",
+    "sync": "deliver missing rows to the trackers of a run",
 }
-"""What each command does. Its module `accmt.cli.<command>` has `add_arguments(parser)` and `run(options) -> int`."""
+"""The commands. Each module `accmt.cli.<command>` has `add_arguments(parser)` and `run(options) -> int`."""
 
 WRONG_USE = 2
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code: 0 for success, 2 for wrong use, and what else the command documents.
+        The exit code: 0 for success, 2 for wrong usage, and others that the command documents.
     """
     options = _build_parser().parse_args(arguments)
     try:
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return WRONG_USE
     except OSError as error:
-        is_explained = error.errno is None  # raised with a message of four parts, not by the system
-        expected, do = "files and folders that can be read and written", "check the path and its permissions"
+        is_explained = error.errno is None  # raised by accmt with a message, not by the operating system
+        expected, do = "readable and writable files and folders", "check the path and its permissions"
         message = str(error) if is_explained else explain(f"accmt {options.called}", str(error), expected, do)
         print(message, file=sys.stderr)
         return WRONG_USE
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accmt", description="Train on Accelerate, and inspect what runs wrote.")
+    parser = argparse.ArgumentParser(prog="accmt", description="Train with Accelerate, and inspect runs.")
     parser.add_argument("--version", action="version", version=f"accmt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose in COMMANDS.items():

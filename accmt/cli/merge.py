@@ -1,7 +1,7 @@
-"""Merge the adapter in a folder into its model, and write the whole model, which transformers loads alone.
+"""Merge an adapter into its base model, and write the full model, which transformers can load without PEFT.
 
-The model is read as it lies on disk, not quantized, and the adapter is added to its full weights. A tokenizer beside
-the adapter is written, too. The adapter stays as it is. Exit code: 0 written, 2 not.
+The base model is loaded without quantization, and the adapter is added to its full weights. A tokenizer next to the
+adapter is copied. The adapter is not changed. Exit code: 0 written, 2 not.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from accmt.errors import ArgumentError, explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("adapter", type=Path, help="the folder of an adapter, as PEFT or a Trainer wrote it")
-    parser.add_argument("output", type=Path, help="the folder to write; made if it is missing")
-    kind = "class of the model in transformers; left out: the one for the adapter's task"
+    parser.add_argument("adapter", type=Path, help="an adapter folder saved by PEFT or a Trainer")
+    parser.add_argument("output", type=Path, help="the folder to write; created if missing")
+    kind = "the transformers class of the model; default: the one for the adapter's task"
     parser.add_argument("--type", metavar="CLASS", help=kind)
-    parser.add_argument("--dtype", metavar="DTYPE", help="such as bfloat16; left out: that of the model on disk")
+    parser.add_argument("--dtype", metavar="DTYPE", help="such as bfloat16; default: that of the base model")
     parser.add_argument("--overwrite", action="store_true", help="replace the weights in a folder that is not empty")
 
 
@@ -28,9 +28,9 @@ def run(options: argparse.Namespace) -> int:
     if options.output.resolve() == options.adapter.resolve():
         raise ArgumentError(explain(where, "the folder of the adapter", "another folder", "out/merged"))
     if not options.overwrite and options.output.is_dir() and any(options.output.iterdir()):
-        do = "choose another, or add --overwrite: its weights are replaced, other files stay"
+        do = "choose another folder, or add --overwrite: it replaces the weights and keeps other files"
         raise ArgumentError(explain(where, "a folder with files in it", "a new or empty folder", do))
     arguments = {} if options.dtype is None else {"dtype": options.dtype}
     merge_adapter(options.adapter, options.output, options.type, **arguments)
-    print(f"{options.output}: a whole model, for transformers")
+    print(f"{options.output}: a full model, for transformers")
     return 0

@@ -1,8 +1,8 @@
-"""Print the groups of parameters that hyper-parameters make of a model, with their numbers, rates and decays.
+"""Print the parameter groups that hyper-parameters create for a model, with their sizes, learning rates and decays.
 
-A model of `--model` is built without its weights, so that this takes no memory; that of the section `model` with them,
-for its adapter and quantization need them. Every hyper-parameter is a flag: --hps.optim.layer_decay=0.9. Nothing is
-written. Exit code: 0, or 2 for groups that do not fit the model.
+A model from `--model` is built without its weights, so this takes no memory. A model from the section `model` is built
+with them, because its adapter and quantization need them. Every hyper-parameter is a flag:
+--hps.optim.layer_decay=0.9. Nothing is written. Exit code: 0, or 2 if the groups do not match the model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _HEAD = ("group", "optimizer", "lr", "weight_decay", "tensors", "numbers", "trai
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("hps", help="the file of hyper-parameters")
-    parser.add_argument("--model", metavar="PATH", help="a model folder, or a name on the hub; else their `model`")
-    parser.add_argument("--type", help="its class in transformers; left out: the one that its configuration names")
-    parser.add_argument("--names", action="store_true", help="list the names of all parameters under each group")
+    parser.add_argument("hps", help="the hyper-parameter file")
+    model = "a model folder or a name on the Hub; default: the section `model` of the file"
+    parser.add_argument("--model", metavar="PATH", help=model)
+    parser.add_argument("--type", help="its transformers class; default: the one in its configuration")
+    parser.add_argument("--names", action="store_true", help="list the parameter names of each group")
     add_when_parsed(parser, _add_flags)
 
 

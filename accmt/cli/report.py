@@ -1,7 +1,7 @@
-"""Write one HTML page about a run, or about several over one another.
+"""Write an HTML page about one run, or one that compares several runs.
 
-The page holds everything: curves with zoom and log scale, evaluations, what the time was spent on, use of the machine,
-the configuration with its differences, checkpoints and failures. It is opened in any browser, without a network.
+The page is self-contained: curves with zoom and log scale, evaluations, time per phase, machine utilization, the
+configuration with differences, checkpoints and failures. Any browser can open it, without a network connection.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_FOLDER", help="the folder of a run")
-    parser.add_argument("-o", "--output", type=Path, help="the page; report.html in the first run folder by default")
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_FOLDER", help="a run folder")
+    parser.add_argument("-o", "--output", type=Path, help="the HTML file; default: report.html in the first run folder")
 
 
 def run(options: argparse.Namespace) -> int:

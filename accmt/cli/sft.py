@@ -1,8 +1,8 @@
-"""Fine-tune a causal model on conversations, prompts with answers, or text: all of it described by one YAML.
+"""Fine-tune a causal model on conversations, prompts with completions, or text, as described by one YAML file.
 
-Its section `model` says which model, with which adapter and quantization; its section `sft` which rows. The folder that
-is written is loaded by transformers or, with an adapter, by PEFT; --merge adds OUTPUT/merged, the whole model.
-On several processes: accmt launch -N 2 sft hps.yaml OUTPUT. Exit code: 0, or 2 for what cannot be trained.
+Its section `model` defines the model, adapter and quantization, and its section `sft` the data. transformers can load
+the output folder, or PEFT if there is an adapter; --merge also writes the full model to OUTPUT/merged.
+On several processes: accmt launch -N 2 sft hps.yaml OUTPUT. Exit code: 0, or 2 for invalid options or data.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _FLAGS = ("data", "validation", "max_length", "merge")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    files = "a file (.jsonl, .json, .parquet, .csv) or a folder that `Dataset.save_to_disk` wrote"
-    parser.add_argument("hps", help="the file of hyper-parameters")
-    parser.add_argument("output", type=Path, help="the folder of the trained model")
-    parser.add_argument("--data", nargs="+", metavar="PATH", help=f"rows to train on: {files}; else their `sft`")
-    parser.add_argument("--validation", nargs="+", metavar="PATH", help="rows to evaluate on, likewise")
-    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="how many tokens of a row are kept")
-    parser.add_argument("--merge", action="store_true", default=None, help="merge the adapter into its model, too")
+    files = "files (.jsonl, .json, .parquet, .csv) or folders written by `Dataset.save_to_disk`"
+    parser.add_argument("hps", help="the hyper-parameter file")
+    parser.add_argument("output", type=Path, help="the folder for the trained model")
+    data = f"training data: {files}; default: the section `sft` of the file"
+    parser.add_argument("--data", nargs="+", metavar="PATH", help=data)
+    parser.add_argument("--validation", nargs="+", metavar="PATH", help="validation data, like --data")
+    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="maximum number of tokens per row")
+    parser.add_argument("--merge", action="store_true", default=None, help="also merge the adapter into its model")
     add_when_parsed(parser, _add_flags)
 
 
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             model = hps.model_section
             merge_adapter(options.output, options.output / "merged", model.type, **model.arguments)
             if (settings := getattr(module.unwrapped_model, "generation_config", None)) is not None:
-                settings.save_pretrained(options.output / "merged")  # where answers end
+                settings.save_pretrained(options.output / "merged")  # has the end-of-sequence token
             print(f"{options.output / 'merged'}: {_describe(options.output / 'merged')}")
     return 0
 
@@ -70,8 +71,8 @@ def _require_data(hps: HyperParameters) -> Any:
     from accmt.errors import HyperParameterError, explain
 
     if hps.sft_section is None or not hps.sft_section.data:
-        do = "add `sft: {data: train.jsonl}` to it, or --data train.jsonl"
-        raise HyperParameterError(explain(hps.where("sft"), "nothing", "the rows to train on", do))
+        do = "add `sft: {data: train.jsonl}` to the file, or pass --data train.jsonl"
+        raise HyperParameterError(explain(hps.where("sft"), "no training data", "the data to train on", do))
     return hps.sft_section
 
 

@@ -1,7 +1,7 @@
-"""Deliver the missing rows to the trackers of a run, and end the run there with its true status.
+"""Deliver missing rows to the trackers of a run, and end the run there with its true status.
 
-For a run that is over: its server was down, it was set to stay offline, or it was killed (then it is closed as KILLED).
-Exit code: 0 every tracker has everything, 1 something is left, 2 there is no run, or it is still running.
+Use this after the run, if its server was down, if it ran offline, or if it was killed (it then ends as KILLED).
+Exit code: 0 all rows are delivered, 1 some are not, 2 there is no run, or it is still running.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LEFT = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, help="the folder with history.jsonl: logs/<track>/<run>")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each tracker (default 600)"
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit per tracker (default 600)"
     )
-    parser.add_argument("--server", metavar="URL", help="a tracker's URL with its password, which is in no file")
+    parser.add_argument("--server", metavar="URL", help="a tracker's URL with its password, which is not saved")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,9 +31,9 @@ def run(options: argparse.Namespace) -> int:
     from accmt.tracking import sync_run
 
     require_run(options.run_folder, "sync")
-    PartialState(cpu=True)  # Accelerate's trackers ask it which process this is
+    PartialState(cpu=True)  # Accelerate's trackers read the process index from it
     trackers = sync_run(options.run_folder, timeout_s=options.timeout, server=options.server)
-    print("\n".join(_describe(one) for one in trackers) or "the run has no tracker: history.jsonl has every row")
+    print("\n".join(_describe(one) for one in trackers) or "the run has no trackers: all rows are in history.jsonl")
     return LEFT if any(one.problem for one in trackers) else 0
 
 

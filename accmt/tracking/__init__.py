@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: `history.jsonl` always, and the trackers that the user asked for."""
+"""Tracking: logs the values of a run to `history.jsonl` and to the selected trackers."""
 
 from accmt.tracking.history import RunPlace, default_run_name, default_track_name, is_url, read_history
 from accmt.tracking.log_with import find_specs, resolve_trackers

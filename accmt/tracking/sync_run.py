@@ -1,4 +1,4 @@
-"""Delivers what a run that is over left undelivered: its server was down, or the process was killed."""
+"""Delivers the remaining rows of a run that is over, because its server was down or the process was killed."""
 
 from __future__ import annotations
 
@@ -27,42 +27,36 @@ class Synced:
 
 
 def sync_run(run_folder: Path, *, timeout_s: float = 600.0, server: str | None = None) -> list[Synced]:
-    """Deliver the rows that the trackers of a run have not got, and end the run there with its true status.
+    """Deliver the missing rows to the trackers of a run, and end the run there with its true status.
 
     A run without a status was killed, and gets the status "KILLED".
 
     Args:
-        timeout_s: How long to try, for each tracker.
-        server: The whole URL of a tracker's store, where that of the run held a secret, which is in no file. None: one
-            that the environment holds, such as in MLFLOW_TRACKING_URI.
+        timeout_s: The time limit for each tracker.
+        server: The full URL of a tracker's store, if the URL of the run contained a secret, which is not saved. None:
+            take it from an environment variable such as MLFLOW_TRACKING_URI.
 
     Raises:
-        ArgumentError: It is not the folder of a run, or the run is still running and delivers by itself.
+        ArgumentError: `run_folder` is not a run folder, or the run is still running and delivers its rows itself.
     """
     ledger = Ledger.read(run_folder)
     if ledger is None or not (run_folder / HISTORY_FILE).exists():
         expected = f"the folder of a run, with {HISTORY_FILE} and {LEDGER_FILE}"
-        raise ArgumentError(explain("accmt sync", str(run_folder), expected, "look into logs/<track>/<run>"))
+        raise ArgumentError(explain("accmt sync", str(run_folder), expected, "pass logs/<track>/<run>"))
     history = History(run_folder)
     try:
         if not history.is_ours_alone():
-            do = "nothing: it delivers by itself"
+            do = "nothing: it delivers its rows itself"
             raise ArgumentError(
-                explain("accmt sync", f"{run_folder}, of a run that is still running", "one that is over", do)
+                explain("accmt sync", f"{run_folder}, which is still running", "a run that is over", do)
             )
-        status = _find_status(run_folder, history)
+        last = read_history(run_folder)[-1:]
+        status = str(last[0]["status"]) if last and "status" in last[0] else "KILLED"
+        if not last or "status" not in last[0]:
+            history.add_status("KILLED")  # a killed process could not write it
         return [_sync(key, run_folder, history, ledger, status, timeout_s, server) for key in ledger.accounts]
     finally:
         history.close()
-
-
-def _find_status(run_folder: Path, history: History) -> str:
-    """Return how the run ended; a kill, which left no line about it, gets one now."""
-    last = read_history(run_folder)[-1:]
-    if last and "status" in last[0]:
-        return str(last[0]["status"])
-    history.add_status("KILLED")
-    return "KILLED"
 
 
 def _sync(
@@ -74,12 +68,10 @@ def _sync(
     if left_before == 0 and account.status == status:
         return Synced(key, 0, 0)
     if not is_built_in(GROUP, key):
-        return Synced(key, 0, left_before, "your own tracker, which only a run can start")
+        return Synced(key, 0, left_before, "a custom tracker, which only a run can start")
     url = _find_url(account.server, server)
     if url is not None and HIDDEN in url:
-        return Synced(
-            key, 0, left_before, f"the secret of its URL {url} is in no file: pass --server with the whole URL"
-        )
+        return Synced(key, 0, left_before, f"the secret in its URL {url} is not saved: pass the full URL with --server")
     delivery = _build_delivery(key, folder, history, ledger, url)
     delivery.begin(min(_START_S, timeout_s))
     wait_for_the_end([delivery], status, timeout_s if delivery.start_error is None else 0.0)
@@ -91,7 +83,7 @@ def _sync(
 
 
 def _find_url(written: str | None, server: str | None) -> str | None:
-    """Return the URL of a tracker's store; of one whose secret was hidden the URL that it is in whole, if known."""
+    """Return the URL of a tracker's store, with its hidden secret restored if the full URL is known."""
     if written is None or HIDDEN not in written:
         return written
     known = (url for url in (server, *os.environ.values()) if url and hide_text(url) == written)
@@ -100,7 +92,7 @@ def _find_url(written: str | None, server: str | None) -> str | None:
 
 def _build_delivery(key: str, folder: Path, history: History, ledger: Ledger, url: str | None) -> Delivery:
     account = ledger.accounts[key]
-    # The folder may have been moved since: a local store is looked for beside it, not where it was.
+    # The folder may have been moved: a local store is expected next to its current location.
     logging_dir = url or str(folder.absolute().parent.parent)
     (spec,) = resolve_trackers(key)
     place = RunPlace(logging_dir, ledger.track_name, ledger.run_name, folder.absolute())

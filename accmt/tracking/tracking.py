@@ -1,4 +1,4 @@
-"""The one object through which every row of a run passes on its way to the trackers."""
+"""Writes every row of a run to `history.jsonl` and delivers it to the trackers."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _END_AFTER_A_FAILED_START_S = 1.0
 
 
 class Tracking:
-    """Hands rows to `history.jsonl`, and from there to the trackers of one run.
+    """Writes rows to `history.jsonl`, and delivers them from there to the trackers of one run.
 
-    `log` writes to the file and returns; a thread for each tracker delivers. A tracker that is slow, down or raising
-    delays nothing and loses nothing: rows wait in the file, and are delivered in order when it takes them again, at the
-    latest by a resumed run or by `accmt sync <run folder>`.
+    `log` writes to the file and returns; one thread per tracker delivers. A tracker that is slow, unreachable or
+    raises errors delays nothing and loses nothing: rows wait in the file and are delivered in order when it accepts
+    them again, if necessary by a resumed run or by `accmt sync <run folder>`.
 
     Args:
-        logging_dir: Folder of logs, seen from `home` (None: the working folder), or a URL as by `is_url`.
-        is_main_process: Elsewhere nothing is created, and no method does anything.
-        verbose: False holds back the trackers' own messages.
-        offline: What becomes of a tracker whose server cannot be reached at the start: "auto" trains and delivers
-            later, False is an error. True leaves all servers alone: their rows wait for `accmt sync`.
+        logging_dir: The logging folder, relative to `home` (None: the working folder), or a URL; see `is_url`.
+        is_main_process: On other processes, nothing is created and methods do nothing.
+        verbose: False suppresses the trackers' own messages.
+        offline: What to do if a tracker's server cannot be reached at the start: "auto" trains and delivers later,
+            False raises an error. True contacts no server; rows wait for `accmt sync`.
 
-    Processes: construct it on all, so that a wrong argument stops all.
+    Processes: create it on all processes, so that a wrong argument stops all of them.
     """
 
     def __init__(
@@ -73,43 +73,43 @@ class Tracking:
         self._resumed: dict[str, Any] | None = None
         self._last_step: int | None = None
         if self._place.url is not None and not any(spec.takes_url for spec in trackers):
-            got = f"{self._place.logging_dir!r}, a URL, with trackers that cannot use one"
-            expected = "a folder, or a tracker that has a server"
+            got = f"the URL {self._place.logging_dir!r}, which none of the trackers supports"
+            expected = "a folder, or a tracker with a server"
             raise ArgumentError(explain("Trainer(logging_dir=...)", got, expected, "log_with=MLFlow"))
 
     @property
     def run_name(self) -> str:
-        """The name of this run, the same on every process."""
+        """The name of this run; the same on every process."""
         return self._place.run_name
 
     @property
     def run_folder(self) -> Path:
-        """The folder of this run, the same on every process; `start` makes it."""
+        """The folder of this run; the same on every process. `start` creates it."""
         return self._place.shown_folder
 
     @property
     def loggers(self) -> list[GeneralTracker]:
-        """The trackers of the run, with one that does nothing in place of each that could not be reached yet.
+        """The trackers of the run; a tracker that has not been reached yet is replaced by one that does nothing.
 
-        Empty before `start`, after `finish` and off the main process.
+        Empty before `start`, after `finish` and on other processes than the main one.
         """
         return [] if self._history is None else [self._logger(key) for key in self._trackers]
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """The id of the run in each service that gives one, such as `{"mlflow": "0adacf..."}`; kept after `finish`."""
+        """The id of the run in each service that has one, such as `{"mlflow": "0adacf..."}`; kept after `finish`."""
         accounts = {} if self._ledger is None else self._ledger.accounts
         return {key: account.run_id for key, account in accounts.items() if account.run_id is not None}
 
     @property
     def media(self) -> MediaLog | None:
-        """Takes images, tables and files; None before `start`, after `finish` and off the main process."""
+        """Logs images, tables and files; None before `start`, after `finish`, and except on the main process."""
         return None if self._history is None else MediaLog(self._history, self._notify)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to continue this one; JSON can hold it.
+        """Return the JSON-serializable state that a resumed run needs to continue this one.
 
-        Processes: all; only the main one knows more than the name.
+        Processes: all; only the main process has more than the name.
         """
         return {
             "run_name": self._place.run_name,
@@ -122,36 +122,36 @@ class Tracking:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the run of a checkpoint when `start` is called; rows logged after the checkpoint are superseded.
 
-        The state of a run with another name is left alone: this is a new run, then.
+        The state of a run with another name is ignored, because this is then a new run.
         """
         if state["run_name"] == self._place.run_name:
             self._resumed = dict(state)
             self._last_step = state["step"]
 
     def start(self, config: Mapping[str, Any]) -> str:
-        """Make the run folder, start the trackers and store the configuration.
+        """Create the run folder, start the trackers and store the configuration.
 
-        A server that does not answer holds this up for ten seconds at most.
+        A server that does not respond delays this by at most ten seconds.
 
         Args:
-            config: Settings of the run, nested as they are; trackers get them flat.
+            config: The nested settings of the run; trackers get them flattened.
 
         Returns:
-            The name of the run: another one than was asked for, where the folder of that name is another run's.
+            The name of the run. It gets a suffix if its folder belongs to another run.
 
         Raises:
-            SavingError: The run folder cannot be made; or the run is resumed, and another process writes there.
-            TrackerError: A tracker does not start, and not for want of a server (with `offline=False`, also for that);
-                the others are ended as FAILED.
+            SavingError: The run folder cannot be created, or the run is resumed while another process writes to it.
+            TrackerError: A tracker failed to start for another reason than an unreachable server (with
+                `offline=False`, for any reason); the other trackers are ended as FAILED.
 
-        Processes: main only; returns at once elsewhere.
+        Processes: main only; does nothing on others.
         """
         if not self._is_main_process:
             return self.run_name
         self._take_folder(hide(to_plain(config.get("model_path"))))
         try:
             self._history = history = History(self._place.run_folder)
-            history.is_ours_alone()  # `accmt sync` leaves the folder alone meanwhile
+            history.is_ours_alone()  # keeps `accmt sync` away during the run
             self._ledger = self._open_ledger(history)
             self._ledger.save()
             self._start_trackers(history, self._ledger)
@@ -163,17 +163,17 @@ class Tracking:
         return self.run_name
 
     def call_run(self, name: str) -> None:
-        """Take the name that `start` returned on the main process."""
+        """Set the run name that `start` returned on the main process."""
         self._place = replace(self._place, run_name=name)
 
     def _take_folder(self, model_path: Any) -> None:
-        """Lock the run folder; where it is another run's, take the first of `<name>-2`, `<name>-3` ... that is free."""
+        """Lock the run folder; if it belongs to another run, use the first free one of `<name>-2`, `<name>-3` ..."""
         wanted, number = self._place, 1
         while not self._lock_folder(model_path):
             number += 1
             self._place = replace(wanted, run_name=f"{wanted.run_name}-{number}")
         if number > 1:
-            say(f"{wanted.shown_folder} is the folder of another run: this run is called {self.run_name!r}")
+            say(f"{wanted.shown_folder} belongs to another run: this run is named {self.run_name!r}")
 
     def _lock_folder(self, model_path: Any) -> bool:
         folder, holder = self._place.run_folder, "this process"
@@ -190,14 +190,14 @@ class Tracking:
         if lock is not None:
             lock.release()
         if self._resumed is not None:
-            got, do = f"a run is writing there ({holder})", "wait for that run, or stop it"
+            got, do = f"another run is writing to it ({holder})", "wait for that run, or stop it"
             raise SavingError(explain(f"run folder {folder}", got, "a folder that no other run writes to", do))
         return False
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one row; does nothing before `start` and after `finish`.
 
-        Processes: main only; returns at once elsewhere.
+        Processes: main only; does nothing on others.
         """
         if self._history is None:
             return
@@ -206,19 +206,19 @@ class Tracking:
         self._notify()
 
     def finish(self, status: RunStatus, *, flush_s: float = 30.0) -> None:
-        """End the run everywhere; calling it again does nothing.
+        """End the run in all trackers; calling it again does nothing.
 
         Args:
-            flush_s: How long to wait for trackers that have not got every row; then a warning says what is left.
+            flush_s: How long to wait until all rows are delivered; after that, a warning reports what is left.
 
-        Processes: main only; returns at once elsewhere.
+        Processes: main only; does nothing on others.
         """
         history, self._history = self._history, None
         if history is None:
             self._unlock()
             return
         deliveries, self._deliveries = self._deliveries, []
-        history.add_status(status, how="interrupted" if status == "KILLED" else None)  # a true kill writes nothing
+        history.add_status(status, how="interrupted" if status == "KILLED" else None)  # a real kill writes nothing
         try:
             wait_for_the_end(deliveries, status, flush_s)
         finally:
@@ -229,7 +229,7 @@ class Tracking:
         for delivery in deliveries:
             delivery.warn_of_rows_left(flush_s)
         if self._held_back():
-            say(f"offline: deliver the rows to {', '.join(self._held_back())} by `accmt sync {self.run_folder}`")
+            say(f"offline: to deliver the rows to {', '.join(self._held_back())}, run `accmt sync {self.run_folder}`")
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -240,28 +240,28 @@ class Tracking:
         """Return a tracker of the run by name.
 
         Args:
-            name: "tensorboard", "mlflow", or the name of a user's own tracker.
-            unwrap: Whether what the tracker wraps is returned: a `SummaryWriter`, an MLflow run.
+            name: "tensorboard", "mlflow", or the name of your tracker.
+            unwrap: Whether to return the object that the tracker wraps: a `SummaryWriter`, an MLflow run.
 
-        Processes: off the main process a tracker that does nothing is returned, as Accelerate does; so it is in place
-            of one whose server could not be reached yet.
+        Processes: on other processes than the main one, and for a tracker whose server has not been reached yet, this
+            returns a tracker that does nothing, as Accelerate does.
         """
         if not self._is_main_process:
             return _stand_in()
         keys = [] if self._history is None else list(self._trackers)
         if name not in keys:
-            message = explain(f"get_tracker({name!r})", "no such tracker", f"one of {keys}", "add it to log_with")
+            message = explain(f"get_tracker({name!r})", "an unknown tracker", f"one of {keys}", "add it to log_with")
             raise ArgumentError(message)
         logger = self._logger(name)
         return getattr(logger, "tracker", logger) if unwrap else logger
 
     def dashboard_command(self) -> list[str]:
-        """Return the command that shows the runs in a browser: of the first tracker that has one, else empty."""
+        """Return the command of the first tracker that can show the runs in a browser, else an empty list."""
         commands = (spec.dashboard_command(self._place) for spec, _ in self._trackers.values())
         return next((command for command in commands if command), [])
 
     def _held_back(self) -> list[str]:
-        """Return the trackers whose rows wait for `accmt sync`, because servers are to be left alone."""
+        """Return the trackers whose rows wait for `accmt sync` because of `offline=True`."""
         if self._offline is not True:
             return []
         return [key for key, (spec, kwargs) in self._trackers.items() if spec.is_remote(self._place, kwargs)]
@@ -275,13 +275,13 @@ class Tracking:
             delivery.notify()
 
     def _open_ledger(self, history: History) -> Ledger:
-        """Open an account for each tracker: the one that an earlier attempt at this run left, or a new one."""
+        """Open the delivery state of each tracker: that of an earlier attempt at this run, or a new one."""
         ledger = Ledger(self._place.run_folder, self._place.track_name, self._place.run_name)
         before = Ledger.read(self._place.run_folder)
         if before is not None and self._resumed is None:
             _warn_of_rows_left_behind(history.path, before)
             if not _came_to_its_end(history.path):
-                history.add_rewind(0, None, ledger.attempt)  # it starts over, for it left nothing to resume from
+                history.add_rewind(0, None, ledger.attempt)  # it had no checkpoint, so it starts over
         lines = history.num_lines
         if self._resumed is not None:
             ledger.attempt = 1 + max(self._resumed["attempt"], before.attempt if before else 0)
@@ -303,7 +303,7 @@ class Tracking:
             account.reopen()
             account.run_id = account.run_id or run_id
             return account
-        # It is not known what it has: all of it, to one to whom nothing may be handed twice.
+        # The delivery state is unknown: assume all rows were delivered if the tracker must not get any twice.
         delivered = lines if spec.rewinding is Rewinding.UNKNOWN else 0
         return Account(run_id=run_id, delivered=delivered, handed=lines, settled=delivered)
 
@@ -335,7 +335,7 @@ class Tracking:
             raise error
         name = delivery.spec.name
         if isinstance(error, ImportError) and hasattr(delivery.spec, "package"):
-            expected, do = "its package, whole", f"pip install --force-reinstall {delivery.spec.package}"
+            expected, do = "a complete package", f"pip install --force-reinstall {delivery.spec.package}"
             raise MissingPackageError(explain(f"the tracker {name}", name_error(error), expected, do)) from error
         do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {name} out of log_with"
         raise TrackerError(explain(f"the tracker {name}", name_error(error), "a tracker that starts", do)) from error
@@ -344,7 +344,7 @@ class Tracking:
 def _name_each(
     specs: Sequence[TrackerSpec], kwargs: Sequence[dict[str, Any]]
 ) -> dict[str, tuple[TrackerSpec, dict[str, Any]]]:
-    """Return the trackers by names that differ also where two of a user's trackers share one."""
+    """Return the trackers by unique names, even if two user trackers share a name."""
     trackers: dict[str, tuple[TrackerSpec, dict[str, Any]]] = {}
     for spec, own in zip(specs, kwargs, strict=True):
         number = sum(other.name == spec.name for other, _ in trackers.values())
@@ -353,19 +353,19 @@ def _name_each(
 
 
 def _warn_of_rows_left_behind(history: Path, before: Ledger) -> None:
-    """Warn of an earlier run in the same folder that was not delivered: from now on nobody delivers it."""
+    """Warn about undelivered rows of an earlier run in the same folder, which can no longer be delivered."""
     for key, account in before.accounts.items():
         left = count_rows_left(history, account)
         if left:
-            got = f"{left} rows of an earlier run in {history.parent} that it never got, and will never get"
-            do = "resume a run, or `accmt sync` it, before another of the same run_name"
+            got = f"{left} rows of an earlier run in {history.parent} were not delivered and no longer will be"
+            do = "resume or `accmt sync` a run before you start another with the same run_name"
             warn(explain(f"the tracker {key}", got, "one folder per run", do))
 
 
 def _is_of_another(history: Path, model_path: Any) -> bool:
-    """Return whether a folder has rows of another run: one that came to its end, or trained another model.
+    """Return whether a folder has rows of another run: one that finished, or that trained another model.
 
-    A job that is started again before its first checkpoint starts over in its folder.
+    A job that is restarted before its first checkpoint starts over in its folder.
     """
     if not history.is_file():
         return False

@@ -1,8 +1,8 @@
-"""What trackers are handed: plain floats, flat configurations, and names that each of them accepts.
+"""Converts values for trackers: plain floats, flat configurations, and names that each tracker accepts.
 
-None stands for "no value" and is left out of a row. NaN and the infinities go through, for a run that diverges must
-look like one: `history.jsonl` writes them as the strings "NaN", "Infinity" and "-Infinity", TensorBoard and MLflow keep
-NaN, and MLflow's database keeps an infinity as the largest float.
+None means "no value" and is omitted from a row. NaN and infinities are passed on, so that a diverging run is visible:
+`history.jsonl` stores them as the strings "NaN", "Infinity" and "-Infinity", TensorBoard and MLflow keep NaN, and
+MLflow's database stores an infinity as the largest float.
 """
 
 from __future__ import annotations
@@ -19,20 +19,27 @@ from accmt.options.checks import as_float
 
 HIGHER_IS_BETTER = "higher is better"
 LOWER_IS_BETTER = "lower is better"
-"""What the configuration of a run says of a metric, as `metrics.<name>`."""
+"""Values of `metrics.<name>` in the configuration of a run."""
 
 Scalar: TypeAlias = str | int | float | bool
 
 
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """Turn one row into plain Python floats; entries that are None are left out."""
-    return {name: _to_float(name, value) for name, value in values.items() if value is not None}
+    """Convert one row to plain Python floats; entries that are None are omitted."""
+    numbers = {name: _item(value) for name, value in values.items() if value is not None}
+    for name, number in numbers.items():
+        if not isinstance(number, int | float):
+            got = f"{values[name]!r:.200} ({type(values[name]).__name__})"
+            expected = "a number: int, float, bool, or a NumPy or torch scalar"
+            do = f"log {name!r} as a number, for example its mean"
+            raise MetricError(explain(f"the logged value {name!r}", got, expected, do))
+    return {name: as_float(number) for name, number in numbers.items()}
 
 
 def to_plain(value: Any) -> Any:
-    """Turn a configuration into what JSON can hold: dicts with string keys, lists, scalars and None.
+    """Convert a configuration to JSON-serializable values: dicts with string keys, lists, scalars and None.
 
-    Classes and functions become their dotted names, all other objects (paths, enums, dtypes) their `str`.
+    Classes and functions become their dotted names; all other objects (paths, enums, dtypes) become their `str`.
     """
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
@@ -47,9 +54,9 @@ def to_plain(value: Any) -> Any:
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Turn a nested configuration into one level: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`.
+    """Flatten a nested configuration: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`.
 
-    Lists and empty dicts become JSON text, None becomes "None": trackers take scalars only.
+    Lists and empty dicts become JSON strings, None becomes "None", because trackers accept scalars only.
     """
     flat: dict[str, Scalar] = {}
     for key, value in to_plain(config).items():
@@ -63,12 +70,12 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Scalar]:
 
 
 class CleanNames:
-    """The names under which one tracker knows ours: the same name in, the same name out, and never one for two.
+    """Maps our names to names that one tracker accepts, consistently and without collisions.
 
     Args:
-        clean: Makes a name that the tracker accepts. Where it gives two names the same result, the later one gets a
-            digest of its original appended.
-        known: Names given before, such as by an earlier process; new ones are added to it.
+        clean: Makes a name that the tracker accepts. If two names have the same result, a digest of the original is
+            appended to the later one.
+        known: Names assigned before, such as by an earlier process; new names are added to it.
     """
 
     def __init__(self, clean: Callable[[str], str], known: dict[str, str] | None = None) -> None:
@@ -89,26 +96,17 @@ class CleanNames:
 
 
 def clean_path(name: str) -> str:
-    """Turn a name into a relative path in its shortest form, which leads out of no folder."""
+    """Convert a name to a normalized relative path that cannot leave its folder."""
     return posixpath.normpath(posixpath.join("/", name)).strip("/") or "_"
 
 
 def clean_file_name(name: str) -> str:
-    """Turn the name of a file or folder into one that services take for an artifact."""
+    """Convert the name of a file or folder to a valid artifact name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:128]
 
 
-def _to_float(name: str, value: Any) -> float:
-    number = _item(value)
-    if isinstance(number, int | float):
-        return as_float(number)
-    expected = "one number: int, float, bool, or a NumPy or torch scalar"
-    do = f"log {name!r} as a number, for example its mean"
-    raise MetricError(explain(f"the logged value {name!r}", f"{value!r:.200} ({type(value).__name__})", expected, do))
-
-
 def _item(value: Any) -> Any:
-    """Return the one element of a NumPy or torch value, and anything else as it is."""
+    """Return the element of a NumPy or torch scalar; return anything else unchanged."""
     if isinstance(value, float) or getattr(value, "size", None) is None:
         return value
     is_single = (value.numel() if hasattr(value, "numel") else value.size) == 1

@@ -77,7 +77,7 @@ def test_a_checkpoint_is_described(folder, capsys):
     assert shown["step"] == "7"
     assert (shown["epoch"], shown["samples_seen"], shown["run_name"], shown["is_odd"]) == ("1", "960", "quick", "True")
     assert "best" not in shown
-    assert shown["tensors"] == "20, of which the model's hold 33 values"
+    assert shown["tensors"] == "20; those of the model have 33 values"
     assert shown["written"].endswith("by 1 process(es), 1 thread(s) each")
     assert torch.__version__ in shown["versions"]
     assert shown[TENSORS] == f"{(folder / 'step-00000007' / TENSORS).stat().st_size:,} bytes"
@@ -97,7 +97,7 @@ def test_all_checkpoints_of_a_folder_are_checked_and_the_one_for_a_resume_is_nam
     exit_code, printed = check(capsys, folder)
     assert exit_code == 0
     assert printed.index("step-00000003: complete") < printed.index("step-00000007: complete")
-    assert printed.endswith("\na resume takes step-00000007\n")
+    assert printed.endswith("\nresume uses step-00000007\n")
 
 
 def test_the_newest_is_the_last_saved_and_not_the_one_of_the_largest_step(folder, capsys):
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong(name, damage, folder, capsys
     (line,) = [line for line in printed.splitlines() if line.startswith("  ! ")]
     assert name in line
     assert told in line
-    assert printed.endswith("a resume takes step-00000003\n")
+    assert printed.endswith("resume uses step-00000003\n")
 
 
 def test_every_damaged_file_is_named(folder, capsys):
@@ -148,7 +148,7 @@ def test_a_damaged_manifest_is_named(act, told, folder, capsys):
     exit_code, printed = check(capsys, folder)
     assert exit_code == 1
     assert f"  ! manifest.json {told}" in printed
-    assert printed.endswith("a resume takes step-00000007\n")
+    assert printed.endswith("resume uses step-00000007\n")
 
 
 def test_where_nothing_is_complete_a_resume_takes_nothing(folder, capsys):
@@ -156,7 +156,7 @@ def test_where_nothing_is_complete_a_resume_takes_nothing(folder, capsys):
         empty(folder / f"step-{step:08d}" / "state.json")
     exit_code, printed = check(capsys, folder)
     assert exit_code == 1
-    assert printed.endswith("a resume takes none of them\n")
+    assert printed.endswith("resume uses none of them\n")
 
 
 def test_a_format_of_the_future_is_no_success_and_stops_a_resume(folder, capsys):
@@ -232,7 +232,7 @@ def test_the_installed_command_checks_a_read_only_copy_without_loading_transform
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o755)
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.endswith("a resume takes step-00000007\n")
+    assert run.stdout.endswith("resume uses step-00000007\n")
 
 
 def test_the_command_is_installed():

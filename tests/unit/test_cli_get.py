@@ -68,7 +68,7 @@ def test_the_weights_load_into_a_new_model_bit_for_bit(folder, models, tmp_path,
     load_weights(loaded, tmp_path / "out")
     assert exit_code == 0
     assert same(loaded, models[0])
-    assert "model.safetensors of step 1" in said
+    assert "model.safetensors from step 1" in said
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert not any(name.startswith(("model.", "optim")) for name in load_file(tmp_path / "out" / "model.safetensors"))
 

@@ -93,8 +93,8 @@ def test_without_a_gpu_it_is_one_process_unless_told_otherwise(capsys):
         ("--gpus 0,1 -N 3 train.py", "3 for 2 GPUs"),
         ("-N 0 train.py", "a number from 1"),
         ("--strat single -N 2 train.py", "--strat ddp"),
-        ("--gpus 0,1,2,3,4 train.py", "0,1,2,3,4 of the 4 there are"),
-        ("--gpus 7 train.py", "7 of the 4 there are"),
+        ("--gpus 0,1,2,3,4 train.py", "0,1,2,3,4 with 4 GPUs"),
+        ("--gpus 7 train.py", "7 with 4 GPUs"),
         ("nowhere.py", "no such file"),
     ],
 )
@@ -153,7 +153,7 @@ def test_groups_that_cannot_be_are_an_error(number, replicate, tmp_path, capsys)
     script.touch()
     arguments = ["-N", str(number), "--replicate", str(replicate), str(script)]
     assert main(["launch", "--cpu", "--strat", "hsdp", *arguments]) == 2
-    assert "groups of the same size" in capsys.readouterr().err
+    assert "groups of equal size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_processes_that_cannot_be_split_alike_are_an_error(arguments, tmp_path, 
     script = tmp_path / "train.py"
     script.touch()
     assert main(["launch", "--cpu", "--strat", "tp", *arguments.split(), str(script)]) == 2
-    assert "a number from 2 that divides them" in capsys.readouterr().err
+    assert "an integer >= 2 that divides them" in capsys.readouterr().err
 
 
 @pytest.mark.feature("N42")

@@ -121,5 +121,5 @@ def test_machines_that_do_not_meet_are_told_without_a_traceback(capsys, monkeypa
     monkeypatch.setattr(launcher, "main", fail)
     assert main(["launch", "--cpu", "-N", "2", "train.py"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("the machines of the run\n  got: they did not meet, or one is gone: nobody came\n")
+    assert said.startswith("the machines of the run\n  got: they could not connect, or lost the connection: nobody came\n")
     assert describe_lost_machines(OSError("gone")) in said.replace("nobody came", "gone")

@@ -34,7 +34,7 @@ def test_a_folder_of_runs_is_answered_with_the_command_for_each_the_newest_first
         f"accmt {command} {folder}",
         "  got: a folder of 3 run(s)",
         "  expected: the folder of a run",
-        "  do: take one of them, the newest first:",
+        "  do: choose one of them (newest first):",
     ]
     assert told[4] == f"    accmt {command} 'logs/digits/new one'"
     assert sorted(told[5:]) == [f"    accmt {command} logs/digits/{name}" for name in "ab"]

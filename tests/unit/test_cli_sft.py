@@ -161,7 +161,7 @@ def test_rows_of_json_lines_are_what_is_written_in_them():
         ({"data": "empty.json"}, "got: empty.json, without a row"),
         ({"data": "other.jsonl"}, "row 1 for supervised fine-tuning\n  got: the entries question\n"),
         ({"data": "train.jsonl", "chat_template": "x.jinja"}, "sft.chat_template\n  got: x.jinja: no such file"),
-        ({"validation": "train.jsonl"}, "expected: the rows to train on\n  do: add `sft: {data: train.jsonl}`"),
+        ({"validation": "train.jsonl"}, "expected: the data to train on\n  do: add `sft: {data: train.jsonl}`"),
     ],
 )
 def test_what_is_wrong_has_its_place(sft: Any, message: str, capsys: pytest.CaptureFixture[str]):

@@ -129,14 +129,14 @@ def test_a_users_own_tracker_is_told(store, capsys):
     tracking.finish("FINISHED", flush_s=0.2)
     exit_code, printed = sync(capsys, tracking.run_folder)
     assert exit_code == 1
-    expected = "faulty: 0 rows delivered, 3 left (your own tracker, which only a run can start)\n"
+    expected = "faulty: 0 rows delivered, 3 left (a custom tracker, which only a run can start)\n"
     assert printed.out == expected
 
 
 def test_a_run_without_trackers_has_nothing_to_deliver(store, capsys):
     tracking = start(None, store, "none")
     tracking.finish("FINISHED")
-    assert sync(capsys, tracking.run_folder)[1].out == "the run has no tracker: history.jsonl has every row\n"
+    assert sync(capsys, tracking.run_folder)[1].out == "the run has no trackers: all rows are in history.jsonl\n"
 
 
 def test_a_run_that_is_going_on_delivers_by_itself(store, capsys):
@@ -144,7 +144,7 @@ def test_a_run_that_is_going_on_delivers_by_itself(store, capsys):
     exit_code, printed = sync(capsys, tracking.run_folder)
     tracking.finish("FINISHED")
     assert (exit_code, printed.out) == (2, "")
-    assert "a run that is still running" in printed.err
+    assert "which is still running" in printed.err
 
 
 def test_what_is_no_run_is_wrong_use(tmp_path, capsys):

@@ -98,7 +98,7 @@ def test_the_right_run_ends_where_the_user_opened_another_inside(store):
 def test_what_is_no_number_is_left_out_of_the_metrics_and_named(store, run, caplog):
     run.log({"loss": 1.0, "note": "x"}, 3)
     assert read(store, run).data.metrics == {"loss": 1.0}
-    assert "MLflow takes numbers only, and gets no note" in caplog.text
+    assert "MLflow accepts only numbers; skipping note" in caplog.text
 
 
 def test_long_parameters_are_cut_not_dropped(store, run):

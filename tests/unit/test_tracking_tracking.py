@@ -291,7 +291,7 @@ def test_offline_leaves_servers_alone_and_says_how_to_deliver(caplog, tmp_path):
     tracking.start({})
     tracking.log({"loss": 1.0}, 1)
     tracking.finish("FINISHED")
-    assert caplog.messages == [f"offline: deliver the rows to mlflow by `accmt sync {tracking.run_folder}`"]
+    assert caplog.messages == [f"offline: to deliver the rows to mlflow, run `accmt sync {tracking.run_folder}`"]
     assert [call[0] for call in recorder.calls] == ["start", "config", "log", "finish"]
 
 
@@ -386,7 +386,7 @@ def test_a_new_run_under_the_name_of_one_that_came_to_its_end_gets_another_name(
         assert steps_of(tracking.run_folder) == [step]
         assert tracking.state_dict()["run_name"] == tracking.run_name == names[-1]
     assert names == ["run", "run-2", "run-3"]
-    assert "is the folder of another run: this run is called 'run-3'" in caplog.text
+    assert "belongs to another run: this run is named 'run-3'" in caplog.text
 
 
 def test_a_new_run_of_another_model_leaves_the_rows_of_one_that_failed(tmp_path):
@@ -404,7 +404,7 @@ def test_two_runs_of_one_name_at_once_have_a_folder_each_and_a_resumed_one_is_re
     first.start({})
     assert second.start({}) == "run-2"
     resumed.load_state_dict(first.state_dict())
-    with pytest.raises(SavingError, match="a run is writing there"):
+    with pytest.raises(SavingError, match="another run is writing to it"):
         resumed.start({})
     for tracking in (first, second):
         tracking.log({"loss": 1.0}, 1)

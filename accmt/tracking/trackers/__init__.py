@@ -1,1 +1,1 @@
-"""The trackers of the core, one file each; `accmt.registry` names all trackers."""
+"""The core trackers, one file each; `accmt.registry` lists all trackers."""

@@ -33,13 +33,13 @@ class MLFlow(TrackerSpec):
     """MLflow: experiment `track_name`, run `run_name`. Keywords are those of `accelerate.tracking.MLflowTracker`.
 
     The store is the URL in `logging_dir`; with a folder it is `<logging_dir>/mlflow.db`, with artifacts in
-    `<logging_dir>/mlartifacts`. `MLFLOW_TRACKING_URI` is obeyed where `logging_dir` was left at its default.
+    `<logging_dir>/mlartifacts`. `MLFLOW_TRACKING_URI` is used if you leave `logging_dir` at its default.
 
-    A resumed run continues the same MLflow run. MLflow cannot withdraw points, and shows two of one step both: those
-    that a killed attempt logged after the checkpoint stay, new ones of the same name and step are left out (they are in
-    `history.jsonl`), and the tags `accmt.attempt` and `accmt.steps_of_earlier_attempts` say so. Nor can it change a
-    parameter: a changed one is stored as `<name>.attempt_<number>`. A preempted run is KILLED to MLflow; the tag
-    `accmt.status` has the true word.
+    A resumed run continues the same MLflow run. MLflow cannot delete points, and would show two for the same step:
+    points that a killed attempt logged after the checkpoint are kept, and new ones of the same name and step are
+    skipped (they are in `history.jsonl`). The tags `accmt.attempt` and `accmt.steps_of_earlier_attempts` mark such
+    runs. MLflow cannot change a parameter either: a changed one is stored as `<name>.attempt_<number>`. A preempted
+    run is KILLED in MLflow; the tag `accmt.status` has the exact status.
     """
 
     name = "mlflow"
@@ -85,7 +85,7 @@ class MLFlow(TrackerSpec):
         return clean_mlflow_name(name)
 
     def dashboard_command(self, place: RunPlace) -> list[str]:
-        """As `TrackerSpec.dashboard_command`; a server shows its own pages."""
+        """See `TrackerSpec.dashboard_command`; a server has its own web pages."""
         uri = self.tracking_uri(place)
         if uri.startswith(("http", "databricks")):
             return []
@@ -102,8 +102,8 @@ class MLFlow(TrackerSpec):
 class MLFlowRun(TrackerRun):
     """Accelerate's MLflow tracker, bound to one store and one run, whatever else the process does with MLflow.
 
-    The process's tracking URI is set, and stays set after the run, so that `mlflow.search_runs()` reads the same store;
-    `MLFLOW_TRACKING_URI`, which MLflow sets along with it, is put back at once.
+    The process's tracking URI stays set after the run, so that `mlflow.search_runs()` reads the same store;
+    `MLFLOW_TRACKING_URI`, which MLflow also sets, is restored immediately.
     """
 
     base = "accelerate.tracking:MLflowTracker"
@@ -114,14 +114,14 @@ class MLFlowRun(TrackerRun):
         self.tracking_uri = tracking_uri
         self.tags: dict[str, str] = {**(self.tags or {}), **self._resume.tags}
         self._is_quiet = is_quiet
-        # With its own default of 7 retries MLflow blocks for four minutes at each call to a server that is down, and
-        # warns of each retry; whoever delivers the rows tries again, and warns once.
+        # With its default of 7 retries, MLflow blocks for four minutes at each call to an unreachable server, and
+        # warns about each retry. The delivery thread retries itself, and warns once.
         self._environment = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
         if is_quiet:
             self._environment["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
     def start(self) -> None:
-        """Set the tracking URI, then start the run; from then on `run_id` is the run's id.
+        """Set the tracking URI, then start the run and set `run_id`.
 
         Raises:
             mlflow.exceptions.MlflowException: The store cannot be reached, or another run is active.
@@ -135,24 +135,21 @@ class MLFlowRun(TrackerRun):
         os.environ.update(self._environment)
         try:
             with _only_warnings_of("mlflow" if self._is_quiet else "mlflow.store"):
-                self._start_in_turn()
+                # Runs that start at the same time on one database would create its tables and experiments together.
+                path = Path(self.tracking_uri.removeprefix(_SQLITE))
+                with taking_turns(path.parent) if self.tracking_uri.startswith(_SQLITE) else nullcontext():
+                    self._forget_a_missing_run()
+                    super().start()
         except BaseException:
             self._restore_environment()
             raise
         self.run_id = self.active_run.info.run_id
 
-    def _start_in_turn(self) -> None:
-        """Start the run; runs that begin at once on one database would create its tables, and experiments, together."""
-        path = Path(self.tracking_uri.removeprefix(_SQLITE))
-        with taking_turns(path.parent) if self.tracking_uri.startswith(_SQLITE) else nullcontext():
-            self._forget_a_missing_run()
-            super().start()
-
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
-        """Store parameters; long ones are cut, and one that changed in a resumed run gets a name of its own."""
+        """Store parameters; long values are truncated, and one that changed in a resumed run gets a separate name."""
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
-        # MLflow refuses to change a parameter, and one refusal would lose the whole batch.
+        # MLflow does not allow changing a parameter, and one rejection would lose the whole batch.
         stored = self._client().get_run(self.run_id).data.params
         cut = {name: _cut(value, MAX_PARAM_VAL_LENGTH) for name, value in values.items()}
         new = {name: value for name, value in cut.items() if name not in stored}
@@ -165,7 +162,7 @@ class MLFlowRun(TrackerRun):
         super().store_init_configuration(new | changed)
 
     def log_rows(self, rows: Sequence[Row]) -> None:
-        """Log rows, many in one request; one that is delivered twice is there once, for it has its own time."""
+        """Log rows, many per request; a row that is delivered twice appears once, because it has the same timestamp."""
         from mlflow.entities import Metric
         from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
@@ -177,22 +174,22 @@ class MLFlowRun(TrackerRun):
             client.log_batch(self.run_id, metrics=metrics[begin : begin + MAX_METRICS_PER_BATCH], synchronous=True)
 
     def log(self, values: Mapping[str, float], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers to this run, also where the calling thread has no active run or another one."""
+        """Log numbers to this run, even if the calling thread has another active run or none."""
         import mlflow
 
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         if len(numbers) < len(values):
             others = ", ".join(sorted(values.keys() - numbers.keys()))
-            warn_once(f"MLflow takes numbers only, and gets no {others}", about=f"MLflow: {others}")
+            warn_once(f"MLflow accepts only numbers; skipping {others}", about=f"MLflow: {others}")
         mlflow.log_metrics(numbers, step=step, run_id=self.run_id, **kwargs)
 
     def add_images(self, media: Media) -> None:
-        """Log images where MLflow's page shows them over steps; one that is delivered twice is there once."""
+        """Log images so that MLflow shows them over steps; an image that is delivered twice appears once."""
         client, milliseconds = self._client(), round(1000 * media.time)
         there = [file.path for file in client.list_artifacts(self.run_id, "images")]
         for name, image in media.images().items():
             key = re.sub(r"[^a-zA-Z0-9_\-./ ]", "_", name)
-            # As MLflow begins the name of the file that it writes last; a random part follows.
+            # The start of the name of the file that MLflow writes last; a random part follows.
             written = f"images/{key.replace('/', '~')}+step+{media.step}+timestamp+{milliseconds}+"
             if not any(path.startswith(written) and path.endswith(".webp") for path in there):
                 client.log_image(self.run_id, image, key=key, step=media.step, timestamp=milliseconds, synchronous=True)
@@ -202,19 +199,19 @@ class MLFlowRun(TrackerRun):
         client, folder = self._client(), f"tables/{media.folder.parent.name}"
         path = f"{folder}/{media.folder.name}.json"
         if path in [file.path for file in client.list_artifacts(self.run_id, folder)]:
-            return  # else MLflow would add the rows once more
+            return  # MLflow would append the rows again
         columns, rows = media.table()
         client.log_table(self.run_id, {title: [row[i] for row in rows] for i, title in enumerate(columns)}, path)
 
     def add_artifact(self, media: Media) -> None:
-        """Log a file, or the files of a folder under its name."""
+        """Log a file, or a folder of files under its name."""
         if media.path.is_dir():
             self._client().log_artifacts(self.run_id, str(media.path), media.name)
         else:
             self._client().log_artifact(self.run_id, str(media.path))
 
     def finish(self, status: str = "FINISHED") -> None:
-        """End the run; "PREEMPTED", which MLflow does not know, is KILLED and a tag."""
+        """End the run; MLflow has no status "PREEMPTED", so it becomes KILLED with a tag."""
         import mlflow
 
         client = self._client()
@@ -226,14 +223,14 @@ class MLFlowRun(TrackerRun):
         self._restore_environment()  # not after a failure: it will be tried again
 
     def attach(self) -> None:
-        """Make the run the active one of the calling thread, unless that has one; MLflow's are one for each thread."""
+        """Make the run active in the calling thread, unless it has one; active runs are per thread."""
         import mlflow
 
         if mlflow.active_run() is None:
             mlflow.start_run(self.run_id, log_system_metrics=False)
 
     def detach(self, status: str) -> None:
-        """Undo `attach`, and wait no longer than a second or two for a server that may be gone."""
+        """Undo `attach`, and wait at most a second or two for a server that may be unreachable."""
         import mlflow
 
         self._restore_environment()
@@ -242,7 +239,7 @@ class MLFlowRun(TrackerRun):
         before = {name: os.environ.get(name) for name in _IMPATIENT}
         os.environ.update(_IMPATIENT)
         try:
-            # Takes it off the thread's stack first, whatever the server answers.
+            # Removes it from the thread's stack first, whatever the server returns.
             mlflow.end_run(_mlflow_status(status))
         finally:
             for name, value in before.items():
@@ -260,7 +257,7 @@ class MLFlowRun(TrackerRun):
         return active is not None and active.info.run_id == self.run_id
 
     def _forget_a_missing_run(self) -> None:
-        """Start a new run where the one to resume was deleted, or is not in this store."""
+        """Start a new run if the one to resume was deleted or is not in this store."""
         from mlflow.exceptions import MlflowException
 
         if self.run_id is None or self.run_id != self._resume.run_id:
@@ -271,7 +268,7 @@ class MLFlowRun(TrackerRun):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-        got = f"the run {self.run_id}, which this one resumes, is not in {self.tracking_uri}, or was deleted"
+        got = f"the run {self.run_id} to resume was deleted, or is not in {self.tracking_uri}"
         warn(explain("the tracker mlflow", got, "the run of the checkpoint", "nothing: a new run gets all rows"))
         self.run_id = None
 
@@ -281,10 +278,10 @@ class MLFlowRun(TrackerRun):
 
 
 def clean_mlflow_name(name: str) -> str:
-    """Turn a name into one that MLflow takes for a metric or a parameter: `f1@0.5` becomes `f1_at_0.5`.
+    """Convert a name to a valid MLflow name for a metric or a parameter: `f1@0.5` becomes `f1_at_0.5`.
 
-    Source: the rules in `mlflow.utils.validation`: letters, digits, `_ - . : /` and spaces, a relative path in its
-    shortest form, at most 250 characters (of which nine are left for a digest).
+    Source: the rules in `mlflow.utils.validation`: letters, digits, `_ - . : /` and spaces, a normalized relative path,
+    at most 250 characters (nine of which are reserved for a digest).
     """
     name = name.replace("@", "_at_").replace("%", "_percent")
     return clean_path(re.sub(r"[^\w.\-: /]", "_", name))[:241].rstrip("/") or "_"

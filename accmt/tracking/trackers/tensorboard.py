@@ -20,7 +20,7 @@ _POLL_S = 0.02
 class TensorBoard(TrackerSpec):
     """TensorBoard: event files in the run folder. Keywords are those of `torch.utils.tensorboard.SummaryWriter`.
 
-    A resumed run writes a further event file, which withdraws the points that a killed attempt logged after the
+    A resumed run writes another event file, which removes the points that a killed attempt logged after the
     checkpoint.
     """
 
@@ -40,10 +40,11 @@ class TensorBoard(TrackerSpec):
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait until a further event file gets a name after those of the folder, in whose order they are read.
+    """Wait until a new event file would be sorted after the existing ones, because files are read in this order.
 
-    A name has the second, and then numbers that are compared as text: "10" comes before "9". So the withdrawal of a
-    run's second attempt would follow the rows of its third, where both begin in one second, and withdraw them.
+    A name contains the time in seconds, and then numbers that are compared as strings: "10" comes before "9". If two
+    attempts started in the same second, the purge of the earlier one could be read last, and remove the rows of the
+    later one.
 
     Source: `EventFileWriter.__init__` in tensorboard/summary/writer/event_file_writer.py.
     """
@@ -52,15 +53,15 @@ def _wait_for_a_later_name(folder: Path) -> None:
 
 
 class TensorBoardRun(TrackerRun):
-    """Accelerate's TensorBoard tracker, which keeps the configuration in the run's own event file."""
+    """Accelerate's TensorBoard tracker, with the configuration in the same event file as the run."""
 
     base = "accelerate.tracking:TensorBoardTracker"
 
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
-        """Write `values` where TensorBoard's HPARAMS page finds them together with the run's scalars.
+        """Write `values` so that TensorBoard's HPARAMS page shows them together with the run's scalars.
 
-        `SummaryWriter.add_hparams`, which Accelerate calls, opens a second run for them, named by the time of day, and
-        writes beside them that there are no metrics, and that the run succeeded.
+        `SummaryWriter.add_hparams`, which Accelerate calls, would create a second run named after the time, and also
+        record that there are no metrics and that the run succeeded.
         """
         from torch.utils.tensorboard.summary import hparams
 
@@ -69,7 +70,7 @@ class TensorBoardRun(TrackerRun):
         self.writer.flush()
 
     def log_rows(self, rows: Sequence[Row]) -> None:
-        """Write rows with the times when they were logged, and hand them to the operating system."""
+        """Write rows with their timestamps, and flush them to the operating system."""
         for row in rows:
             for name, value in row.values.items():
                 self.writer.add_scalar(name, value, global_step=row.step, walltime=row.time)

@@ -14,17 +14,17 @@ from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
 from accmt.tracking.values import Scalar, clean_file_name
 
 _AXIS = "global_step"
-# What a shell shows for each ending; wandb takes 255, which it gives itself after Ctrl-C, for a run that was stopped.
+# The exit codes of a shell; wandb itself uses 255 after Ctrl-C, and shows such a run as stopped.
 _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255, "PREEMPTED": 143}
 
 
 class WandB(ServiceSpec):
     """Weights & Biases: project `track_name`, run `run_name`. Keywords are those of `wandb.init`.
 
-    Points stand over `global_step`, so that rows of any order are taken. Without a key (`WANDB_API_KEY`, `wandb login`)
-    the run is an offline one in `<run folder>/wandb`, as with `WANDB_MODE=offline`. A resumed run has the same id, and
-    offline a further folder; points that a killed attempt logged after the checkpoint stay, and new ones of the same
-    name and step are left out.
+    The x-axis is `global_step`, so that rows are accepted in any order. Without an API key (`WANDB_API_KEY`,
+    `wandb login`) the run is written offline to `<run folder>/wandb`, as with `WANDB_MODE=offline`. A resumed run has
+    the same id, and offline another folder; points that a killed attempt logged after the checkpoint are kept, and new
+    ones of the same name and step are skipped.
     """
 
     name = "wandb"
@@ -50,16 +50,17 @@ class WandB(ServiceSpec):
 
 
 class WandBRun(TrackerRun):
-    """A run of Weights & Biases, whose points stand over `global_step`.
+    """A run of Weights & Biases with `global_step` as x-axis.
 
-    wandb's own step only grows: a row of an earlier step, such as one that waited for an outage to end, would be lost.
+    wandb's own step can only increase: a row of an earlier step, such as one that waited for an outage to end, would
+    be lost.
     """
 
     base = "accelerate.tracking:WandBTracker"
-    settles_in_s = 2.0  # WandBRun has wandb's process write its file every second
+    settles_in_s = 2.0  # the settings below make wandb's process write its file every second
 
     def __init__(self, start: RunStart, *, is_offline: bool) -> None:
-        # Else a kill takes 15 seconds, and the process's exit waits 90 for a server that is not there.
+        # By default, a kill loses 15 seconds, and the exit waits 90 seconds for an unreachable server.
         settings = {"x_transaction_log_flush_interval": 1.0, "init_timeout": 30.0, "silent": start.is_quiet}
         user_settings = start.kwargs.get("settings") or {}
         options = {
@@ -86,7 +87,7 @@ class WandBRun(TrackerRun):
         self.run.config.update(self._tags, allow_val_change=True)
 
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
-        """Store the configuration; what changed in a resumed run replaces what was."""
+        """Store the configuration; values that changed in a resumed run are replaced."""
         self.run.config.update(values, allow_val_change=True)
 
     def log_rows(self, rows: Sequence[Row]) -> None:
@@ -105,7 +106,7 @@ class WandBRun(TrackerRun):
         self._log_media(media, Table(columns=columns, data=rows, allow_mixed_types=True))
 
     def add_artifact(self, media: Media) -> None:
-        """Log a file or folder as a version of the artifact of its name."""
+        """Log a file or folder as a new version of the artifact with its name."""
         from wandb import Artifact
 
         artifact = Artifact(clean_file_name(media.name), type="file")
@@ -116,7 +117,7 @@ class WandBRun(TrackerRun):
         self.run.log_artifact(artifact)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """End the run with an exit code, by which wandb tells endings apart, and the true word in the summary."""
+        """End the run with an exit code, from which wandb infers its state, and the exact status in the summary."""
         self.run.summary[STATUS] = status
         if status == "PREEMPTED":
             self.run.mark_preempting()
