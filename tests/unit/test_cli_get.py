@@ -133,7 +133,7 @@ def test_nothing_is_written_into_the_checkpoint(inside, folder, tmp_path, capsys
     before = sorted(checkpoint.iterdir())
     exit_code, said = get(capsys, checkpoint, checkpoint / inside, "--overwrite")
     assert (exit_code, sorted(checkpoint.iterdir())) == (2, before)
-    assert "damaged" in said
+    assert "damage" in said
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(folder, tmp_path, capsys):

@@ -91,7 +91,7 @@ def test_without_a_gpu_it_is_one_process_unless_told_otherwise(capsys):
     [
         ("-N 5 train.py", "5 for 4 GPUs"),
         ("--gpus 0,1 -N 3 train.py", "3 for 2 GPUs"),
-        ("-N 0 train.py", "a number from 1"),
+        ("-N 0 train.py", "an integer >= 1"),
         ("--strat single -N 2 train.py", "--strat ddp"),
         ("--gpus 0,1,2,3,4 train.py", "0,1,2,3,4 with 4 GPUs"),
         ("--gpus 7 train.py", "7 with 4 GPUs"),
@@ -108,8 +108,8 @@ def test_what_cannot_be_is_refused_before_anything_starts(typed, message, capsys
     ("typed", "message"),
     [
         ("--strat fsdp train.py", "choose from"),
-        ("--gpus 0,0 train.py", "different numbers"),
-        ("--gpus one train.py", "different numbers"),
+        ("--gpus 0,0 train.py", "unique GPU indices"),
+        ("--gpus one train.py", "unique GPU indices"),
         ("--gpus 0 --cpu train.py", "not allowed with"),
     ],
 )
@@ -191,7 +191,7 @@ def test_example_writes_the_files_of_the_quickstart_once(tmp_path, capsys):
     (tmp_path / "new" / "hps.yaml").unlink()
     capsys.readouterr()
     assert main(["example", str(tmp_path / "new")]) == 2
-    assert "train.py there" in capsys.readouterr().err
+    assert "a folder with train.py" in capsys.readouterr().err
     assert [path.read_text() for path in (tmp_path / "new").iterdir()] == ["mine"]
 
 

@@ -95,7 +95,7 @@ def test_groups_of_hybrid_sharding_count_the_processes_of_all_machines(capsys):
         ("--address a", "expected: the number of machines"),
         ("--nodes 0", "got: '0'"),
         ("--nodes 3:2 --node-rank 0 --address a", "got: '3:2'"),
-        ("--nodes two", "a number from 1, or a range"),
+        ("--nodes two", "an integer >= 1, or a range"),
         ("--nodes 2 --node-rank 2 --address a", "a number from 0 to 1"),
         ("--nodes 2 --node-rank -1 --address a", "a number from 0 to 1"),
         ("--nodes 2 --node-rank 0 --address a:70000", "a host, or a host and a port"),
@@ -121,5 +121,7 @@ def test_machines_that_do_not_meet_are_told_without_a_traceback(capsys, monkeypa
     monkeypatch.setattr(launcher, "main", fail)
     assert main(["launch", "--cpu", "-N", "2", "train.py"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("the machines of the run\n  got: they could not connect, or lost the connection: nobody came\n")
+    assert said.startswith(
+        "the machines of the run\n  got: they could not connect, or lost the connection: nobody came\n"
+    )
     assert describe_lost_machines(OSError("gone")) in said.replace("nobody came", "gone")
