@@ -160,7 +160,7 @@ def test_a_transformers_model_gets_its_config_and_loads_by_from_pretrained(bert,
     from transformers import AutoModelForSequenceClassification
 
     exit_code, said = get(capsys, tmp_path / "checkpoint-bert", tmp_path / "out")
-    assert (exit_code, "config.json of" in said) == (0, True)
+    assert (exit_code, "config.json from" in said) == (0, True)
     loaded, notes = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not notes["missing_keys"]
     assert not notes["unexpected_keys"]

@@ -96,14 +96,14 @@ def test_groups_of_hybrid_sharding_count_the_processes_of_all_machines(capsys):
         ("--nodes 0", "got: '0'"),
         ("--nodes 3:2 --node-rank 0 --address a", "got: '3:2'"),
         ("--nodes two", "an integer >= 1, or a range"),
-        ("--nodes 2 --node-rank 2 --address a", "a number from 0 to 1"),
-        ("--nodes 2 --node-rank -1 --address a", "a number from 0 to 1"),
+        ("--nodes 2 --node-rank 2 --address a", "an integer from 0 to 1"),
+        ("--nodes 2 --node-rank -1 --address a", "an integer from 0 to 1"),
         ("--nodes 2 --node-rank 0 --address a:70000", "a host, or a host and a port"),
         ("--nodes 2 --node-rank 0 --address a:b", "a host, or a host and a port"),
         ("--nodes 1:2 --node-rank 0 --address a --strat hsdp -N 4", "groups of a fixed size"),
         ("--nodes 1:2 --node-rank 0 --address a --strat tp -N 4", "groups of a fixed size"),
         ("--nodes 2 --node-rank 0 --address a --strat single", "one process"),
-        ("--max-restarts -1", "a number from 0"),
+        ("--max-restarts -1", "an integer >= 0"),
     ],
 )
 def test_what_cannot_be_is_an_error_before_anything_starts(typed, message, capsys):

@@ -320,7 +320,7 @@ def test_training_arguments_name_their_optimizer_and_what_it_does_not_decay(thei
 def test_training_arguments_in_the_first_place_are_told_value_by_value():
     args = TrainingArguments("out/news", learning_rate=2e-5, use_cpu=True, train_sampling_strategy="sequential")
     for call in (lambda: Trainer(args), lambda: Trainer(args, "out/model")):
-        with pytest.raises(MissingArgumentError, match=r"write what stands in it") as caught:
+        with pytest.raises(MissingArgumentError, match=r"write its values as") as caught:
             call()
         assert "train_sampling_strategy: write Trainer(shuffle_train=False)" in str(caught.value)
 

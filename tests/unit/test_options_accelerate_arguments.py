@@ -38,7 +38,7 @@ def test_what_an_accelerator_may_be_is_taken():
 @pytest.mark.parametrize(
     ("value", "do"),
     [
-        (64, r"model.double\(\) before fit: there is no precision of 64 bits"),
+        (64, r"model.double\(\) before fit: mixed_precision has no 64 bits"),
         ("64-true", r"model.double\(\)"),
         (torch.float64, r"model.double\(\)"),
         (16, 'mixed_precision="fp16"'),

@@ -1,1 +1,1 @@
-"""What to write here in place of what other trainers call things: said where a user is about to find out."""
+"""Migration hints: what to write in accmt instead of arguments and methods of other trainers."""

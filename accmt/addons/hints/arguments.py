@@ -1,4 +1,4 @@
-"""What other trainers call things, and what to write here: what is said of a name and its value."""
+"""Migration hints for arguments of other trainers, by their names and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECTIONS: Mapping[str, Mapping[str, str]] = {
     "model": {"path": "./base", "type": "AutoModelForCausalLM"},
     "sft": {"data": "train.jsonl"},
 }
-"""Sections of the hyper-parameters with what a line of each has in any case."""
+"""Sections of the hyper-parameters with the entries that every suggested line has."""
 
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 _VALUE = re.compile(r"<([^<>]*)>")
@@ -29,7 +29,7 @@ _ENTRY = re.compile(r"([\w.]+): (<?\[[^\]]*\]>?|[^,]+)")
 _WARMUP = ("num_warmup_steps", "warmup_ratio")
 
 _SET_BY_ITSELF = ("disable_tqdm", "optim")
-"""What `TrainingArguments` set without being told, or what is the same here."""
+"""Values that `TrainingArguments` sets itself, or that are the same in accmt."""
 
 _OTHER_DEFAULTS = (
     "per_device_train_batch_size",
@@ -40,10 +40,10 @@ _OTHER_DEFAULTS = (
     "num_train_epochs",
     "weight_decay",
 )
-"""What has another default here, or none."""
+"""Arguments with another default in accmt, or without one."""
 
 EXAMPLE = object()
-"""Stands for a value that is not known: the advice is the line of the table."""
+"""Placeholder for an unknown value: the hint is then the example in the table."""
 
 
 JOINED: Mapping[str, tuple[str, str]] = {
@@ -57,7 +57,7 @@ JOINED: Mapping[str, tuple[str, str]] = {
     "tracker_offline": ("tracker_delivery", "offline"),
     "tracker_flush_s": ("tracker_delivery", "flush_s"),
 }
-"""What is an argument of its own elsewhere, and an entry of one here."""
+"""Separate arguments in other trainers that are entries of one argument in accmt."""
 
 REPLACED: Mapping[str, Callable[[Any], str]] = {
     "hooks": lambda value: "callbacks=[...]",
@@ -68,18 +68,18 @@ REPLACED: Mapping[str, Callable[[Any], str]] = {
     "min_epochs": lambda value: f'min_length="{value} epochs"',
     "min_steps": lambda value: f'min_length="{value} steps"',
 }
-"""What has no name of its own here, and the line to write."""
+"""Arguments that accmt expresses with another one, and the line to write."""
 
 
 def find_foreign(
     name: str, value: Any = EXAMPLE, beside: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[str, str] | None:
-    """Return where a name is an argument and what to do here, or None for a name that nobody else has.
+    """Return which trainer has an argument and what to write in accmt, or None for an unknown name.
 
     Args:
         name: The name.
-        value: Its value, which is then in the line to write.
-        beside: What else was written there, which may belong into the same line.
+        value: Its value, which is inserted into the suggested line.
+        beside: The other arguments, which may belong into the same line.
     """
     for owner, names in FOREIGN.items():
         if name in names:
@@ -91,7 +91,7 @@ def find_foreign(
 
 
 def example_of(name: str) -> str:
-    """Return the line to write for a name whose value is not known, or says nothing here."""
+    """Return the line to write for a name whose value is unknown or has no equivalent."""
     row = _ROWS[name]
     text = row if isinstance(row, str) else row[0] if isinstance(row, tuple) else next(iter(row.values()))
     line, section = text.partition(" | ")[0], _section_of(name)
@@ -99,10 +99,10 @@ def example_of(name: str) -> str:
 
 
 def advise(name: str, value: Any, beside: Mapping[str, Any] = MappingProxyType({})) -> str | None:
-    """Return the line for an argument with this value, or None where the example of its name has to do.
+    """Return the line for an argument with this value, or None if only the example can be shown.
 
-    Arguments of one section of the hyper-parameters get one line together: a line for each would contradict the others,
-    `lr: 5e-5` in one, and an example of a rate in the next.
+    Arguments of one section of the hyper-parameters share one line. Separate lines would contradict each other: `lr:
+    5e-5` in one, and an example of a learning rate in the next.
     """
     given = {each: getattr(item, "value", item) if isinstance(item, Enum) else item for each, item in beside.items()}
     given = {each: item for each, item in given.items() if item is not None}
@@ -134,7 +134,7 @@ def _section_of(name: str) -> str | None:
 
 
 def _line_of(name: str, value: Any, *, is_joint: bool = False) -> str | None:
-    """Return the line for a value, which stands in angle brackets there; `is_joint` lets it be 0, beside others."""
+    """Return the line with the value in angle brackets; `is_joint` allows 0 in a line of several values."""
     row = _ROWS[name]
     if isinstance(row, tuple):
         line = row[1](value) if isinstance(value, _PLAIN) or name in ("logger", "report_to", "precision") else None
@@ -162,7 +162,7 @@ def _line_of(name: str, value: Any, *, is_joint: bool = False) -> str | None:
 
 
 def _read_value(example: str, value: Any) -> str | None:
-    """Return a value as the line has it, if it is of the kind of the example."""
+    """Return a value as written in the line, if it has the type of the example."""
     if example[0].isdigit():
         return str(value) if is_number(value) else None
     if example[0] == "{":
@@ -174,7 +174,7 @@ def _read_value(example: str, value: Any) -> str | None:
 
 
 def _write_section(section: str, lines: Iterable[str], given: Mapping[str, Any]) -> str:
-    """Return one line for parts of a section: values win over examples, and those over what is there in any case."""
+    """Return one line for parts of a section: values override examples, and examples override the default entries."""
     examples: dict[str, str] = dict(_SECTIONS[section])
     values: dict[str, str] = {}
     for line in lines:
@@ -187,11 +187,11 @@ def _write_section(section: str, lines: Iterable[str], given: Mapping[str, Any])
         _settle_optimizer(entries, values, given)
     if section == "scheduler":
         steps = entries.get(_WARMUP[0], "1")
-        if float(steps) < 1 and "." in steps:  # which newer versions of transformers take for a ratio
+        if float(steps) < 1 and "." in steps:  # newer versions of transformers treat it as a ratio
             entries |= {_WARMUP[1]: entries.pop(_WARMUP[0])}
-        if "armup" not in entries["type"]:  # others have none, there too
+        if "armup" not in entries["type"]:  # other schedulers have no warm-up in transformers either
             entries = {key: text for key, text in entries.items() if key not in _WARMUP}
-    if all(name in entries for name in _WARMUP):  # steps win with others, too, if there are any
+    if all(name in entries for name in _WARMUP):  # as in other trainers, steps override the ratio
         del entries[_WARMUP[float(entries[_WARMUP[0]]) > 0]]
     if any(key.startswith("lora.") for key in entries):
         entries["lora.targets"] = entries.pop("lora.targets", "all-linear")
@@ -205,7 +205,7 @@ def _write_section(section: str, lines: Iterable[str], given: Mapping[str, Any])
 
 
 def _settle_optimizer(entries: dict[str, str], values: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Put the optimizer that is named beside into the line, with betas as it takes them, and no decay of 0."""
+    """Insert the optimizer from the other arguments, with the betas that it accepts and without a decay of 0."""
     from accmt.options.optimizer_and_scheduler_names import optimizers_of_transformers
 
     named = given.get("optim", given.get("optimizer"))
@@ -224,7 +224,7 @@ def _settle_optimizer(entries: dict[str, str], values: Mapping[str, str], given:
 
 
 def _write_each(arguments: Any) -> str:
-    """Return what to do about each value of an object such as `TrainingArguments` that is not the default here."""
+    """Return the hints for all values of an object such as `TrainingArguments` that differ from accmt's defaults."""
     changed = {}
     for field in fields(arguments):
         default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -236,11 +236,11 @@ def _write_each(arguments: Any) -> str:
     beside = {**changed, "optim": getattr(arguments, "optim", None)}
     advice = {name: advise_key(name, beside) for name in changed}
     lines = [f"{name}: {do.partition(': `')[0]}" for name, do in advice.items() if do and not do.startswith("leave ")]
-    return "write what stands in it as arguments and hyper-parameters:" + "".join(f"\n    {line}" for line in lines)
+    return "write its values as arguments and hyper-parameters:" + "".join(f"\n    {line}" for line in lines)
 
 
 def find_replaced(name: str, value: Any) -> str | None:
-    """Return the line to write for a name that is an entry of another argument here, or that another one replaces."""
+    """Return the line to write for a name that is an entry of another argument, or is replaced by one."""
     if name in JOINED:
         argument, key = JOINED[name]
         return f'write Trainer({argument}={{"{key}": {value!r}}})'
@@ -257,11 +257,11 @@ def _write(here: str) -> str:
 
 
 def advise_key(key: str, values: Mapping[str, Any]) -> str | None:
-    """Return what to do about a key of the hyper-parameters that is something else, or None if nobody knows it.
+    """Return a hint for a key that does not belong into the hyper-parameters, or None if it is unknown.
 
     Args:
         key: The key.
-        values: What was written there, and beside it.
+        values: The values of all keys.
     """
     from accmt.options.settings import Settings
 

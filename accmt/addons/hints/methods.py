@@ -1,4 +1,4 @@
-"""Methods that other trainers call on a module, and what to write here: nothing here would ever call them."""
+"""Migration hints for methods that other trainers call on a module, but accmt does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from accmt.errors import explain
 
 _OPTIMIZER_AND_SCHEDULER = "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler"
-_EVALUATION = "def validation_step(self, batch), and on_evaluation_end(self, metrics) for what comes after it"
+_EVALUATION = "def validation_step(self, batch), and on_evaluation_end(self, metrics) for code after the evaluation"
 
 FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
     "LightningModule": {
@@ -23,7 +23,7 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         " in the hyper-parameters",
         "configure_sharded_model": "def __init__(self): self.model = MyNetwork()",
         "lr_scheduler_step": "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler, which is"
-        " stepped once after each step of the optimizer",
+        " stepped after each optimizer step",
         "on_after_batch_transfer": "the same at the beginning of training_step and validation_step",
         "on_before_batch_transfer": "the same in collate_fn",
         "on_load_checkpoint": "def load_state_dict(self, state)",
@@ -73,7 +73,7 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "autocast_smart_context_manager": 'Trainer(mixed_precision="bf16")',
         "compute_loss": "def training_step(self, batch): return loss, and validation_step (or step for both)",
         "compute_loss_context_manager": 'Trainer(mixed_precision="bf16")',
-        "compute_metrics": 'Trainer(metrics=["accuracy", "f1"]), or an accmt.Metric of your own',
+        "compute_metrics": 'Trainer(metrics=["accuracy", "f1"]), or a custom accmt.Metric',
         "create_model_card": "def on_save_model(self, folder)",
         "create_optimizer": "def get_optimizer(self): return optimizer",
         "create_optimizer_and_scheduler": _OPTIMIZER_AND_SCHEDULER,
@@ -95,7 +95,7 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "prediction_loop": _EVALUATION,
         "prediction_step": 'def validation_step(self, batch): return {"loss": loss, "f1": (predictions, labels)};'
         " predict_step for trainer.predict",
-        "preprocess_logits_for_metrics": "the same in validation_step, which returns what metrics get",
+        "preprocess_logits_for_metrics": "the same in validation_step, which returns the inputs of metrics",
         "save_model": "def on_save_model(self, folder)",
     },
     "PyMarlin's ModuleInterface": {
@@ -105,7 +105,7 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "val_step": "def validation_step(self, batch): return loss",
     },
 }
-"""By whose method it is: each name, and what to write instead."""
+"""Methods by trainer, and what to write instead."""
 
 FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "args": "self.trainer.settings",
@@ -122,13 +122,13 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "named_parameters": "self.model.named_parameters()",
     "optimizers": "self.optimizer, or self.optimizers() in a class derived from ExtendedAcceleratorModule",
     "parameters": "self.model.parameters()",
-    "print": "print where self.trainer.is_main",
-    "save_hyperparameters": "leave it out: hps.yaml and trainer_config.json lie beside the model",
+    "print": "print if self.trainer.is_main",
+    "save_hyperparameters": "leave it out: hps.yaml and trainer_config.json are saved with the model",
     "untoggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "toggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "train": "self.model.train()",
 }
-"""Attributes of a LightningModule or of transformers' Trainer, and where the same is found here."""
+"""Attributes of a LightningModule or of transformers' Trainer, and the accmt equivalent."""
 
 ONLY_WITH: Mapping[str, str] = {
     "evaluate": "ignore_keys",
@@ -139,11 +139,11 @@ ONLY_WITH: Mapping[str, str] = {
     "teardown": "stage",
     "train": "mode",
 }
-"""Names that anybody might choose: they are another trainer's where they have its parameter, too."""
+"""Common names: they are treated as another trainer's method only if they also have its parameter."""
 
 
 def find_foreign_method(name: str) -> tuple[str, str] | None:
-    """Return whose method a name is and what to do here, or None for a name that nobody else has."""
+    """Return which trainer has a method and what to write in accmt, or None for an unknown name."""
     for owner, methods in FOREIGN_METHODS.items():
         if name in methods:
             here = methods[name]
@@ -152,24 +152,19 @@ def find_foreign_method(name: str) -> tuple[str, str] | None:
 
 
 def describe_missing(module: object, name: str) -> str:
-    """Return what is said of an attribute that a module does not have."""
+    """Return the error message for a missing attribute of a module."""
     here = FOREIGN_ATTRIBUTES.get(name)
     if here is None:
         return f"{type(module).__name__!r} object has no attribute {name!r}"
-    got = "an attribute of another trainer's module"
-    return explain(
-        f"self.{name}",
-        got,
-        "an attribute of an AcceleratorModule",
-        here if here.startswith("leave ") else f"write {here}",
-    )
+    got, expected = "an attribute of another trainer's module", "an attribute of an AcceleratorModule"
+    return explain(f"self.{name}", got, expected, here if here.startswith("leave ") else f"write {here}")
 
 
 def find_unused_foreign_methods(kinds: Mapping[type, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, owner and advice for each method of another trainer's that nothing in these classes calls.
+    """Yield name, trainer and hint for each method of another trainer that these classes do not call themselves.
 
     Args:
-        kinds: The user's classes with what they define; a method that they call themselves is theirs to name.
+        kinds: The user's classes with their attributes.
     """
     used: dict[str, set[str]] = {}
     for defined in kinds.values():
@@ -179,15 +174,11 @@ def find_unused_foreign_methods(kinds: Mapping[type, Mapping[str, Any]]) -> Iter
     for defined in kinds.values():
         for name, value in sorted(defined.items()):
             foreign = find_foreign_method(name)
-            if foreign is not None and _is_theirs(name, value) and not used.get(name, set()) - {name}:
+            function = _unwrap(value)
+            if foreign is None or not isinstance(function, FunctionType) or used.get(name, set()) - {name}:
+                continue
+            if name not in ONLY_WITH or ONLY_WITH[name] in inspect.signature(function).parameters:
                 yield name, *foreign
-
-
-def _is_theirs(name: str, value: Any) -> bool:
-    function = _unwrap(value)
-    if not isinstance(function, FunctionType):
-        return False
-    return name not in ONLY_WITH or ONLY_WITH[name] in inspect.signature(function).parameters
 
 
 def _names_in(value: Any) -> Iterator[str]:
@@ -200,7 +191,7 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 def _unwrap(value: Any) -> Any:
-    """Return the function behind a method, a property or a decorator that keeps it."""
+    """Return the function behind a method, a property or a decorator that uses `functools.wraps`."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     return inspect.unwrap(value.fget if isinstance(value, property) and value.fget else value)

@@ -1,11 +1,11 @@
-"""What arguments of other trainers are called here: one row a name.
+"""Arguments of other trainers and their accmt equivalents: one row per name.
 
-A row is the line to write, and after " | " why there is nothing to write where the argument is off: None, False, 0 or
-empty. What stands in angle brackets is an example, in whose place the value comes. A line that begins with the name of
-a section and "+" is a part of that section of the hyper-parameters: several arguments of one section make one line.
+A row is the line to write, and after " | " the reason to write nothing if the argument is off: None, False, 0 or
+empty. The value replaces the example in angle brackets. A line that starts with the name of a section and "+" is part
+of that section of the hyper-parameters: several arguments of one section make one line.
 
-Where values have lines of their own, a row is a dict of these, of which the first is the example (None is as False).
-Where a value has to be read, it is an example and a function, which returns None for a value that says nothing.
+If the line depends on the value, a row is a dict of values and lines, the first of which is the example (None is
+treated as False), or a tuple of an example and a function, which returns None for a value without an equivalent.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ PRECISIONS: Mapping[str, str] = {
     **dict.fromkeys(("16", "16-mixed", "float16", "half"), 'mixed_precision="fp16"'),
     **dict.fromkeys(("bf16-mixed", "bfloat16"), 'mixed_precision="bf16"'),
     **dict.fromkeys(("float32", "fp32", "full"), 'mixed_precision="no"'),
-    **dict.fromkeys(("32", "32-true"), "leave it out: a launch without a precision computes in 32 bits"),
+    **dict.fromkeys(("32", "32-true"), "leave it out: the default precision is 32 bits"),
     **dict.fromkeys(
-        ("64", "64-true", "double", "float64", "fp64"), "model.double() before fit: there is no precision of 64 bits"
+        ("64", "64-true", "double", "float64", "fp64"), "model.double() before fit: mixed_precision has no 64 bits"
     ),
-    **dict.fromkeys(("fp8", "transformer-engine"), 'mixed_precision="bf16": there is no fp8 in this version'),
+    **dict.fromkeys(("fp8", "transformer-engine"), 'mixed_precision="bf16": this version does not support fp8'),
     "16-true": "model.half() before fit: mixed_precision keeps the weights in 32 bits",
     "bf16-true": "model.bfloat16() before fit: mixed_precision keeps the weights in 32 bits",
 }
-"""Precisions as others write them, torch's types among them, and what to do here."""
+"""Precisions of other trainers, including torch's dtypes, and the accmt equivalent."""
 
 
 def find_precision(value: Any) -> str | None:
-    """Return what to do here for a precision as others write it, or None."""
+    """Return the hint for a precision of another trainer, or None."""
     return PRECISIONS.get(str(value).removeprefix("torch."))
 
 
@@ -56,12 +56,12 @@ def _precision(value: Any) -> str | None:
 
 
 def _trackers(value: Any) -> str | None:
-    """Return the trackers of names such as "wandb", and of objects of classes such as WandbLogger."""
+    """Return the trackers for names such as "wandb" and for instances of classes such as WandbLogger."""
     listed = value if isinstance(value, list | tuple) else [value]
     if value is True:
         return "Trainer(log_with=accmt.TensorBoard)"
     if not listed or value in (None, False, "none"):
-        return "leave it out: without log_with there is no tracker"
+        return "leave it out: no tracker is used without log_with"
     names = [(item if isinstance(item, str) else type(item).__name__).lower() for item in listed]
     found = [f"accmt.{name}" for text in names for word, name in _TRACKERS.items() if word in text]
     if not found:
@@ -71,7 +71,7 @@ def _trackers(value: Any) -> str | None:
 
 def _accumulation(value: Any) -> str | None:
     if value in (None, 1):
-        return "leave it out: nothing is accumulated"
+        return "leave it out: gradients are not accumulated by default"
     is_count = is_number(value) and value > 1
     return f"Trainer(grad_accumulation_steps={value!r})" if is_count or isinstance(value, dict) and value else None
 
@@ -95,13 +95,13 @@ def _strategy(value: Any) -> str | None:
     if not isinstance(value, str | None):
         return None
     if value is None or text == "auto":
-        return "leave it out: several processes have DDP"
+        return "leave it out: several processes use DDP by default"
     if "fsdp" in text:
         return _FSDP
     if "deepspeed" in text:
         return _DEEPSPEED
     if any(engine in text for engine in ("xla", "tpu", "megatron")):
-        return f"there is no {text} in this version; processes of DDP: `accmt launch --strat ddp train.py`"
+        return f"there is no {text} in this version; for DDP: `accmt launch --strat ddp train.py`"
     if "find_unused_parameters_true" in text:
         return 'Trainer(ddp_kwargs={"find_unused_parameters": True})'
     return "accmt launch --strat ddp train.py"
@@ -113,13 +113,13 @@ def _epochs(value: Any) -> str | None:
     if not is_number(value):
         return None
     is_whole = int(value) == value
-    return f"epochs: {int(value)}" if is_whole else f"epochs: {int(value) + 1}, and max_steps where {value} epochs end"
+    return f"epochs: {int(value)}" if is_whole else f"epochs: {int(value) + 1}, and max_steps for {value} epochs"
 
 
 def _interval(value: Any) -> str | None:
-    """Advise an interval of evaluations: a float is a part of an epoch, of which 1.0 is the whole."""
+    """Return the hint for an evaluation interval: a float is a fraction of an epoch."""
     if value is None or (isinstance(value, float) and value == 1):
-        return "leave it out: each epoch is evaluated"
+        return "leave it out: evaluation runs after every epoch"
     return f"Trainer(evaluate_every_n_steps={value!r})" if is_number(value) and value > 0 else None
 
 
@@ -141,7 +141,7 @@ def _best(value: Any) -> str | None:
 
 def _resume(value: Any) -> str | None:
     if value in (None, False):
-        return "leave it out: a run starts from the beginning unless resume says otherwise"
+        return "leave it out: a run starts from the beginning unless you set resume"
     return f"Trainer(resume={value!r})" if value is True or isinstance(value, str) else None
 
 
@@ -157,42 +157,42 @@ def _datasets(value: Any) -> str | None:
     return f"sft + data: {path}" if isinstance(path, str) and path else None
 
 
-_BY_ITSELF = "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict"
-_DDP = "it is torch's default"
-_EACH_EPOCH = "each epoch is evaluated"
+_BY_ITSELF = "leave it out: call trainer.fit, trainer.validate or trainer.predict"
+_DDP = "torch's default is used"
+_EACH_EPOCH = "evaluation runs after every epoch"
 _EVALUATION: Row = {
     "steps": "Trainer(evaluate_every_n_steps=500)",
     "epoch": f"leave it out: {_EACH_EPOCH}",
     "no": "leave the validation data out of trainer.fit(module, train_dataset)",
 }
-_PRECISION = "the precision is the launch's, unless mixed_precision says otherwise"
-_UPLOAD = 'Trainer(callbacks=accmt.PushToHub("user/name")) | nothing is uploaded'
-_ON_CPU = 'Trainer(accelerator={"cpu": True}) | the device is the launch\'s'
+_PRECISION = "the launcher sets the precision, unless you set mixed_precision"
+_UPLOAD = 'Trainer(callbacks=accmt.PushToHub("user/name")) | nothing is uploaded by default'
+_ON_CPU = 'Trainer(accelerator={"cpu": True}) | the launcher selects the device'
 _SAMPLER: Row = {
     False: "Trainer(shard_dataloaders=False)",
-    True: "leave it out: the samples are shared over the processes by themselves",
+    True: "leave it out: samples are distributed over the processes by default",
 }
-_CLIP = "gradients are not clipped unless clip_grad says so"
-_LOG = "a row of each epoch is log_every=-1"
-_LENGTH = "sft + max_length: <1024> | rows are kept whole"
+_CLIP = "gradients are not clipped by default"
+_LOG = "log_every=-1 logs one row per epoch"
+_LENGTH = "sft + max_length: <1024> | rows are not truncated by default"
 _BEST = 'Trainer(model_saving="best_f1", metrics=["f1"])'
 _FIT = "trainer.fit(module, train_dataset, val_dataset)"
 
 FOREIGN: Mapping[str, Mapping[str, Row]] = {
     "Lightning's Trainer": {
         "accumulate_grad_batches": ("Trainer(grad_accumulation_steps=4)", _accumulation),
-        "auto_lr_find": "trainer.tune(module, data, lr=True) | the rate is that of the hyper-parameters",
+        "auto_lr_find": "trainer.tune(module, data, lr=True) | the learning rate is set in the hyper-parameters",
         "auto_scale_batch_size": {
             "power": 'trainer.tune(module, data, batch_size="power")',
             True: 'trainer.tune(module, data, batch_size="power")',
             "binsearch": 'trainer.tune(module, data, batch_size="binsearch")',
-            False: "leave it out: batches stay as they are",
+            False: "leave it out: the batch size does not change by default",
         },
-        "barebones": "leave it out: what nobody asked for costs nothing",
+        "barebones": "leave it out: features that you do not use cost nothing",
         "check_val_every_n_epoch": f'Trainer(evaluate_every_n_steps="<2> epochs") | {_EACH_EPOCH}',
         "checkpoint_callback": {
             False: "Trainer(checkpoint_every=None)",
-            True: "leave it out: each epoch ends with a checkpoint",
+            True: "leave it out: every epoch ends with a checkpoint",
         },
         "ckpt_path": 'Trainer(resume="out/checkpoint-model/step-00000100")',
         "default_root_dir": 'Trainer(model_path="<out>/model", logging_dir="<out>/logs")',
@@ -201,87 +201,86 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "gpus": ("accmt launch -N 2 train.py", _devices),
         "gradient_clip_algorithm": {
             "value": 'Trainer(clip_grad={"value": 0.5})',
-            "norm": "leave it out: it is the norm",
-            False: "leave it out: it is the norm",
+            "norm": "leave it out: clipping by norm is the default",
+            False: "leave it out: clipping by norm is the default",
         },
         "gradient_clip_val": f"Trainer(clip_grad=<1.0>) | {_CLIP}",
         "log_every_n_steps": f"Trainer(log_every=<50>) | {_LOG}",
         "logger": ("Trainer(log_with=accmt.TensorBoard)", _trackers),
         "max_epochs": ("epochs: 3", _epochs),
         "num_nodes": "accelerate launch --num_machines <2> --machine_rank 0 --main_process_ip 10.0.0.1 train.py"
-        " | one machine is what every launcher starts",
+        " | one machine is the default",
         "num_processes": ("accmt launch -N 2 train.py", _devices),
         "precision": ('Trainer(mixed_precision="bf16")', _precision),
-        "plugins": f"{_HANDLER} | there is nothing in it",
+        "plugins": f"{_HANDLER} | it is empty",
         "replace_sampler_ddp": _SAMPLER,
         "strategy": ("accmt launch --strat ddp train.py", _strategy),
         "tpu_cores": "there is no TPU in this version",
-        "track_grad_norm": 'Trainer(monitor=["grad_norm"]) | no norm is logged',
+        "track_grad_norm": 'Trainer(monitor=["grad_norm"]) | the norm is not logged by default',
         "use_distributed_sampler": _SAMPLER,
         "val_check_interval": ("Trainer(evaluate_every_n_steps=0.25)", _interval),
     },
     "transformers' TrainingArguments": {
-        "learning_rate": "optim + lr: <1e-4> | a rate of 0 trains nothing",
-        "weight_decay": "optim + weight_decay: <0.01>, no_decay: [bias, norm] | AdamW has 0.01",
-        "adam_beta1": "optim + beta1: <0.9> | 0.9 and 0.999",
-        "adam_beta2": "optim + beta2: <0.999> | 0.9 and 0.999",
-        "adam_epsilon": "optim + eps: <1e-8> | 1e-8 is the default",
-        "auto_find_batch_size": "max_micro_batch_size: auto | batches keep their size",
-        "average_tokens_across_devices": "leave it out: every token of all processes counts the same",
+        "learning_rate": "optim + lr: <1e-4> | a learning rate of 0 trains nothing",
+        "weight_decay": "optim + weight_decay: <0.01>, no_decay: [bias, norm] | AdamW's default is 0.01",
+        "adam_beta1": "optim + beta1: <0.9> | the defaults are 0.9 and 0.999",
+        "adam_beta2": "optim + beta2: <0.999> | the defaults are 0.9 and 0.999",
+        "adam_epsilon": "optim + eps: <1e-8> | the default is 1e-8",
+        "auto_find_batch_size": "max_micro_batch_size: auto | the batch size does not change by default",
+        "average_tokens_across_devices": "leave it out: all tokens of all processes have the same weight",
         "bf16": f'Trainer(mixed_precision="bf16") | {_PRECISION}',
         "data_seed": "Trainer(seed=0)",
         "ddp_broadcast_buffers": f"leave it out: {_DDP}",
         "ddp_bucket_cap_mb": f'Trainer(ddp_kwargs={{"bucket_cap_mb": <25>}}) | {_DDP}',
         "ddp_find_unused_parameters": 'Trainer(ddp_kwargs={"find_unused_parameters": True})'
-        " | all parameters are expected to be used",
+        " | all parameters must be used by default",
         "ddp_static_graph": f'Trainer(ddp_kwargs={{"static_graph": True}}) | {_DDP}',
         "ddp_timeout": _HANDLER.replace("handler]", "InitProcessGroupKwargs(timeout=timedelta(seconds=<1800>))]")
         + f" | {_DDP}",
-        "deepspeed": f"{_DEEPSPEED} | several processes have DDP",
+        "deepspeed": f"{_DEEPSPEED} | several processes use DDP by default",
         "disable_tqdm": {True: "Trainer(enable_progress_bar=False)", False: "Trainer(enable_progress_bar=True)"},
         "do_eval": _BY_ITSELF,
         "do_predict": _BY_ITSELF,
         "do_train": _BY_ITSELF,
         "eval_accumulation_steps": 'Trainer(metric_options={"gather_chunk_size": "32MB"})'
-        " | predictions travel in parts by themselves",
-        "eval_on_start": "Trainer(eval_when_start=True) | there is no evaluation before training",
+        " | predictions are gathered in chunks by default",
+        "eval_on_start": "Trainer(eval_when_start=True) | there is no evaluation before training by default",
         "eval_steps": f"Trainer(evaluate_every_n_steps=<500>) | {_EACH_EPOCH}",
         "eval_strategy": _EVALUATION,
         "evaluation_strategy": _EVALUATION,
         "fp16": f'Trainer(mixed_precision="fp16") | {_PRECISION}',
-        "fsdp": f"{_FSDP} | several processes have DDP",
-        "full_determinism": 'Trainer(seed=0, torch_flags={"deterministic": True}) | it is off',
+        "fsdp": f"{_FSDP} | several processes use DDP by default",
+        "full_determinism": 'Trainer(seed=0, torch_flags={"deterministic": True}) | it is off by default',
         "gradient_accumulation_steps": ("Trainer(grad_accumulation_steps=4)", _accumulation),
-        "gradient_checkpointing_kwargs": 'Trainer(gradient_checkpointing=<{"use_reentrant": False}>)'
-        " | there is nothing in it",
+        "gradient_checkpointing_kwargs": 'Trainer(gradient_checkpointing=<{"use_reentrant": False}>) | it is empty',
         "greater_is_better": {
             False: 'accmt.Metric("name", greater_is_better=False)',
-            True: "leave it out: the direction belongs to the metric",
+            True: "leave it out: each metric defines its direction",
         },
         "hub_model_id": _UPLOAD,
         "hub_strategy": _UPLOAD,
         "hub_token": _UPLOAD,
         "label_smoothing_factor": "torch.nn.functional.cross_entropy(logits, labels, label_smoothing=<0.1>)"
-        " | nothing is smoothed",
-        "load_best_model_at_end": f"{_BEST} | the module ends with the last weights",
+        " | there is no label smoothing by default",
+        "load_best_model_at_end": f"{_BEST} | the module keeps the last weights by default",
         "logging_steps": f"Trainer(log_every=<10>) | {_LOG}",
         "logging_strategy": {
             "steps": "Trainer(log_every=10)",
             "epoch": "Trainer(log_every=-1)",
-            "no": "leave it out: without log_with there is no tracker",
+            "no": "leave it out: no tracker is used without log_with",
         },
         "lr_scheduler_kwargs": "scheduler: {type: CosineWithWarmup, num_cycles: 2}",
         "lr_scheduler_type": ("scheduler + type: LinearWithWarmup, warmup_ratio: 0.1", _scheduler),
         "max_grad_norm": f"Trainer(clip_grad=<1.0>) | {_CLIP}",
         "metric_for_best_model": (_BEST, _best),
-        "neftune_noise_alpha": "model.get_input_embeddings().register_forward_hook(hook), a function that adds the"
-        " noise of alpha <5> | no noise is added",
+        "neftune_noise_alpha": "model.get_input_embeddings().register_forward_hook(hook), a function that adds"
+        " noise with alpha <5> | no noise is added by default",
         "no_cuda": _ON_CPU,
         "num_train_epochs": ("epochs: 3", _epochs),
         "optim_args": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.95]}",
         "output_dir": 'Trainer(model_path="<out/model>")',
-        "overwrite_output_dir": "Trainer(max_previous_runs=0) | an earlier run's model is kept beside the new one",
-        "per_device_eval_batch_size": "batch_size: [16, <32>] | batch_size is both",
+        "overwrite_output_dir": "Trainer(max_previous_runs=0) | the model of an earlier run is kept by default",
+        "per_device_eval_batch_size": "batch_size: [16, <32>] | batch_size is used for both",
         "per_device_train_batch_size": "batch_size: <16> | batch_size has no default",
         "push_to_hub": _UPLOAD,
         "remove_unused_columns": 'dataset.select_columns(["input_ids", "attention_mask", "labels"])',
@@ -289,9 +288,9 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "resume_from_checkpoint": ("Trainer(resume=True)", _resume),
         "save_safetensors": {
             False: "Trainer(safe_serialization=False)",
-            True: "leave it out: weights are safetensors",
+            True: "leave it out: weights are saved as safetensors",
         },
-        "save_steps": 'Trainer(checkpoint_every="<500> steps") | each epoch ends with a checkpoint',
+        "save_steps": 'Trainer(checkpoint_every="<500> steps") | every epoch ends with a checkpoint',
         "save_strategy": {
             "steps": 'Trainer(checkpoint_every="500 steps")',
             "best": 'Trainer(model_saving="best_valid_loss")',
@@ -299,19 +298,19 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
             "no": "Trainer(checkpoint_every=None)",
         },
         "save_total_limit": "Trainer(max_checkpoints=<2>) | max_checkpoints has a default",
-        "tf32": "accmt.allow_tf32() | it is as torch has it",
+        "tf32": "accmt.allow_tf32() | torch's default is used",
         "train_sampling_strategy": {
             "group_by_length": "Trainer(group_by_length=True)",
-            "random": "leave it out: each epoch has an order of its own",
+            "random": "leave it out: every epoch is shuffled",
             "sequential": "Trainer(shuffle_train=False)",
         },
-        "torch_compile": "Trainer(compile=True) | nothing is compiled",
-        "torch_compile_backend": 'Trainer(compile={"backend": "<inductor>"}) | nothing is compiled',
-        "torch_compile_mode": 'Trainer(compile={"mode": "<max-autotune>"}) | nothing is compiled',
+        "torch_compile": "Trainer(compile=True) | the model is not compiled by default",
+        "torch_compile_backend": 'Trainer(compile={"backend": "<inductor>"}) | the model is not compiled by default',
+        "torch_compile_mode": 'Trainer(compile={"mode": "<max-autotune>"}) | the model is not compiled by default',
         "torch_empty_cache_steps": "torch.cuda.empty_cache() in on_update_end",
         "use_cpu": _ON_CPU,
-        "warmup_ratio": "scheduler + warmup_ratio: <0.1> | there is no warm-up",
-        "warmup_steps": "scheduler + num_warmup_steps: <100> | there is no warm-up by itself",
+        "warmup_ratio": "scheduler + warmup_ratio: <0.1> | there is no warm-up by default",
+        "warmup_steps": "scheduler + num_warmup_steps: <100> | there is no warm-up by default",
     },
     "transformers' Trainer": {
         "args": 'Trainer(model_path="out/model"), and its other values as arguments and hyper-parameters',
@@ -328,28 +327,28 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "train_dataset": _FIT,
     },
     "TRL's SFTTrainer": {
-        "assistant_only_loss": "leave it out: of a conversation only what the assistant writes is trained",
-        "chat_template_path": "sft + chat_template: <template.jinja> | the tokenizer has one",
-        "completion_only_loss": "leave it out: of a prompt and its completion only the completion is trained",
+        "assistant_only_loss": "leave it out: the loss of a conversation only includes the assistant's messages",
+        "chat_template_path": "sft + chat_template: <template.jinja> | the tokenizer's template is used",
+        "completion_only_loss": "leave it out: the loss of a prompt with a completion only includes the completion",
         "dataset_text_field": 'dataset.rename_column("<content>", "text")',
         "formatting_func": "dataset.map(function)",
         "max_length": _LENGTH,
         "max_seq_length": _LENGTH,
         "model_init_kwargs": "model + dtype: bfloat16",
         "peft_config": "model + lora.r: 16, lora.alpha: 32, lora.targets: all-linear",
-        "use_liger_kernel": "model + kernels: liger | kernels are torch's own",
+        "use_liger_kernel": "model + kernels: liger | torch's kernels are used by default",
     },
     "axolotl's YAML": {
-        "base_model": "model + path: <./base> | the module has a model",
+        "base_model": "model + path: <./base> | the module defines the model",
         "adapter": ("model + lora.r: 16, lora.alpha: 32, lora.targets: all-linear", _adapter),
-        "load_in_4bit": "model + quantization: nf4 | nothing is quantized",
-        "load_in_8bit": "model + quantization: int8 | nothing is quantized",
+        "load_in_4bit": "model + quantization: nf4 | the model is not quantized by default",
+        "load_in_8bit": "model + quantization: int8 | the model is not quantized by default",
         "lora_r": "model + lora.r: <16>",
         "lora_alpha": "model + lora.alpha: <32>",
-        "lora_dropout": "model + lora.dropout: <0.05> | nothing is dropped",
+        "lora_dropout": "model + lora.dropout: <0.05> | there is no dropout by default",
         "lora_target_modules": "model + lora.targets: <[q_proj, v_proj]>",
-        "lora_target_linear": "model + lora.targets: all-linear | lora_target_modules says it",
-        "flash_attention": "model + attn_implementation: flash_attention_2 | it is as transformers chooses",
+        "lora_target_linear": "model + lora.targets: all-linear | lora_target_modules selects the layers",
+        "flash_attention": "model + attn_implementation: flash_attention_2 | transformers selects the implementation",
         "chat_template": "sft + chat_template: template.jinja",
         "datasets": ("sft + data: train.jsonl", _datasets),
         "evals_per_epoch": "Trainer(evaluate_every_n_steps=0.25)",
@@ -359,27 +358,27 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "pad_to_sequence_len": "leave it out: a batch is padded to its longest row",
         "sample_packing": "leave it out, and write `packing: true` and `max_tokens: 2048` in the hyper-parameters",
         "saves_per_epoch": 'Trainer(checkpoint_every="0.25 epochs")',
-        "val_set_size": "sft + validation: validation.jsonl | nothing is held out",
+        "val_set_size": "sft + validation: validation.jsonl | no rows are held out by default",
         "sequence_len": _LENGTH,
         "special_tokens": 'tokenizer.add_special_tokens({"pad_token": "[PAD]"})',
-        "train_on_inputs": "leave it out: the form of the rows says what is trained",
+        "train_on_inputs": "leave it out: the format of the rows determines which tokens are trained",
         "wandb_project": "Trainer(log_with=accmt.WandB)",
     },
     "other trainers": {
         "early_stopping": "Trainer(patience=3)",
     },
     "an optimizer": {
-        "lr": "optim + lr: <1e-4> | a rate of 0 trains nothing",
-        "momentum": "optim + type: SGD, lr: 1e-2, momentum: <0.9> | there is none unless optim says so",
+        "lr": "optim + lr: <1e-4> | a learning rate of 0 trains nothing",
+        "momentum": "optim + type: SGD, lr: 1e-2, momentum: <0.9> | there is no momentum by default",
     },
 }
-"""By where it is an argument: each name, and its row."""
+"""Rows by trainer and argument name."""
 
 ABOVE = {
     **dict.fromkeys(("check_val_every_n_epoch", "num_nodes", "max_length", "max_seq_length", "sequence_len"), 1),
     **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2"), -1),
 }
-"""Of which numbers an argument is not off; above 0 where nothing is said."""
+"""Numbers up to this value mean that an argument is off; the default is 0."""
 
 UP_TO = {"adam_beta1": 0.9999999, "adam_beta2": 0.9999999, "warmup_ratio": 1}
-"""The largest number that is passed on."""
+"""The largest value that is inserted into the line."""
