@@ -1,1 +1,1 @@
-"""Several processes that train one model: wrapping it, averaging its gradients, sending its buffers."""
+"""Training one model on several processes: wrapping it, averaging its gradients, synchronizing its buffers."""

@@ -1,4 +1,4 @@
-"""Builds the Accelerator of a run, or takes the user's."""
+"""Builds the Accelerator of a run, or uses the user's."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-# ---- The device of a run, tried before anything is built on it.
+# ---- The device of a run, tested before anything is built on it.
 
 
 def touch(device: torch.device) -> None:
-    """Compute something on a device: one that is busy, full or too old for this torch raises its error here."""
+    """Compute something on a device: a busy, full or unsupported device raises its error here."""
     if device.type not in ("cpu", "meta"):
-        torch.ones(1, device=device).add_(1).item()  # errors of a GPU show when its result is read
+        torch.ones(1, device=device).add_(1).item()  # GPU errors appear when the result is read
 
 
 @contextmanager
 def explaining_device() -> Iterator[None]:
-    """Say what to do about a device that cannot be used.
+    """Explain errors of an unusable device.
 
     Raises:
-        DeviceError: It is busy, has no memory left, or does not fit the installed torch or driver.
+        DeviceError: The device is busy, out of memory, or not supported by the installed torch or driver.
     """
     try:
         yield
@@ -65,11 +65,11 @@ def explaining_device() -> Iterator[None]:
         if not is_full and not is_of_device:
             raise
         expected = "a device with free memory"
-        do = "see with `nvidia-smi` which process holds it, and end that one, or choose another: CUDA_VISIBLE_DEVICES=1"
+        do = "find the process that uses it with `nvidia-smi` and end it, or choose another: CUDA_VISIBLE_DEVICES=1"
         if not is_full and "busy" not in str(error):
             expected = "a device that this torch can use"
-            do = "see `nvidia-smi`: driver and torch must be made for that GPU; or leave it out: CUDA_VISIBLE_DEVICES="
-        got = str(error).splitlines()[0]  # what follows is about debugging kernels
+            do = "check `nvidia-smi`: driver and torch must support that GPU; or hide it: CUDA_VISIBLE_DEVICES="
+        got = str(error).splitlines()[0]  # the rest is about debugging kernels
         raise DeviceError(explain("the device of the run", got, expected, do)) from error
 
 
@@ -77,14 +77,14 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _current: weakref.ref[Accelerator] | None = None
 _group: dist.ProcessGroup | None = None
 _is_group_closed = False
-_state: Any = None  # the plugin in Accelerate's shared state that tells whether a run of ours began it
+_state: Any = None  # the plugin in Accelerate's shared state, which shows whether an accmt run created it
 
 
 def build_accelerator(settings: RunningSettings) -> Accelerator:
-    """Return the Accelerator that the settings and the launch ask for.
+    """Return the Accelerator for the settings and the launch.
 
-    Several processes on machines without an accelerator device need `cpu=True`: without it Accelerate runs every
-    process alone, each believing to be the only one.
+    Several processes on machines without an accelerator device need `cpu=True`: without it Accelerate runs each process
+    alone, as if it were the only one.
     """
     global _current  # noqa: PLW0603 - for `accmt.accelerator`
     for name in ("accelerate", "safetensors", "huggingface_hub"):
@@ -102,7 +102,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
             arguments = _arguments(user_accelerator, settings)
             with _in_precision(arguments.get("mixed_precision")):
                 accelerator = _build(arguments, parallelism)
-        accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
+        accelerator.gradient_accumulation_steps = 1  # the environment may set another value; the loop accumulates
     if settings.mixed_precision not in (None, *PRECISIONS):
         use_autocast(accelerator, find("accmt.precisions", settings.mixed_precision))
     _check_loader_config(accelerator)
@@ -114,7 +114,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         _warn_of_ignored_processes()
     with explaining_device():
         touch(accelerator.device)
-    if accelerator.device.type == "cpu":  # Accelerate calls it cpu:0 on several, and torch copies all that moves there
+    if accelerator.device.type == "cpu":  # with several processes Accelerate calls it cpu:0, and torch then copies
         accelerator.state.device = PartialState().device = torch.device("cpu")
     _warn_of_foreign_autocast(accelerator)
     _current = weakref.ref(accelerator)
@@ -123,9 +123,9 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 
 @contextmanager
 def _in_precision(asked: str | None) -> Iterator[None]:
-    """Let an Accelerator have its own precision, not that of a run before, whose state Accelerate shares.
+    """Give an Accelerator its own precision instead of the previous run's, whose state Accelerate shares.
 
-    A state that the program began by an Accelerator of its own stays as it is.
+    A state that the program created with its own Accelerator is not changed.
     """
     global _state  # noqa: PLW0603 - Accelerate has one in a process, too
     before = shared_state().get("dynamo_plugin")
@@ -137,15 +137,17 @@ def _in_precision(asked: str | None) -> Iterator[None]:
 
 
 def _warn_of_foreign_autocast(accelerator: Accelerator) -> None:
-    """Say that the caller's autocast holds in the whole run, unless the run computes in that type anyway."""
+    """Warn that the caller's autocast affects the whole run, unless the run uses that dtype anyway."""
     kind = accelerator.device.type
     if not torch.is_autocast_enabled(kind):
         return
     dtype = torch.get_autocast_dtype(kind)
     own = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     if dtype != own:
-        what = f"the Trainer is called within torch.autocast, so the whole run computes in {dtype}, evaluations too"
-        do = 'call it outside, and choose the precision by Trainer(mixed_precision="bf16")'
+        what = (
+            f"the Trainer is called within torch.autocast, so the whole run computes in {dtype}, including evaluations"
+        )
+        do = 'call it outside, and set the precision with Trainer(mixed_precision="bf16")'
         warn_once(f"{what}: {do}", about="foreign autocast")
 
 
@@ -163,20 +165,20 @@ def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:
 
 
 def current_accelerator() -> Accelerator | None:
-    """Return the Accelerator of the run that began last in this process, while it exists and has its state."""
+    """Return the Accelerator of the most recent run in this process, while it exists and its state is valid."""
     found = None if _current is None else _current()
     return found if found is not None and found.state.initialized else None
 
 
 def as_trained(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes of a tensor one as those of a model are trained in the run that begins: whole, or a shard."""
+    """Return a function that converts a tensor like those of a trained model in the current run: full, or a shard."""
     accelerator = current_accelerator()
     is_asked = accelerator is not None and (accelerator.is_fsdp2 or tensor_parallel_size(accelerator) > 1)
     return as_shard if is_asked or is_sharded(model) else torch.clone
 
 
 def close_group() -> None:
-    """Leave the process group that the Accelerator of a run began; one that the program made itself stays.
+    """Leave the process group that a run's Accelerator created; one that the program created is kept.
 
     Processes: all.
     """
@@ -189,7 +191,7 @@ def close_group() -> None:
 
 @contextmanager
 def _noting_group() -> Iterator[None]:
-    """Remember a process group that begins here."""
+    """Remember a process group that is created in this context."""
     global _group  # noqa: PLW0603 - as there is one group in a process
     before = _default_group()
     yield
@@ -202,13 +204,13 @@ def _default_group() -> dist.ProcessGroup | None:
 
 
 def _reject_closed_group() -> None:
-    """Reject to begin a second group: the addresses of the first are still there where processes find one another.
+    """Reject a second process group: the addresses of the first are still in the rendezvous store.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#reinitialization
     """
     if _is_group_closed and _default_group() is None:
-        got = "a launched program that has left its process group: a Trainer was closed"
-        do = "close the last Trainer only: trainer.close(), or `with` around it"
+        got = "a launched program that has left its process group because a Trainer was closed"
+        do = "close only the last Trainer: trainer.close(), or `with` around it"
         raise ArgumentError(explain("a run after closing", got, "one close, after all work is done", do))
 
 
@@ -217,7 +219,7 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
 
     arguments = dict(user_accelerator or {})
     if arguments.get("gradient_accumulation_steps", 1) != 1:
-        _reject("grad_accumulation_steps", "that of the Trainer", arguments["gradient_accumulation_steps"])
+        _reject("grad_accumulation_steps", "the Trainer's", arguments["gradient_accumulation_steps"])
     if settings.mixed_precision is not None:
         if arguments.get("mixed_precision", settings.mixed_precision) != settings.mixed_precision:
             _reject("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
@@ -238,20 +240,18 @@ def _check_user_accelerator(accelerator: Accelerator, settings: RunningSettings)
     if settings.ddp_kwargs is not None:
         _reject("ddp_kwargs", settings.ddp_kwargs, "its own kwargs_handlers")
     if accelerator.gradient_accumulation_steps != 1:
-        _reject("grad_accumulation_steps", "that of the Trainer", accelerator.gradient_accumulation_steps)
+        _reject("grad_accumulation_steps", "the Trainer's", accelerator.gradient_accumulation_steps)
 
 
 def _check_loader_config(accelerator: Accelerator) -> None:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, name):
-            _reject(name, "each process makes its own part of a global batch", f"{name}=True")
+            _reject(name, "each process builds its part of a global batch", f"{name}=True")
 
 
 def _reject(name: str, trainer: Any, accelerator: Any) -> None:
-    got = f"{name}: the Trainer says {trainer!r}, the Accelerator {accelerator!r}"
-    raise ArgumentError(
-        explain("Trainer(accelerator=...)", got, "one place that says it", f"leave {name} to the Trainer")
-    )
+    got = f"{name}: {trainer!r} in the Trainer, {accelerator!r} in the Accelerator"
+    raise ArgumentError(explain("Trainer(accelerator=...)", got, "one setting", f"set {name} only in the Trainer"))
 
 
 def _asks_for_cpu(user: Any) -> bool:
@@ -260,35 +260,35 @@ def _asks_for_cpu(user: Any) -> bool:
 
 
 def _warn_of_unused_gpu() -> None:
-    """Say once that the machine has a GPU which torch cannot use; it would silently train on the CPU."""
+    """Warn once that the machine has a GPU that torch cannot use; the run would silently train on the CPU."""
     if not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     if torch.version.cuda is None:
-        why, do = "this torch is built without CUDA", "install one with it: https://pytorch.org/get-started/locally"
+        why, do = "this torch is built without CUDA", "install one with CUDA: https://pytorch.org/get-started/locally"
     else:
         why = f"torch (for CUDA {torch.version.cuda}) finds none that it can use"
-        do = "update the driver, which may be too old for that CUDA, or see what `nvidia-smi` says"
-    warn_once(f"the machine has an NVIDIA GPU, but the run is on the CPU, for {why}: {do}", about="unused GPU")
+        do = "update the driver, which may be too old for that CUDA version, or check `nvidia-smi`"
+    warn_once(f"the machine has an NVIDIA GPU, but the run uses the CPU: {why}; {do}", about="unused GPU")
 
 
 def _warn_of_ignored_processes() -> None:
-    """Say that `accelerate launch` started one process only, although it was asked for more.
+    """Warn that `accelerate launch` started only one process although more were requested.
 
-    It does so on machines without a GPU, unless `--multi_gpu` or several machines are named, and does not tell the
-    process: the command that started it does.
+    It does so on machines without a GPU, unless `--multi_gpu` or several machines are specified, and the process itself
+    cannot see it: only the command that started it shows it.
     """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ or "WORLD_SIZE" in os.environ:
         return
     try:
         parent = psutil.Process().parent()
         command = "" if parent is None else " ".join(parent.cmdline())
-    except psutil.Error:  # it is gone, or hidden
+    except psutil.Error:  # it has exited, or is hidden
         return
-    asked = re.search(r"launch (?:(?!\.py\b).)*--num[-_]processes[ =](\d+)", command)  # before the script's own
+    asked = re.search(r"launch (?:(?!\.py\b).)*--num[-_]processes[ =](\d+)", command)  # before the script's arguments
     if asked and int(asked[1]) > 1:
         warn_once(
-            f"`accelerate launch` was asked for {asked[1]} processes, but starts one: on CPUs write "
-            f"`accmt launch --cpu -N {asked[1]}`, or give accelerate --multi_gpu in place of --cpu",
+            f"`accelerate launch` was asked for {asked[1]} processes but starts one: on CPUs use "
+            f"`accmt launch --cpu -N {asked[1]}`, or pass --multi_gpu to accelerate instead of --cpu",
             about="ignored processes",
         )
 
@@ -296,9 +296,9 @@ def _warn_of_ignored_processes() -> None:
 def _check_engine(accelerator: Accelerator) -> None:
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes < launched:
-        got = f"{launched} processes were launched, but this Accelerator knows of {accelerator.num_processes}"
+        got = f"{launched} processes were launched, but this Accelerator has {accelerator.num_processes}"
         do = "on machines without a GPU: accelerator=Accelerator(cpu=True), or leave `accelerator` out"
-        raise ArgumentError(explain("Trainer(accelerator=...)", got, "one Accelerator over all processes", do))
+        raise ArgumentError(explain("Trainer(accelerator=...)", got, "one Accelerator for all processes", do))
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        expected, do = "fp16 on a GPU: a CPU has no fp16 arithmetic worth using", 'mixed_precision="bf16"'
+        expected, do = "fp16 on a GPU: CPUs have no fast fp16 arithmetic", 'mixed_precision="bf16"'
         raise ArgumentError(explain("mixed_precision", "fp16 on a CPU", expected, do))

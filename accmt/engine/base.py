@@ -1,4 +1,4 @@
-"""What a run asks of its engine: the way in which its processes train one model."""
+"""The interface between a run and its engine: how the processes train one model."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _NOTHING = nullcontext()
 
 
 class Engine:
-    """How processes train one model; here, what each engine does that needs no other process.
+    """How processes train one model; this class needs no other process.
 
-    It is chosen once, when a run is set up. Whatever is different with another engine is a method or an attribute of
-    it, so nothing else asks which one it is.
+    An engine is chosen once, when a run is set up. Everything that differs between engines is a method or an attribute,
+    so no other code checks which engine is used.
 
     Args:
         module: The module, whose `model` its steps call.
@@ -43,12 +43,12 @@ class Engine:
 
     Attributes:
         model: The model as it is trained.
-        unwrapped_model: The user's model itself.
+        unwrapped_model: The user's model.
         needs_all: Whether each forward of the model needs every process.
-        no_sync: Returns the context of a micro-batch after which others follow in its window, where one that reduces
-            gradients in each backward can leave that out; else None.
-        notes_trained: Whether a window has to train the parameters with which it began.
-        inference_mode: Returns the context in which an evaluation computes.
+        no_sync: Returns the context of a micro-batch that is followed by others in its window, if the engine reduces
+            gradients in each backward and can skip that; otherwise None.
+        notes_trained: Whether the set of trained parameters must not change within a window.
+        inference_mode: Returns the context for evaluations.
     """
 
     needs_all: ClassVar[bool] = False
@@ -63,13 +63,13 @@ class Engine:
         self.unwrapped_model: nn.Module = module.model
 
     def require_trainable(self, settings: Settings) -> None:
-        """Check, before anything is done to the model, that it can be trained as the settings say."""
+        """Check, before the model is changed, that it can be trained with the settings."""
 
     def spread(self) -> None:
-        """Spread what has to be spread before the optimizer is built, which then has the parameters as trained.
+        """Distribute what has to be distributed before the optimizer is built.
 
-        That is a model that is split by tensor parallelism, and sharded where processes are left for that; and a model
-        that has no values yet.
+        That is a model that is split by tensor parallelism (and sharded if there are more processes), and a model
+        without values.
 
         Processes: collective.
         """
@@ -77,12 +77,12 @@ class Engine:
             fill(self.unwrapped_model, self.accelerator.device)
 
     def distribute(self) -> None:
-        """Bring the model to where, and into the precision in which, it is trained, before its optimizer is built.
+        """Move the model to its device and precision before its optimizer is built.
 
         Processes: collective.
         """
         model, places = self.unwrapped_model, self.accelerator.device_placement
-        require_same_tensors(model)  # before anything of a type is exchanged, as in the trial of the optimizer
+        require_same_tensors(model)  # before anything is exchanged, for example in the test of the optimizer
         self.spread()
         if places:
             move(model, self.accelerator.device)
@@ -100,19 +100,19 @@ class Engine:
                 f"{next(iter(fixed))} is in memory that is mapped read-only, and processes exchange weights and buffers"
             )
             do = "copy it: torch.from_numpy(np.array(table)); or train on one process"
-            raise ModuleContractError(explain("self.model", got, "memory that can be written", do))
+            raise ModuleContractError(explain("self.model", got, "writable memory", do))
 
     def require_optimizer(self, optimizer: Any) -> None:
-        """Check that an optimizer can step the parameters as they are trained."""
+        """Check that the optimizer supports the parameters as they are trained."""
 
     def wrap(self, optimizer: Any, *, set_to_none: bool) -> None:
-        """Make `model` what is trained, and check that it begins alike on all processes.
+        """Set `model` to the trained model, and check that it starts identical on all processes.
 
         Processes: collective.
 
         Args:
-            optimizer: Its optimizer.
-            set_to_none: Whether gradients are dropped after each step.
+            optimizer: The optimizer.
+            set_to_none: Whether gradients are set to None after each step.
         """
         own = self.unwrapped_model
         if is_container(own):
@@ -121,9 +121,9 @@ class Engine:
             self._use(self.accelerator.prepare(own, optimizer)[0])
 
     def wrap_for_evaluation(self) -> None:
-        """Make `model` what is evaluated, where nothing is trained.
+        """Set `model` to the model for evaluation without training.
 
-        Processes: collective; every process gets the main process's weights, as training would give them.
+        Processes: collective; every process gets the main process's weights, as in training.
         """
         self._use(prepare_alone(self.unwrapped_model, self.accelerator))
         broadcast_weights(self.model)
@@ -133,33 +133,33 @@ class Engine:
         self.unwrapped_model = self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def detach(self) -> None:
-        """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
+        """Restore the module's own model without the run's wrappers, and release it from the Accelerator."""
         own = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
         forget_prepared(own, self.model, self.accelerator)
         restore_batch_norm(own)
         self._module.model = own
 
     def around_backward(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return what gives the context of each backward; None for none."""
+        """Return a function that creates the context of each backward, or None."""
         return None
 
     def begin_epoch(self, *, reduces_at_end: bool) -> None:
-        """Begin an epoch of training.
+        """Start an epoch of training.
 
         Args:
             reduces_at_end: Whether micro-batches may fail on a process, so that none of them reduces gradients.
         """
 
     def begin_window(self) -> None:
-        """Begin an accumulation window.
+        """Start an accumulation window.
 
         Processes: collective.
         """
 
     def own_or_borrowed(self, step: str, micro_batch: MicroBatch) -> Any:
-        """Return this process's batch; where it has none and the step needs all processes, that of another one.
+        """Return this process's batch; if it has none and the step needs all processes, another process's batch.
 
-        A step on a borrowed batch is run with `running_borrowed`, and counts for nothing.
+        A step on a borrowed batch runs in `running_borrowed` and does not count.
 
         Processes: collective in a micro-batch that does not reach all of them.
 
@@ -172,34 +172,34 @@ class Engine:
     def running(self, step: str, micro_batch: MicroBatch | None) -> AbstractContextManager[list[None] | None]:
         """Return the context in which a step runs on this process's batch.
 
-        It explains errors, sees to what the step itself communicates, and gives a list with an entry for each call of
-        the model, which a training step must not go around; None where it may.
+        It explains errors, handles communication by the step itself, and yields a list with an entry for each call of
+        the model, which a training step must not bypass; None if it may.
 
         Args:
             step: The name of the step, for errors.
-            micro_batch: What it runs on; None where processes need not meet in it.
+            micro_batch: What it runs on; None if processes need not meet in it.
         """
         return _NO_CALLS
 
     def running_borrowed(self, step: str) -> AbstractContextManager[list[None] | None]:
-        """Return the context in which a step runs on a borrowed batch: what it adds to sums over processes is 0."""
+        """Return the context for a step on a borrowed batch, which contributes 0 to sums over processes."""
         return _NO_CALLS
 
     def unreduced(self) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch in which processes may differ in what they do, as far as they can.
+        """Return the context of a micro-batch in which processes may behave differently, as far as possible.
 
-        What it leaves unreduced, `reduce_remaining` reduces when the window ends.
+        `reduce_remaining` reduces the remaining gradients at the end of the window.
         """
         return _NOTHING
 
     def finish_borrowed(self, loss: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> None:
-        """Take part in the backward of the others with the loss of a borrowed batch, of which no gradient is kept."""
+        """Take part in the others' backward with the loss of a borrowed batch, and discard its gradients."""
         backward(loss * 0.0)
 
     def leave_out(self, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
-        """Take part, without a loss, in what the others do in their forward and backward.
+        """Take part, without a loss, in the others' forward and backward.
 
-        Processes: collective where the others reduce their gradients in this micro-batch.
+        Processes: collective if the others reduce their gradients in this micro-batch.
 
         Args:
             was_called: Whether this process has called the model.
@@ -211,33 +211,33 @@ class Engine:
         """Check that gradients of several micro-batches can be accumulated.
 
         Args:
-            number: How many there are in an optimizer step, in words.
+            number: The number of micro-batches per optimizer step, as text.
         """
 
     def first_backward_check(self) -> Callable[[], bool] | None:
-        """Return what is to be called after each backward, until it returns True; None for nothing."""
+        """Return a function to call after each backward until it returns True, or None."""
         return None
 
     def add_note(self, error: Exception) -> None:
-        """Say what to write where torch's own message about an error of a step does not."""
+        """Add advice to an error of a step if torch's own message has none."""
 
     def reduce_remaining(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        """Reduce, when a window ends, the gradients that its micro-batches did not.
+        """Reduce the gradients that a window's micro-batches did not reduce.
 
         Processes: collective.
 
         Args:
-            parameters: Those whose gradients are meant; None is what the optimizer has.
+            parameters: Parameters whose gradients are reduced; None for the optimizer's.
         """
 
     def note_trained(self) -> None:
-        """Average the gradients of those parameters from now on that require them now.
+        """Average the gradients of the parameters that currently require them.
 
         Processes: collective; every process trains the same parameters.
         """
 
     def share_buffers(self) -> None:
-        """Give every process the main process's buffers, such as running statistics of batch norm.
+        """Copy the main process's buffers, such as running statistics of batch norm, to every process.
 
         Processes: collective.
         """
@@ -245,7 +245,7 @@ class Engine:
 
     @contextmanager
     def unwrapped(self, *, trains: bool = False) -> Iterator[None]:
-        """Let the module's steps use the model without communication meanwhile, as far as it can do without.
+        """Let the module's steps use the model without communication, as far as possible.
 
         Args:
             trains: Whether it is in training mode, in which batch norm may communicate.
@@ -260,11 +260,11 @@ class Engine:
             self._module.model = wrapped
 
     def count_writes(self) -> int | None:
-        """Return how often the weights were written in place; None where the engine itself writes them."""
+        """Return how often the weights were written in place; None if the engine itself writes them."""
         return sum(count_writes(weight) for weight in self.unwrapped_model.parameters())
 
     def weights(self) -> WholeState | ShardedState:
-        """Return the weights of the model as they are saved: whole, or to be put together one by one.
+        """Return the model's weights for saving: in full, or to be gathered one by one.
 
         Processes: collective.
         """
@@ -272,11 +272,11 @@ class Engine:
 
 
 class Alone(Engine):
-    """One process."""
+    """A single process."""
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Bring a model to a device; buffers that are views of one memory stay so, which `nn.Module.to` parts."""
+    """Move a model to a device; unlike `nn.Module.to`, keeps buffers that are views of the same memory as views."""
     shared: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
     for part in model.modules():
         for name, buffer in buffers_of(part).items():

@@ -1,4 +1,4 @@
-"""The one place where the engine of a run is chosen."""
+"""Chooses the engine of a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> Engine:
-    """Return the engine that works with a module's model, and let the processes of a split model share their batches.
+    """Return the engine for a module's model, and let the processes of a split model share their batches.
 
     Raises:
-        ArgumentError: Each process has data of its own, where tensors of the model are split over several.
+        ArgumentError: Each process has separate data although the model is split over several processes.
     """
     asked = tensor_parallel_size(accelerator)
     size = ranks_of_batch(module.model, asked)
@@ -30,11 +30,11 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
     if size > 1:
         require_whole_heads(module.model, size)
     if size != asked and accelerator.is_fsdp2 and not is_by_fsdp(module.model):
-        got = f"a model that comes split over {size} processes, and FSDP2 over all"
+        got = f"a model already split over {size} processes, and FSDP2 over all"
         do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'
         raise ArgumentError(explain("Trainer(parallelism=...)", got, "FSDP2 over the others", do))
     if size > 1 and not settings.data.shard_dataloaders:
-        got = f"data of its own for each process, {size} of which have to see the same: they hold one model"
+        got = f"separate data for each process, but groups of {size} processes must see the same: they hold one model"
         do = "leave shard_dataloaders out: every process passes the same data, which accmt shards"
         raise ArgumentError(explain("Trainer(shard_dataloaders=False)", got, "data that all processes share", do))
     if settings.running.parallelism and settings.running.parallelism.engine:
@@ -44,5 +44,5 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
         return Split(module, accelerator)
     if accelerator.is_fsdp2 or is_sharded(module.model):
         return Sharded(module, accelerator)
-    is_alone = accelerator.distributed_type.value == "NO"  # a launcher may start one process, which is wrapped
+    is_alone = accelerator.distributed_type.value == "NO"  # a launcher may start a single process, which is wrapped
     return Alone(module, accelerator) if is_alone else DataParallel(module, accelerator)

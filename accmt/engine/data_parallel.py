@@ -1,4 +1,4 @@
-"""Data parallelism: each process has the whole model and batches of its own, and gradients are averaged."""
+"""Data parallelism: each process has the whole model and separate batches, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 
 class DataParallel(Engine):
-    """Replicas, whose gradients `DistributedDataParallel` averages in the last backward of a window.
+    """Replicas whose gradients `DistributedDataParallel` averages in the last backward of a window.
 
-    Nothing wraps a container, or a model of which nothing is trained yet: there they are averaged by hand when the
-    window ends. So they are where a micro-batch does not reach every process.
+    A container, or a model without trained parameters, is not wrapped: its gradients are averaged explicitly at the end
+    of the window. So are the gradients of a micro-batch that does not reach every process.
     """
 
     def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
         super().__init__(module, accelerator)
-        self._has_others = num_processes() > 1  # a launcher may start one process, which Accelerate wraps, too
+        self._has_others = num_processes() > 1  # a launcher may start a single process, which Accelerate wraps too
         self._wrapper: TransparentWrapper | None = None
         self._optimizer: Optimizer | None = None
         self._set_to_none = True
         self._reduces_at_end = self._is_unreduced = True
 
     def wrap(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
-        """Wrap the model, unless it is a container of what the steps call."""
+        """Wrap the model, unless it is a container of the modules that the steps call."""
         own = self.unwrapped_model
         self._optimizer, self._set_to_none = optimizer, set_to_none
         if is_container(own):
@@ -63,7 +63,7 @@ class DataParallel(Engine):
             broadcast_weights(self.model)
             broadcast_buffers(self.model)
         else:
-            views = {name: buffer for name, buffer in own.named_buffers() if is_expanded(buffer)}  # nothing writes them
+            views = {name: buffer for name, buffer in own.named_buffers() if is_expanded(buffer)}  # never written
             with sending_quantized_weights(own), left_out_by_ddp(own, views) if views else nullcontext():
                 super().wrap(optimizer, set_to_none=set_to_none)
         if isinstance(self.model, DistributedDataParallel):
@@ -86,7 +86,7 @@ class DataParallel(Engine):
     def begin_window(self) -> None:
         self._is_unreduced = self._reduces_at_end
         if self._reduces_at_end:
-            self.share_buffers()  # as the wrapper does before a window's first batch
+            self.share_buffers()  # like the wrapper before a window's first batch
 
     def own_or_borrowed(self, step: str, micro_batch: MicroBatch) -> Any:
         if not micro_batch.is_partial or micro_batch.batch is not None:
@@ -107,7 +107,7 @@ class DataParallel(Engine):
 
     @contextmanager
     def _counting_calls(self) -> Iterator[list[None] | None]:
-        # Nothing wraps the bare model, or it is reduced by hand meanwhile.
+        # The bare model is not wrapped, or its gradients are reduced explicitly.
         if self._module.model is self.unwrapped_model or not self._has_others:
             yield None
             return
@@ -126,7 +126,7 @@ class DataParallel(Engine):
         for parameter in parameters:
             parameter.grad = None
         backward(loss * 0.0)
-        for parameter, gradient in zip(parameters, gradients, strict=True):  # the others' losses may have added some
+        for parameter, gradient in zip(parameters, gradients, strict=True):  # the others' losses may have added to them
             parameter.grad = gradient
 
     def leave_out(self, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
@@ -141,11 +141,11 @@ class DataParallel(Engine):
         Source: `Reducer::autograd_hook` in torch/csrc/distributed/c10d/reducer.cpp.
         """
         if self._wrapper is not None and self._wrapper.static_graph:
-            got = f"static_graph=True, and {number} an optimizer step"
+            got = f"static_graph=True, and {number} per optimizer step"
             expected = (
-                "one backward an optimizer step: a static graph has no micro-batch that leaves gradients unreduced"
+                "one backward per optimizer step: a static graph cannot skip the reduction of a micro-batch's gradients"
             )
-            do = "drop static_graph, or accumulate nothing (grad_accumulation_steps, max_micro_batch_size, max_tokens)"
+            do = "drop static_graph, or do not accumulate (grad_accumulation_steps, max_micro_batch_size, max_tokens)"
             raise ArgumentError(explain("Trainer(ddp_kwargs=...)", got, expected, do))
 
     def first_backward_check(self) -> Callable[[], bool] | None:
@@ -157,7 +157,7 @@ class DataParallel(Engine):
             if not model.require_backward_grad_sync or self._is_unreduced:
                 return False
             require_all_gradients(model)  # before hooks, which may drop gradients on purpose
-            return True  # one look in each epoch; later, torch says so itself
+            return True  # one check per epoch; later torch reports it itself
 
         return check
 

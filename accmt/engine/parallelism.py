@@ -1,6 +1,6 @@
-"""How a model is spread over processes: what launch, environment and Trainer ask for, and that it is what runs.
+"""How a model is distributed over processes: reads launch, environment and Trainer, and checks the result.
 
-DDP is what Accelerate does by itself. FSDP2, and hybrid sharding, are asked for by `Trainer(parallelism=...)`, by
+DDP is Accelerate's default. FSDP2 and hybrid sharding are enabled by `Trainer(parallelism=...)`, by
 `accelerate launch --use_fsdp --fsdp_version 2`, or by an Accelerator's plugin and `ParallelismConfig`.
 """
 
@@ -35,7 +35,7 @@ _SETTINGS_OF_ZERO = (
     "ZeRO 1 and 2 are reshard_after_forward=False, ZeRO 3 is the default, offloading is cpu_offload=True: "
     'Trainer(parallelism={"fsdp": {...}})'
 )
-# What is asked for and not built: the flag of a launch, the arguments of an Accelerator, and what to use instead.
+# Unsupported engines: the flag of a launch, the arguments of an Accelerator, and what to use instead.
 _NOT_BUILT = {
     "DeepSpeed": ("ACCELERATE_USE_DEEPSPEED", ("deepspeed_plugin", "deepspeed_plugins"), _SETTINGS_OF_ZERO),
     "Megatron-LM": ("ACCELERATE_USE_MEGATRON_LM", ("megatron_lm_plugin",), f"FSDP2: {_FSDP2}"),
@@ -45,12 +45,12 @@ _ARGUMENTS = ("fsdp_plugin", "parallelism_config", *chain.from_iterable(names fo
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What is asked for.
+    """The requested parallelism.
 
     Attributes:
-        plugin: The settings of FSDP2; None where the model is not sharded.
-        config: The sizes of the mesh of processes; None where there is one dimension only.
-        source: What asked for it.
+        plugin: The settings of FSDP2; None if the model is not sharded.
+        config: The sizes of the device mesh; None if it has only one dimension.
+        source: The setting that requested it.
     """
 
     plugin: FullyShardedDataParallelPlugin | None = None
@@ -59,17 +59,17 @@ class Parallelism:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is asked for: one process, or DDP."""
+        """Whether nothing is requested: one process, or DDP."""
         return self.plugin is None and self.config is None
 
 
 def find_parallelism(settings: RunningSettings) -> Parallelism:
-    """Return what is asked for, by the Trainer's argument, the Accelerator's arguments, or else the launch.
+    """Return the parallelism requested by the Trainer's argument, the Accelerator's arguments, or else the launch.
 
-    A process that is alone has the whole model, whatever is asked for.
+    A single process always has the whole model.
 
     Raises:
-        ArgumentError: It is an engine that is not built, or FSDP's first version.
+        ArgumentError: The engine is not supported, or it is FSDP version 1.
     """
     user = settings.accelerator or {}
     if not isinstance(user, Mapping):
@@ -87,7 +87,7 @@ def find_parallelism(settings: RunningSettings) -> Parallelism:
 
 
 def accelerator_arguments(parallelism: Parallelism) -> dict[str, Any]:
-    """Return the arguments of an Accelerator on GPUs, which sees to the rest itself."""
+    """Return the arguments of an Accelerator on GPUs, which handles the rest."""
     if parallelism.is_plain:
         return {}
     return {"fsdp_plugin": parallelism.plugin, "parallelism_config": parallelism.config}
@@ -95,7 +95,7 @@ def accelerator_arguments(parallelism: Parallelism) -> dict[str, Any]:
 
 @contextmanager
 def hidden_from_accelerate() -> Iterator[None]:
-    """Hide what a launch asks for while an Accelerator of CPU processes is built: it would reject it, or drop it."""
+    """Hide a launch's settings while an Accelerator of CPU processes is built: it would reject or drop them."""
     hidden = {name: os.environ.pop(name) for name in (_USE_FSDP, _USE_CONFIG) if name in os.environ}
     try:
         yield
@@ -104,7 +104,7 @@ def hidden_from_accelerate() -> Iterator[None]:
 
 
 def shard_on_cpu(accelerator: Accelerator, parallelism: Parallelism) -> None:
-    """Let an Accelerator of CPU processes spread models: from here on all is as on GPUs, with Accelerate's own code."""
+    """Let an Accelerator of CPU processes distribute models; afterwards Accelerate's own code works as on GPUs."""
     if parallelism.plugin is not None:
         if accelerator.mixed_precision != "no":
             parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
@@ -113,7 +113,7 @@ def shard_on_cpu(accelerator: Accelerator, parallelism: Parallelism) -> None:
 
 
 def forget_mesh_of_cpus() -> None:
-    """Let Accelerate forget the groups of CPU processes of a Trainer before, which a new Accelerator would reject."""
+    """Make Accelerate forget the CPU process groups of a previous Trainer, which a new Accelerator would reject."""
     from accelerate.state import AcceleratorState, is_initialized
 
     if is_initialized() and AcceleratorState().device.type == "cpu":
@@ -121,10 +121,10 @@ def forget_mesh_of_cpus() -> None:
 
 
 def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
-    """Check that what was asked for is what this Accelerator does.
+    """Check that this Accelerator does what was requested.
 
     Raises:
-        ArgumentError: It does something else, or something that is not built.
+        ArgumentError: It does something else, or something unsupported.
     """
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
@@ -132,16 +132,16 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
         _reject(f"an Accelerator that runs {kind}", "DDP, or FSDP2", do)
     is_asked = parallelism.plugin is not None or is_set(_USE_FSDP)
     if is_asked and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
-        got = f"{parallelism.source or _USE_FSDP} asks for FSDP, and this Accelerator runs {kind}"
-        _reject(got, "FSDP2, where it is asked for", f"leave the Accelerator to the Trainer: {_FSDP2}")
+        got = f"{parallelism.source or _USE_FSDP} requests FSDP, but this Accelerator runs {kind}"
+        _reject(got, "FSDP2, as requested", f"let the Trainer build the Accelerator: {_FSDP2}")
     if accelerator.is_fsdp2 and not is_asked:
-        got = "a Trainer without `parallelism`, after one that shards: Accelerate has one engine for a program"
+        got = "a Trainer without `parallelism` after one that shards: Accelerate has one engine per program"
         _reject(got, "the same engine for every Trainer of a program", f"pass it to each: {_FSDP2}")
     if accelerator.is_fsdp2:
         if parallelism.plugin is not None:
             if accelerator.mixed_precision != "no":
                 parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
-            accelerator.state.fsdp_plugin = parallelism.plugin  # Accelerate would keep that of the first Trainer
+            accelerator.state.fsdp_plugin = parallelism.plugin  # Accelerate would keep the first Trainer's
             if _mesh_of(accelerator.state.parallelism_config) != _mesh_of(parallelism.config):
                 _use_mesh(accelerator, parallelism.config)
         _reduce_in_float32(accelerator)
@@ -150,7 +150,7 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
 
 
 def _use_mesh(accelerator: Accelerator, config: ParallelismConfig | None) -> None:
-    """Let an Accelerator have the groups of processes of this Trainer; its state may have those of one before."""
+    """Set the Accelerator's process groups to this Trainer's; its state may contain a previous Trainer's."""
     accelerator.state.parallelism_config = config
     accelerator.state.device_mesh = None if config is None else config.get_device_mesh(accelerator.device.type)
 
@@ -160,9 +160,9 @@ def _mesh_of(config: ParallelismConfig | None) -> tuple[int, int, int] | None:
 
 
 def _reduce_in_float32(accelerator: Accelerator) -> None:
-    """Add up gradients in float32, as data parallelism does, where the user has not chosen another policy.
+    """Reduce gradients in float32, as data parallelism does, unless the user has chosen another policy.
 
-    Accelerate's own policy for bf16 adds them up in bf16, which rounds each process's part to 8 bits.
+    Accelerate's policy for bf16 reduces them in bf16, which rounds each process's part to 8 bits.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -185,8 +185,8 @@ def _of_argument(asked: ParallelismOptions) -> Parallelism:
     _reject_copies_of_split(source, sizes)
     is_split_only = sizes["tp_size"] > 1 and sizes["dp_shard_size"] == 1
     if is_split_only and isinstance(own, Mapping):
-        got = f"{source}: settings of FSDP2, and no processes that would shard: tp is {sizes['tp_size']}"
-        _reject(got, "processes for FSDP2 beside those of tensor parallelism", 'more processes, or leave "fsdp" out')
+        got = f"{source}: settings of FSDP2, but no processes to shard over: tp is {sizes['tp_size']}"
+        _reject(got, "processes for FSDP2 in addition to tensor parallelism", 'more processes, or leave "fsdp" out')
     return Parallelism(None if is_split_only else _make_plugin(own), ParallelismConfig(**sizes), source)
 
 
@@ -198,19 +198,19 @@ def _make_plugin(own: Any) -> FullyShardedDataParallelPlugin:
 
 
 def _reject_copies_of_split(source: str, sizes: Mapping[str, int]) -> None:
-    """Reject whole copies of a model that is split by tensor parallelism: Accelerate has none."""
+    """Reject replicas of a model that is split by tensor parallelism: Accelerate does not support them."""
     if sizes["dp_replicate_size"] > 1 and sizes["tp_size"] > 1 and sizes["dp_shard_size"] == 1:
-        got = f"{source}: tensor parallelism beside DDP"
-        _reject(got, "tensor parallelism alone, or beside FSDP2", 'leave "replicate" out: what is left then shards')
+        got = f"{source}: tensor parallelism with DDP"
+        _reject(got, "tensor parallelism alone or with FSDP2", 'leave "replicate" out: the other processes then shard')
 
 
 def _of_launch(user: Mapping[str, Any]) -> Parallelism:
     plugin, config = user.get("fsdp_plugin"), user.get("parallelism_config")
     sources = [f"Accelerator({name}=...)" for name in ("fsdp_plugin", "parallelism_config") if user.get(name)]
-    if plugin is None and is_set(_USE_FSDP):  # as an Accelerator with a plugin sets it too
+    if plugin is None and is_set(_USE_FSDP):  # an Accelerator with a plugin sets it too
         from accelerate import FullyShardedDataParallelPlugin
 
-        plugin = FullyShardedDataParallelPlugin()  # which reads the environment
+        plugin = FullyShardedDataParallelPlugin()  # reads the environment
         sources.append(f"{_USE_FSDP}={os.environ[_USE_FSDP]}")
     if config is None and is_set(_USE_CONFIG):
         from accelerate.parallelism_config import ParallelismConfig
@@ -223,7 +223,7 @@ def _of_launch(user: Mapping[str, Any]) -> Parallelism:
 
 
 def is_set(name: str) -> bool:
-    """Return whether an environment variable says yes."""
+    """Return whether an environment variable is set to a true value."""
     return os.environ.get(name, "").lower() in _TRUE
 
 
@@ -243,7 +243,7 @@ def _reject_two_places(user: Mapping[str, Any]) -> None:
     twice = [f"Accelerator({name}=...)" for name in ("fsdp_plugin", "parallelism_config") if user.get(name) is not None]
     twice += [f"{name}={os.environ[name]}" for name in (_USE_FSDP, _USE_CONFIG) if is_set(name)]
     if twice:
-        _reject(f"parallelism=... and {', '.join(twice)}", "one place that says it", f"leave one out: {_FSDP2}")
+        _reject(f"parallelism=... and {', '.join(twice)}", "one of them", f"leave one out: {_FSDP2}")
 
 
 def _check_sizes(asked: Parallelism) -> None:
@@ -256,16 +256,18 @@ def _check_sizes(asked: Parallelism) -> None:
     others = {name: parallel_size(config, name) for name in ("cp", "sp")}
     beside = [f"{name}_size={size}" for name, size in others.items() if size > 1]
     if beside:
-        expected = "shard, replicate and tp: context and sequence parallelism are not built"
+        expected = "shard, replicate and tp: context and sequence parallelism are not supported"
         _reject(f"{asked.source}: {', '.join(beside)}", expected, f"leave them out: {_FSDP2}")
     replicate, shard, tp = config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp")
     if config.total_size != _num_launched():
         got = f"replicate x shard x tp = {replicate} x {shard} x {tp}, on {_num_launched()} processes"
         do = f"accmt launch -N {config.total_size}, or sizes whose product is {_num_launched()}"
-        _reject(got, "as many processes as the mesh has places", do)
+        _reject(got, "as many processes as the mesh has", do)
     _reject_copies_of_split(asked.source, {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tp})
     if plugin is None and max(replicate, shard) > 1:
-        _reject(f"{asked.source}, without FSDP2, which would shard", "FSDP2 beside the sizes of its mesh", _FSDP2)
+        _reject(
+            f"{asked.source}, without FSDP2, which would shard", "FSDP2 together with the sizes of its mesh", _FSDP2
+        )
 
 
 def _reject(got: str, expected: str, do: str) -> NoReturn:

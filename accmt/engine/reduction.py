@@ -1,4 +1,4 @@
-"""What processes do by hand: reduce gradients where one had no batch, share buffers, compare models."""
+"""Explicit communication: reduces gradients where a process had no batch, shares buffers, compares models."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from accmt.sharded_tensors import without_repetition
 
 _NONE, _SPARSE, _DENSE = range(3)
 _SHOWN = 3
-_BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's
+_BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel
 
 
 class TransparentWrapper(DistributedDataParallel):
-    """The wrapper of a model, with the attributes and parts of the model itself: `self.model.config`, `self.model[0]`.
+    """A wrapper with the attributes and submodules of the model itself: `self.model.config`, `self.model[0]`.
 
-    A step that computes its loss through these alone is rejected: only a call of the wrapper is averaged.
+    A step that computes its loss only through these is rejected: only a call of the wrapper averages gradients.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Return the wrapper's own attribute, else the model's."""
+        """Return the wrapper's attribute, or else the model's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -39,22 +39,22 @@ class TransparentWrapper(DistributedDataParallel):
             return getattr(self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a part of the model, such as a layer of `nn.Sequential`."""
+        """Return a submodule, such as a layer of `nn.Sequential`."""
         return self.module[key]
 
 
 def is_container(model: nn.Module) -> bool:
-    """Return whether a model is never called itself: an `nn.ModuleDict`, say, of the networks that a step calls.
+    """Return whether a model is never called itself, such as an `nn.ModuleDict` of networks that a step calls.
 
-    Nothing could wrap such a call and average gradients after it, so that is done by hand.
+    There is no call to wrap, so gradients are averaged explicitly.
     """
     return type(model).forward is nn.Module.forward and "forward" not in vars(model)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average gradients over processes, as DistributedDataParallel does; a process without one counts as zero.
+    """Average gradients over processes like DistributedDataParallel; a missing gradient counts as zero.
 
-    Processes: collective; every process gives the same parameters. A parameter without a gradient anywhere keeps none.
+    Processes: collective; every process passes the same parameters. A parameter without a gradient anywhere keeps None.
     """
     if num_processes() == 1 or not parameters:
         return
@@ -102,7 +102,7 @@ def _kind_of(gradient: torch.Tensor | None) -> int:
 
 
 def _average_sparse(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the mean of the processes' sparse gradients: their rows one after the other, which `coalesce` adds up."""
+    """Return the mean of the processes' sparse gradients: their concatenated rows, which `coalesce` adds up."""
     if parameter.grad is None:
         rows, values = parameter.new_zeros(0, dtype=torch.long), parameter.new_zeros((0, *parameter.shape[1:]))
     else:
@@ -113,7 +113,7 @@ def _average_sparse(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def gather_ragged(rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Return the rows of every process, one after the other, and how many each has.
+    """Return the concatenated rows of all processes, and how many each has.
 
     Processes: collective.
     """
@@ -129,15 +129,15 @@ def gather_ragged(rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 
 
 def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
-    """Let DistributedDataParallel form its buckets of gradients before the first step, permanently.
+    """Let DistributedDataParallel form its final gradient buckets before the first step.
 
-    It forms them again after its first backward. Where more than two processes add up, the order in which they do
-    depends on a gradient's place in its bucket: the first step of a resumed run would round otherwise than the
-    same step of one that was not interrupted.
+    Normally it rebuilds them after its first backward. With more than two processes the order of a sum depends on the
+    gradient's position in its bucket: the first step of a resumed run would be rounded differently from the same step
+    of an uninterrupted run.
 
     Processes: collective.
 
-    Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which says when it does, and
+    Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which decides when, and
         `Reducer::mark_variable_ready_dense`, which divides, or multiplies by the reciprocal.
     """
     if num_processes() <= 2 or not reduces_only_whole(model):
@@ -148,12 +148,12 @@ def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
 
 
 def reduce_nothing(model: DistributedDataParallel, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
-    """Take part in what a forward and backward of the others exchange, with gradients of 0.
+    """Take part in the communication of the others' forward and backward, with gradients of 0.
 
     Processes: collective; the others compute a loss.
 
     Args:
-        was_called: Whether this process has made its forward.
+        was_called: Whether this process has run its forward.
         meanwhile: What the others do between forward and backward.
     """
     zero = _sum_of_weights(model) * 0.0
@@ -171,14 +171,14 @@ def _sum_of_weights(model: nn.Module) -> torch.Tensor:
 
 
 def reduces_only_whole(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
-    """Return whether gradients are averaged only if every parameter gets one: that of a bucket waits for all in it."""
+    """Return whether gradients are averaged only if every parameter gets one: a bucket waits for all of its own."""
     return isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)
 
 
 def require_all_gradients(model: DistributedDataParallel) -> None:
-    """Reject a window in which trained parameters got no gradient, for others were not averaged then.
+    """Reject a window in which trained parameters got no gradient, because then others were not averaged.
 
-    torch says so in the next forward pass, after a step by gradients that differ between processes.
+    torch reports this only in the next forward pass, after a step with gradients that differ between processes.
 
     Raises:
         ModuleContractError: There are such parameters.
@@ -190,21 +190,21 @@ def require_all_gradients(model: DistributedDataParallel) -> None:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         got = f"no gradient for {', '.join(names[:_SHOWN])}{more}: the loss does not depend on them"
         expected = "a gradient for every trained parameter, because several processes average gradients together"
-        do = 'freeze them (requires_grad_(False)), or write Trainer(ddp_kwargs={"find_unused_parameters": True})'
+        do = 'freeze them (requires_grad_(False)), or set Trainer(ddp_kwargs={"find_unused_parameters": True})'
         raise ModuleContractError(explain("training_step", got, expected, do))
 
 
 def add_note_of_unused(error: Exception, model: nn.Module) -> None:
-    """Say what to write where torch finds out, a step late, that parameters got no gradient."""
+    """Add advice where torch detects, one step late, that parameters got no gradient."""
     if reduces_only_whole(model) and "find_unused_parameters" in str(error):
         error.add_note(
-            "[accmt] the loss of the step before did not depend on all trained parameters, so gradients were not "
-            'averaged: write Trainer(ddp_kwargs={"find_unused_parameters": True})'
+            "[accmt] the previous step's loss did not depend on all trained parameters, so gradients were not "
+            'averaged: set Trainer(ddp_kwargs={"find_unused_parameters": True})'
         )
 
 
 def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
-    """Return a number whose gradient is such as training will give; DistributedDataParallel takes no other."""
+    """Return a number with the same kind of gradient as in training; DistributedDataParallel accepts no other."""
     if weight.is_complex():
         return torch.view_as_real(weight).sum()
     if not is_sparse:
@@ -214,9 +214,9 @@ def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
 
 
 def rebuild_reducer(model: DistributedDataParallel, *, set_to_none: bool) -> None:
-    """Let DistributedDataParallel average the gradients of those parameters that require them now.
+    """Let DistributedDataParallel average the gradients of the parameters that currently require them.
 
-    It notes them once, when it is built.
+    It normally records them only when it is built.
 
     Processes: collective; every process trains the same parameters.
     """
@@ -225,15 +225,15 @@ def rebuild_reducer(model: DistributedDataParallel, *, set_to_none: bool) -> Non
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Give every process the main process's buffers, such as running statistics of batch norm.
+    """Copy the main process's buffers, such as running statistics of batch norm, to every process.
 
-    Processes: collective. Training does the same at each forward; this brings the last batch's up to date.
+    Processes: collective. Training does the same at each forward; this updates them after the last batch.
     """
     broadcast_tensors(model.buffers())
 
 
 def broadcast_weights(model: nn.Module) -> None:
-    """Give every process the main process's parameters, as DistributedDataParallel does when it is built.
+    """Copy the main process's parameters to every process, like DistributedDataParallel when it is built.
 
     Processes: collective.
     """
@@ -242,10 +242,10 @@ def broadcast_weights(model: nn.Module) -> None:
 
 @contextmanager
 def sending_quantized_weights(model: nn.Module) -> Iterator[None]:
-    """Let DistributedDataParallel be built around a model with frozen weights that are made of other tensors.
+    """Let DistributedDataParallel wrap a model with frozen weights that are tensor wrappers.
 
-    It would join them into one tensor to send them from the main process, which torchao's cannot be. Their parts are
-    sent instead.
+    It would concatenate them to send them from the main process, which torchao's tensors do not support. Their inner
+    tensors are sent instead.
 
     Processes: collective.
     """
@@ -257,10 +257,10 @@ def sending_quantized_weights(model: nn.Module) -> Iterator[None]:
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> None:
-    """Give every process the main process's values of tensors, in place.
+    """Copy the main process's values of tensors to every process, in place.
 
     Args:
-        device: Where processes exchange them, one after the other; None where each is.
+        device: The device for the exchange, one tensor after the other; None for each tensor's device.
 
     Processes: collective.
     """
@@ -273,14 +273,14 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device | No
 
 
 def require_same_tensors(model: nn.Module) -> None:
-    """Check that the model has the same tensors on all processes, which exchange them in its order.
+    """Check that the model has the same tensors on all processes, which exchange them in order.
 
-    Where they differ some collectives would wait for ever, and others would mix up weights without an error.
+    If they differ, some collectives would wait forever, and others would mix up weights without an error.
 
     Processes: collective.
 
     Raises:
-        ModuleContractError: Names, shapes or types differ.
+        ModuleContractError: Names, shapes or dtypes differ.
     """
     if num_processes() == 1:
         return
@@ -290,7 +290,7 @@ def require_same_tensors(model: nn.Module) -> None:
     for rank, other in enumerate(every):
         name = next((name for name in {**every[0], **other} if every[0].get(name) != other.get(name)), None)
         if name is not None:
-            on_main, here = every[0].get(name, "not there"), other.get(name, "not there")
+            on_main, here = every[0].get(name, "missing"), other.get(name, "missing")
             got = f"{name!r} is {on_main} on process 0, and {here} on process {rank}"
-            do = "build the model by the same arguments everywhere, not by rank, files or random numbers"
+            do = "build the model with the same arguments everywhere, not depending on rank, files or random numbers"
             raise ModuleContractError(explain("self.model", got, "the same model on every process", do))

@@ -1,6 +1,7 @@
-"""Compares what processes hold alike: replicas of a model whose weights part ways train on, each its own model.
+"""Compares replicas: if their weights diverge, each process continues to train a different model.
 
-Nothing else shows it: gradients are averaged over different models, the loss falls, and process 0's weights are saved.
+Nothing else reveals it: gradients are averaged over different models, the loss falls, and process 0's weights are
+saved.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from accmt.sharded_tensors import is_dtensor
 
 _SHOWN = 3
 _CAUSES = (
-    "look for what differs between processes: weights or gradients changed by random numbers that are drawn in a "
-    "training step, in on_after_backward or in a hook of the optimizer itself (draw them in on_before_optimizer_step); "
+    "look for differences between processes: weights or gradients changed by random numbers in a "
+    "training step, in on_after_backward or in a hook of the optimizer itself (use on_before_optimizer_step instead); "
     "weights changed in a forward pass, or on one process only; a second backward in a training step; a loss that "
     "does not depend on all trained parameters in some steps (ddp_kwargs={'find_unused_parameters': True})"
 )
 
 Replica = dict[str, dict[str, object]]
-"""Checksums by name, for each part of the model by its place among the shards."""
+"""Checksums by name, for each part of the model by its position among the shards."""
 
 
 class Replicas:
-    """The weights and the optimizer's state of a run, as other processes hold them too.
+    """The parts of a run's weights and optimizer state that other processes hold too.
 
-    Compared are parameters, the optimizer's state, and its settings such as learning rates. Under data parallelism
-    these are the same on all processes, under hybrid sharding those of the shards at the same place, under tensor
-    parallelism those that are not split. Buffers are not compared: each process's batches change them (the running
-    statistics of batch norm), and the main process's are the ones that are evaluated and saved.
+    Compares parameters, the optimizer's state, and its settings such as learning rates. With data parallelism these are
+    equal on all processes, with hybrid sharding those of the shards at the same position, with tensor parallelism those
+    that are not split. Buffers are not compared: each process's batches change them (the running statistics of batch
+    norm), and the main process's are evaluated and saved.
 
     Args:
         model: The bare model.
         optimizer: The optimizer.
-        first_step: The optimizer steps that are done already.
+        first_step: The number of completed optimizer steps.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, first_step: int = 0) -> None:
@@ -53,16 +54,16 @@ class Replicas:
 
     @property
     def is_new(self) -> bool:
-        """Whether fewer than two optimizer steps have been compared: most mistakes show there."""
+        """Whether fewer than two optimizer steps have been compared, where most errors appear."""
         return self._equal_at < self._first_step + 2
 
     def require_equal(self, step: int) -> None:
-        """Compare the replicas by one small message of each process.
+        """Compare the replicas with one small message per process.
 
         Processes: collective.
 
         Args:
-            step: The optimizer steps that are done.
+            step: The number of completed optimizer steps.
 
         Raises:
             ReplicasDifferError: They differ.
@@ -73,7 +74,7 @@ class Replicas:
             self._equal_at = step
             return
         differences = _find_differences(gather_objects(own))
-        if not differences:  # an optimizer that keeps a part of its state on each process
+        if not differences:  # an optimizer that keeps part of its state on each process
             self._equal_at = step
             return
         self._react(differences, step)
@@ -90,7 +91,8 @@ class Replicas:
         shares_batch = all(one // ranks_per_batch == other // ranks_per_batch for one, other in differences.values())
         on_cpu = next(self._model.parameters()).device.type == "cpu"
         if shares_batch and not (on_cpu or torch.are_deterministic_algorithms_enabled()):
-            # Each computes the gradient itself, and kernels that add up in any order round differently.
+            # Each process computes the gradient itself, and kernels with an undefined order of summation round
+            # differently.
             warn_once(message, about="replicas")
             return
         raise ReplicasDifferError(message)
@@ -122,7 +124,7 @@ def _add(found: Replica, name: str, value: Any) -> None:
 
 
 def _place_of(tensor: Tensor) -> str | None:
-    """Return which part of a tensor this process holds; None where no other process holds the same."""
+    """Return which part of a tensor this process holds; None if no other process holds the same part."""
     if not is_dtensor(tensor):
         return ""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
@@ -145,10 +147,10 @@ def _flatten(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
 
 
 def _find_differences(every: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Return what differs by name, with the first two processes that differ in it.
+    """Return the differences by name, with the first two processes that differ.
 
     Args:
-        every: For each process the same structure of dicts; only what two have in common is compared.
+        every: The same structure of dicts for each process; only common entries are compared.
     """
     differences: dict[str, tuple[int, int]] = {}
     first: dict[tuple[str, str], tuple[int, object]] = {}
@@ -162,9 +164,9 @@ def _find_differences(every: list[dict[str, Any]]) -> dict[str, tuple[int, int]]
 
 
 def require_equal_weights(model: nn.Module) -> None:
-    """Check that training begins with the same weights on all processes.
+    """Check that training starts with the same weights on all processes.
 
-    DistributedDataParallel sees to that unless it is asked not to (`init_sync=False`) or to skip a parameter.
+    DistributedDataParallel ensures this unless it is disabled (`init_sync=False`) or skips a parameter.
 
     Processes: collective.
     """
@@ -177,12 +179,12 @@ def require_equal_weights(model: nn.Module) -> None:
         return
     processes = [rank for rank, other in enumerate(every) if other.get(names[0]) != every[0][names[0]]]
     got = f"{names[0]!r} differs between process 0 and {processes} (and so do {len(names) - 1} others)"
-    do = "set_seed(seed) before the model is built, and leave DDP's init_sync on"
+    do = "call set_seed(seed) before the model is built, and leave DDP's init_sync on"
     raise ModuleContractError(explain("initial weights", got, "the same weights on every process", do))
 
 
 def reject_renormalization(model: nn.Module) -> None:
-    """Reject embeddings that change their weights in the forward pass: each process those of its own batch.
+    """Reject embeddings that change their weights in the forward pass: each process changes those of its own batch.
 
     Raises:
         ModuleContractError: A layer has a `max_norm`, and there are several processes.

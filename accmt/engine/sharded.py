@@ -42,15 +42,15 @@ class Sharded(Engine):
     """Shards, which are gathered for each forward; gradients are reduced in each backward."""
 
     needs_all: ClassVar[bool] = True
-    inference_mode = torch.no_grad  # what FSDP2 makes whole has memory that is used in training again
+    inference_mode = torch.no_grad  # the memory of FSDP2's gathered parameters is used in training again
 
     def require_trainable(self, settings: Settings) -> None:
         if self.accelerator.is_fsdp2:
             reject_sharding_quantized_weights(self.unwrapped_model)
         if settings.hps.halves_micro_batches:
-            got = "a sharded model: a process without memory cannot leave what it does together with the others"
-            do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
-            raise ArgumentError(explain("max_micro_batch_size: auto", got, "a model that each process has whole", do))
+            got = "a sharded model: a process that runs out of memory cannot leave a collective that the others are in"
+            do = "leave it out (`tune` uses it too), and use a smaller batch size or gradient_checkpointing=True"
+            raise ArgumentError(explain("max_micro_batch_size: auto", got, "a model that each process has in full", do))
 
     def spread(self) -> None:
         model = self.unwrapped_model
@@ -73,7 +73,7 @@ class Sharded(Engine):
         reject_low_bit_states(optimizer)
 
     def wrap(self, optimizer: Any, *, set_to_none: bool) -> None:
-        """Shard the model, unless it is: by a run before, by the program, or by tensor parallelism."""
+        """Shard the model, unless it already is: by a previous run, by the program, or by tensor parallelism."""
         self._shard(optimizer)
         reject_renormalization(self.unwrapped_model)
         try_steps_of_shards(optimizer)
@@ -110,14 +110,14 @@ class Sharded(Engine):
             yield calls
 
     def leave_out(self, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
-        """Reject it: the others need this process in their backward."""
+        """Raise an error: the others need this process in their backward."""
         got, expected = "None, while the other processes need this one in their backward", "a loss"
         do = "return the loss of the batch multiplied by 0, and the weight 0; or train without sharding"
         raise ModuleContractError(explain("training_step", got, expected, do))
 
     @contextmanager
     def unwrapped(self, *, trains: bool = False) -> Iterator[None]:
-        """Let each process hold no more than its shards again afterwards; there is no model without communication."""
+        """Reduce each process's memory to its shards again afterwards; there is no model without communication."""
         try:
             yield
         finally:
@@ -131,7 +131,7 @@ class Sharded(Engine):
 
 
 class Split(Sharded):
-    """Tensors that are split over processes which share each batch (tensor parallelism), FSDP2 over the others."""
+    """Tensors that are split over processes which share each batch (tensor parallelism), with FSDP2 over the others."""
 
     def spread(self) -> None:
         model, accelerator = self.unwrapped_model, self.accelerator
@@ -148,25 +148,27 @@ class Split(Sharded):
         super().spread()
 
     def around_backward(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return what keeps gradients from being added up twice that transformers adds up over the processes."""
+        """Return the context that keeps gradients that transformers sums over processes from being summed twice."""
         summed = partial_gradients(self.unwrapped_model)
         return partial(beginning_anew, summed) if summed else None
 
 
 def _require_forward(model: nn.Module) -> None:
-    """Reject to shard a container: its parts are called without it, and only its call would make them whole."""
+    """Reject sharding a container: its submodules are called without it, and only its call would gather them."""
     if is_container(model):
-        got = f"a {type(model).__name__} without a forward of its own, sharded by FSDP2"
-        do = "give it a forward that calls its parts, or train it without `parallelism`"
+        got = f"a {type(model).__name__} without a forward, sharded by FSDP2"
+        do = "give it a forward that calls its submodules, or train it without `parallelism`"
         raise ModuleContractError(explain("self.model", got, "a model that is called itself", do))
 
 
 def reject_low_bit_states(optimizer: Any) -> None:
-    """Reject optimizers for sharded weights that cannot step them, or whose states of them cannot be stored."""
+    """Reject optimizers that cannot step sharded weights, or whose states of them cannot be stored."""
     for one in getattr(optimizer, "optimizers", [optimizer]):
         library, name = type(one).__module__.partition(".")[0], type(one).__name__
-        if library == "bitsandbytes" or (library == "torchao" and not name.startswith("_")):  # those keep whole numbers
-            got = f"{name} of {library}, and a model whose weights are shards (FSDP2, tensor parallelism)"
-            expected = "an optimizer of torch for shards; or each weight whole, as without FSDP2"
-            do = "write `type: AdamW` in `optim`; or launch with `accmt launch --strat ddp`"
+        if library == "bitsandbytes" or (
+            library == "torchao" and not name.startswith("_")
+        ):  # private ones have plain states
+            got = f"{name} of {library}, and a model with sharded weights (FSDP2, tensor parallelism)"
+            expected = "an optimizer of torch for shards; or full weights, without FSDP2"
+            do = "set `type: AdamW` in `optim`; or launch with `accmt launch --strat ddp`"
             raise ModuleContractError(explain("the optimizer", got, expected, do))

@@ -1,4 +1,4 @@
-"""Models of which each process holds a part: how they are built without values, sharded, split and filled."""
+"""Models of which each process holds a part: building them without values, sharding, splitting and filling them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-# ---- Models without values yet, built on the meta device: they are sharded first, and filled part by part.
+# ---- Models without values, built on the meta device: they are sharded first, then filled part by part.
 
 
 _WHERE = "self.model, built on the meta device"
@@ -52,18 +52,19 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def fill(model: nn.Module, device: torch.device) -> None:
-    """Give a model its first values, sharded or not, in place: those that it would have been built with.
+    """Initialize a model in place, sharded or not, with the same values as if it had been built with them.
 
-    One part after the other is drawn as a whole, by all processes alike from the main one's state of torch's generator,
-    and each keeps what is its own. So no process ever holds more than its shards and the tensors of one part.
+    One part after the other is initialized in full, on all processes with the main process's state of torch's
+    generator, and each process keeps its shards. No process ever holds more than its shards and the tensors of one
+    part.
 
     Processes: collective.
 
     Raises:
-        ModuleContractError: A part cannot be filled.
+        ModuleContractError: A part cannot be initialized.
     """
     _require_fillable(model)
-    untie(model)  # for a model that is built whole draws each place of a tied weight, and keeps the first
+    untie(model)  # a model that is built in full initializes each occurrence of a tied weight, and keeps the first
     model.to_empty(device=device)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(broadcast_object(torch.get_rng_state()))
@@ -78,7 +79,7 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 
 def untie(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Give each place of a tied weight one of its own, and return the places of each such weight."""
+    """Give each occurrence of a tied weight a separate parameter, and return the occurrences of each such weight."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -95,17 +96,17 @@ def _require_fillable(model: nn.Module) -> None:
         return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if len(names) > len(list(model.parameters())):
-        got, do = "tied weights, which would get values of their own each", "build it on the CPU"
-        raise ModuleContractError(explain(_WHERE, got, "weights that are not tied, but by transformers", do))
+        got, do = "tied weights, each of which would get different values", "build it on the CPU"
+        raise ModuleContractError(explain(_WHERE, got, "weights that only transformers ties", do))
     for name, part in model.named_modules():
         if _has_own(part) and not hasattr(part, "reset_parameters"):
-            got = f"{name or 'the model'}, a {type(part).__name__} with tensors of its own and without reset_parameters"
-            do = "def reset_parameters(self), which fills its tensors, as torch's layers have it"
-            raise ModuleContractError(explain(_WHERE, got, "parts that fill themselves", do))
+            got = f"{name or 'the model'}, a {type(part).__name__} with tensors but without reset_parameters"
+            do = "define reset_parameters(self), which initializes its tensors, as in torch's layers"
+            raise ModuleContractError(explain(_WHERE, got, "parts that initialize themselves", do))
 
 
 def _bottom_up(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model in the order in which they were built: what is in a part before the part."""
+    """Return the parts of a model in the order in which they were built: children before their parent."""
     found: dict[nn.Module, None] = {}
     model.apply(lambda part: found.setdefault(part))
     return list(found)
@@ -122,10 +123,10 @@ def _reset(part: nn.Module) -> None:
 
 @contextmanager
 def as_wholes(part: nn.Module) -> Iterator[None]:
-    """Let a part and its children have whole parameters on the CPU, and keep of them what is this process's.
+    """Give a part and its children full parameters on the CPU, and keep this process's shards of them afterwards.
 
-    Children too, because some parts draw their children's values once more (attention in GPT-2). What was read from a
-    file stays as it is.
+    Includes children, because some parts initialize their children's values again (attention in GPT-2). Values read
+    from a file are kept.
 
     Processes: collective.
     """
@@ -136,7 +137,7 @@ def as_wholes(part: nn.Module) -> Iterator[None]:
         if not has_first_value(parameter)
     }
     for (holder, name), parameter in own.items():
-        # An own parameter is about to be drawn, a child's has been.
+        # A part's own parameter is about to be initialized, a child's has been.
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
         if holder is not part:
             whole.copy_(make_whole(parameter.detach()))
@@ -150,7 +151,7 @@ def as_wholes(part: nn.Module) -> Iterator[None]:
 
 
 class _RejectsDraws(TorchFunctionMode):
-    """Rejects to change sharded tensors in place: each process would draw its part by itself."""
+    """Rejects in-place initialization of sharded tensors: each process would initialize its shard independently."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -159,8 +160,8 @@ class _RejectsDraws(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         changed = next(chain(args, named.values()), None)
         if name.endswith("_") and not name.endswith("__") and is_dtensor(changed):
-            got = f"first values that a part draws ({name}) for parts below its children"
-            raise ModuleContractError(explain(_WHERE, got, "parts that fill themselves", "build it on the CPU"))
+            got = f"initial values that a part draws ({name}) for parts below its children"
+            raise ModuleContractError(explain(_WHERE, got, "parts that initialize themselves", "build it on the CPU"))
         return func(*args, **named)
 
 
@@ -174,9 +175,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | None) -> None:
-    """Shard a model in place as the Accelerator's plugin says, and let its optimizer have the shards.
+    """Shard a model in place with the Accelerator's plugin, and give its optimizer the shards.
 
-    Every process begins with the main one's weights and buffers, as under data parallelism.
+    Every process starts with the main process's weights and buffers, as in data parallelism.
 
     Processes: collective.
     """
@@ -190,7 +191,7 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
             _shard(model, accelerator, optimizer)
     except (ValueError, KeyError) as error:
         layers = ", ".join(layers_to_shard(model)) or "parts of the model"
-        do = "look at auto_wrap_policy and transformer_cls_names_to_wrap, or leave them out"
+        do = "check auto_wrap_policy and transformer_cls_names_to_wrap, or leave them out"
         expected = f"layers that can be sharded one by one, such as {layers}"
         message = explain("the model, sharded by FSDP2", str(error), expected, do)
         raise ModuleContractError(message) from error
@@ -200,9 +201,9 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
 
 
 def _require_one_type(model: nn.Module) -> None:
-    """Check that what FSDP2 gathers together is of one type, which torch asserts in the first forward only."""
+    """Check that parameters that FSDP2 gathers together have one dtype; torch asserts it only in the first forward."""
     of_others: set[nn.Module] = set()
-    for part in reversed(list(_fsdp_modules(model))):  # what is within another comes first
+    for part in reversed(list(_fsdp_modules(model))):  # inner modules first
         own = {
             f"{path}.{name}".removeprefix("."): weight
             for path, layer in part.named_modules()
@@ -214,7 +215,7 @@ def _require_one_type(model: nn.Module) -> None:
         kinds = {weight.dtype: name for name, weight in own.items()}
         if len(kinds) > 1:
             got = ", ".join(f"{name} of {dtype}" for dtype, name in kinds.items())
-            expected = "trained weights of one type in each group of layers that is sharded"
+            expected = "trained weights of one dtype in each group of sharded layers"
             do = 'self.model.float() before fit, and Trainer(mixed_precision="bf16")'
             raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
 
@@ -227,25 +228,25 @@ def _names_of_tied(model: nn.Module) -> list[list[str]]:
 
 
 def _require_tied(model: nn.Module, tied: list[list[str]]) -> None:
-    """Check that weights which were tied are sharded together: torch rejects a weight of two groups, in the forward."""
+    """Check that tied weights are sharded together: torch rejects a weight in two groups, but only in the forward."""
     now = dict(model.named_parameters(remove_duplicate=False))
     for names in tied:
         if len({id(now[name]) for name in names if name in now}) > 1:
-            got = f"{' and '.join(names)}, which are tied, in two groups of layers that are sharded"
-            expected = "tied weights in one group, as Accelerate has embeddings and head"
+            got = f"{' and '.join(names)}, which are tied, in two groups of sharded layers"
+            expected = "tied weights in one group, as Accelerate does for embeddings and head"
             do = "untie them, or train it without `parallelism`"
             raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
 
 
 @contextmanager
 def _embeddings_for_themselves(model: nn.Module, plugin: Any) -> Iterator[None]:
-    """Let a plugin not shard a layer that holds the embeddings: Accelerate shards them afterwards, once more.
+    """Keep a plugin from sharding a layer that contains the embeddings: Accelerate shards those again afterwards.
 
-    BERT, say, names its BertEmbeddings among the layers to shard; torch answers with a TypeError about an invariant
+    BERT, for example, lists BertEmbeddings among the layers to shard; torch then raises a TypeError about an invariant
     (seen with Accelerate 1.15 and torch 2.13).
 
     Raises:
-        ModuleContractError: The user has named such a layer.
+        ModuleContractError: The user has listed such a layer.
     """
     names = plugin.transformer_cls_names_to_wrap
     found = [getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")]
@@ -253,7 +254,7 @@ def _embeddings_for_themselves(model: nn.Module, plugin: Any) -> Iterator[None]:
     holders = {class_of(module).__name__ for module in held}
     if names is not None and holders.intersection(names):
         named = ", ".join(sorted(holders.intersection(names)))
-        got = f"transformer_cls_names_to_wrap with {named}, which holds the embeddings"
+        got = f"transformer_cls_names_to_wrap with {named}, which contains the embeddings"
         message = explain("the model, sharded by FSDP2", got, "layers without them", f"leave {named} out")
         raise ModuleContractError(message)
     own = layers_to_shard(model)
@@ -269,36 +270,36 @@ def _shard(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | No
     if optimizer is not None:
         accelerator.prepare(model, optimizer)
         return
-    if is_sharded(model) or is_on_meta(model):  # whose weights Accelerate would take for whole ones
+    if is_sharded(model) or is_on_meta(model):  # Accelerate would treat these weights as full ones
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         checkpoint_activations_by_plugin(model, accelerator)
     shard_by_plugin(model, accelerator)
 
 
 def is_by_fsdp(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards a model, as a whole."""
+    """Return whether FSDP2 shards the whole model."""
     return next(_fsdp_modules(model), None) is model
 
 
 def require_known_shards(model: nn.Module) -> None:
-    """Check that a model which comes sharded is so over all processes, by `fully_shard` or tensor parallelism.
+    """Check that a model that is already sharded is sharded over all processes, by `fully_shard` or tensor parallelism.
 
     Raises:
-        ModuleContractError: It is sharded otherwise, so that processes would have to share batches.
+        ModuleContractError: It is sharded differently, so that processes would have to share batches.
     """
     if has_tied_shards(model):
-        got = "a model with tied weights that transformers has sharded: one of them would not follow the other's steps"
+        got = "a model with tied weights that transformers has sharded: an optimizer step would update only one of them"
         do = "load it without distributed_config: AcceleratorModule.from_hf(path, type, in_fit=True)"
         raise ModuleContractError(explain("self.model", got, "tied weights sharded as one", do))
     meshes = {parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)}
-    sizes = {num_processes(), num_data_processes()}  # of what is split as well, and of what is not
+    sizes = {num_processes(), num_data_processes()}  # of tensors that are also split, and of others
     if (is_by_fsdp(model) or num_data_processes() == 1) and all(mesh.size() in sizes for mesh in meshes):
         return
     shapes = ", ".join(
         str(dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) or mesh.shape) for mesh in meshes
     )
     got = f"a model sharded over meshes of {shapes}, on {num_processes()} processes"
-    do = 'leave it whole, and let Trainer(parallelism={"fsdp": True}) shard it, or {"tp": 2} split it'
+    do = 'leave it unsharded, and let Trainer(parallelism={"fsdp": True}) shard it, or {"tp": 2} split it'
     expected = "fully_shard(model) over all processes that do not share batches"
     raise ModuleContractError(explain("self.model", got, expected, do))
 
@@ -313,9 +314,10 @@ def as_shard(tensor: Tensor) -> Tensor:
 
 
 def try_steps_of_shards(optimizer: Any) -> None:
-    """Check, before the first step, that an optimizer can step the shards that it has.
+    """Check, before the first step, that an optimizer can step its shards.
 
-    Of weights that are sharded alike the smallest is tried, on a copy, by another object of the optimizer's class.
+    Among weights that are sharded alike, only the smallest is tested, as a copy, with another instance of the
+    optimizer.
 
     Processes: collective.
 
@@ -334,7 +336,7 @@ def try_steps_of_shards(optimizer: Any) -> None:
 
 
 def _kind_of(weight: Any) -> object:
-    """Return what decides how torch computes with a shard: an optimizer such as Muon turns wide matrices around."""
+    """Return the properties that determine how torch computes with a shard (Muon transposes wide matrices)."""
     shape = weight.shape
     is_even = all(size % weight.device_mesh.size() == 0 for size in shape)
     is_tall = weight.dim() == 2 and shape[0] > shape[1]
@@ -347,22 +349,22 @@ def _try_step(optimizer: Optimizer, group: Mapping[str, Any], weight: Any) -> No
     copied.grad = copied.detach() * 0.5 + 0.01
     twin.param_groups = [{**group, "params": [copied]}]
     closure: dict[str, Any] = {"closure": lambda: copied.detach().sum()} if needs_closure(optimizer) else {}
-    if has_modes(twin):  # which steps in training mode only
+    if has_modes(twin):  # steps in training mode only
         twin.train()
     try:
         type(twin).step(twin, **closure)
     except Exception as error:
         name = type(optimizer).__name__
-        got = f"{name}, whose step torch cannot compute where weights are shards (FSDP2, tensor parallelism): {error}"
-        expected, do = "an optimizer that steps shards, such as AdamW", "write `type: AdamW` in `optim`; "
+        got = f"{name}, whose step torch cannot compute with sharded weights (FSDP2, tensor parallelism): {error}"
+        expected, do = "an optimizer that steps shards, such as AdamW", "set `type: AdamW` in `optim`; "
         do += "or launch with `accmt launch --strat ddp`"
         raise ModuleContractError(explain("the optimizer", got, expected, do)) from error
 
 
 def reshard(model: nn.Module) -> None:
-    """Let each process hold no more than its shards again.
+    """Free the full parameters, so that each process holds only its shards.
 
-    After a forward without a backward some layers still have their whole parameters; what then looks at the
+    After a forward without a backward some layers still have full parameters; code that then iterates over the
     parameters would find tensors of both kinds.
     """
     for part in _fsdp_modules(model):
@@ -370,10 +372,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def has_tied_shards(model: nn.Module) -> bool:
-    """Return whether transformers has sharded tied weights, each in a group of its own.
+    """Return whether transformers has sharded tied weights, each in a separate group.
 
-    Each group gathers its own copy, and the optimizer changes that of one (seen with transformers 5.23 and torch 2.13).
-    Its mesh is known by the name of its dimension.
+    Each group gathers its own copy, and the optimizer updates only one (seen with transformers 5.23 and torch 2.13).
+    Its mesh is recognized by the name of its dimension.
     """
     parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     is_tied = len({id(parameter) for parameter in parameters}) < len(parameters)
@@ -387,9 +389,8 @@ def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
 
 # ---- Tensor parallelism: processes that share each batch hold a part of most tensors, and compute with it.
 #
-# The engine is transformers' (the plan of each model) and torch's (`DTensor`). Beside the tensors that are split there
-# are others, such as those of norms, which all processes have, with the same gradients; so what concerns all parameters
-# at once meets tensors of several kinds.
+# Implemented by transformers (the plan of each model) and torch (`DTensor`). Other tensors, such as those of norms, are
+# replicated with the same gradients; so operations over all parameters encounter several kinds of tensors.
 
 
 _NAME = "tp"
@@ -397,26 +398,26 @@ _ASKED = 'Trainer(parallelism={"tp": ...})'
 
 
 def config_of(accelerator: Accelerator) -> ParallelismConfig | None:
-    """Return the sizes of an Accelerator's mesh of processes; None where it has none."""
+    """Return the sizes of an Accelerator's device mesh, or None."""
     state: Any = getattr(accelerator, "state", None)
     return getattr(state, "parallelism_config", None)
 
 
 def tensor_parallel_size(accelerator: Accelerator) -> int:
-    """Return over how many processes each tensor of a model is asked to be split; 1 where it is not."""
+    """Return the number of processes that each tensor of a model is to be split over; 1 if it is not split."""
     config = config_of(accelerator)
     return 1 if config is None else parallel_size(config, "tp")
 
 
 def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
-    """Split the tensors of a transformers model in place, by its own plan.
+    """Split the tensors of a transformers model in place, with its own plan.
 
-    Every process begins with the main one's weights and buffers, as under data parallelism.
+    Every process starts with the main process's weights and buffers, as in data parallelism.
 
     Processes: collective.
 
     Raises:
-        ModuleContractError: The model has no plan, or cannot be split over so many processes.
+        ModuleContractError: The model has no plan, or cannot be split over that many processes.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -425,10 +426,10 @@ def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
     require_same_tensors(model)
     if not is_on_meta(model):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
-    tied = untie(model)  # a plan is followed place by place, and makes another parameter at each
+    tied = untie(model)  # a plan is applied to each occurrence, and creates a separate parameter each time
     apply_tensor_parallelism(model, mesh, plan)
     _tie_again(model, tied)
-    vars(model)["_tp_size"] = mesh.size()  # which `generate` reads
+    vars(model)["_tp_size"] = mesh.size()  # read by `generate`
 
 
 def _find_plan(model: nn.Module, size: int) -> dict[str, str]:
@@ -436,15 +437,15 @@ def _find_plan(model: nn.Module, size: int) -> dict[str, str]:
         plan = plan_of_tensors(model, size)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         got = f"a {type(model).__name__} without a plan for tensor parallelism: {error}"
-        expected = "a transformers model with one (transformers 5.23 or newer), or a model that comes split"
-        do = f"split it in configure_model by torch's parallelize_module, over a mesh with a dimension {_NAME!r}"
+        expected = "a transformers model with a plan (transformers 5.23 or newer), or a model that is already split"
+        do = f"split it in configure_model with torch's parallelize_module, over a mesh with a dimension {_NAME!r}"
         do = f'Trainer(parallelism={{"fsdp": True}}), which shards any model; or {do}'
         raise ModuleContractError(explain(_ASKED, got, expected, do)) from error
     return plan
 
 
 def require_whole_heads(model: nn.Module, size: int) -> None:
-    """Check that the plan of a transformers model leaves whole heads of attention on each process.
+    """Check that the plan of a transformers model keeps whole attention heads on each process.
 
     Raises:
         ModuleContractError: It does not.
@@ -458,9 +459,9 @@ def require_whole_heads(model: nn.Module, size: int) -> None:
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     plan: Any = model.tp_plan
     if heads is not None and get_kv_heads_per_rank(plan, heads, size) is None:
-        got = f"{heads} heads of keys and values of a {type(model).__name__}, over {size} processes"
+        got = f"{heads} key and value heads of a {type(model).__name__}, over {size} processes"
         raise ModuleContractError(
-            explain(_ASKED, got, "whole heads on each", 'a size that divides it, such as "tp": 2')
+            explain(_ASKED, got, "whole heads on each process", 'a size that divides it, such as "tp": 2')
         )
 
 
@@ -470,16 +471,17 @@ def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> Non
         for module, name in others:
             other = getattr(module, name)
             if getattr(other, "placements", None) != getattr(parameter, "placements", None):
-                got = f"tied weights of a {type(model).__name__}, of which its plan splits each in another way"
+                got = f"tied weights of a {type(model).__name__} that its plan splits in different ways"
                 do = "tie_word_embeddings=False, or FSDP2"
-                raise ModuleContractError(explain(_ASKED, got, "one way for both", do))
+                raise ModuleContractError(explain(_ASKED, got, "the same split for both", do))
             setattr(module, name, parameter)
 
 
 def share_weights(model: nn.Module, accelerator: Accelerator) -> None:
-    """Give every process the main one's weights of a model that comes split, as far as it has the same ones.
+    """Copy the main process's weights of an already split model to every process that holds the same ones.
 
-    That is what is not split; and of what is, the parts of the main process and of those that share its batches.
+    Those are the replicated tensors; and of split tensors, the parts of the main process and those that share its
+    batches.
 
     Processes: collective.
     """
@@ -493,14 +495,14 @@ def share_weights(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def ranks_of_batch(model: nn.Module, asked: int) -> int:
-    """Return how many processes share each batch: those over which tensors of the model are split, or will be.
+    """Return how many processes share each batch: those over which tensors of the model are or will be split.
 
     Args:
         model: The model, split or not.
-        asked: What the run asks for, 1 where it does not.
+        asked: The size requested by the run, 1 if there is none.
 
     Raises:
-        ModuleContractError: The model comes split over others than processes with neighbouring ranks, or than asked.
+        ModuleContractError: The model is split over processes that are not neighbors, or with another size.
     """
     found = (_mesh_of_split(parameter, by_fsdp=is_by_fsdp(model)) for parameter in model.parameters())
     meshes = {id(mesh): mesh for mesh in found if mesh is not None}
@@ -510,21 +512,21 @@ def ranks_of_batch(model: nn.Module, asked: int) -> int:
     size = max(sizes)
     first = process_index() // size * size
     ranks = [mesh.mesh.flatten().tolist() for mesh in meshes.values()]
-    expected = f"processes {first} to {first + size - 1} together, as the last dimension of a mesh over all has them"
+    expected = f"processes {first} to {first + size - 1} together, like the last dimension of a mesh over all processes"
     if asked not in (1, size):
-        got = f"a model that comes split over {size} processes, where {asked} are asked for"
-        raise ModuleContractError(explain(_ASKED, got, "one size", f'parallelism={{"{_NAME}": {size}}}'))
+        got = f"a model that is already split over {size} processes, while {asked} are requested"
+        raise ModuleContractError(explain(_ASKED, got, "the same size", f'parallelism={{"{_NAME}": {size}}}'))
     if any(of_one != list(range(first, first + size)) for of_one in ranks) or num_processes() % size:
-        got = f"a model that comes split over the processes {ranks[0]}"
+        got = f"a model that is already split over the processes {ranks[0]}"
         do = 'init_device_mesh(device, (shard, tp), mesh_dim_names=("shard", "tp"))'
         raise ModuleContractError(explain("self.model", got, expected, do))
     return size
 
 
 def _mesh_of_split(parameter: Tensor, *, by_fsdp: bool) -> DeviceMesh | None:
-    """Return the processes over which a tensor is split for computing with its parts; None where it is not.
+    """Return the device mesh over which a tensor is split for tensor parallelism, or None.
 
-    A dimension of a mesh that is called "tp" says so; where FSDP2 has not sharded the model, a mesh without names too.
+    It is the mesh dimension "tp" or, if FSDP2 has not sharded the model, a mesh without dimension names.
     """
     mesh = mesh_of(parameter)
     if mesh is None or mesh.mesh_dim_names is None:
@@ -533,17 +535,17 @@ def _mesh_of_split(parameter: Tensor, *, by_fsdp: bool) -> DeviceMesh | None:
 
 
 def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters whose gradients transformers adds up over the processes of a split by a hook of its own.
+    """Return the parameters whose gradients transformers sums over the processes of a split with its own hook.
 
-    It does so whenever a gradient is added to what is there: at the second micro-batch of a window what was added up
-    at the first would be added up again (seen with transformers 5.23).
+    It does so whenever a gradient is accumulated: at the second micro-batch of a window the sum of the first would be
+    summed again (seen with transformers 5.23).
     """
     return [parameter for parameter in sums_gradients_of_parts(model) if not is_dtensor(parameter)]
 
 
 @contextmanager
 def beginning_anew(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Let a backward pass find no gradients of these parameters, and add what was there before to what it leaves."""
+    """Run a backward pass without these parameters' previous gradients, and add them to the result."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -553,7 +555,7 @@ def beginning_anew(parameters: list[nn.Parameter]) -> Iterator[None]:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-# ---- Models that are built when a run begins: distributed while they have no values, so that no process has the whole.
+# ---- Models built at the start of a run: distributed before they have values, so that no process holds all of it.
 
 
 _accelerator: Accelerator | None = None
@@ -561,12 +563,12 @@ _accelerator: Accelerator | None = None
 
 @contextmanager
 def building_for(accelerator: Accelerator | None) -> Iterator[None]:
-    """Let models that are read meanwhile come distributed, where the Accelerator of a run distributes them.
+    """Load models in distributed form in this context, if the Accelerator of a run distributes them.
 
     Args:
-        accelerator: None reads them whole.
+        accelerator: None loads them in full.
     """
-    global _accelerator  # noqa: PLW0603 - as `configure_model` takes no arguments
+    global _accelerator  # noqa: PLW0603 - `configure_model` takes no arguments
     before, _accelerator = _accelerator, accelerator
     try:
         yield
@@ -575,14 +577,14 @@ def building_for(accelerator: Accelerator | None) -> Iterator[None]:
 
 
 def accelerator_to_build_for() -> Accelerator | None:
-    """Return the Accelerator of the run whose model is being built; None where no process holds only a part of it."""
+    """Return the Accelerator of the run whose model is being built; None if each process holds the full model."""
     if _accelerator is None or not (_accelerator.is_fsdp2 or tensor_parallel_size(_accelerator) > 1):
         return None
     return _accelerator
 
 
 def distribute_empty(model: nn.Module, accelerator: Accelerator) -> None:
-    """Split a model without values by tensor parallelism, and shard it, as the run asks.
+    """Split a model without values by tensor parallelism, and shard it, as requested by the run.
 
     Processes: collective.
     """
@@ -595,7 +597,7 @@ def distribute_empty(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def device_of_shards(accelerator: Accelerator) -> torch.device:
-    """Return where the parts of a model lie between the steps."""
+    """Return the device of a model's shards between the steps."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None

@@ -1,8 +1,9 @@
-"""Steps of the user that communicate, in a micro-batch that does not reach every process or is divided unevenly.
+"""Communication by a user's step in a micro-batch that does not reach every process or is divided unevenly.
 
-A process without a batch would not run its step, and the collectives of the others would wait for it. So the processes
-meet once in such a micro-batch: one with a batch at the first collective of its step, or after it; one without at once.
-Where any step communicates, those without a batch borrow that of another process, run the step, and count nothing.
+A process without a batch would not run its step, and the others' collectives would wait for it. So the processes
+synchronize once in such a micro-batch: those with a batch at the first collective of their step or after it, those
+without immediately. If any step communicates, processes without a batch borrow another process's batch and run the
+step, but count nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from accmt.libraries.private_names import GATHERING, SUMMING, watching_collectiv
 from accmt.messages import warn_once
 from accmt.processes import broadcast_object, gather_from_data, gather_objects, num_data_processes, num_processes
 
-_num_with_batch: int | None = None  # processes with a batch of their own, where not all have one
+_num_with_batch: int | None = None  # processes that have a batch, if not all have one
 _is_borrowed = False  # whether this process runs a step on a borrowed batch
-_is_ragged = False  # whether what runs now sees to unequal and borrowed batches itself
+_is_ragged = False  # whether the current code handles unequal and borrowed batches itself
 
 
 def meet(step: str, own: Any, *, communicates: bool) -> Any:
-    """Return this process's batch or, where it has none and the others communicate, the batch of another one.
+    """Return this process's batch or, if it has none and the others communicate, another process's batch.
 
     Processes: collective.
 
     Args:
         step: The name of the step, for errors.
         own: This process's batch; None if it has none.
-        communicates: Whether this process's step does.
+        communicates: Whether this process's step communicates.
 
     Raises:
         ModuleContractError: Some steps communicate and others do not.
@@ -49,8 +50,8 @@ def meet(step: str, own: Any, *, communicates: bool) -> Any:
     apart = [index for index, (has_batch, one) in enumerate(every) if has_batch and not one]
     if apart:
         there = [index for index, (_, one) in enumerate(every) if one]
-        got = f"a collective of torch.distributed on processes {there}, and none on {apart}, which have a batch as well"
-        do = "communicate in every step or in none; on a condition that is equal on all processes"
+        got = f"a collective of torch.distributed on processes {there}, but none on {apart}, which have a batch as well"
+        do = "communicate in every step or in none, or on a condition that is equal on all processes"
         raise ModuleContractError(explain(step, got, "the same collectives on every process", do))
     has_batch = [one for one, _ in every]
     if all(has_batch):
@@ -61,12 +62,12 @@ def meet(step: str, own: Any, *, communicates: bool) -> Any:
 
 @contextmanager
 def running_step(step: str, micro_batch: MicroBatch, *, needs_all: bool) -> Iterator[None]:
-    """Run the step on this process's batch: meet the others, and check the shapes of what they exchange.
+    """Run the step on this process's batch: synchronize with the others, and check the shapes that they exchange.
 
     Args:
         step: The name of the step, for errors.
-        micro_batch: What it runs on; None as its batch is not allowed.
-        needs_all: Whether the model itself communicates, so that the processes have met before.
+        micro_batch: What it runs on; its batch must not be None.
+        needs_all: Whether the model itself communicates, so that the processes are already synchronized.
     """
     if needs_all:
         with _exact_accelerator():
@@ -89,7 +90,7 @@ def running_step(step: str, micro_batch: MicroBatch, *, needs_all: bool) -> Iter
 
 @contextmanager
 def running_borrowed_step(step: str, *, needs_all: bool) -> Iterator[None]:
-    """Run the step on a borrowed batch, as `running_step` does: what it adds to sums over processes is 0."""
+    """Run the step on a borrowed batch, like `running_step`: it contributes 0 to sums over processes."""
     global _is_borrowed  # noqa: PLW0603 - what the step calls reads it
 
     def before(name: str, tensors: list[Tensor]) -> None:
@@ -107,31 +108,29 @@ def running_borrowed_step(step: str, *, needs_all: bool) -> Iterator[None]:
 
 
 def _check(step: str, name: str, tensors: list[Tensor], *, is_partial: bool) -> None:
-    """Reject tensors of unequal shapes, with which a backend would end the process, and name what counts twice."""
+    """Reject tensors of unequal shapes, which would crash a backend, and warn about samples that count twice."""
     if _is_ragged or name not in GATHERING | SUMMING:
         return
     every = gather_objects([tuple(tensor.shape) for tensor in tensors])
     if any(shapes != every[0] for shapes in every):
         got = f"a collective of shapes {', '.join(map(str, every))} on processes 0 to {len(every) - 1}"
         expected = "equal shapes: the last samples of the data are divided as evenly as possible, so sizes differ by 1"
-        do = (
-            "accmt.gather_with_gradients(tensor) takes unequal sizes, and so does self.accelerator.gather_for_metrics; "
-        )
-        do += "metrics=... gathers by itself; or dataloader_drop_last=True"
+        do = "accmt.gather_with_gradients(tensor) accepts unequal sizes, like self.accelerator.gather_for_metrics; "
+        do += "metrics=... gathers automatically; or set dataloader_drop_last=True"
         raise ModuleContractError(explain(step, got, expected, do))
     if is_partial and name in GATHERING:
-        way_out = "accmt.gather_with_gradients leaves it out, and so does dataloader_drop_last=True"
+        way_out = "accmt.gather_with_gradients and dataloader_drop_last=True avoid this"
         if step != "training_step":
-            way_out = "metrics=... and self.accelerator.gather_for_metrics leave it out"
-        what = f"{step} gathers over processes where the last batches are fewer than the processes"
+            way_out = "metrics=... and self.accelerator.gather_for_metrics avoid this"
+        what = f"{step} gathers over processes although there are fewer last batches than processes"
         warn_once(
-            f"{what}: a process without one repeats the batch of another, which counts twice there; {way_out}",
+            f"{what}: a process without a batch repeats another process's, which then counts twice; {way_out}",
             about=what,
         )
 
 
 class _Gather(torch.autograd.Function):
-    """Joins the rows of all processes; the gradient of a row is the sum over the losses of all processes."""
+    """Concatenates the rows of all processes; a row's gradient is the sum over the losses of all processes."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> tuple[Tensor, int]:
@@ -146,22 +145,22 @@ class _Gather(torch.autograd.Function):
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)
         own = gradient[ctx.own]
-        return own if own.shape == ctx.shape else gradient.new_zeros(ctx.shape)  # of a borrowed batch
+        return own if own.shape == ctx.shape else gradient.new_zeros(ctx.shape)  # for a borrowed batch
 
 
 def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of all processes, one process after the other, with gradients, and where this process's begin.
+    """Return the concatenated rows of all processes, with gradients, and the index of this process's first row.
 
-    Processes may have unequal numbers of rows. In a step the gradient is that of one big batch, without a factor:
-    a loss over this process's rows against all of them is weighed by its samples, as any loss is.
+    Processes may have different numbers of rows. In a step the gradient equals that of one big batch, without an extra
+    factor: a loss of this process's rows against all rows is weighted by its samples, like any loss.
 
-    Processes: collective, in the backward as well.
+    Processes: collective, also in the backward.
 
     Args:
-        rows: `[samples, ...]`, of which only the first dimension may differ between processes.
+        rows: `[samples, ...]`; only the first dimension may differ between processes.
 
     Raises:
-        ArgumentError: A number, which has no rows; or processes share batches, as with tensor parallelism.
+        ArgumentError: `rows` is a scalar; or processes share batches, as with tensor parallelism.
 
     Examples:
         >>> import torch
@@ -176,7 +175,7 @@ def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
     if num_processes() == 1:
         return rows, 0
     if num_data_processes() != num_processes():
-        got, expected = "processes that share batches (tensor parallelism)", "processes with batches of their own"
+        got, expected = "processes that share batches (tensor parallelism)", "processes with separate batches"
         raise ArgumentError(explain("gather_with_gradients", got, expected, 'Trainer(parallelism={"fsdp": True})'))
     was, _is_ragged = _is_ragged, True
     try:
@@ -189,12 +188,12 @@ def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
 
 @dataclass
 class _Nothing:
-    """What a process with a borrowed batch has to gather."""
+    """The contribution of a process with a borrowed batch to a gather."""
 
 
 @contextmanager
 def _exact_accelerator() -> Iterator[None]:
-    """Let methods of every Accelerator leave out borrowed batches, and `gather` take unequal ones."""
+    """Let methods of every Accelerator ignore borrowed batches, and `gather` accept unequal ones."""
     global _num_with_batch  # noqa: PLW0603 - as above
     from accelerate import Accelerator
     from accelerate.utils import recursively_apply
@@ -231,7 +230,7 @@ def _gather_data(own: Any) -> Any:
 
 
 def _join(own: Any, every: list[Any]) -> Any:
-    """Join data as Accelerate does: tensors along their first dimension, within containers; lists of objects."""
+    """Concatenate data like Accelerate: tensors along their first dimension, also in containers; lists of objects."""
     if isinstance(own, Tensor):
         return torch.cat([one.reshape(1) if one.ndim == 0 else one for one in every]).to(own.device)
     if isinstance(own, Mapping):
@@ -242,14 +241,14 @@ def _join(own: Any, every: list[Any]) -> Any:
     return [item for one in every for item in one]
 
 
-# ---- Whether a step calls the model itself: only its call averages gradients, and gathers shards.
+# ---- Whether a step calls the model itself: only its call averages gradients and gathers shards.
 
 
 @contextmanager
 def counting_calls(wrapper: nn.Module) -> Iterator[list[None]]:
-    """Give a list that gets an entry with each call of the wrapper."""
+    """Yield a list that gets an entry for each call of the wrapper."""
     calls: list[None] = []
-    # First of all: a hook that gathers shards may fail, because another process has.
+    # Before other hooks: one that gathers shards may fail because another process has failed.
     handle = wrapper.register_forward_pre_hook(lambda _module, _inputs: calls.append(None), prepend=True)
     try:
         yield calls
@@ -258,36 +257,36 @@ def counting_calls(wrapper: nn.Module) -> Iterator[list[None]]:
 
 
 def require_call(calls: list[None]) -> None:
-    """Reject a step that uses another way to the model than its wrapper: each process would train alone.
+    """Reject a step that bypasses the model's wrapper: each process would train alone.
 
     Raises:
         ModuleContractError: There was no call.
     """
     if not calls:
         got = "self.model was not called, so the gradients of the processes would not be averaged"
-        expected = "the loss computed through self.model(...), or a self.model without a forward of its own"
-        do = "call self.model(...), not a part or method of it; or let self.model be an nn.ModuleDict of its parts"
+        expected = "the loss computed through self.model(...), or a self.model without a forward"
+        do = "call self.model(...), not a submodule or method of it; or make self.model an nn.ModuleDict of its parts"
         raise ModuleContractError(explain("training_step", got, expected, do))
 
 
 @contextmanager
 def explaining_parts(model: nn.Module) -> Iterator[list[None]]:
-    """Explain what a part of a sharded model says when it is called by itself: only the whole makes it whole.
+    """Explain the error of calling a submodule of a sharded model directly: only the model's call gathers its shards.
 
-    It gives a list that gets an entry with each call of the whole.
+    Yields a list that gets an entry for each call of the model.
     """
     with counting_calls(model) as calls:
         try:
             yield calls
         except RuntimeError as error:
             if calls and "to have dtype" in str(error):
-                got = f"another type of numbers than the model was sharded with, as model.to() in a hook makes: {error}"
-                expected, do = "the type that it had when the run began", 'Trainer(mixed_precision="bf16"), say'
+                got = f"another dtype than the model was sharded with, for example from model.to() in a hook: {error}"
+                expected, do = "the dtype from the start of the run", 'for example Trainer(mixed_precision="bf16")'
                 raise ModuleContractError(explain("self.model", got, expected, do)) from error
             file, is_raised = place_of(error)
-            if calls or (is_raised and "torch/" not in file):  # which the user's own code raises
+            if calls or (is_raised and "torch/" not in file):  # raised by the user's own code
                 raise
-            got = f"a part of self.model was called, which is sharded, and not self.model itself: {error}"
+            got = f"a submodule of self.model, which is sharded, was called instead of self.model itself: {error}"
             expected, do = (
                 "self.model(...), whose call gathers the shards",
                 "call self.model(...), or train without FSDP2",

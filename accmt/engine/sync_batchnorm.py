@@ -1,8 +1,8 @@
-"""Batch norm over the batches of all processes: torch's `SyncBatchNorm`, while a run works with the model.
+"""Batch norm over the batches of all processes: torch's `SyncBatchNorm`, for the duration of a run.
 
-A layer becomes a `SyncBatchNorm`, and its own kind again, by its class alone, as torch's `fully_shard` does it. So it
-stays the object that it is: names of weights, hooks, and whatever else of the user's refers to it hold.
-`SyncBatchNorm.convert_sync_batchnorm` would put other layers in the place of the user's.
+Only a layer's class is changed to `SyncBatchNorm` and back, as in torch's `fully_shard`. The object stays the same, so
+names of weights, hooks and other references to it remain valid.
+`SyncBatchNorm.convert_sync_batchnorm` would replace the user's layers with others.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _ARGUMENT = "Trainer(sync_batchnorm=True)"
 
 
 def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Let batch norm use the statistics of all processes, where it was asked for and there are several."""
+    """Synchronize the statistics of batch norm over all processes, if requested and there are several."""
     if num_processes() == 1:
         return
     if settings.running.sync_batchnorm:
         _require_gpu(device)
         synchronize(model)
     if settings.hps.halves_micro_batches and synchronized_layers(model):
-        got = "synchronized batch norm, in which a process out of memory would keep the others waiting"
+        got = "synchronized batch norm, in which a process that is out of memory would make the others wait"
         expected = "a model that each process can train alone for a batch"
-        do = "max_micro_batch_size in the hyper-parameters, or batch norm that is not synchronized"
+        do = "max_micro_batch_size in the hyper-parameters, or batch norm without synchronization"
         raise ArgumentError(explain("max_micro_batch_size: auto", got, expected, do))
 
 
 def synchronize(model: nn.Module) -> None:
-    """Make the batch norm of a model `SyncBatchNorm`; what is already, is left as it is."""
+    """Turn a model's batch norm into `SyncBatchNorm`; existing `SyncBatchNorm` layers are not changed."""
     layers = {name: layer for name, layer in model.named_modules() if is_batch_norm(layer)}
     own = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.SyncBatchNorm)}
     for name, layer in own.items():
@@ -51,7 +51,7 @@ def synchronize(model: nn.Module) -> None:
 
 
 def restore_batch_norm(model: nn.Module) -> None:
-    """Undo `synchronize`; a user's own `SyncBatchNorm` stays."""
+    """Undo `synchronize`; the user's own `SyncBatchNorm` layers are kept."""
     for layer in model.modules():
         if _OWN_KIND in vars(layer):
             layer.__class__ = vars(layer).pop(_OWN_KIND)
@@ -59,13 +59,13 @@ def restore_batch_norm(model: nn.Module) -> None:
 
 
 def synchronized_layers(model: nn.Module) -> tuple[nn.SyncBatchNorm, ...]:
-    """Return the layers that wait for the other processes, the user's own too."""
+    """Return the layers that wait for the other processes, including the user's own."""
     return tuple(layer for layer in model.modules() if type(layer) is nn.SyncBatchNorm)
 
 
 @contextmanager
 def without_synchronization(layers: Sequence[nn.SyncBatchNorm]) -> Iterator[None]:
-    """Let each process normalize its own batch by itself: for a micro-batch in which some process has none."""
+    """Let each process normalize its batch on its own: for a micro-batch in which some process has none."""
     for layer in layers:
         layer.__class__ = _Alone
     try:
@@ -83,15 +83,15 @@ class _Alone(nn.SyncBatchNorm):
 
 def _require_gpu(device: torch.device) -> None:
     if device.type == "cpu":
-        got, expected = "processes on CPUs, where torch has no SyncBatchNorm", "one GPU for each process"
+        got, expected = "processes on CPUs, where torch has no SyncBatchNorm", "one GPU per process"
         do = "leave sync_batchnorm out on CPUs, or train with one process"
         raise ArgumentError(explain(_ARGUMENT, got, expected, do))
 
 
 def _require_plain(name: str, layer: nn.Module) -> None:
-    """Refuse a layer with a forward of its own, of which `SyncBatchNorm` would leave out all but the normalization."""
+    """Reject a layer with a custom forward, of which `SyncBatchNorm` would drop everything but the normalization."""
     if type(layer).forward is not nn.BatchNorm1d.forward:
-        got = f"{name or 'the model'}, a {type(layer).__name__} with a forward of its own, which would be lost"
+        got = f"{name or 'the model'}, a {type(layer).__name__} with a custom forward, which would be lost"
         expected = "torch's BatchNorm1d, BatchNorm2d and BatchNorm3d"
-        do = "put a synchronized layer of its library there before fit, and leave sync_batchnorm out"
+        do = "replace it with its library's synchronized layer before fit, and leave sync_batchnorm out"
         raise ArgumentError(explain(_ARGUMENT, got, expected, do))

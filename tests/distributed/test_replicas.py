@@ -115,7 +115,7 @@ def test_parameters_without_a_gradient_are_named_before_a_step_by_gradients_that
         assert facts["step"] == 0
     for facts in outcomes["ddp-2"]["unused later"]:
         assert facts["error"].startswith("RuntimeError: Expected to have finished reduction")
-        assert "[accmt] the loss of the step before did not depend on all trained parameters" in facts["error"]
+        assert "[accmt] the previous step's loss did not depend on all trained parameters" in facts["error"]
 
 
 def test_hooks_of_a_batch_are_hooks() -> None:

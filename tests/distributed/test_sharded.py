@@ -103,9 +103,9 @@ def test_what_was_saved_or_resumed_has_the_same_bits(outcomes: dict[Any, Any], w
 def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: dict[Any, Any]) -> None:
     said = outcomes["fsdp-2"]["refused"]
     assert "call self.model(...)" in said["part"]
-    assert "a model that each process has whole" in said["auto_micro_batch"]
+    assert "a model that each process has in full" in said["auto_micro_batch"]
     assert "'model.layers.1.self_attn.q_proj.weight' is not there on process 0" in said["other_model"]
-    assert "as model.to() in a hook makes" in said["other_type"]
+    assert "for example from model.to() in a hook" in said["other_type"]
     assert "class NoSuchLayer in the model" in said["layer"]
     assert "such as LlamaDecoderLayer" in said["layer"]
     assert "down_proj.weight is (16, 32) torch.float32 in the model" in said["other_checkpoint"]

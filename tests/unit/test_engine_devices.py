@@ -14,10 +14,10 @@ OLD = "CUDA error: no kernel image is available for execution on the device"
 @pytest.mark.parametrize(
     ("error", "do"),
     [
-        (torch.AcceleratorError(BUSY), "which process holds it"),
-        (torch.OutOfMemoryError(FULL), "which process holds it"),
-        (RuntimeError(OLD), "driver and torch must be made for that GPU"),
-        (RuntimeError(OLD_DRIVER), "driver and torch must be made for that GPU"),
+        (torch.AcceleratorError(BUSY), "find the process that uses it"),
+        (torch.OutOfMemoryError(FULL), "find the process that uses it"),
+        (RuntimeError(OLD), "driver and torch must support that GPU"),
+        (RuntimeError(OLD_DRIVER), "driver and torch must support that GPU"),
     ],
     ids=["busy", "full", "old", "old driver"],
 )

@@ -53,7 +53,7 @@ def test_a_part_and_its_children_are_whole_while_they_are_drawn(alone: None) -> 
 
 def test_what_each_process_would_draw_by_itself_is_an_error(alone: None) -> None:
     model = shard(Deep())
-    with pytest.raises(ModuleContractError, match=r"first values that a part draws \(normal_\)"), as_wholes(model):
+    with pytest.raises(ModuleContractError, match=r"initial values that a part draws \(normal_\)"), as_wholes(model):
         nn.init.normal_(model.layer[0].weight)
 
 

@@ -123,8 +123,8 @@ def test_what_tensor_parallelism_leaves_of_the_processes_shards(
 @pytest.mark.parametrize(
     ("parallelism", "got"),
     [
-        ({"tp": 4, "replicate": 2}, "beside DDP"),
-        ({"tp": 8, "fsdp": {"cpu_offload": True}}, "no processes that would shard"),
+        ({"tp": 4, "replicate": 2}, "with DDP"),
+        ({"tp": 8, "fsdp": {"cpu_offload": True}}, "no processes to shard over"),
         ({"tp": 3}, "1 x 2 x 3, on 8 processes"),
     ],
 )
@@ -141,7 +141,7 @@ def test_copies_of_a_split_model_that_a_launch_asks_for_are_an_error(
     """Accelerate checks the sizes when a configuration is made, not those that are set later."""
     config = ParallelismConfig(tp_size=4)
     config._set_size("dp_replicate", 2)
-    with pytest.raises(ArgumentError, match="tensor parallelism beside DDP"):
+    with pytest.raises(ArgumentError, match="tensor parallelism with DDP"):
         find_parallelism(RunningSettings(accelerator={"parallelism_config": config}))
 
 
@@ -181,7 +181,7 @@ def test_a_second_trainer_has_the_groups_that_it_asks_for(
 
 def test_the_engine_is_asked_for_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ArgumentError, match="one place that says it"):
+    with pytest.raises(ArgumentError, match="one of them"):
         find_parallelism(RunningSettings(parallelism={"fsdp": True}))
 
 

@@ -46,7 +46,7 @@ def test_what_needs_no_change_stays_as_it_is() -> None:
 
 
 def test_a_layer_with_embeddings_that_is_asked_for_is_an_error() -> None:
-    with pytest.raises(ModuleContractError, match="BertEmbeddings, which holds the embeddings"):
+    with pytest.raises(ModuleContractError, match="BertEmbeddings, which contains the embeddings"):
         layers_of(BertModel(BertConfig(**SIZES)), ["BertEmbeddings", "BertLayer"])
 
 

@@ -100,7 +100,7 @@ def test_a_layer_that_computes_more_is_refused_before_any_is_changed():
             return super().forward(inputs).relu()
 
     model = nn.Sequential(nn.BatchNorm1d(4), NormAndActivation(4))
-    with pytest.raises(ArgumentError, match="1, a NormAndActivation with a forward of its own"):
+    with pytest.raises(ArgumentError, match="1, a NormAndActivation with a custom forward"):
         synchronize(model)
     assert kinds(model) == ["Sequential", "BatchNorm1d", "NormAndActivation"]
 
@@ -148,7 +148,7 @@ def settings_of(hps: Any = None, **settings: Any) -> Any:
 def test_several_processes_synchronize_on_gpus_and_are_refused_on_cpus(monkeypatch):
     monkeypatch.setattr(sync_batchnorm, "num_processes", lambda: 2)
     model, told = build(), settings_of(sync_batchnorm=True)
-    with pytest.raises(ArgumentError, match="processes on CPUs.*\n.*one GPU for each"):
+    with pytest.raises(ArgumentError, match="processes on CPUs.*\n.*one GPU per"):
         synchronize_if_asked(model, told, torch.device("cpu"))
     synchronize_if_asked(model, settings_of(), torch.device("cuda"))
     assert synchronized_layers(model) == ()

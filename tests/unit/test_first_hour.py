@@ -167,7 +167,7 @@ def test_accelerate_that_ignores_the_number_of_processes_is_told(number, cpu, tm
     launch += ["--num_processes", str(number), "--mixed_precision", "no", "--dynamo_backend", "no"]
     done = subprocess.run([*launch, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert ("was asked for 2 processes, but starts one" in done.stderr) is (number == 2)
+    assert ("was asked for 2 processes but starts one" in done.stderr) is (number == 2)
 
 
 CELL = """

@@ -311,7 +311,7 @@ def test_an_accelerator_that_accumulates_itself_is_refused():
     from accelerate import Accelerator
 
     trainer = make_trainer(accelerator=Accelerator(cpu=True, gradient_accumulation_steps=4))
-    with pytest.raises(ValueError, match="grad_accumulation_steps: the Trainer says"):
+    with pytest.raises(ValueError, match="grad_accumulation_steps: .* in the Trainer"):
         trainer.fit(Linear(), make_points())
 
 
@@ -735,7 +735,7 @@ def test_launch_settings_that_change_batches_are_refused(setting: str):
     from accelerate.utils import DataLoaderConfiguration
 
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**{setting: True}))
-    with pytest.raises(ValueError, match=f"{setting}: the Trainer says"):
+    with pytest.raises(ValueError, match=f"{setting}: .* in the Trainer"):
         make_trainer(accelerator=accelerator).fit(Linear(), make_points())
 
 
