@@ -1,8 +1,8 @@
 """Hides secrets in everything that leaves memory: files, rows of trackers, messages and errors.
 
-A secret is known by the key that it stands under, by its shape (a password in a URL, the token of a service), or by its
-value: what has a secret's name in the environment, on the command line or in the settings. Training gets the value
-itself; only what is written or printed passes through here.
+A secret is recognized by its key, by its format (a password in a URL, a service's token), or by its value: values with
+a secret's name in the environment, on the command line or in the settings. Training gets the actual value; only
+written or printed text passes through here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 HIDDEN = "***"
-"""What stands in the place of a secret."""
+"""The replacement for a secret."""
 
 _SHORTEST_VALUE = 8  # a shorter one is too likely to be an ordinary word, which would be hidden everywhere
 
@@ -26,16 +26,16 @@ _INSIDE = (
     *("password", "passwd", "passphrase", "passcode", "sshpass", "credential", "connectionstring", "apikey"),
     *("secretkey", "accesskey", "privatekey", "authtoken", "accesstoken", "bearertoken"),
 )
-"""A name that holds one of these, its words written as one, is a secret's."""
+"""A name that contains one of these, with its words joined, belongs to a secret."""
 
 _WORDS = frozenset({"secret", "secrets", "pwd", "pw", "creds", "authorization", "bearer", "jwt"})
-"""A name with one of these words is a secret's."""
+"""A name with one of these words belongs to a secret."""
 
 _LAST_WORDS = frozenset({"auth", "token", "key", "pass", "header", "headers", "cookie", "cookies"})
-"""A name that ends in one of these is a secret's; `token_type` and `key_padding` are not."""
+"""A name that ends with one of these belongs to a secret; `token_type` and `key_padding` do not."""
 
 _OF_PLACES = frozenset({"dir", "file", "folder", "length", "path", "type"})
-"""A name that ends in one of these says something about a secret: `key_file`."""
+"""A name that ends with one of these only describes a secret: `key_file`."""
 
 _BEFORE_DATA = """
     additional assistant audio backward batch begin bos by cache chosen class cls column content data decoder each end
@@ -46,7 +46,7 @@ _BEFORE_DATA = """
     step stop suffix system table target task text tgt think tool total unk use value video vision vocab word
 """
 _OF_DATA = frozenset(_BEFORE_DATA.split())
-"""A word before `token`, `key` or `pass` that makes it one of data: `label_key`, `pad_token`, `forward_pass`."""
+"""Words that mark a following `token`, `key` or `pass` as data: `label_key`, `pad_token`, `forward_pass`."""
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _IN_URL = re.compile(
@@ -84,9 +84,10 @@ _remembered: set[str] = set()
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Return whether a key, flag or variable of this name holds a secret.
+    """Return whether a key, flag or variable with this name contains a secret.
 
-    Words decide, not letters: `hub_token`, `apiKey` and `X-Api-Key` do, `tokenizer`, `max_tokens` and `monkey` do not.
+    Compares words, not letters: `hub_token`, `apiKey` and `X-Api-Key` do, `tokenizer`, `max_tokens` and `monkey` do
+    not.
     """
     words = [part.lower() for part in _PART.findall(name)]
     if not words or words[-1] in _OF_PLACES:
@@ -99,10 +100,10 @@ def is_secret_name(name: str) -> bool:
 
 
 def hide(value: Any, *, leave_out: bool = False) -> Any:
-    """Return a value as it may be written: with `HIDDEN` in place of each secret, at any depth.
+    """Return a value for writing: with `HIDDEN` in place of each secret, at any depth.
 
     Args:
-        leave_out: Whether entries with a secret are left out instead, for a file that is read again.
+        leave_out: Whether to omit entries with a secret instead, for a file that is read again.
     """
     return _hide(value, _known(), leave_out=leave_out)
 
@@ -113,14 +114,14 @@ def hide_text(text: str) -> str:
 
 
 def remember(value: Any) -> None:
-    """Hide from here on, in all text, the secrets that settings hold: the error of a library may repeat them."""
+    """Hide from now on, in all text, the secrets in settings: a library's error may repeat them."""
     _remembered.update(secret for secret in _find(value, is_secret=False) if len(secret) >= _SHORTEST_VALUE)
 
 
 def write_command(arguments: Sequence[str]) -> str:
-    """Return a program's arguments as a line for the shell: the program, its flags, and values that are harmless.
+    """Return a program's arguments as a shell command: the program, its flags, and harmless values.
 
-    Harmless are numbers, words and paths that no secret's flag stands before; others are `...`.
+    Numbers, words and paths without a secret's flag before them are harmless; others become `...`.
     """
     known, shown, flag = _known(), [_hide_text(name, _known()) for name in arguments[:1]], ""
     for argument in arguments[1:]:
@@ -128,7 +129,7 @@ def write_command(arguments: Sequence[str]) -> str:
         if argument.startswith("-") and not _NUMBER.fullmatch(argument):
             flag = name
             shown.append(name if _is_harmless("", name, known) else "...")
-        elif is_assigned and re.fullmatch(r"[+~]*[\w.@/-]+", name):  # as Hydra has them
+        elif is_assigned and re.fullmatch(r"[+~]*[\w.@/-]+", name):  # Hydra's syntax
             name, value = ("..." if is_secret_name(flag) else name), ("..." if is_secret_name(flag) else value)
             shown.append(name)
         else:
@@ -150,7 +151,7 @@ def _is_harmless(flag: str, value: str, known: Sequence[str]) -> bool:
         return False
     if _NUMBER.fullmatch(value) or _exists(value):
         return True
-    is_letter = re.fullmatch(r"-\w", flag) is not None  # -p, -u and -H are a password, a user and a header to many
+    is_letter = re.fullmatch(r"-\w", flag) is not None  # often -p, -u and -H are a password, a user and a header
     is_plain = _PLAIN.fullmatch(value) is not None and not _RANDOM.search(value)
     return is_plain and not is_letter and _hide_text(value, known) == value
 
@@ -177,10 +178,10 @@ def _changes(value: Any, known: Sequence[str]) -> bool:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Return whether an entry is a secret: `token: true` holds none, nor does `header: 0`; `password: 1234` does."""
+    """Return whether an entry is a secret: `token: true` and `header: 0` are not; `password: 1234` is."""
     if value is None or isinstance(value, bool):
         return False
-    names = [part for part in key.split(".") if is_secret_name(part)]  # of flat keys, such as `model.token`
+    names = [part for part in key.split(".") if is_secret_name(part)]  # for flat keys, such as `model.token`
     if isinstance(value, int | float):
         return any(_is_surely_secret([part.lower() for part in _PART.findall(name)]) for name in names)
     return bool(names)
@@ -207,12 +208,12 @@ def _hide_user(found: re.Match[str]) -> str:
 
 def _hide_parameter(found: re.Match[str]) -> str:
     name = unquote(found[2])
-    is_secret = is_secret_name(name) or name.lower().endswith(("sig", "signature"))  # it opens what the URL is of
+    is_secret = is_secret_name(name) or name.lower().endswith(("sig", "signature"))  # grants access to the URL
     return f"{found[1]}{found[2]}={HIDDEN}" if is_secret else found[0]
 
 
 def _hide_assigned(found: re.Match[str]) -> str:
-    """Hide what text assigns to a secret's name; where the name may mean something else, only what looks like one."""
+    """Hide values assigned to a secret's name; if the name is ambiguous, only values that look like a secret."""
     name, sign, value = found.groups()
     bare = value.strip("\"'")
     is_done = name.lower() in ("authorization", "cookie") or bare in ("", HIDDEN, "None", "True", "False", "...")
@@ -227,7 +228,7 @@ def _hide_assigned(found: re.Match[str]) -> str:
 
 
 def _known() -> list[str]:
-    """Return the secrets whose values are known, long ones first: one may be the beginning of another."""
+    """Return the secrets with known values, longest first: one may be a prefix of another."""
     values = {os.environ[name] for name in os.environ if _may_hold_secret(name)}
     values = {value for value in values if len(value) >= _SHORTEST_VALUE and not _is_place(value)}
     return sorted(values | _remembered | _secrets_of_command(tuple(sys.argv)), key=len, reverse=True)
@@ -239,14 +240,14 @@ def _may_hold_secret(variable: str) -> bool:
 
 
 def _is_place(value: str) -> bool:
-    """Return whether a variable only says where a secret lies, as SSH_AUTH_SOCK does."""
+    """Return whether a variable only contains the location of a secret, such as SSH_AUTH_SOCK."""
     return value.startswith(("/", "~")) and _exists(value)
 
 
 def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # too long for a name, no such home, a NUL
+    except (OSError, RuntimeError, ValueError):  # too long for a name, no such home directory, a NUL
         return False
 
 
@@ -265,7 +266,7 @@ def _secrets_of_command(arguments: tuple[str, ...]) -> frozenset[str]:
 
 
 def _find(value: Any, *, is_secret: bool) -> Iterator[str]:
-    """Yield the secrets in a value: what stands under their names, and the passwords of URLs."""
+    """Yield the secrets in a value: entries with their names, and the passwords in URLs."""
     if isinstance(value, str):
         yield from [value] if is_secret else _passwords_in(value)
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Computing with a model so that nothing of it remains: for trials before or between the steps of a run."""
+"""Computes with a model without side effects, for tests before or between the steps of a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from accmt.libraries.private_names import buffers_of, without_dispatch_modes
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
-    """Give everything back afterwards, bit for bit: random generators, buffers, gradients, and each part's mode.
+    """Restore random generators, buffers, gradients and each part's mode afterwards, bit for bit.
 
-    Nothing is compiled meanwhile, so that no graph is made, or made again, for what is tried; and nothing is counted,
-    such as the operations of a step.
+    Compilation is disabled inside, so that no graph is compiled or recompiled for a test; and nothing is counted, such
+    as the operations of a step.
     """
     modes = [(layer, layer.training) for layer in model.modules()]
     gradients = [(weight, weight.grad) for weight in model.parameters()]
@@ -34,7 +34,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
                 layer.training = is_training
             for weight, gradient in gradients:
                 weight.grad = gradient
-            for registered, before in buffers:  # of which some may be new, or others
+            for registered, before in buffers:  # some may be new or replaced
                 registered.clear()
                 registered.update(before)
             for buffer, value in values:
@@ -42,7 +42,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where a model is."""
+    """Return the device of a model."""
     weight = next(model.parameters(), None)
     return torch.device("cpu") if weight is None else weight.device
 
@@ -60,7 +60,7 @@ def _preserving_all_generators(device: torch.device) -> Iterator[None]:
             yield
             return
         of_device = torch.get_device_module(device)
-        place = () if device.type == "mps" else (device,)  # there is one alone
+        place = () if device.type == "mps" else (device,)  # there is only one
         state = of_device.get_rng_state(*place)
         try:
             yield
@@ -70,6 +70,6 @@ def _preserving_all_generators(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _without_compilation() -> Iterator[None]:
-    is_loaded = "torch._dynamo" in sys.modules  # else nothing is compiled, and loading it takes a second
+    is_loaded = "torch._dynamo" in sys.modules  # otherwise nothing is compiled, and loading it takes a second
     with torch.compiler.set_stance("force_eager") if is_loaded else nullcontext():
         yield

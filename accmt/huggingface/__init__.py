@@ -1,6 +1,6 @@
-"""What transformers and PEFT models need beyond plain PyTorch: building, saving, loading, gradient checkpointing.
+"""Support for transformers and PEFT models: building, saving, loading, gradient checkpointing.
 
-Nothing here imports transformers or peft before a function that needs it is called.
+Nothing here imports transformers or peft before a function needs it.
 """
 
 from accmt.huggingface.folder import load_model_weights as load_model_weights

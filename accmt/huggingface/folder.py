@@ -49,25 +49,25 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> SavedWeights:
-    """Replace the model saved in `folder`: its weights, and what its library needs to load them.
+    """Replace the model saved in `folder`: its weights, and the files that its library needs to load them.
 
-    At every moment a loader finds the old model or the new one. Files of the previous save, as its `status.json` lists
-    them, that this one does not write are removed. The caller writes the new `status.json`, with the returned `files`.
+    At any moment a loader finds the old model or the new one. Files of the previous save (listed in its `status.json`)
+    that this one does not write are removed. The caller writes the new `status.json`, with the returned `files`.
 
     Processes: main only.
 
     Args:
-        model: The model, without the wrapper of the launch. Only the adapters of a PEFT model are saved.
-        state_dict: Its full state dict, or that of a sharded model; names may have those of wrappers in them.
+        model: The model, without the wrapper of the launch. Of a PEFT model, only the adapters are saved.
+        state_dict: Its full state dict, or that of a sharded model; names may contain those of wrappers.
         folder: The model folder; created if it is missing.
-        processor: A tokenizer or the like (anything with `save_pretrained`), saved beside transformers and PEFT models.
-        max_shard_size: Largest size of one file, in bytes or as "10GB"; an adapter is always one file.
+        processor: A tokenizer or similar (anything with `save_pretrained`), saved with transformers and PEFT models.
+        max_shard_size: Maximum size of one file, in bytes or as "10GB"; an adapter is always one file.
         safe_serialization: Safetensors if True, `.bin` files of `torch.save` if False.
 
     Raises:
-        WeightsError: `state_dict` lacks parameters of the model, or holds what a file cannot hold.
+        WeightsError: `state_dict` lacks parameters of the model, or contains what a file cannot hold.
         ModuleContractError: transformers put an adapter into the model, see `reject_injected_adapters`.
-        OSError: The disk is full or the folder cannot be written. The model saved before can still be loaded.
+        OSError: The disk is full or the folder is not writable. The previously saved model can still be loaded.
     """
     reject_injected_adapters(model)
     before = _list_saved(folder)
@@ -86,7 +86,7 @@ def save_model(
 def _stream(
     model: nn.Module, state: ShardedState, folder: Path, processor: Any, max_shard_size: int | str
 ) -> SavedWeights | None:
-    """Save one tensor after the other; return None where what is saved has to be computed from whole tensors."""
+    """Save one tensor after the other; return None if the saved weights have to be computed from full tensors."""
     if is_peft_model(model):
         return None
     outlines, write_others = state.outlines, None
@@ -122,21 +122,21 @@ def _save_whole(
 def save_by_config(
     state_dict: Mapping[str, Tensor], config_folder: Path, folder: Path, *, max_shard_size: int | str
 ) -> SavedWeights:
-    """Save full weights for which there is only the `config.json` of a model, as `save_model` does.
+    """Save full weights with only the `config.json` of a model, like `save_model`.
 
-    No memory is needed for a second model.
+    Needs no memory for a second model.
     """
     require("transformers")
     import transformers
 
     if not (config_folder / _CONFIG).is_file():  # otherwise transformers would ask the hub
-        do = "name the folder of a saved model, or write the weights alone: --bare"
+        do = "pass the folder of a saved model, or write only the weights: --bare"
         raise WeightsError(explain(str(config_folder), f"no {_CONFIG}", "the configuration of the model", do))
     config = transformers.AutoConfig.from_pretrained(config_folder, local_files_only=True)
     name = next(iter(config.architectures or ()), "no class")
     model_class = getattr(transformers, name, None)
     if model_class is None:
-        expected, do = "a class of transformers", "write the weights alone, and load them into your own model"
+        expected, do = "a class of transformers", "write only the weights, and load them into your own model"
         raise WeightsError(explain(str(config_folder / _CONFIG), f"the model class {name}", expected, do))
     with torch.device("meta"):
         model = model_class(config)
@@ -146,17 +146,17 @@ def save_by_config(
 
 
 def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -> None:
-    """Load the weights that `save_model` or `save_pretrained` wrote into a model of any kind, in place.
+    """Load weights written by `save_model` or `save_pretrained` into a model of any kind, in place.
 
-    Processes: all, each for itself, also where the model is sharded.
+    Processes: each loads on its own, also if the model is sharded.
 
     Args:
         model: The model, without the wrapper of the launch. A PEFT model gets its adapters.
         folder: The model folder.
-        strict: Whether every weight must be there and fit. Shapes must fit in any case.
+        strict: Whether the model and the folder must have exactly the same weights. Shapes must always match.
 
     Raises:
-        WeightsError: The folder holds no weights, or those of another model, or a file is missing or damaged.
+        WeightsError: The folder has no weights or those of another model, or a file is missing or damaged.
     """
     require_files(folder)
     holds_adapter = (folder / ADAPTER_CONFIG).is_file()
@@ -171,11 +171,11 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
 
 
 def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Turn the state dict of a transformers model into the one that `from_pretrained` expects in its folder.
+    """Convert the state dict of a transformers model to the one that `from_pretrained` expects in its folder.
 
-    As `save_pretrained` does: without what the model declares not to save, each tied weight under its main name only,
-    and with the changes undone that loading makes to names and tensors. Weights that are tied, but not by the model's
-    own declaration, are copied, because `from_pretrained` would not tie them again.
+    Like `save_pretrained`: leaves out what the model declares not to save, keeps only the main name of tied weights,
+    and reverts the changes that loading makes to names and tensors. Weights that are tied without such a declaration
+    are copied, because `from_pretrained` would not tie them again.
 
     Source: `PreTrainedModel.save_pretrained` of transformers 5.23.
     """
@@ -185,7 +185,7 @@ def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) ->
     ignored = names_not_saved(model)
     weights = {names[name]: tensor for name, tensor in state_dict.items() if names[name] not in ignored}
     for name, main in getattr(model, "all_tied_weights_keys", {}).items():
-        # Gathered from shards, tied weights are copies of one another.
+        # Gathered from shards, tied weights are separate copies.
         if name in weights and main in weights and _is_same(weights[main], weights[name]):
             del weights[name]
     for name in find_tied(weights):
@@ -199,16 +199,16 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _dtype_to_read(model: PreTrainedModel) -> torch.dtype:
-    """Return the type in which `from_pretrained` reads all weights: one that rounds none that were trained.
+    """Return the dtype in which `from_pretrained` loads all weights without rounding trained ones.
 
-    Under mixed precision they are float32, also beside frozen ones in 16 bits.
+    With mixed precision trained weights are float32, even if frozen ones are in 16 bits.
     """
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     return torch.float32 if trained == {torch.float32} and model.dtype in HALVES else model.dtype
 
 
 def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> None:
-    """Write what `from_pretrained` needs beside the weights: configurations, a custom model's code, the processor."""
+    """Write the other files that `from_pretrained` needs: configurations, a custom model's code, the processor."""
     config = copy.deepcopy(model.config)
     config.dtype = str(_dtype_to_read(model)).removeprefix("torch.")
     config.architectures = [class_of(model).__name__]
@@ -226,7 +226,7 @@ def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> 
 def _list_saved(folder: Path) -> list[str]:
     try:
         files = read_status(folder).get("files", [])
-    except (OSError, ValueError, AttributeError):  # no status, or somebody else's
+    except (OSError, ValueError, AttributeError):  # no status, or not accmt's
         return []
     return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
 
@@ -234,7 +234,7 @@ def _list_saved(folder: Path) -> list[str]:
 def _warn_of_other_config(folder: Path, saved: SavedWeights) -> None:
     if _CONFIG not in saved.files and (folder / _CONFIG).is_file():
         warn_once(
-            f"{folder} holds the config.json of another model, which this run did not write: "
+            f"{folder} contains the config.json of another model, which this run did not write: "
             "`from_pretrained` would build that model. Use another model_path, or remove the file.",
             about=f"the config.json in {folder}",
         )

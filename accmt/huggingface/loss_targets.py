@@ -1,4 +1,4 @@
-"""What the loss that a transformers model computes itself is a mean over: of labels for each token, pixel or frame."""
+"""Finds what a transformers model's own loss is averaged over: labels of tokens, pixels or frames."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ SAY_WHAT_COUNTS = frozenset(
         "future_observed_mask",
     }
 )
-"""What of the arguments of a call says how many targets it has."""
+"""The arguments of a call that determine the number of targets."""
 
 _DETECT_REPLACED_TOKENS = frozenset({"ElectraForPreTraining", "FunnelForPreTraining"})
 
 
 def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the target tokens, pixels, frames or values of a batch, which its mean loss is over.
+    """Return the number of target tokens, pixels, frames or values of a batch, over which its mean loss is computed.
 
     Args:
         model: A transformers model.
-        inputs: What it was called with, by name.
+        inputs: The arguments of its call, by name.
 
     Returns:
-        None where the loss is a mean over samples.
+        None if the loss is a mean over samples.
     """
     labels: Any = inputs.get("labels")
     is_target: torch.Tensor
@@ -45,11 +45,11 @@ def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
         case "target frames":
             is_target = labels[..., 0] != _IGNORED
         case "observed values":
-            # Of several series the models count a point in time only where all of them were observed.
+            # With several series the models count a point in time only if all of them were observed.
             mask = inputs["future_observed_mask"]
             is_target = mask if mask.ndim == 2 else mask.amin(-1)
         case "answers":
-            is_target = inputs["start_positions"] < inputs["input_ids"].shape[-1]  # others were cut off
+            is_target = inputs["start_positions"] < inputs["input_ids"].shape[-1]  # others were truncated
         case "masked patches":
             is_target = inputs["bool_masked_pos"]
         case "real tokens":
@@ -64,7 +64,7 @@ def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def kind_of_targets(model: Any, inputs: Mapping[str, Any]) -> str | None:
-    """Return what the loss of a model is a mean over, in words; None where it is the samples, or nobody knows."""
+    """Return what the loss of a model is averaged over, as text; None if samples, or unknown."""
     labels, name = inputs.get("labels"), type(model).__name__
     if name in _DETECT_REPLACED_TOKENS and inputs.get("attention_mask") is not None:
         return "real tokens"
@@ -85,33 +85,33 @@ def kind_of_targets(model: Any, inputs: Mapping[str, Any]) -> str | None:
 
 
 def hint_at_weights(batch: Any) -> None:
-    """Say how a step returns a weight, where a batch has tokens that are no targets and its step returned none."""
+    """Explain how a step returns a weight, if a batch has tokens without targets and its step returned none."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.is_floating_point():
         return
     if (labels == _IGNORED).any():
         say_once(
-            "labels are -100 at some tokens, and each batch weighs its samples: where the loss is a mean over tokens, "
+            "labels are -100 at some tokens, and batches are weighted by samples: if the loss is a mean over tokens, "
             'return {"loss": loss, "weight": (labels != -100).sum()}'
         )
 
 
 def _is_of_pixels(model: Any, labels: Any) -> bool:
-    """Return whether each pixel has one of several classes."""
+    """Return whether each pixel is classified."""
     if getattr(labels, "ndim", 0) != 3 or labels.is_floating_point():
         return False
     return hasattr(model.config, "semantic_loss_ignore_index") and model.config.num_labels > 1
 
 
 def _is_of_frames(model: Any, labels: Any) -> bool:
-    """Return whether the labels are spectrograms, padded to the longest; no other model has labels of such a shape."""
+    """Return whether the labels are spectrograms, padded to the longest; no other model has labels of this shape."""
     if getattr(labels, "ndim", 0) != 3 or not labels.is_floating_point():
         return False
     return bool(getattr(model.config, "num_mel_bins", None) == labels.shape[-1])
 
 
 def _is_of_tokens(model: Any, labels: Any) -> bool:
-    """Return whether each token has a label; the loss of a CTC model is none over them."""
+    """Return whether each token has a label; the loss of a CTC model is not a mean over tokens."""
     if getattr(labels, "ndim", 0) != 2 or labels.is_floating_point() or labels.is_complex():
         return False
     is_multi_label = getattr(model.config, "problem_type", None) == "multi_label_classification"

@@ -1,4 +1,4 @@
-"""What kind of model a module holds; nothing here imports a library that is not in use."""
+"""Determines what kind of model a module has; nothing here imports a library that is not in use."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def is_transformers_model(model: object) -> TypeGuard[PreTrainedModel]:
 
 
 def is_peft_model(model: object) -> TypeGuard[PeftModel]:
-    """Return whether `model`, without wrappers, is what `get_peft_model` returns."""
+    """Return whether `model`, without wrappers, was created by `get_peft_model`."""
     modeling = sys.modules.get("peft.peft_model")
     return modeling is not None and isinstance(model, modeling.PeftModel)
 
 
 def find_transformers_models(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """Yield the transformers models in a model that are inside no other one."""
+    """Yield the outermost transformers models in a model."""
     if is_transformers_model(model):
         yield model
         return
@@ -43,7 +43,7 @@ def find_transformers_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 _NEXT_TOKEN = (None, "ForCausalLM", "ForConditionalGeneration")
-"""Loss types of transformers that are the loss of the next token; it takes that one where a class's name says none.
+"""Loss types of transformers that predict the next token, which is also the default for classes without a known type.
 
 Source: `LOSS_MAPPING` in transformers/loss/loss_utils.py, and `PreTrainedModel.loss_function`.
 """
@@ -70,13 +70,13 @@ _TAKES_SHIFTED_LABELS = frozenset(
         "xlnet",
     }
 )
-"""Models, by `model_type`, whose decoders hold the token at each position against the label at the same one."""
+"""Models, by `model_type`, whose decoders compare each position with the label at the same position."""
 
 
 def predicts_next_token(model: Any) -> bool:
-    """Return whether the loss of a transformers model is that of each token's label from the tokens before it.
+    """Return whether a transformers model's loss predicts each token's label from the tokens before it.
 
-    The first label is no target then.
+    The first label is then not a target.
     """
     if getattr(model, "loss_type", None) not in _NEXT_TOKEN or model.config.is_encoder_decoder:
         return False
@@ -84,7 +84,7 @@ def predicts_next_token(model: Any) -> bool:
 
 
 def begins_with_prompt(model: object) -> bool:
-    """Return whether PEFT puts a trained prompt before the tokens of each sample, so that the first is predicted, too.
+    """Return whether PEFT puts a trained prompt before each sample's tokens, so that the first token is predicted too.
 
     Source: `PeftModelForCausalLM.forward` in peft/peft_model.py, which puts -100 before the labels.
     """
@@ -95,20 +95,20 @@ def begins_with_prompt(model: object) -> bool:
 
 
 def advise_wrapping(value: object) -> str | None:
-    """Return how to make a module from a model or the configuration of one; None for anything else."""
+    """Return how to make a module from a model or its configuration; None for anything else."""
     configurations = sys.modules.get("transformers.configuration_utils")
     if configurations is not None and isinstance(value, configurations.PreTrainedConfig):
-        return f"model = AutoModelForSequenceClassification.from_config(config), say, and {_WRAP_TRANSFORMERS}"
+        return f"model = AutoModelForSequenceClassification.from_config(config), then {_WRAP_TRANSFORMERS}"
     if is_transformers_model(value) or is_peft_model(value):
         return f"{_WRAP_TRANSFORMERS}; or pass its path"
     return f"{_WRAP}; or your own class" if isinstance(value, nn.Module) else None
 
 
 def require_library(model: object) -> None:
-    """Check that the library that a model comes from is one that accmt works with.
+    """Check that the version of a model's library is supported.
 
     Raises:
-        MissingPackageError: It is older.
+        MissingPackageError: It is too old.
     """
     if is_transformers_model(model):
         require("transformers", "self.model")
@@ -128,7 +128,7 @@ def reject_injected_adapters(model: object) -> None:
 
 
 def describe_model(model: Any) -> dict[str, str]:
-    """Return the library of a model, without wrappers, its task and its base model, for a model card's head.
+    """Return the library of a model, without wrappers, its task and its base model, for a model card's metadata.
 
     A model that was built from a local folder has no `base_model`: nobody else could find it.
     """
@@ -142,7 +142,7 @@ def describe_model(model: Any) -> dict[str, str]:
 
 
 def base_model_of(model: Any) -> str | None:
-    """Return the name or path of what a model was made of by `from_pretrained`, if it was."""
+    """Return the name or path that a model was loaded from by `from_pretrained`, or None."""
     if is_peft_model(model):
         known: str | None = model.active_peft_config.base_model_name_or_path
         model = model.get_base_model()

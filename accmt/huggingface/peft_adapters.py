@@ -1,4 +1,4 @@
-"""Adapters of PEFT: saved without their model, loaded into one, and built from their folder."""
+"""PEFT adapters: saved without their base model, loaded into one, and built from their folder."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def save_adapters(
     processor: Any = None,
     safe_serialization: bool = True,
 ) -> SavedWeights:
-    """Replace what is saved in `folder` by the adapters of a model, as PEFT loads them.
+    """Replace the content of `folder` with the adapters of a model, in PEFT's format.
 
-    The main adapter, which is called "default" or is the active one, is in the folder itself; others are in folders of
-    their names below it. Arguments, errors and processes are those of `save_model`.
+    The main adapter, named "default" or the active one, is in the folder itself; others are in subfolders with their
+    names. Arguments, errors and processes are the same as for `save_model`.
     """
     state = _under_own_names(model, state_dict)
     main, *others = _list_adapters(model)
@@ -63,7 +63,7 @@ def save_adapters(
 
 
 def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> None:
-    """Load every adapter of a model from where `save_adapters` puts it; arguments are those of `load_model_weights`."""
+    """Load all adapters of a model from a folder of `save_adapters`; arguments as in `load_model_weights`."""
     from peft import set_peft_model_state_dict
 
     main, *others = _list_adapters(model)
@@ -86,7 +86,7 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
 
 
 def _take_ranks(model: PeftModel, name: str, folder: Path) -> Any:
-    """Let AdaLoRA's layers have the ranks of a saved adapter, whose folder holds no others; return their pattern."""
+    """Set the ranks of AdaLoRA's layers to those of a saved adapter, which contains no others; return their pattern."""
     config: Any = model.peft_config[name]
     if config.peft_type != "ADALORA" or config.rank_pattern or not (folder / ADAPTER_CONFIG).is_file():
         return None
@@ -97,7 +97,7 @@ def _take_ranks(model: PeftModel, name: str, folder: Path) -> Any:
 
 
 def read_base_name(folder: Path) -> str:
-    """Return the path or the hub's name of the model with which the adapter in `folder` was trained."""
+    """Return the path or hub name of the model with which the adapter in `folder` was trained."""
     name: str | None = read_config(folder).base_model_name_or_path
     if name:
         return name
@@ -106,13 +106,13 @@ def read_base_name(folder: Path) -> str:
 
 
 def _warn_of_other_base(model: PeftModel, folder: Path) -> None:
-    """Warn where an adapter was trained around another model: it may fit, and would make nonsense of this one."""
+    """Warn if an adapter was trained with another model: it may fit, but its results would be meaningless."""
     trained_with = read_config(folder).base_model_name_or_path if (folder / ADAPTER_CONFIG).is_file() else None
     loaded_into = getattr(model.get_base_model(), "name_or_path", None)
     if trained_with and loaded_into and not _is_same_path(trained_with, loaded_into):
-        got = f"the adapter in {folder} was trained with {trained_with}, and is loaded into {loaded_into}"
+        got = f"the adapter in {folder} was trained with {trained_with}, but is loaded into {loaded_into}"
         warn_once(
-            f"{got}; where these are not the same model, its weights mean nothing", about="the base of an adapter"
+            f"{got}; unless these are the same model, its weights are meaningless", about="the base of an adapter"
         )
 
 
@@ -130,7 +130,7 @@ def read_config(folder: Path) -> PeftConfig:
 
 
 def can_be_merged(kind: type[PeftConfig]) -> bool:
-    """Return whether PEFT can merge adapters of a configuration: not those that are inputs or layers of their own."""
+    """Return whether PEFT can merge adapters of a configuration, which excludes prompts and added layers."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
     names = [name for name, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if one is kind]
@@ -138,45 +138,45 @@ def can_be_merged(kind: type[PeftConfig]) -> bool:
 
 
 def reject_unsaved_adapters(model: object, callers: Iterable[object] = ()) -> None:
-    """Reject adapters that would not be trained as they say, or whose folder would not give back what was trained.
+    """Reject adapters that would not be trained as configured, or that could not be restored from their folder.
 
     Args:
         model: The model.
         callers: Module and callbacks, whose hooks may call what an adapter needs.
 
     Raises:
-        ModuleContractError: Somebody has to allocate their ranks; or they have changed the weights that they are around
-            by what a load draws again, or does not have.
+        ModuleContractError: Nothing allocates their ranks; or they have changed the base model's weights in a way that
+            loading does not reproduce.
     """
     for name, config in model.peft_config.items() if is_peft_model(model) else ():
         where, init = f"the adapter {name!r} of self.model", getattr(config, "init_lora_weights", None)
         if config.peft_type == "ADALORA" and not any(_calls(caller, "update_and_allocate") for caller in callers):
-            got = "AdaLoRA, which needs `update_and_allocate` after each step: nothing calls it, and all ranks stay"
+            got = "AdaLoRA, which needs `update_and_allocate` after each step: nothing calls it, so all ranks are kept"
             do = "def on_before_zero_grad(self, **_): "
             do += "self.unwrapped_model.base_model.update_and_allocate(self.state.global_step) in the module; or "
-            do += "LoraConfig(rank_pattern={...}), which gives layers ranks of their own"
+            do += "LoraConfig(rank_pattern={...}), which sets a rank per layer"
             raise ModuleContractError(explain(where, got, "an adapter that trains by gradients alone", do))
         if isinstance(init, str) and init.startswith(("pissa_niter", "corda", "lora_ga")):
-            got = f"init_lora_weights={init!r}, which changes the weights of the model by what is drawn, or by data"
-            expected = "weights to begin with that a load of the saved adapter finds again"
+            got = f"init_lora_weights={init!r}, which changes the model's weights depending on random numbers or data"
+            expected = "initial weights that are the same when the saved adapter is loaded"
             do = "init_lora_weights='pissa', which is exact, 'olora' or True"
             raise ModuleContractError(explain(where, got, expected, do))
 
 
 def _calls(caller: object, name: str) -> bool:
-    """Return whether a function of an object's class names a method, as one that calls it does."""
+    """Return whether a function of an object's class mentions a method by name."""
     functions = [one for kind in type(caller).__mro__ for one in vars(kind).values() if isinstance(one, FunctionType)]
     codes = [function.__code__ for function in functions]
-    for code in codes:  # to which those within functions are added
+    for code in codes:  # nested functions are appended
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return any(name in code.co_names for code in codes)
 
 
 class AdaLoraRanks:
-    """What AdaLoRA has found of the importance of ranks: it is neither in the weights nor in the optimizer.
+    """AdaLoRA's importance scores of ranks, which are neither in the weights nor in the optimizer.
 
     Args:
-        model: A model that PEFT gave AdaLoRA adapters.
+        model: A model with AdaLoRA adapters of PEFT.
     """
 
     def __init__(self, model: PeftModel) -> None:
@@ -186,16 +186,16 @@ class AdaLoraRanks:
 
     @classmethod
     def of(cls, model: Any) -> AdaLoraRanks | None:
-        """Return those of a model; None without such adapters."""
+        """Create it for a model; None without such adapters."""
         return cls(model) if is_peft_model(model) and hasattr(model.base_model, "rankallocator") else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scores and the pattern; the allocator replaces their tensors and never writes into them."""
+        """Return the scores and the pattern; the allocator replaces their tensors and never writes to them."""
         scores = {name: dict(getattr(self._allocator, name)) for name in _SCORES}
         return {**scores, "rank_pattern": dict(self._config.rank_pattern or {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, on the devices of the weights."""
+        """Restore the state from `state_dict`, on the devices of the weights."""
         devices = {name: weight.device for name, weight in self._model.named_parameters()}
         for kind in _SCORES:
             setattr(self._allocator, kind, {name: score.to(devices[name]) for name, score in state[kind].items()})
@@ -203,7 +203,7 @@ class AdaLoraRanks:
 
 
 def build_with_adapter(base: Any, folder: Path) -> PeftModel:
-    """Put PEFT around a model, with the adapter in `folder`, ready for training."""
+    """Wrap a model with PEFT and the adapter in `folder`, ready for training."""
     from peft import get_peft_model
 
     config = read_config(folder)
@@ -220,7 +220,7 @@ def _list_adapters(model: PeftModel) -> list[str]:
 
 
 def _under_own_names(model: PeftModel, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict under the names of the model's modules, by which PEFT selects what it saves."""
+    """Return the state dict with the names of the model's modules, by which PEFT selects what it saves."""
     own = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     names = {plain: name for name, plain in plain_names(own).items()}
     return {names.get(plain, plain): state_dict[name] for name, plain in plain_names(state_dict).items()}
@@ -234,7 +234,7 @@ def _by_plain_name(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _read_adapter(model: PeftModel, state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
-    # PEFT's own choice ("auto") asks the hub at each save.
+    # PEFT's default ("auto") would query the hub at each save.
     saves_embeddings = _saves_embeddings(model, model.peft_config[name])
     weights: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=state, adapter_name=name, save_embedding_layers=saves_embeddings
@@ -243,7 +243,7 @@ def _read_adapter(model: PeftModel, state: dict[str, Tensor], name: str) -> dict
 
 
 def _saves_embeddings(model: PeftModel, config: PeftConfig) -> bool:
-    """Return whether an adapter needs the embeddings beside it: it adapts them, or tokens were added to the model.
+    """Return whether an adapter includes the embeddings: it adapts them, or tokens were added to the model.
 
     Source: `get_peft_model_state_dict` of peft 0.21.
     """
@@ -263,13 +263,13 @@ def _is_resized(model: PeftModel, config: PeftConfig) -> bool:
 
     try:
         base = AutoConfig.from_pretrained(config.base_model_name_or_path, local_files_only=True)
-    except (OSError, ValueError):  # not on this machine: PEFT assumes it is unchanged, too
+    except (OSError, ValueError):  # not on this machine: PEFT assumes too that it is unchanged
         return False
     return bool(getattr(base, "vocab_size", size) != size)
 
 
 def _write_config(model: PeftModel, name: str, folder: Path) -> None:
-    """Write `adapter_config.json` with what `PeftModel.save_pretrained` of peft 0.21 adds to the configuration."""
+    """Write `adapter_config.json` with the additions of `PeftModel.save_pretrained` of peft 0.21."""
     config = copy.copy(model.peft_config[name])
     base = model.get_base_model()
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None

@@ -39,20 +39,21 @@ def load_pretrained(
     """Build a transformers model with the weights at `path`.
 
     Args:
-        path: A folder that `save_pretrained` or a Trainer wrote, or a name on the hub. For the folder of an adapter,
-            its model is built, and PEFT around it, ready for training.
+        path: A folder written by `save_pretrained` or a Trainer, or a name on the hub. For an adapter's folder, its
+        base
+            model is built and wrapped by PEFT, ready for training.
         type: The model class, its name in transformers such as "AutoModelForSequenceClassification", or None for
             `AutoModel`.
-        **kwargs: Passed on to `from_pretrained`, for example `num_labels=5`.
+        **kwargs: Passed to `from_pretrained`, for example `num_labels=5`.
 
     Returns:
-        The model, in evaluation mode, as `from_pretrained` returns it; or a `PeftModel`.
+        The model in evaluation mode, as from `from_pretrained`; or a `PeftModel`.
 
     Raises:
-        ArgumentError: `type` is no model class of transformers, or the name of one.
-        FileNotFoundError: `path` is no model folder, and no name on the hub that can be reached.
-        WeightsError: The adapter in `path` does not fit the model it names.
-        ModuleContractError: `path` is something else, such as a model; or it is the hub's name of an adapter, which
+        ArgumentError: `type` is not a model class of transformers or its name.
+        FileNotFoundError: `path` is neither a model folder nor a reachable name on the hub.
+        WeightsError: The adapter in `path` does not match its base model.
+        ModuleContractError: `path` is something else, such as a model; or it is the hub name of an adapter, which
             transformers would inject into the model.
     """
     _require_path(path)
@@ -60,7 +61,7 @@ def load_pretrained(
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
         base = read_base_name(folder)
-        require_model_folder(base, f"the model of the adapter in {folder}, as its {ADAPTER_CONFIG} names it")
+        require_model_folder(base, f"the base model of the adapter in {folder}, from its {ADAPTER_CONFIG}")
         return build_with_adapter(_read(model_class, base, **kwargs), folder)
     model = _read_in_parts(model_class, os.fspath(path), kwargs) or _read(model_class, os.fspath(path), **kwargs)
     reject_injected_adapters(model)
@@ -68,16 +69,16 @@ def load_pretrained(
 
 
 def build_empty(path: str | os.PathLike[str], type: str | None = None) -> Any:  # noqa: A002
-    """Build a transformers model without its weights: its tensors have shapes only.
+    """Build a transformers model without its weights: its tensors only have shapes.
 
-    An adapter is built with the weights of its model, for PEFT reads them.
+    An adapter is built with the weights of its base model, because PEFT reads them.
 
     Args:
         path: A model folder, or a name on the hub.
-        type: The name of the class; None is the one that the configuration names, or `AutoModel`.
+        type: The name of the class; None for the class in the configuration, or `AutoModel`.
 
     Raises:
-        ArgumentError, FileNotFoundError, ModuleContractError: As from `load_pretrained`.
+        ArgumentError, FileNotFoundError, ModuleContractError: As in `load_pretrained`.
     """
     import torch
     import transformers
@@ -93,16 +94,16 @@ def build_empty(path: str | os.PathLike[str], type: str | None = None) -> Any:  
 
 
 def _read_in_parts(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
-    """Let each process read its own part of the weights, where a run that distributes its model has begun.
+    """Let each process read only its own part of the weights, in a run that distributes its model.
 
-    The model is built without values, and split and sharded as one from scratch would be. So tied weights are in one
-    group, and all settings of FSDP2 hold. What the files lack is drawn part by part, by all processes alike.
+    The model is built without values, then split and sharded like one built from scratch. So tied weights are in one
+    group, and all FSDP2 settings apply. Missing values are initialized part by part, identically on all processes.
 
     Returns:
-        None where no such run has begun, or where this way cannot read the model: it is quantized, transformers is
-        older than 5.23, weights have other shapes than the files', or tied weights different values there.
+        None if no such run has started, or if the model cannot be read this way: it is quantized, transformers is older
+        than 5.23, shapes do not match the files, or tied weights have different values in the files.
 
-    Processes: collective, where such a run has begun.
+    Processes: collective in such a run.
     """
     accelerator = accelerator_to_build_for()
     if accelerator is None or kwargs.keys() & {"distributed_config", "device_map", "quantization_config"}:
@@ -111,10 +112,10 @@ def _read_in_parts(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:  # before transformers 5.23
         return None
-    if not hasattr(DistributedConfig, "fsdp_size"):  # before 5.23 it is there, but shards experts only
+    if not hasattr(DistributedConfig, "fsdp_size"):  # before 5.23 it only shards experts
         return None
     own = {"distributed_config": DistributedConfig(), "device_map": {"": device_of_shards(accelerator)}}
-    # A shape that does not fit is an error on some processes only, for others' parts may fit by chance.
+    # A mismatched shape raises an error on some processes only, because others' shards may match by chance.
     own |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     reading = _ReadingInParts(accelerator)
     before = torch.get_rng_state()
@@ -127,16 +128,16 @@ def _read_in_parts(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
     if model is None or any(gather_objects(bool(report["mismatched_keys"]) or reading.is_untied())):
         torch.set_rng_state(before)
         return None
-    del model.config.distributed_config  # which asked for nothing, and would be saved
+    del model.config.distributed_config  # requested nothing, and would be saved
     return model
 
 
 class _MisfitsError(Exception):
-    """Some process has no place for what is in the files."""
+    """On some process the weights in the files do not match the model."""
 
 
 class _ReadingInParts:
-    """Distributes a model before its weights are read, and draws what the files lack.
+    """Distributes a model before its weights are read, and initializes what the files lack.
 
     Args:
         accelerator: The Accelerator of the run.
@@ -157,7 +158,7 @@ class _ReadingInParts:
 
     @contextmanager
     def draw_part(self, part: nn.Module) -> Iterator[None]:
-        """Let a part be drawn, if every process has read the same weights.
+        """Initialize a part, if every process has read the same weights.
 
         Processes: collective.
         """
@@ -170,12 +171,12 @@ class _ReadingInParts:
             yield
 
     def is_untied(self) -> bool:
-        """Return whether the files have several values of what is tied, which transformers then unties."""
+        """Return whether the files have different values for tied weights, which transformers then unties."""
         return self._tied != {*self._model.all_tied_weights_keys}
 
 
 def _read(kind: Any, path: str, **kwargs: Any) -> Any:
-    """Let a class of transformers read a model folder, or from the hub."""
+    """Load a model folder or a model from the hub with a class of transformers."""
     require_model_folder(path)
     try:
         with _on_every_process():
@@ -185,16 +186,16 @@ def _read(kind: Any, path: str, **kwargs: Any) -> Any:
             f"from_hf(path={path!r})",
             str(error),
             "a folder with config.json and weights, or the name of a model on the hub",
-            "check the spelling; a local folder is given by its full path, or begins with `./`",
+            "check the spelling; for a local folder use the full path, or start with `./`",
         )
         raise FileNotFoundError(message) from error
 
 
 @contextmanager
 def _on_every_process() -> Iterator[None]:
-    """Let transformers read on each process, also where `accelerate launch` would have it read on the main one alone.
+    """Let transformers read on each process, even if `accelerate launch` would read only on the main one.
 
-    Accelerate's `--fsdp_cpu_ram_efficient_loading`, its default, leaves the others' weights without values.
+    Accelerate's default `--fsdp_cpu_ram_efficient_loading` leaves the other processes' weights without values.
     """
     value = os.environ.pop(_MAIN_READS, None)
     try:
@@ -207,18 +208,18 @@ def _on_every_process() -> Iterator[None]:
 def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
     """Load the weights in `folder` into `model`, without wrappers, in place, through `from_pretrained`.
 
-    Only `from_pretrained` makes the changes to names and tensors that transformers makes on loading. Meanwhile a second
-    model is in memory.
+    Only `from_pretrained` makes transformers' changes to names and tensors on loading. A second model is in memory
+    during the call.
     """
     require_model_folder(str(Path(folder).absolute()))
     model_class: Any = class_of(model)
-    from_pretrained = model_class.from_pretrained  # returns a pair where the report is asked for
+    from_pretrained = model_class.from_pretrained  # returns a pair if the report is requested
     loaded, report = from_pretrained(
         folder,
         config=copy.deepcopy(model.config),
         dtype=model.dtype,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report, with the other faults
+        ignore_mismatched_sizes=True,  # they are in the report, with the other problems
     )
     shapes = sorted(describe_shapes(*entry) for entry in report.pop("mismatched_keys"))
     faults = [f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]
@@ -239,14 +240,14 @@ def _require_path(path: object) -> None:
 
 
 def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | None = None) -> Any:
-    """Return a class of transformers for itself, its name or None.
+    """Return a model class of transformers from the class, its name or None.
 
     Args:
         wanted: The class, its name, or None for `AutoModel`.
-        where: The place of it, for messages; None is the argument of `from_hf`.
+        where: Its location, for error messages; None is the argument of `from_hf`.
 
     Raises:
-        ArgumentError: It is no model class.
+        ArgumentError: It is not a model class.
     """
     require("transformers", "a model from a path")
     import transformers
@@ -267,9 +268,9 @@ def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | No
     models = [name for name in alike if _is_model_class(getattr(transformers, name, None))][:3]
     message = explain(
         where or f"from_hf(type={wanted!r})",
-        f"{wanted!r}, which is no model class of transformers {transformers.__version__}",
+        f"{wanted!r}, which is not a model class of transformers {transformers.__version__}",
         "a class, or the name of one, such as 'AutoModelForSequenceClassification'",
-        f"write {' or '.join(models if where else map(repr, models))}" if models else "name a class of a model",
+        f"write {' or '.join(models if where else map(repr, models))}" if models else "use the name of a model class",
     )
     raise ArgumentError(message)
 
@@ -282,11 +283,11 @@ def _is_model_class(found: object) -> bool:
 
 
 def require_model_folder(path: str, where: str | None = None) -> None:
-    """Reject what cannot be a model before transformers asks the hub for it.
+    """Reject what cannot be a model before transformers requests it from the hub.
 
     Args:
         path: A model folder, or a name on the hub.
-        where: The place of it, for messages; None names the folder alone.
+        where: Its location, for error messages; None only names the folder.
 
     Raises:
         FileNotFoundError: It is neither.
@@ -299,14 +300,14 @@ def require_model_folder(path: str, where: str | None = None) -> None:
     message = explain(
         f"{where}: {path}" if where else f"model folder {path!r}",
         got,
-        "a folder with config.json and weights, as save_pretrained or a Trainer writes it",
+        "a folder with config.json and weights, as written by save_pretrained or a Trainer",
         _advise_folder(found),
     )
     raise FileNotFoundError(message)
 
 
 def _advise_folder(path: Path) -> str:
-    """Return what to do about a path that is no model folder: it may be misspelt, or hyper-parameters."""
+    """Return advice for a path that is not a model folder: it may be misspelled, or a file of hyper-parameters."""
     if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
         return f"AcceleratorModule.from_hps({str(path)!r}), if these are hyper-parameters with a section `model`"
     siblings = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
@@ -315,17 +316,17 @@ def _advise_folder(path: Path) -> str:
     return f"{meant}check the spelling, and the current working directory: {Path.cwd()}"
 
 
-# ---- Recomputing activations in the backward pass instead of keeping them.
+# ---- Recomputing activations in the backward pass instead of storing them.
 
 
 def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-    """Let a model keep only the inputs of its layers, and compute the rest again in the backward pass.
+    """Store only the inputs of a model's layers, and recompute the rest in the backward pass.
 
-    Non-reentrant unless `kwargs` say otherwise: that works with DistributedDataParallel, with `no_sync`, and with
-    frozen inputs.
+    Non-reentrant unless `kwargs` override it: this works with DistributedDataParallel, with `no_sync`, and with frozen
+    inputs.
 
     Args:
-        model: A transformers model, or PEFT around one; without the wrapper of the launch.
+        model: A transformers or PEFT model, without the wrapper of the launch.
         kwargs: For `torch.utils.checkpoint.checkpoint`, such as `preserve_rng_state=False`.
 
     Source: `PreTrainedModel.activation_checkpointing_enable` of transformers 5.23.
@@ -333,7 +334,7 @@ def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None =
     if not hasattr(model, "activation_checkpointing_enable") and not hasattr(model, "gradient_checkpointing_enable"):
         raise _unable(model, "no method `activation_checkpointing_enable`")
     try:
-        # It also makes gradients flow through frozen embeddings.
+        # It also lets gradients flow through frozen embeddings.
         checkpoint_activations(model, {"use_reentrant": False, **(kwargs or {})})
     except ValueError as error:
         raise _unable(model, str(error)) from error
@@ -342,4 +343,4 @@ def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None =
 def _unable(model: Any, got: str) -> ArgumentError:
     where = f"Trainer(gradient_checkpointing=...) with {type(model).__name__}"
     do = "leave it out, and call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in the model's forward"
-    return ArgumentError(explain(where, got, "a transformers model that supports it, or PEFT around one", do))
+    return ArgumentError(explain(where, got, "a transformers or PEFT model that supports it", do))

@@ -1,7 +1,7 @@
-"""Every use of a private name of another library, behind a function that says what it is for.
+"""Every use of another library's private names, each behind a function that explains its purpose.
 
-Private names may go with any release. A test asks for each of them alone, so that a new release fails there, by name,
-and not somewhere in a run. Nothing here imports a library that is not in use.
+Private names may disappear in any release. A test checks each of them separately, so that a new release fails there, by
+name, and not somewhere in a run. Nothing here imports a library that is not in use.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Around: TypeAlias = Callable[[nn.Module], AbstractContextManager[None]]
-"""Makes a context for one part of a model."""
+"""Creates a context for one part of a model."""
 
 # torch
 
 
 def open_store() -> Any:
-    """Return the store through which the processes found one another, by a connection of its own.
+    """Return the store of the rendezvous, with a separate connection.
 
-    One that the main thread waits on in a collective would block every other user.
+    A connection on which the main thread waits in a collective would block all other users.
     """
     return _get_default_store().clone()  # type: ignore[attr-defined]
 
 
 SUMMING = frozenset({"allreduce", "allreduce_coalesced", "reduce"})
-"""Methods of a process group that add up tensors, in place."""
+"""Methods of a process group that sum tensors in place."""
 
 GATHERING = frozenset(
     {
@@ -58,7 +58,7 @@ GATHERING = frozenset(
         "all_gather_single_coalesced",
     }
 )
-"""Methods of a process group that give each process the tensors of all."""
+"""Methods of a process group that gather the tensors of all processes."""
 
 _OTHER_COLLECTIVES = (
     "all_to_all_single",
@@ -79,11 +79,11 @@ _OTHER_COLLECTIVES = (
 
 @contextmanager
 def watching_collectives(before: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
-    """Call a function before each collective of all processes that Python code of this thread begins.
+    """Call a function before each collective of all processes that Python code of this thread starts.
 
-    It gets the name of the method of the process group, and the tensors of this process that are summed or gathered. A
-    collective of its own is not watched. All functions of torch.distributed end in these methods, however they were
-    imported.
+    It receives the name of the process group's method, and this process's tensors that are summed or gathered.
+    Collectives of the function itself are ignored. All functions of torch.distributed end in these methods, regardless
+    of how they were imported.
     """
     own, is_inside, group = threading.get_ident(), False, dist.ProcessGroup
     methods = {name: vars(group)[name] for name in (*SUMMING, *GATHERING, *_OTHER_COLLECTIVES) if name in vars(group)}
@@ -119,9 +119,9 @@ def _tensors_given(name: str, args: Sequence[Any]) -> list[Tensor]:
 
 
 def exchange_in_forward(model: DistributedDataParallel, output: Tensor, *, was_called: bool) -> None:
-    """Exchange what a forward does, such as buffers, and expect a backward of this output.
+    """Run the communication of a forward, such as buffers, and expect a backward of this output.
 
-    Processes: collective, with the forward of the others, unless this process has made its own.
+    Processes: collective, with the others' forward, unless this process has run its own.
     """
     if not was_called:
         model._pre_forward()  # type: ignore[no-untyped-call]
@@ -139,25 +139,25 @@ def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def approach_(tensors: list[Tensor], targets: list[Tensor], weight: float) -> None:
-    """Move each tensor by a part of the way to its target, in as few kernels as possible."""
+    """Move each tensor a fraction of the way to its target, in as few kernels as possible."""
     torch._foreach_lerp_(tensors, targets, weight)
 
 
 def count_writes(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place, as autograd counts it."""
+    """Return how often a tensor was written in place, from autograd's version counter."""
     return tensor._version
 
 
 def is_made_of_tensors(value: object) -> bool:
-    """Return whether a tensor is a wrapper around others, as DTensor is, which `__tensor_flatten__` takes apart."""
+    """Return whether a tensor wraps other tensors that `__tensor_flatten__` returns, such as a DTensor."""
     return is_traceable_wrapper_subclass(value)
 
 
 def twin_of(optimizer: Optimizer) -> Optimizer:
-    """Return an object of an optimizer's class and arguments without state and hooks: copying one copies the state."""
+    """Return a new optimizer of the same class and arguments, without state and hooks: copying would copy the state."""
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
-    twin.__dict__.pop("step", None)  # which schedulers replace
+    twin.__dict__.pop("step", None)  # replaced by schedulers
     twin.state = defaultdict(dict)
     twin.param_groups = [dict(group) for group in optimizer.param_groups]
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -165,32 +165,32 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own buffers: the dict itself, so that they can be replaced."""
+    """Return a module's direct buffers: the dict itself, so that they can be replaced."""
     return module._buffers
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Return whether a state dict holds a buffer of a module."""
+    """Return whether a module's state dict includes a buffer."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own children, the same one under each of its names."""
+    """Return a module's direct children, shared ones under each of their names."""
     return module._modules
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module normalizes by the statistics of a batch; `SyncBatchNorm` does."""
+    """Return whether a module normalizes with batch statistics, including `SyncBatchNorm`."""
     return isinstance(module, _BatchNorm)
 
 
 def has_running_statistics(module: nn.Module) -> bool:
-    """Return whether a module is of a kind that may keep running statistics."""
+    """Return whether a module is of a kind that may have running statistics."""
     return isinstance(module, _NormBase)
 
 
 def pin_memory(batch: Any) -> Any:
-    """Return a batch in pinned memory, as a DataLoader pins it: tensors, and what has a method `pin_memory`."""
+    """Return a batch in pinned memory, like a DataLoader: tensors, and objects with a method `pin_memory`."""
     return pin_as_loaders_do(batch)  # type: ignore[no-untyped-call]
 
 
@@ -200,21 +200,21 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Let nothing that watches torch's operations, such as a counter of them, see what is computed within."""
+    """Hide computations in this context from observers of torch's operations, such as operation counters."""
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
     return _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
 
 
 def count_graphs() -> int:
-    """Return how many graphs the compiler has made in this process."""
+    """Return the number of graphs that the compiler has created in this process."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def mark_rows_dynamic(tensors: list[Tensor]) -> None:
-    """Let the compiler take the first dimension of tensors for one that varies, and the others for ones that do not."""
+    """Mark the first dimension of tensors as dynamic for the compiler, and the others as static."""
     from torch._dynamo import mark_static, maybe_mark_dynamic
 
     for tensor in tensors:
@@ -224,17 +224,17 @@ def mark_rows_dynamic(tensors: list[Tensor]) -> None:
 
 
 def allow_graphs(number: int) -> None:
-    """Let the compiler make so many graphs of a function; after 8 it would run it uncompiled."""
+    """Set how many graphs of a function the compiler may create; by default it gives up after 8."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, number)
 
 
 def compile_in_place(model: nn.Module, **kwargs: Any) -> None:
-    """Compile a model, which stays the same object with the same names of its weights.
+    """Compile a model in place; the object and the names of its weights stay the same.
 
-    `Module.compile` does so, but the compiler leaves out the code of torch.nn itself, so that of an `nn.Sequential` it
-    would silently compile nothing. It then gets a function of ours to compile, into which it takes the model.
+    `Module.compile` does this too, but the compiler skips the code of torch.nn itself, so that it silently compiles
+    nothing of an `nn.Sequential`. Here it compiles a function of accmt, into which it inlines the model.
 
     Args:
         kwargs: For `torch.compile`.
@@ -251,7 +251,7 @@ def compile_in_place(model: nn.Module, **kwargs: Any) -> None:
 
 @contextmanager
 def looking_at_compiled_calls(model: nn.Module, look: Callable[..., Any]) -> Iterator[None]:
-    """Call `look(model, args, kwargs, outputs)` after each call of a compiled model, which would compile its hooks."""
+    """Call `look(model, args, kwargs, outputs)` after each call of a compiled model; hooks would be compiled too."""
     compiled: Any = model._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ def looking_at_compiled_calls(model: nn.Module, look: Callable[..., Any]) -> Ite
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let a scheduler take the optimizer for stepped; one that is stepped before its optimizer warns.
+    """Mark the optimizer as stepped; a scheduler that steps before its optimizer warns.
 
     Source: `LRScheduler.step` in torch/optim/lr_scheduler.py.
     """
@@ -276,10 +276,10 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def left_out_by_ddp(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Let a DistributedDataParallel that is built meanwhile neither send nor average parameters of these names."""
+    """Exclude parameters with these names from a DistributedDataParallel that is built in this context."""
     attribute = "_ddp_params_and_buffers_to_ignore"
     before = getattr(model, attribute, ())
-    setattr(model, attribute, [*before, *names])  # as `_set_params_and_buffers_to_ignore_for_model`
+    setattr(model, attribute, [*before, *names])  # like `_set_params_and_buffers_to_ignore_for_model`
     try:
         yield
     finally:
@@ -290,7 +290,7 @@ def left_out_by_ddp(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
 
 def note_trained_parameters(model: DistributedDataParallel) -> None:
-    """Let DistributedDataParallel note again which parameters require gradients, as it does when it is unpickled.
+    """Update which parameters DistributedDataParallel considers trainable, as it does when it is unpickled.
 
     Processes: collective.
 
@@ -305,28 +305,28 @@ def note_trained_parameters(model: DistributedDataParallel) -> None:
         model.reducer._set_static_graph()
         wrapper._static_graph_delay_allreduce_enqueued = False
     for hook, state in model._comm_hooks:
-        for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):  # PowerSGD's, by number of bucket
+        for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):  # of PowerSGD, by bucket number
             getattr(state, memory, {}).clear()
         dist._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
 
 
 def states_of_comm_hooks(model: DistributedDataParallel) -> list[Any]:
-    """Return the states of the hooks that reduce the gradients of a wrapped model."""
+    """Return the states of a wrapped model's communication hooks."""
     return [state for _, state in model._comm_hooks]
 
 
 def stacks_tensors_as_torch() -> bool:
-    """Return whether `default_collate` stacks tensors in torch's own way: users may register another."""
+    """Return whether `default_collate` stacks tensors in torch's own way: users may register another one."""
     return default_collate_fn_map.get(Tensor) is collate_tensor_fn
 
 
 def workers_of(batches: Any) -> list[Any]:
-    """Return the processes that load data for an iterator of a `DataLoader`."""
+    """Return the worker processes of a `DataLoader` iterator."""
     return list(getattr(batches, "_workers", ()))
 
 
 def shut_down_workers(dataloader: DataLoader[Any], batches: Any) -> None:
-    """End the processes that load data for an iterator, and let the loader forget it."""
+    """Shut down an iterator's worker processes, and detach it from the loader."""
     if hasattr(batches, "_shutdown_workers"):
         batches._shutdown_workers()
     dataloader._iterator = None
@@ -336,7 +336,7 @@ def shut_down_workers(dataloader: DataLoader[Any], batches: Any) -> None:
 
 
 def prepare_alone(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Prepare a model without an optimizer; before 1.14 Accelerate makes no note of that."""
+    """Prepare a model without an optimizer; before 1.14 Accelerate does not record that."""
     prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
     vars(prepared)["_is_accelerate_prepared"] = True
     return prepared
@@ -348,14 +348,14 @@ def is_prepared(model: nn.Module) -> bool:
 
 
 def forget_prepared(model: nn.Module, wrapped: nn.Module, accelerator: Accelerator) -> None:
-    """Let a model be prepared again, and the Accelerator forget what it had wrapped it in."""
+    """Undo the preparation of a model, and remove its wrapper from the Accelerator."""
     vars(model).pop("_is_accelerate_prepared", None)
     if wrapped in accelerator._models:
         accelerator._models.remove(wrapped)
 
 
 def shared_state() -> dict[str, Any]:
-    """Return what the Accelerators of a program share; empty before the first."""
+    """Return the state shared by a program's Accelerators; empty before the first."""
     from accelerate.state import AcceleratorState
 
     state: dict[str, Any] = AcceleratorState._shared_state
@@ -363,9 +363,9 @@ def shared_state() -> dict[str, Any]:
 
 
 def share_other_precision(precision: str) -> None:
-    """Let the next Accelerators of a program have another mixed precision; those that exist keep theirs.
+    """Set the mixed precision for the program's next Accelerators; existing ones keep theirs.
 
-    Accelerate itself rejects a second precision in a program, or keeps the first silently.
+    Accelerate itself rejects a second precision in a program, or silently keeps the first.
     """
     from accelerate.state import AcceleratorState
 
@@ -373,7 +373,7 @@ def share_other_precision(precision: str) -> None:
 
 
 def use_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Let an Accelerator of CPU processes use FSDP2, as `AcceleratorState.__init__` does for every other device."""
+    """Use FSDP2 in an Accelerator of CPU processes, as `AcceleratorState.__init__` does for other devices."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -382,16 +382,16 @@ def use_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -
 
 
 def shard_by_plugin(model: nn.Module, accelerator: Accelerator) -> None:
-    """Shard a model without an optimizer, which `Accelerator.prepare` does not take."""
+    """Shard a model without an optimizer, which `Accelerator.prepare` does not support."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     fsdp2_prepare_model(accelerator, model)
 
 
 def checkpoint_activations_by_plugin(model: nn.Module, accelerator: Accelerator) -> None:
-    """Let the layers that a plugin shards compute their activations again, where it says so; before they are sharded.
+    """Enable activation checkpointing in the layers that a plugin shards, if configured; call it before sharding.
 
-    As `Accelerator.prepare` does it.
+    Like `Accelerator.prepare`.
     """
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
@@ -405,17 +405,17 @@ def checkpoint_activations_by_plugin(model: nn.Module, accelerator: Accelerator)
 
 
 def plan_of_tensors(model: nn.Module, size: int) -> dict[str, str]:
-    """Return how a model splits its tensors over so many processes: a style for each parameter and module, by name.
+    """Return how a model splits its tensors over `size` processes: a style for each parameter and module, by name.
 
     Raises:
-        AttributeError, ImportError, TypeError: It is no model of transformers, or of one before 5.23.
+        AttributeError, ImportError, TypeError: It is not a transformers model, or transformers is older than 5.23.
         ValueError: It has no plan.
     """
     from transformers import PreTrainedModel
     from transformers.distributed.configuration_utils import DistributedConfig
 
     if not isinstance(model, PreTrainedModel):
-        message = "it is no PreTrainedModel of transformers"
+        message = "not a PreTrainedModel of transformers"
         raise AttributeError(message)
     own: Any = model
     plans: tuple[dict[str, str], ...] = own._resolve_parallel_plans(DistributedConfig(tp_size=size))
@@ -423,7 +423,7 @@ def plan_of_tensors(model: nn.Module, size: int) -> dict[str, str]:
 
 
 def sums_gradients_of_parts(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the modules whose style is `ReplicatedWithGradAllReduce`, where tensors are split."""
+    """Return the parameters of modules with the style `ReplicatedWithGradAllReduce`, where tensors are split."""
     own: Any = model
     if getattr(own, "_tp_size", None) in (None, 1):
         return []
@@ -433,18 +433,18 @@ def sums_gradients_of_parts(model: nn.Module) -> list[nn.Parameter]:
 
 
 def layers_to_shard(model: nn.Module) -> tuple[str, ...]:
-    """Return the classes of layers that a transformers model names as those to be sharded one by one."""
+    """Return the classes of layers that a transformers model declares to be sharded separately."""
     own: Any = model
     return tuple(getattr(own, "_no_split_modules", None) or ())
 
 
 def draws_first_values(model: nn.Module) -> bool:
-    """Return whether a model is one of transformers, which knows the first values of each of its parts."""
+    """Return whether a model is from transformers, which can initialize each of its parts."""
     return hasattr(model, "config") and hasattr(model, "_init_weights")
 
 
 def draw_first_values(model: nn.Module, around: Around) -> None:
-    """Let a transformers model draw the first values of all its parts, in its own order, each within a context."""
+    """Initialize all parts of a transformers model in its own order, each within a context."""
     own: Any = model
     for part in model.modules():
         vars(part).pop("_is_hf_initialized", None)
@@ -453,17 +453,17 @@ def draw_first_values(model: nn.Module, around: Around) -> None:
 
 
 def has_first_value(parameter: Tensor) -> bool:
-    """Return whether transformers has read a parameter, and so draws no value for it."""
+    """Return whether transformers has loaded a parameter, and therefore does not initialize it."""
     return getattr(parameter, "_is_hf_initialized", False)
 
 
 @contextmanager
 def distributing_as_read(distribute: Callable[[nn.Module], None], around: Around) -> Iterator[None]:
-    """Let `from_pretrained(distributed_config=...)` distribute models by other means than its own.
+    """Let `from_pretrained(distributed_config=...)` distribute models with `distribute` instead of its own code.
 
     Args:
-        distribute: Is called with a model without values, before its weights are read.
-        around: The context in which the first values of each part are drawn, as far as they are not in the files.
+        distribute: Called with a model without values, before its weights are read.
+        around: The context in which each part's values that are missing in the files are initialized.
     """
     from transformers import PreTrainedModel
 
@@ -478,7 +478,7 @@ def distributing_as_read(distribute: Callable[[nn.Module], None], around: Around
         with _drawing_within(around):
             yield
     finally:
-        del kind.maybe_distribute_model  # which it inherits
+        del kind.maybe_distribute_model  # inherited again
 
 
 @contextmanager
@@ -489,7 +489,7 @@ def _drawing_within(around: Around) -> Iterator[None]:
     own = kind._initialize_weights
 
     def initialize(model: Any, part: nn.Module, _: object = None) -> None:
-        kind_of_model: Any = class_of(model)  # FSDP2's is not in transformers, and would pass for a user's code
+        kind_of_model: Any = class_of(model)  # FSDP2's class is not in transformers, and would count as custom code
         is_custom = getattr(kind_of_model, "is_custom_code", kind_of_model.is_remote_code)  # as in transformers 5.4
         with around(part):
             own(model, part, is_custom())
@@ -502,7 +502,7 @@ def _drawing_within(around: Around) -> Iterator[None]:
 
 
 def generate_together(model: nn.Module) -> None:
-    """Let `generate` run on each process until all have ended, as each forward of a sharded model needs them all."""
+    """Run `generate` on each process until all have finished, because a sharded model's forward needs all of them."""
     vars(model)["_is_fsdp_managed_module"] = True
 
 
@@ -512,7 +512,7 @@ def names_not_saved(model: PreTrainedModel) -> set[str]:
 
 
 def attention_of(model: Any) -> str | None:
-    """Return how a transformers model computes attention, such as "sdpa"; None for any other model."""
+    """Return a transformers model's attention implementation, such as "sdpa"; None for any other model."""
     implementation: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return implementation
 
@@ -526,7 +526,7 @@ def has_injected_adapter(model: PreTrainedModel) -> bool:
 
 
 def steps_of_stream(stream: Any) -> Iterator[Any]:
-    """Return the steps of a streaming dataset (read, filter, shuffle, ...); they hold its state."""
+    """Return the steps of a streaming dataset (read, filter, shuffle, ...), which contain its state."""
     return _walk(stream._ex_iterable)
 
 
@@ -542,7 +542,7 @@ def is_shuffle_buffer(step: Any) -> bool:
 
 
 def split_of_stream(stream: Any) -> tuple[int, int] | None:
-    """Return which part of how many a streaming dataset yields, where `split_dataset_by_node` has split it."""
+    """Return the index and number of parts if `split_dataset_by_node` has split a streaming dataset."""
     split = getattr(stream, "_distributed", None)
     return None if split is None else (split.rank, split.world_size)
 
@@ -551,22 +551,22 @@ def split_of_stream(stream: Any) -> tuple[int, int] | None:
 
 
 def list_states(metric: torchmetrics.Metric) -> list[str]:
-    """Return the names of those states of a metric that are lists."""
+    """Return the names of a metric's states that are lists."""
     return [name for name, default in metric._defaults.items() if isinstance(default, list)]
 
 
 def reduction_of(metric: torchmetrics.Metric, state: str) -> Any:
-    """Return the function that joins a state of several processes; None where each keeps its own."""
+    """Return the function that reduces a state over processes; None if each process keeps its own."""
     return metric._reductions[state]
 
 
 def set_update_count(metric: torchmetrics.Metric, count: int) -> None:
-    """Let a metric take itself for updated so often."""
+    """Set a metric's update count."""
     metric._update_count = count
 
 
 def count_collectives(*, leaving_out: Iterable[str] = ()) -> dict[str, int]:
-    """Return how many collectives this process has begun in each group, but for the groups of these names."""
+    """Return how many collectives this process has started in each group, except in the groups with these names."""
     from torch.distributed.distributed_c10d import _world
 
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
-"""Which versions of other libraries accmt works with, and every branch by version.
+"""Supported versions of other libraries, and every version-dependent branch.
 
-`FLOORS` has the lower bounds of pyproject.toml, for what is installed without pip's consent. `BRANCHES` names each
-function that does something else for an older version, with the floor at which that can go.
+`FLOORS` has the lower bounds of pyproject.toml, for packages that were installed without pip's checks. `BRANCHES` lists
+each function that behaves differently with an older version, and the floor at which the branch can be removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLOORS: Mapping[str, str] = {
     "liger_kernel": "0.8",
     "torchmetrics": "1.9",
 }
-"""The lowest version of each package, by the name under which it is imported."""
+"""The lowest supported version of each package, by import name."""
 
 BRANCHES: Mapping[str, tuple[str, str]] = {
     "may_deadlock_in_forks": ("python", "3.12"),
@@ -43,20 +43,19 @@ BRANCHES: Mapping[str, tuple[str, str]] = {
     "prepare_alone": ("accelerate", "1.14"),
     "why_states_are_inexact": ("datasets", "5.1"),
 }
-"""For each function of this room that goes by a version: the package, and the floor at which that can go."""
+"""For each version-dependent function of this package: the library, and the floor at which the branch can go."""
 
 
 @cache
 def require(name: str, by: str | None = None) -> None:
-    """Check that a package can be imported, and that it is new enough.
+    """Check that a package can be imported and is new enough.
 
     Args:
         name: One of `FLOORS`.
-        by: What needs it, where that is not plain.
+        by: What needs it, if that is not obvious.
 
     Raises:
-        MissingPackageError: It is not installed, only in part, or older than accmt works with; the message has the
-            line for pip.
+        MissingPackageError: It is missing, only partly installed, or too old; the message contains the pip command.
     """
     floor = FLOORS[name]
     wanted = f"{name.replace('_', '-')}>={floor}"
@@ -70,29 +69,30 @@ def require(name: str, by: str | None = None) -> None:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, without what follows them.
+    """Return the numbers of a version, without any suffix.
 
-    A build before a release counts as that release: images of vendors have such builds of torch ("2.11.0a0+nv26.1").
+    A pre-release build counts as the release: vendors' images have such builds of torch ("2.11.0a0+nv26.1").
     """
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def may_deadlock_in_forks() -> bool:
-    """Return whether a process that is forked while another thread waits for the interpreter may wait for ever.
+    """Return whether a process that is forked while another thread waits for the interpreter may hang.
 
-    Source: python/cpython#112275, mended in 3.11.8; pyproject.toml cannot ask for a patch release of one minor only.
+    Source: python/cpython#112275, fixed in 3.11.8; pyproject.toml cannot require a patch release of only one minor
+    version.
     """
     return sys.version_info < (3, 12)
 
 
 def without_tensors(annotation: str) -> str:
-    """Return an annotation of an optimizer's argument without the tensors that it may be; torch 2.9 writes `Union`."""
+    """Return an annotation of an optimizer's argument without its tensor alternative; torch 2.9 writes `Union`."""
     return re.sub(r"(?:typing\.)?Union\[(\w+), torch\.Tensor\]", r"\1", annotation).replace(" | torch.Tensor", "")
 
 
 def checkpoint_activations(model: Any, kwargs: Mapping[str, Any]) -> None:
-    """Let a transformers model recompute the activations of its layers; before 5.23 the method has another name."""
+    """Recompute the activations of a transformers model's layers; before 5.23 the method has another name."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(kwargs))
     else:
@@ -100,13 +100,13 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def parallel_size(config: Any, name: str) -> int:
-    """Return one size of Accelerate's `ParallelismConfig`; before 1.12 it has none of sequences ("sp")."""
+    """Return one size of Accelerate's `ParallelismConfig`; before 1.12 it has no sequence parallelism ("sp")."""
     size: int = getattr(config, f"{name}_size", 1)
     return size
 
 
 def make_accelerator(arguments: Mapping[str, Any]) -> Accelerator:
-    """Return an Accelerator; before 1.13 one after a first with a mesh fails where that is not among its arguments."""
+    """Return an Accelerator; before 1.13 creating one after another that has a mesh fails unless it is passed again."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, is_initialized
 
@@ -117,18 +117,18 @@ def make_accelerator(arguments: Mapping[str, Any]) -> Accelerator:
 
 
 def why_states_are_inexact() -> str | None:
-    """Return why streams of the imported `datasets` cannot resume from their state; None where they can.
+    """Return why streams of the imported `datasets` cannot resume exactly from their state, or None.
 
-    Before 5.1 they skip samples after a filter (4.8), repeat some (5.0) or begin again (3.6), without an error.
+    Before 5.1 they skip samples after a filter (4.8), repeat some (5.0) or start over (3.6), without an error.
     """
     version, (_, since) = sys.modules["datasets"].__version__, BRANCHES["why_states_are_inexact"]
     if release_of(version) >= release_of(since):
         return None
-    return f"streams of datasets {version} lose or repeat samples when they resume; those of {since} do not"
+    return f"streams of datasets {version} lose or repeat samples on resume; those of {since} do not"
 
 
 def _version_of(module: Any) -> str | None:
-    """Return the version of an imported package; None where neither it nor its metadata say."""
+    """Return the version of an imported package; None if neither it nor its metadata contain one."""
     version = getattr(module, "__version__", None)
     if isinstance(version, str):
         return version
@@ -151,5 +151,5 @@ def _unusable(name: str, where: str, wanted: str, error: ImportError) -> Missing
         return MissingPackageError(explain(where, f"{name} {version}", wanted, f'pip install "{wanted}"'))
     why, _, _ = str(error).partition("\n")
     got = f"{name} is installed, but cannot be imported: {why}"
-    do = f'pip install --force-reinstall --no-deps "{wanted}", or install what the message names'
+    do = f'pip install --force-reinstall --no-deps "{wanted}", or install the package in the message'
     return MissingPackageError(explain(where, got, wanted, do))

@@ -52,11 +52,11 @@ def test_adapters_that_peft_has_for_such_weights_resume_with_equal_bits(
         ("int8", {"lora": DORA}, r"lora around weights of Int8Params, which fail: AttributeError"),
         ("nf4", {"lora": DORA}, r"lora around weights of Params4bit, which are replaced in each forward"),
         ("nf4", {"adapter": {"type": "LoHa", "target_modules": ["q_proj"]}}, r"loha .* which fail: RuntimeError"),
-        ("int8", {"adapter": REFLECTIONS}, r"hra around weights of Int8Params, whose codes it takes for numbers"),
+        ("int8", {"adapter": REFLECTIONS}, r"hra around weights of Int8Params, whose codes it uses as values"),
         (
             "torchao:Int8DynamicActivationInt8WeightConfig",
             {"lora": {"targets": "all-linear"}},
-            r"weights of Int8Tensor, through which no gradient comes\n  expected: .* and activations that are not",
+            r"weights of Int8Tensor, through which no gradient passes\n  expected: .* with unquantized activations",
         ),
     ],
     ids=["DoRA-int8", "DoRA-nf4", "LoHa-nf4", "HRA-int8", "LoRA-torchao dynamic"],

@@ -256,7 +256,7 @@ def test_a_folder_and_a_class_that_do_not_exist_have_their_place():
     build(lora={"r": 2}).save_pretrained("adapter")
     config = json.loads(Path("adapter/adapter_config.json").read_text())
     Path("adapter/adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "./gone"}))
-    with pytest.raises(FileNotFoundError, match=r"the model of the adapter in adapter, as its .* names it: \./gone"):
+    with pytest.raises(FileNotFoundError, match=r"the base model of the adapter in adapter, from its .*: \./gone"):
         build(path="adapter")
 
 
@@ -316,7 +316,7 @@ def test_an_adapter_of_another_base_is_said(caplog):
     AcceleratorModule.from_hps({**HPS, "model": {**model, "path": "llama"}}).load_weights("out/adapter")
     assert "was trained with" not in caplog.text
     AcceleratorModule.from_hps({**HPS, "model": {**model, "path": "./alike"}}).load_weights("out/adapter")
-    assert "was trained with ./llama, and is loaded into ./alike" in caplog.text
+    assert "was trained with ./llama, but is loaded into ./alike" in caplog.text
     with pytest.raises(WeightsError, match=r"lora_A\.weight \[2, 16\] for \[2, 32\] in the model"):
         AcceleratorModule.from_hps({**HPS, "model": {**model, "path": "./wider"}}).load_weights("out/adapter")
     with pytest.raises(HyperParameterError, match="do: write `type: AutoModelForCausalLM`, or the class for its task"):

@@ -324,7 +324,7 @@ def test_the_advised_ways_to_a_module_train():
         (BertForSequenceClassification(config), {"input_ids": tokens, "labels": torch.tensor([1])}),
         (nn.Linear(3, 1), (torch.ones(1, 3), torch.ones(1, 1))),
     ):
-        lines = str(advise_wrapping(given)).replace(", say, and ", "; ").partition("; or ")[0]
+        lines = str(advise_wrapping(given)).replace(", then ", "; ").partition("; or ")[0]
         names = {**globals(), "model": given, "config": config, "loss_fn": nn.functional.mse_loss}
         *before, make = lines.split("; ")
         exec("\n".join(before), names)
@@ -441,7 +441,7 @@ def test_a_foreign_config_stays_and_is_told_of_once(tmp_path, caplog):
     with speaking(verbose=False):
         save(model, tmp_path)
         save(model, tmp_path)
-    assert caplog.text.count("holds the config.json of another model") == 1
+    assert caplog.text.count("contains the config.json of another model") == 1
     assert (tmp_path / "config.json").exists()
 
 

@@ -422,7 +422,7 @@ def test_transformers_has_a_plan_for_tensor_parallelism(qwen, tiny):
     assert callable(apply_tensor_parallelism)
     with pytest.raises(ValueError, match="has no `tp_plan`"):
         names.plan_of_tensors(tiny, 2)
-    with pytest.raises(AttributeError, match="no PreTrainedModel"):
+    with pytest.raises(AttributeError, match="not a PreTrainedModel"):
         names.plan_of_tensors(nn.Linear(1, 1), 2)
 
 
