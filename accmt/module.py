@@ -1,4 +1,4 @@
-"""The user's contract: what a module defines, and what it finds in itself during a run."""
+"""The API for users' modules: the methods they define, and the attributes available during a run."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from accmt.tracking.media import MediaLog
 
 
-# ---- What a module logs besides its losses.
+# ---- Logging of values in addition to losses.
 
 
 _OF_LIGHTNING: Mapping[str, str] = {
-    "add_dataloader_idx": "leave it out: the name of the validation set is added where there are several",
+    "add_dataloader_idx": "remove it: with several validation sets, the set's name is added automatically",
     "batch_size": 'return {"loss": loss, "weight": weight}, or define get_batch_size',
-    "enable_graph": "leave it out: no graph is kept",
-    "metric_attribute": "leave it out: metrics are the Trainer's, Trainer(metrics=[...])",
-    "on_epoch": "leave it out: Trainer(log_every=-1) makes one row of each epoch",
-    "on_step": "leave it out: Trainer(log_every=10) says when there is a row, and instant=True makes one now",
-    "rank_zero_only": "leave it out: a value may be logged on some processes only",
-    "reduce_fx": 'write reduction="sum", or leave it out for the mean',
-    "sync_dist": "leave it out: values are means over all processes",
-    "sync_dist_group": "leave it out: values are means over all processes",
+    "enable_graph": "remove it: graphs are never kept",
+    "metric_attribute": "remove it: pass metrics to the Trainer, Trainer(metrics=[...])",
+    "on_epoch": "remove it: Trainer(log_every=-1) writes one row per epoch",
+    "on_step": "remove it: Trainer(log_every=10) sets the interval of rows, and instant=True writes one now",
+    "rank_zero_only": "remove it: a value may be logged on some processes only",
+    "reduce_fx": 'write reduction="sum", or remove it for the mean',
+    "sync_dist": "remove it: values are averaged over all processes",
+    "sync_dist_group": "remove it: values are averaged over all processes",
 }
 _KEYWORDS = ("value", "step", "reduction", "instant", "prog_bar", "logger")
 
@@ -52,13 +52,13 @@ def _reject_keywords(name: Any, others: Mapping[str, Any]) -> None:
     for keyword in others:
         where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
         is_known = keyword in _OF_LIGHTNING
-        got = "a keyword of Lightning's log" if is_known else "a keyword that log does not have"
+        got = "a keyword of Lightning's log" if is_known else "an unknown keyword"
         do = _OF_LIGHTNING.get(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
         raise ArgumentError(explain(where, got, expected, do))
 
 
 class Logs(Protocol):
-    """Where a run puts what its module logs."""
+    """The run's storage for logged values."""
 
     of_training: LoggedValues
     of_evaluation: LoggedValues
@@ -82,10 +82,10 @@ class Logs(Protocol):
 
 
 class LogsValues:
-    """The part of `AcceleratorModule` that logs.
+    """The logging methods of `AcceleratorModule`.
 
     Attributes:
-        logs: During a run: what was logged, and the newest rows.
+        logs: During a run: the logged values, and the newest rows.
     """
 
     logs: Logs
@@ -103,24 +103,24 @@ class LogsValues:
         logger: bool = True,
         **others: Any,
     ) -> None:
-        """Log a value: in training it comes with the next row, in evaluation with its results.
+        """Log a value: during training with the next row, during evaluation with its results.
 
-        It is averaged over the batches that logged it, on all processes, each with the weight of its batch. It may be
-        logged in some batches or on some processes only. Nothing waits for the device, and no graph is kept.
+        It is averaged over the batches that logged it, on all processes, weighted like the batches. You may log it in
+        some batches or on some processes only. Logging does not wait for the device, and keeps no graph.
 
         Args:
-            name: Its name; or values by name, and no `value`.
-            value: A number, or a tensor of one element; it stays as it is.
-            step: The step of the row, where `instant`; None is the number of optimizer steps.
-            reduction: "mean", or "sum" for the sum over batches and processes, whatever they weigh.
-            instant: Whether this process makes a row of its own of the value, now. That waits for the device.
-            prog_bar: Whether the progress bar shows it.
-            logger: Whether trackers and `history.jsonl` get it.
-            **others: None; for those of Lightning's `log` the error says what to write here.
+            name: Its name; or a dict of values by name, without `value`.
+            value: A number, or a tensor with one element; it is not modified.
+            step: The step of the row, with `instant`; None is the number of optimizer steps.
+            reduction: "mean", or "sum" for the unweighted sum over batches and processes.
+            instant: Whether this process writes a separate row with the value now. This waits for the device.
+            prog_bar: Whether to show it in the progress bar.
+            logger: Whether to send it to trackers and `history.jsonl`.
+            **others: Not accepted; for keywords of Lightning's `log`, the error suggests what to write.
 
         Raises:
-            ModuleContractError: The value is not one number, the name is taken, or nothing is running.
-            ArgumentError: There is no such reduction or keyword, or a `step` without `instant`.
+            ModuleContractError: The value is not a single number, the name is taken, or there is no run.
+            ArgumentError: Unknown reduction or keyword, or a `step` without `instant`.
         """
         _reject_keywords(name, others)
         self._require_run(f"log({name!r}, ...)")
@@ -136,22 +136,22 @@ class LogsValues:
         self.log(values, **options)
 
     def log_images(self, images: Mapping[str, Any], step: int | None = None) -> None:
-        """Log images: they are written into the run folder, and trackers that show images get them from there.
+        """Log images: they are saved in the run folder, and sent from there to trackers that show images.
 
         Shapes: tensors `[images, channels, height, width]`, NumPy arrays `[images, height, width, channels]`, with 1, 3
         or 4 channels or without that dimension; one image without the first.
 
         Args:
-            images: By name: a tensor, an array, an image of Pillow, or a list of such images, which may differ in
-                size. Bytes (uint8), or floats from 0 to 1; what is outside is cut off, with a warning.
-            step: The optimizer step that they belong to; None is the number of optimizer steps.
+            images: By name: a tensor, an array, a Pillow image, or a list of images, which may differ in size. Bytes
+                (uint8), or floats from 0 to 1; other values are clamped, with a warning.
+            step: The optimizer step they belong to; None is the number of optimizer steps.
 
         Raises:
-            ArgumentError: A shape, a type or a name is wrong.
+            ArgumentError: Invalid shape, type or name.
             MissingPackageError: Pillow is not installed.
-            ModuleContractError: There was no run yet.
+            ModuleContractError: There has been no run yet.
 
-        Processes: main only; the others return at once.
+        Processes: main only; the others return immediately.
         """
         media = self._media("log_images")
         if media is not None:
@@ -160,53 +160,53 @@ class LogsValues:
     def log_table(
         self, name: str, columns: Sequence[str], data: Iterable[Iterable[Any]], step: int | None = None
     ) -> None:
-        """Log a table, which goes where images do.
+        """Log a table; it is stored and sent like images.
 
         Args:
             name: Its name.
             columns: The names of the columns.
-            data: The rows: strings, numbers, bools or None; other values are logged as text.
-            step: As in `log_images`.
+            data: The rows: strings, numbers, bools or None; other values are converted to strings.
+            step: Like in `log_images`.
 
         Raises:
-            ArgumentError: A row does not fit the columns, or a name is wrong.
-            ModuleContractError: There was no run yet.
+            ArgumentError: A row does not match the columns, or a name is invalid.
+            ModuleContractError: There has been no run yet.
 
-        Processes: main only; the others return at once.
+        Processes: main only; the others return immediately.
         """
         media = self._media("log_table")
         if media is not None:
             media.log_table(name, columns, data, self._step(step))
 
     def log_artifact(self, path: str | PathLike[str], step: int | None = None) -> None:
-        """Log a copy of a file, which goes where images do.
+        """Log a copy of a file; it is stored and sent like images.
 
         Args:
-            path: The file; it may change or go afterwards.
-            step: As in `log_images`.
+            path: The file; you may change or delete it afterwards.
+            step: Like in `log_images`.
 
         Raises:
-            ArgumentError: It is not there, or a folder.
-            ModuleContractError: There was no run yet.
+            ArgumentError: It does not exist, or is a folder.
+            ModuleContractError: There has been no run yet.
 
-        Processes: main only; the others return at once.
+        Processes: main only; the others return immediately.
         """
         media = self._media("log_artifact")
         if media is not None:
             media.log_artifact(path, self._step(step))
 
     def log_artifacts(self, folder: str | PathLike[str], step: int | None = None) -> None:
-        """Log copies of all files of a folder, under the folder's name.
+        """Log copies of all files in a folder, under the folder's name.
 
         Args:
             folder: The folder.
-            step: As in `log_images`.
+            step: Like in `log_images`.
 
         Raises:
-            ArgumentError: It is not there, a file, or one that the run folder lies in.
-            ModuleContractError: There was no run yet.
+            ArgumentError: It does not exist, is a file, or contains the run folder.
+            ModuleContractError: There has been no run yet.
 
-        Processes: main only; the others return at once.
+        Processes: main only; the others return immediately.
         """
         media = self._media("log_artifacts")
         if media is not None:
@@ -225,16 +225,16 @@ class LogsValues:
 
 
 _OF_RUN = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "logs", "manual_steps")
-"""What a run lends a module."""
+"""The attributes that a module has only during a run."""
 
 Step = Callable[[Any, Any], Any]
-"""A function of a batch and the Trainer; `Any` lets a user annotate the second as `accmt.Trainer`."""
+"""A function of a batch and the Trainer; `Any`, so that users can annotate the latter as `accmt.Trainer`."""
 
 
 class AcceleratorModule(LogsValues):
-    """A model and how it is trained. Derive from it, set `self.model`, and define `training_step`.
+    """A model and its training logic. Derive from it, set `self.model`, and define `training_step`.
 
-    No `super().__init__()` is needed. Any hook of the table (`accmt.callbacks.HOOKS`) may be defined on the module too.
+    No `super().__init__()` is needed. You can also define any hook (`accmt.callbacks.HOOKS`) on the module.
 
     Examples:
         >>> class Classifier(AcceleratorModule):
@@ -246,22 +246,22 @@ class AcceleratorModule(LogsValues):
         ...     validation_step = training_step
 
     Attributes:
-        model: The `nn.Module` that is trained. During training it is the wrapped one that reduces gradients over
-            processes; afterwards it is yours again.
+        model: The `nn.Module` to train. During training, it is wrapped to reduce gradients over processes; afterwards,
+            it is the original again.
         teacher: A second `nn.Module` that is never trained.
-        processor: Tokenizer or other processor that is saved beside a transformers model.
+        processor: Tokenizer or other processor that is saved with a transformers model.
         optimizer: During a run: the optimizer.
         scheduler: During a run: the scheduler, or None.
         state: During a run: the counters, `TrainingState`.
         trainer: During a run: the Trainer.
         accelerator: During a run: the `accelerate.Accelerator`.
-        device: During a run: where model and batches are.
+        device: During a run: the device of model and batches.
         tracker: During a run: the first tracker, or None.
-        collate_fn: Makes a batch of samples; defined here it wins over the Trainer's.
+        collate_fn: Turns samples into a batch; takes precedence over the Trainer's.
         collate_fn_train: The same for training data only.
         collate_fn_val: The same for validation data only.
-        uses_manual_optimization: Whether `training_step` runs the optimization itself; derive from
-            `ExtendedAcceleratorModule` for that.
+        uses_manual_optimization: Whether `training_step` calls backward and optimizer itself; derive from
+            `ExtendedAcceleratorModule` for this.
     """
 
     uses_manual_optimization: ClassVar[bool] = False
@@ -284,51 +284,50 @@ class AcceleratorModule(LogsValues):
     def training_step(self, batch: Any) -> Any:
         """Compute the loss of one batch.
 
-        May take `batch_idx`, `state` and `status_dict` as further parameters.
+        May take the further parameters `batch_idx`, `state` and `status_dict`.
 
         Args:
-            batch: What the collate function made, on the device.
+            batch: The output of the collate function, on the device.
 
         Returns:
-            The mean loss, a tensor of shape `[]`; or a dict with it under "loss", optionally its weight under "weight"
-            (such as the number of target tokens), and further scalars that are logged.
+            The mean loss, a tensor of shape `[]`; or a dict with "loss", optionally its "weight" (such as the number
+            of target tokens), and further scalars to log.
         """
         return self.step(batch)
 
     def validation_step(self, batch: Any) -> Any:
-        """Compute the loss, and predictions for metrics, of one validation batch; gradients are off.
+        """Compute the loss of one validation batch, and predictions for metrics; gradients are off.
 
-        May take the validation set's key as first parameter, `validation_step(self, key, batch)`, and the further
+        May take the validation set's key as the first parameter, `validation_step(self, key, batch)`, and the further
         parameters of `training_step`.
 
         Returns:
-            The mean loss; or a dict with "loss", further scalars, and `(predictions, references)` under names of
-            metrics.
+            The mean loss; or a dict with "loss", further scalars, and `(predictions, references)` by metric name.
         """
         return self.step(batch)
 
     def step(self, batch: Any) -> Any:
-        """Compute what training and validation have in common; used where one of their steps is not defined.
+        """Shared logic of training and validation; used for each step that is not defined.
 
         Raises:
-            NotImplementedError: It is not defined either.
+            NotImplementedError: `step` is not defined either.
         """
         raise NotImplementedError("define training_step(self, batch), or step(self, batch) for training and validation")
 
     def test_step(self, batch: Any) -> Any:
-        """Compute the results of one test batch, as `validation_step` does, which stands in its place unless defined.
+        """Compute the results of one test batch, like `validation_step`, which is the default.
 
-        Its loss is reported as `test_loss`.
+        The loss is reported as `test_loss`.
         """
         return self.validation_step(batch)
 
     def predict_step(self, batch: Any) -> Any:
-        """Compute the predictions of one batch; gradients are off. Unless defined they are what `forward` makes of it.
+        """Compute the predictions for one batch; gradients are off. The default calls `forward`.
 
         May take the key and the further parameters of `validation_step`.
 
         Returns:
-            One prediction for each sample: a tensor `[samples, ...]`, a list, or a dict or tuple of these.
+            One prediction per sample: a tensor `[samples, ...]`, a list, or a dict or tuple of these.
         """
         return self(batch)
 
@@ -341,52 +340,52 @@ class AcceleratorModule(LogsValues):
         return self.forward(*args, **kwargs)
 
     def configure_model(self) -> None:
-        """Make `self.model` where `__init__` has not: at the start of a run, when the processes know one another.
+        """Create `self.model` at the start of a run, after the process group, if `__init__` has not.
 
-        A model that is to be sharded need not be whole on any process then: `AcceleratorModule.from_hf` with
-        `in_fit=True` does this, and so do `from_pretrained(..., distributed_config=...)` and `fully_shard` in here.
-        A model from scratch is built on the meta device in here, and filled when it is sharded.
+        With sharding, no process then needs the whole model: `AcceleratorModule.from_hf` with `in_fit=True` does this,
+        and so do `from_pretrained(..., distributed_config=...)` and `fully_shard` in this method. A model from scratch
+        is created on the meta device here, and initialized when it is sharded.
 
         Processes: all.
         """
 
     def get_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return an optimizer of your own; None takes the hyper-parameters'.
+        """Return a custom optimizer; None uses the hyper-parameters'.
 
-        An `ExtendedAcceleratorModule` may return a list of several, which it steps itself.
+        An `ExtendedAcceleratorModule` may return a list of optimizers and step them itself.
         """
         return None
 
     def get_scheduler(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, epochs: int) -> LRScheduler | None:
-        """Return a scheduler of your own, which is stepped once per optimizer step; None takes the hyper-parameters'.
+        """Return a custom scheduler, stepped once per optimizer step; None uses the hyper-parameters'.
 
-        An `ExtendedAcceleratorModule` with several optimizers may return a list: a scheduler for each.
+        An `ExtendedAcceleratorModule` with several optimizers may return a list with a scheduler for each.
 
         Args:
-            optimizer: The optimizer; several are one `ChainedOptimizer`, whose `optimizers` they are.
-            steps_per_epoch: Optimizer steps of an epoch in this run.
-            epochs: Epochs of this run.
+            optimizer: The optimizer; several are the `optimizers` of one `ChainedOptimizer`.
+            steps_per_epoch: Optimizer steps per epoch in this run.
+            epochs: Epochs in this run.
         """
         return None
 
     def get_train_dataloader(self) -> Data | None:
-        """Return training data that are used instead of `fit`'s; may take those as parameter `dataset`."""
+        """Return training data to use instead of `fit`'s, which a parameter `dataset` receives."""
         return None
 
     def get_validation_dataloader(self) -> Data | None:
-        """Return validation data that are used instead of `fit`'s; may take those as parameter `dataset`."""
+        """Return validation data to use instead of `fit`'s, which a parameter `dataset` receives."""
         return None
 
     def get_test_dataloader(self) -> Data | None:
-        """Return test data that are used instead of `test`'s; may take those as parameter `dataset`."""
+        """Return test data to use instead of `test`'s, which a parameter `dataset` receives."""
         return None
 
     def get_predict_dataloader(self) -> Data | None:
-        """Return data that are predicted instead of `predict`'s; may take those as parameter `dataset`."""
+        """Return data to predict instead of `predict`'s, which a parameter `dataset` receives."""
         return None
 
     def get_callbacks(self) -> CallbackProtocol | Sequence[CallbackProtocol] | None:
-        """Return callbacks to add; one replaces the Trainer's callbacks of the same class."""
+        """Return callbacks to add; they replace the Trainer's callbacks of the same class."""
         return None
 
     def get_batch_size(self, batch: Any) -> int | None:
@@ -394,26 +393,26 @@ class AcceleratorModule(LogsValues):
         return None
 
     def length_of(self, sample: Any) -> int | None:
-        """Return the tokens of a sample as it is read, for `max_tokens` in the hyper-parameters.
+        """Return the number of tokens in a sample as loaded, for `max_tokens` in the hyper-parameters.
 
-        None lets accmt look them up: the sample's entry "length", else the length of its "input_ids".
+        None lets accmt find it: the sample's "length", else the length of its "input_ids".
         """
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a crash besides model, optimizer and scheduler: JSON values and tensors.
+        """Return further state to checkpoint, in addition to model, optimizer and scheduler: JSON values and tensors.
 
-        A checkpoint holds that of each process, where they differ. A run on another number of processes begins with
-        that of the main one.
+        A checkpoint contains the state of each process, if they differ. A run that resumes on another number of
+        processes starts from the main process's.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, on every process, before `on_resume`."""
+        """Restore state from `state_dict`, on every process, before `on_resume`."""
 
     @property
     def unwrapped_model(self) -> nn.Module:
-        """The model without the wrapper that reduces gradients: for `generate`, `config` and the like."""
+        """The model without the wrapper that reduces gradients, for example for `generate` or `config`."""
         if "accelerator" not in self.__dict__:
             return self.model
         model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -425,20 +424,20 @@ class AcceleratorModule(LogsValues):
         return self.state.state_dict()
 
     def freeze(self, *parts: nn.Module) -> None:
-        """Stop training parts of the model: their parameters get no gradients and stay as they are.
+        """Stop training parts of the model: their parameters get no gradients and do not change.
 
-        Before `fit`, or between two optimizer steps of it, on every process.
+        Call it before `fit`, or between two optimizer steps, on every process.
 
-        Dropout and the running statistics of batch norm continue; `part.eval()` in `training_step` stops them.
+        Dropout and the running statistics of batch norm stay active; `part.eval()` in `training_step` stops them.
 
         Args:
-            *parts: Modules of the model; none means all of it.
+            *parts: Modules of the model; without any, the whole model.
         """
         for part in parts or (self.model,):
             part.requires_grad_(requires_grad=False)
 
     def unfreeze(self, *parts: nn.Module) -> None:
-        """Train parts of the model again; none means all of it."""
+        """Train parts of the model again; without any, the whole model."""
         for part in parts or (self.model,):
             part.requires_grad_(requires_grad=True)
 
@@ -446,11 +445,11 @@ class AcceleratorModule(LogsValues):
         """Load the weights of a model folder into `self.model`.
 
         Args:
-            path: A folder that a Trainer saved, or one of `save_pretrained`. Into a PEFT model its adapters are loaded.
-            strict: Whether every weight must be there and fit.
+            path: A folder saved by a Trainer or by `save_pretrained`. For a PEFT model, its adapters are loaded.
+            strict: Whether every weight must be present and match.
 
         Raises:
-            WeightsError: A file, a name or a shape is missing or does not fit; names and shapes are in the message.
+            WeightsError: A file, a name or a shape is missing or does not match; the message lists names and shapes.
         """
         from accmt.huggingface import load_model_weights
 
@@ -465,17 +464,17 @@ class AcceleratorModule(LogsValues):
         in_fit: bool = False,
         **kwargs: Any,
     ) -> AcceleratorModule:
-        """Make a module of a transformers model whose forward returns a loss.
+        """Create a module from a transformers model whose forward returns a loss.
 
         Args:
-            path: A model folder, or a name on the hub. From the folder of an adapter the model under it is built, too.
+            path: A model folder, or a model name on the Hub. For an adapter folder, its base model is loaded too.
             type: A transformers class or its name, such as "AutoModelForSequenceClassification"; None is AutoModel.
-            in_fit: Whether the model is built at the start of a run instead of now. Where FSDP2 shards it, each process
-                then reads its own part of the weights.
-            **kwargs: For `from_pretrained`, such as `num_labels`; `processor=` is saved beside the model.
+            in_fit: Whether to build the model at the start of a run instead of now. With FSDP2, each process then reads
+                only its shards.
+            **kwargs: For `from_pretrained`, such as `num_labels`; `processor=` is saved with the model.
 
         Raises:
-            ArgumentError: `type` is no transformers class; the message names the nearest.
+            ArgumentError: `type` is not a transformers class; the message suggests the closest name.
             ModuleContractError: `path` is something else, such as a model.
         """
         from accmt.huggingface import load_pretrained
@@ -494,16 +493,16 @@ class AcceleratorModule(LogsValues):
         in_fit: bool = False,
         processor: Any = None,
     ) -> AcceleratorModule:
-        """Make a module of the transformers model that the section `model` of hyper-parameters describes.
+        """Create a module from the transformers model in the `model` section of hyper-parameters.
 
         Args:
             hps_config: The hyper-parameters: a path, a dict or the object.
-            in_fit: Whether the model is built at the start of a run instead of now, as in `from_hf`.
-            processor: A tokenizer (or the like) that is saved beside the model.
+            in_fit: Whether to build the model at the start of a run instead of now, as in `from_hf`.
+            processor: A tokenizer or other processor that is saved with the model.
 
         Raises:
-            HyperParameterError: There is no such section, or something in it is wrong.
-            MissingPackageError: A package that it asks for is not installed.
+            HyperParameterError: The section is missing or invalid.
+            MissingPackageError: A package that it requires is not installed.
         """
         from accmt.options import HyperParameters
         from accmt.registry import addon
@@ -523,13 +522,13 @@ class AcceleratorModule(LogsValues):
         eval_step: Callable[[Any, Any], Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> AcceleratorModule:
-        """Make a module of functions of a batch and the Trainer, in which `trainer.model` is the model to call.
+        """Create a module from functions of a batch and the Trainer, which call the model as `trainer.model`.
 
         Args:
             model: The model.
-            train_step: Returns what `training_step` does.
-            eval_step: Returns what `validation_step` does; None takes `train_step` there, too.
-            optim: An optimizer of the model's parameters; None takes the hyper-parameters'.
+            train_step: Used as `training_step`.
+            eval_step: Used as `validation_step`; None uses `train_step` for both.
+            optim: An optimizer of the model's parameters; None uses the hyper-parameters'.
 
         Examples:
             >>> def train_step(batch, trainer):
@@ -539,12 +538,12 @@ class AcceleratorModule(LogsValues):
         return FunctionModule(model, train_step, eval_step, optim)
 
     def __getattr__(self, name: str) -> Any:
-        """Say what a missing attribute is here, where another trainer's module has it."""
-        if hasattr(super(), "__getattr__"):  # that of an nn.Module, where the user mixes the two
+        """Raise an error that suggests what to use in place of an attribute of another trainer's module."""
+        if hasattr(super(), "__getattr__"):  # nn.Module's, if the user derives from both
             return super().__getattr__(name)  # type: ignore[misc]
         if name in _OF_RUN or name == "device":
-            do = "use it in a step, or a hook such as on_fit_start; model and batches are moved to the device for you"
-            message = explain(f"self.{name}", "there is no run yet, as in __init__", "a run, which lends it", do)
+            do = "use it in a step or a hook such as on_fit_start; accmt moves model and batches to the device"
+            message = explain(f"self.{name}", "no run yet, as in __init__", "access during a run", do)
         else:
             from accmt.registry import addon
 
@@ -552,11 +551,11 @@ class AcceleratorModule(LogsValues):
         raise AttributeError(message, name=name, obj=self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the module without its run, so that loader processes and copies do not drag a run along."""
+        """Return the module's state without its run, so that loader processes and copies do not include the run."""
         return {name: value for name, value in self.__dict__.items() if name not in _OF_RUN}
 
     def forget_run(self) -> None:
-        """Forget what belongs to the last run: its Trainer, optimizer, scheduler and the like."""
+        """Remove the attributes of the last run: Trainer, optimizer, scheduler and so on."""
         for name in _OF_RUN:
             self.__dict__.pop(name, None)
 
@@ -575,7 +574,7 @@ class AcceleratorModule(LogsValues):
 
 
 class ManualSteps(Protocol):
-    """What a run gives an `ExtendedAcceleratorModule` to step with."""
+    """The run's interface for the steps of an `ExtendedAcceleratorModule`."""
 
     has_gradients: bool
 
@@ -586,9 +585,9 @@ class ManualSteps(Protocol):
 
 
 class ExtendedAcceleratorModule(AcceleratorModule):
-    """A module whose `training_step` runs the optimization itself: any number of backwards and steps for a batch.
+    """A module with manual optimization: `training_step` calls backward and optimizer, any number of times per batch.
 
-    `step` is no logic shared by training and validation here: it advances optimizer and scheduler.
+    Here, `step` is not shared by training and validation: it steps optimizer and scheduler.
 
     Examples:
         >>> class Manual(ExtendedAcceleratorModule):
@@ -606,29 +605,29 @@ class ExtendedAcceleratorModule(AcceleratorModule):
     manual_steps: ManualSteps
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
-        """Add the gradients of a batch's mean loss.
+        """Accumulate the gradients of a batch's mean loss.
 
         Processes: collective.
 
         Args:
             loss: The mean loss of this process's batch.
-            weight: What it weighs, such as its target tokens; None is its samples, or the target tokens of a loss that
-                a transformers model computed.
+            weight: Its weight, such as the number of target tokens; None is the number of samples, or of target tokens
+                if a transformers model computed the loss.
         """
         self.manual_steps.backward(loss, weight)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers: those that `get_optimizer` returned or a `ChainedOptimizer` holds, or the only one."""
+        """Return the optimizers: those from `get_optimizer` or in a `ChainedOptimizer`, or the only one."""
         from accmt.optimization import ChainedOptimizer
 
         return list(self.optimizer.optimizers) if isinstance(self.optimizer, ChainedOptimizer) else [self.optimizer]
 
     @contextmanager
     def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Let only the parameters of one optimizer have gradients meanwhile, such as those of a GAN's generator."""
+        """Temporarily compute gradients only for the parameters of one optimizer, such as a GAN's generator."""
         others = [parameter for parameter in _parameters_beside(self, optimizer) if parameter.requires_grad]
         for parameter in others:
-            parameter.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+            parameter.requires_grad_(False)  # noqa: FBT003 - torch's signature
         try:
             yield
         finally:
@@ -636,18 +635,18 @@ class ExtendedAcceleratorModule(AcceleratorModule):
                 parameter.requires_grad_(True)  # noqa: FBT003 - as above
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        """Clip the gradients as the Trainer says, and let the optimizer step.
+        """Clip the gradients according to the Trainer, and step the optimizer.
 
         Args:
-            optimizer: The one of `optimizers()` that steps; None steps all. Gradients of the others stay as they are.
+            optimizer: One of `optimizers()`; None steps all. Gradients of the others do not change.
 
         Returns:
-            Whether it really stepped; not where the gradient scaler met inf.
+            Whether it stepped; False if the gradient scaler found inf.
         """
         others = [] if optimizer is None else _parameters_beside(self, optimizer)
         gradients = [parameter.grad for parameter in others]
         for parameter in others:
-            parameter.grad = None  # what has no gradient is neither clipped nor stepped
+            parameter.grad = None  # without a gradient, it is neither clipped nor stepped
         try:
             return self.manual_steps.step_optimizer(is_whole=all(gradient is None for gradient in gradients))
         finally:
@@ -655,33 +654,33 @@ class ExtendedAcceleratorModule(AcceleratorModule):
                 parameter.grad = gradient
 
     def step_scheduler(self, scheduler: LRScheduler | None = None) -> None:
-        """Advance the scheduler by one step, if there is one.
+        """Step the scheduler, if there is one.
 
         Args:
-            scheduler: The one of `schedulers()` that advances; None advances all.
+            scheduler: One of `schedulers()`; None steps all.
         """
         self.manual_steps.step_scheduler(scheduler)
 
     def schedulers(self) -> list[LRScheduler]:
-        """Return the schedulers: those that `get_scheduler` returned, or the only one; none without."""
+        """Return the schedulers: those from `get_scheduler`, the only one, or an empty list."""
         several = getattr(self.scheduler, "schedulers", None)
         return list(several) if several else [self.scheduler] if self.scheduler is not None else []
 
     def step(self, batch: Any = None) -> None:
-        """Let the optimizer step and, if it did, advance the scheduler."""
+        """Step the optimizer and, if it stepped, the scheduler."""
         if self.step_optimizer():
             self.step_scheduler()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
         self.manual_steps.zero_grad()
 
 
 def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all optimizers but one."""
+    """Return the parameters of all other optimizers."""
     optimizers = module.optimizers()
     if not any(one is optimizer for one in optimizers):
-        got, do = f"a {type(optimizer).__name__} that the run does not have", "take it from self.optimizers()"
+        got, do = f"a {type(optimizer).__name__} that is not part of the run", "use one of self.optimizers()"
         raise ModuleContractError(explain("an optimizer", got, "one of self.optimizers()", do))
     others = [one for one in optimizers if one is not optimizer]
     return [parameter for one in others for group in one.param_groups for parameter in group["params"]]
@@ -693,13 +692,13 @@ def defines(module: AcceleratorModule, name: str) -> bool:
 
 
 class FunctionModule(AcceleratorModule):
-    """A model with functions of a batch and the Trainer in the place of steps.
+    """A model with functions of a batch and the Trainer in place of steps.
 
     Args:
         model: The model.
-        train_step: Returns what `training_step` does.
-        eval_step: Returns what `validation_step` does; None takes `train_step` there, too.
-        optim: An optimizer of the model's parameters, with which every run begins in its first state; None takes the
+        train_step: Used as `training_step`.
+        eval_step: Used as `validation_step`; None uses `train_step` for both.
+        optim: An optimizer of the model's parameters, reset to its initial state for every run; None uses the
             hyper-parameters'.
     """
 
@@ -717,15 +716,15 @@ class FunctionModule(AcceleratorModule):
         self._first_optim_state = None if optim is None else deepcopy(optim.state_dict())
 
     def training_step(self, batch: Any) -> Any:
-        """Return what the function for training makes of the batch."""
+        """Call the training function."""
         return self._train_step(batch, self.trainer)
 
     def validation_step(self, batch: Any) -> Any:
-        """Return what the function for evaluation makes of the batch."""
+        """Call the evaluation function."""
         return self._eval_step(batch, self.trainer)
 
     def get_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the user's optimizer, without what earlier runs and `tune` have left in it."""
+        """Return the user's optimizer, without state from earlier runs and `tune`."""
         if self._optim is not None and self._first_optim_state is not None:
             self._optim.load_state_dict(self._first_optim_state)
         return self._optim
@@ -735,12 +734,12 @@ class HuggingFaceModule(AcceleratorModule):
     """A transformers model that computes its own loss.
 
     Args:
-        model: The model, or what builds it at the start of a run.
-        processor: Tokenizer or other processor that is saved beside it.
+        model: The model, or a function that builds it at the start of a run.
+        processor: Tokenizer or other processor that is saved with it.
 
     Attributes:
-        metric_names: The metrics of each set that is evaluated, as a run lets it know.
-        hps: The hyper-parameters that describe the model; None where nothing does.
+        metric_names: The metrics of each evaluated set; set by a run.
+        hps: The hyper-parameters that describe the model, or None.
     """
 
     metric_names: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -758,18 +757,18 @@ class HuggingFaceModule(AcceleratorModule):
         self.model = self._build()
 
     def step(self, batch: Any) -> Any:
-        """Return the loss that the model computes of a batch with labels.
+        """Return the loss that the model computes from a batch with labels.
 
         Raises:
-            ModuleContractError: The model computes none: it has no head for a task, or the batch has no labels.
-            DataError: The model cannot compute, and the batch has lists where it needs tensors.
+            ModuleContractError: The model returns no loss: it has no task head, or the batch has no labels.
+            DataError: The model fails, and the batch has lists instead of tensors.
         """
         return self._read_loss(self._call_model(batch), batch)
 
     def validation_step(self, batch: Any, key: str = "") -> Any:
-        """Return the loss, and for each metric of the set what the model says of a sample, with the sample's label.
+        """Return the loss, and the logits and labels for each metric of the set.
 
-        Where labels are of tokens, a metric would have to know which of them count: it needs a module of its own.
+        Token labels need a custom module: a metric would have to know which tokens count.
         """
         names, labels = self.metric_names.get(key), batch.get("labels")
         if not names or not isinstance(labels, torch.Tensor) or labels.ndim != 1:
@@ -777,7 +776,7 @@ class HuggingFaceModule(AcceleratorModule):
         outputs = self._call_model(batch)
         result = self._read_loss(outputs, batch)
         entries = result if isinstance(result, dict) else {"loss": result}
-        logits = outputs.logits.squeeze(-1)  # of one number for each sample in a regression
+        logits = outputs.logits.squeeze(-1)  # regression: one number per sample
         return {**entries, **dict.fromkeys(names, (logits, labels))}
 
     def _call_model(self, batch: Any) -> Any:
@@ -799,15 +798,15 @@ class HuggingFaceModule(AcceleratorModule):
         return loss if weight is None else {"loss": loss, "weight": weight}
 
     def predict_step(self, batch: Any) -> Any:
-        """Return the logits, or by name what else the model computes; a batch may have labels."""
+        """Return the logits, or a dict of the model's other outputs; the batch may have labels."""
         outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
         named = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return named.get("logits", named)
 
 
 def _explain_lists(lists: dict[str, list[Any]]) -> DataError:
-    """Return what to do about what torch makes of text, and of lists of numbers: it turns rows into columns."""
-    got, expected = f"lists under {', '.join(map(repr, lists))}", "a tensor under each name"
+    """Return the error about lists in a batch: torch's collate leaves strings, and transposes lists of numbers."""
+    got, expected = f"lists under {', '.join(map(repr, lists))}", "a tensor for each name"
     texts = [name for name, values in lists.items() if values and isinstance(values[0], str)]
     steps = [f"dataset.remove_columns({texts})"] if texts else []
     steps += ["Trainer(collate_fn=DataCollatorWithPadding(tokenizer))"] if len(texts) < len(lists) else []
@@ -817,10 +816,10 @@ def _explain_lists(lists: dict[str, list[Any]]) -> DataError:
 
 def _explain_missing_loss(model: nn.Module, batch: Any) -> ModuleContractError:
     expected = "a model with a head that computes its loss"
-    do = 'fit((path, "AutoModelForSequenceClassification"), ...), or `type:` in the section `model` of the YAML, with '
+    do = 'fit((path, "AutoModelForSequenceClassification"), ...), or `type:` in the `model` section of the YAML, with '
     do += '"labels" in each batch'
     if "labels" not in batch and "labels" in signature(model.forward).parameters:
-        expected = '"labels" in each batch: the model computes its loss of them'
-        do = 'add the targets to the dataset as "labels", such as by dataset.rename_column("label", "labels")'
+        expected = '"labels" in each batch: the model computes its loss from them'
+        do = 'add the targets to the dataset as "labels", for example with dataset.rename_column("label", "labels")'
     where, got = f"the transformers model {type(model).__name__}", f"no loss from a batch with {sorted(batch)}"
     return ModuleContractError(explain(where, got, expected, do))

@@ -1,4 +1,4 @@
-"""All settings of a Trainer in one frozen object."""
+"""All Trainer settings in one frozen object."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from accmt.options.yaml_reader import FIELDS
 from accmt.registry import addon
 from accmt.secrets import remember
 
-# ---- Keywords of the Trainer that are none of its arguments: those of trackers, and mistakes.
+# ---- Further keywords of the Trainer: tracker arguments, and mistakes.
 
 
-_HPS = [name for name in FIELDS if name != "model"]  # an object, where others' Trainers have an argument of that name
+_HPS = [name for name in FIELDS if name != "model"]  # in other trainers, `model` is an object
 
 
 def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> None:
-    """Reject keywords that are a mistake, all in one error.
+    """Reject all mistaken keywords in one error.
 
     Args:
         extra: The keywords.
         names: The arguments of the Trainer.
-        has_tracker: Whether there is a tracker, which takes what looks like no mistake.
+        has_tracker: Whether there is a tracker; it receives all other keywords.
 
     Raises:
-        UnknownArgumentError: There is a hyper-parameter, an argument of another trainer, or a misspelt argument; or
-            any keyword where there is no tracker.
+        UnknownArgumentError: A keyword is a hyper-parameter, an argument of another trainer, or misspelled; or there is
+            no tracker.
     """
     known = [*names, *_HPS]
     found = [_find_mistake(name, extra, known, has_tracker=has_tracker) for name in extra]
@@ -56,23 +56,23 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
 def _find_mistake(name: str, extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> str | None:
     where, expected = f"Trainer({name}=...)", "an argument of Trainer"
     if name in _HPS:
-        return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters: it is one of them")
+        return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters")
     if (do := addon("hint_for_replaced")(name, extra[name])) is not None:
-        return explain(where, "no argument of its own here", expected, do)
+        return explain(where, "replaced by another argument", expected, do)
     if (foreign := addon("hint_for_argument")(name, extra[name], extra)) is not None:
         owner, do = foreign
-        do += f"; one meant for a tracker goes to it alone, as in mlflow={{{name!r}: ...}}" if has_tracker else ""
+        do += f"; to pass it to a tracker: mlflow={{{name!r}: ...}}" if has_tracker else ""
         return explain(where, f"an argument of {owner}", expected, do)
     meant = nearest(name, names, cutoff=0.8 if has_tracker else 0.7)
     if not has_tracker and not meant:
         meant = next((known for known in names if known.endswith(f"_{name}")), None)
     if has_tracker and not meant:
         return None
-    do = "drop it, or give a tracker: log_with=MLFlow"
+    do = "remove it, or add a tracker: log_with=MLFlow"
     if meant:
         do = f"did you mean {meant}{', one of the hyper-parameters' if meant in _HPS else ''}?"
-    expected += "" if has_tracker else "; there is no tracker to take others"
-    return explain(where, "an argument that does not exist", expected, do)
+    expected += "" if has_tracker else "; other keywords need a tracker"
+    return explain(where, "an unknown argument", expected, do)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ class Settings:
         optimization: About optimizer steps.
         data: About batches.
         running: About the run as a whole.
-        handling: About errors.
-        home: The working folder when the Trainer was made: paths hold from there, wherever the program goes afterwards.
+        handling: About failures.
+        home: The working folder when the Trainer was created; relative paths start there, even after `os.chdir`.
     """
 
     hps: HyperParameters
@@ -116,7 +116,7 @@ class Settings:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Sort the Trainer's arguments into their groups and check them.
+        """Sort the Trainer's arguments into groups and check them.
 
         Args:
             arguments: Every argument of the Trainer by name, `hps_config` included.
@@ -124,8 +124,8 @@ class Settings:
         Raises:
             ArgumentError: An invalid value.
             UnknownArgumentError: An argument that does not exist.
-            HyperParameterError: A fault in the hyper-parameters.
-            CombinedError: Faults in the hyper-parameters, and others.
+            HyperParameterError: Invalid hyper-parameters.
+            CombinedError: Invalid hyper-parameters and other errors.
         """
         values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
         remember(values)
@@ -145,11 +145,11 @@ class Settings:
 
     @property
     def failures(self) -> Failures:
-        """What happens when something goes wrong."""
+        """How the run reacts to failures."""
         return self.handling.failures
 
     def from_home(self, path: str | PathLike[str]) -> Path:
-        """Return a path as written while the program is in that working folder, and an absolute one elsewhere."""
+        """Return a path unchanged while `home` is the working folder, and an absolute one otherwise."""
         return Path(path) if is_current(self.home) else self.home / path
 
     @property
@@ -159,7 +159,7 @@ class Settings:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The folder of the checkpoints: as written, or `checkpoint-<name>` beside the model folder."""
+        """The checkpoint folder: as set, or `checkpoint-<name>` next to the model folder."""
         if self.checkpoints.checkpoint is not None:
             return self.from_home(self.checkpoints.checkpoint)
         model = self.model_folder
@@ -169,12 +169,12 @@ class Settings:
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Return each argument's default by name; an argument without one is left out."""
+        """Return the default of each argument that has one, by name."""
         every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
         return {each.name: each.default for each in every if each.default is not MISSING}
 
     def to_arguments(self) -> dict[str, Any]:
-        """Return the arguments that give equal settings again, those at their default left out."""
+        """Return the arguments that recreate these settings, without those at their default."""
         arguments: dict[str, Any] = {"hps_config": self.hps.to_dict()}
         for name in self.GROUPS:
             group = getattr(self, name)
@@ -184,21 +184,21 @@ class Settings:
                     continue
                 if isinstance(value, Mapping):
                     value = {key: one.to_dict() if isinstance(one, Options) else one for key, one in value.items()}
-                if type(value) is not type(each.default) or value != each.default:  # a limit of 1 is not one of 1.0
+                if type(value) is not type(each.default) or value != each.default:  # a limit of 1 differs from 1.0
                     arguments[each.name] = value
         arguments.update(arguments.pop("tracker_kwargs"))
         return arguments
 
 
 class _Faults:
-    """The errors of checks that continue after one, so that all are reported at once."""
+    """Collects the errors of several checks, to report them together."""
 
     def __init__(self) -> None:
         self.errors: list[ArgumentError | HyperParameterError] = []
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Keep an error about arguments or hyper-parameters for later."""
+        """Collect an error about arguments or hyper-parameters."""
         try:
             yield
         except (ArgumentError, HyperParameterError) as error:
@@ -206,7 +206,7 @@ class _Faults:
 
 
 def _import_without_folder() -> None:
-    """Import the part of torch that asks for the current folder, which optimizers need, where that was deleted."""
+    """Import the part of torch that needs the current folder, which optimizers use, from elsewhere: it was deleted."""
     here = os.open(".", os.O_RDONLY)
     try:
         os.chdir(os.sep)

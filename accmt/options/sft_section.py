@@ -1,4 +1,4 @@
-"""The section `sft` of hyper-parameters: the data of supervised fine-tuning, and what becomes of them."""
+"""The `sft` section of the hyper-parameters: the data for supervised fine-tuning, and how to use them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _EXAMPLES = {
 
 @dataclass(frozen=True)
 class SFTSection:
-    """What is read, and how it is trained on.
+    """Data and options for supervised fine-tuning.
 
     Attributes:
-        data: Files or folders of the rows to train on.
-        validation: Those to evaluate on.
-        chat_template: A file in the place of the tokenizer's own; None is that.
-        max_length: How many tokens of a row are kept; None is all.
-        per_turn: Whether each turn of the assistant is a sample of its own.
-        merge: Whether the adapter is merged into its model in the end.
+        data: Files or folders with training rows.
+        validation: Files or folders with validation rows.
+        chat_template: A template file; None uses the tokenizer's template.
+        max_length: Number of tokens to keep of each row; None keeps all.
+        per_turn: Whether each assistant turn is a separate sample.
+        merge: Whether to merge the adapter into its model at the end.
     """
 
     data: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class SFTSection:
 
 
 def read_sft_section(value: Any) -> tuple[SFTSection | None, list[Fault]]:
-    """Return the section, and all that is wrong with its form; a path alone is that of the data."""
+    """Return the section and its errors; a plain path is the path of the data."""
     values = {"data": value} if isinstance(value, str | list) else value
     if not isinstance(values, Mapping):
         expected, do = "a path, or a mapping with `data`", f"write `sft: {{{_EXAMPLES['data']}}}`"
@@ -60,12 +60,15 @@ def _fault(name: str, value: Any) -> Fault | None:
         return Fault(("sft", name), f"{name} = {describe(value)}", f"one of {', '.join(_EXAMPLES)}", do)
     is_right, expected = isinstance(value, str), "a path"
     if name in _PATHS:
-        is_right, expected = bool(value) and all(isinstance(one, str) for one in _as_list(value)), "a path, or a list"
+        is_right, expected = (
+            bool(value) and all(isinstance(one, str) for one in _as_list(value)),
+            "a path, or a list of paths",
+        )
     elif name in _FLAGS:
         is_right, expected = isinstance(value, bool), "true or false"
     elif name == "max_length":
         is_right = isinstance(value, int) and not isinstance(value, bool) and value >= 2
-        expected = "a whole number from 2: a token is predicted from those before it"
+        expected = "a whole number from 2: each token is predicted from the previous ones"
     return None if is_right else Fault(("sft", name), describe(value), expected, f"write `{_EXAMPLES[name]}`")
 
 

@@ -1,4 +1,4 @@
-"""The Trainer's arguments about logging and trackers."""
+"""Trainer arguments about logging and trackers."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from accmt.options.checks import Options, raise_wrong_value, require_mapping, re
 from accmt.options.units import read_every
 from accmt.registry import names
 
-# ---- What a run measures of itself and logs beside losses and metrics.
+# ---- What a run measures and logs in addition to losses and metrics.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Monitor:
-    """What is logged; each field that is on adds exactly the values it names, to the rows of training values.
+    """What to log; each enabled field adds exactly the values listed here to the training rows.
 
     Args:
         train_loss: The training loss.
         validation_loss: The validation losses.
-        additional_metrics: What else evaluations result in.
-        learning_rate: `learning_rate`; with several groups of parameters `learning_rate_0`, `learning_rate_1` ...
-        grad_norm: `grad_norm`, the norm of the gradient of the row's last step, over all parameters, before clipping.
-            True is the 2-norm; a number, or "inf", is another order.
-        epoch: `epoch`, the epochs that are done, with the fraction of the current one.
-        throughput: `samples_per_s` and `batches_per_s` of all processes since the last row, evaluations and saving left
-            out; and `tokens_per_s`, where batches have `input_ids`; with `max_tokens` in the hyper-parameters
-            `real_tokens_per_s` and the share of `padding`.
+        additional_metrics: All other evaluation results.
+        learning_rate: `learning_rate`; with several parameter groups `learning_rate_0`, `learning_rate_1` ...
+        grad_norm: `grad_norm`, the gradient norm of the row's last step over all parameters, before clipping. True is
+            the 2-norm; a number or "inf" is another order.
+        epoch: `epoch`, the number of epochs so far, including the fraction of the current one.
+        throughput: `samples_per_s` and `batches_per_s` of all processes since the last row, excluding evaluations and
+            saving; `tokens_per_s` if batches have `input_ids`; with `max_tokens` in the hyper-parameters also
+            `real_tokens_per_s` and the fraction of `padding`.
         time_split: `seconds_data`, `seconds_compute`, `seconds_evaluation`, `seconds_saving` and `seconds_other` since
             the last row.
-        cpu_utilization: `CPU_PROCESS_0`, the memory of the main process in GB; `CPU`, the use of all cores, and `RAM`,
-            that of the machine's memory, in percent.
-        gpu_utilization: `GPU_0`, the memory that torch holds of the main process's GPU, and `GPU_0_allocated`, the part
-            of it in use, in GB; and of each GPU of the machine `GPU_0_used`, GB of all processes, and
-            `GPU_0_utilization`, in percent, where the package nvidia-ml-py is installed.
-        mfu: `mfu`, the share of the device's peak that the model's own operations make up, from 0 to 1. The peak is
-            known of common GPUs; a number gives it, in operations a second.
-        checkpoint: `checkpoint`, a row with the number of optimizer steps, whenever a checkpoint was taken.
-        added: What other packages measure, by name: entry points of the group `accmt.monitored_values`. In a dict or a
-            list their names stand beside those above.
+        cpu_utilization: `CPU_PROCESS_0`, the main process's memory in GB; `CPU` and `RAM`, the use of all cores and of
+            the machine's memory, in percent.
+        gpu_utilization: `GPU_0` and `GPU_0_allocated`, the memory that torch reserves and uses on the main process's
+            GPU, in GB; and for each GPU of the machine `GPU_0_used`, the memory of all processes in GB, and
+            `GPU_0_utilization` in percent, if the package nvidia-ml-py is installed.
+        mfu: `mfu`, model FLOPs utilization: the fraction of the device's peak used by the model's operations, from 0
+            to 1. Peaks of common GPUs are known; a number sets the peak, in operations per second.
+        checkpoint: `checkpoint`, a row with the number of optimizer steps at each checkpoint.
+        added: Measurements from other packages, by name: entry points in the group `accmt.monitored_values`. In a dict
+            or list, use their names like those above.
 
     Raises:
         ArgumentError: An invalid value.
@@ -74,7 +74,7 @@ class Monitor:
             _reject("grad_norm", self.grad_norm, 'True or False, a number above 0, or "inf"')
         peak = _to_positive(self.mfu)
         if not isinstance(self.mfu, bool) and (peak is None or math.isinf(peak)):
-            _reject("mfu", self.mfu, "True or False, or operations a second such as 312e12")
+            _reject("mfu", self.mfu, "True or False, or operations per second such as 312e12")
 
     @property
     def norm_order(self) -> float | None:
@@ -85,23 +85,23 @@ class Monitor:
 
     @classmethod
     def from_config(cls, config: Any) -> Monitor:
-        """Read what the Trainer's `monitor` may be.
+        """Read the Trainer's `monitor`.
 
         Args:
-            config: None is `Monitor()`; a Monitor; a dict of its fields; a list of the fields to switch on; or the path
-                of a YAML or JSON file of either.
+            config: None for `Monitor()`; a Monitor; a dict of its fields; a list of fields to enable; or the path
+                of a YAML or JSON file with one of these.
 
         Raises:
-            UnknownArgumentError: There is no such field; the message names the nearest.
-            ArgumentError: `config` is something else, or a value cannot be.
+            UnknownArgumentError: There is no such field; the message suggests the closest one.
+            ArgumentError: `config` is something else, or a value is invalid.
             FileNotFoundError: There is no such file.
         """
         if isinstance(config, str | os.PathLike):
             import yaml
 
             if not Path(config).is_file():
-                got = f"no such file, seen from {Path.cwd()}"
-                expected, do = "a YAML or JSON file of its fields, a dict or a list", 'monitor=["grad_norm"]'
+                got = f"no such file; the working directory is {Path.cwd()}"
+                expected, do = "a YAML or JSON file with its fields, a dict or a list", 'monitor=["grad_norm"]'
                 raise FileNotFoundError(explain(f"Trainer(monitor={str(config)!r})", got, expected, do))
             config = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
         if config is None:
@@ -111,7 +111,10 @@ class Monitor:
         if isinstance(config, list | tuple | set):
             config = dict.fromkeys(config, True)
         if not isinstance(config, Mapping):
-            _reject_config(config)
+            got, do = f"{config!r} ({type(config).__name__})", 'monitor=["learning_rate", "grad_norm"]'
+            raise ArgumentError(
+                explain("Trainer(monitor=...)", got, "a Monitor, a dict, a list of names, or a path", do)
+            )
         known = [field.name for field in fields(cls)]
         others = {name: is_on for name, is_on in config.items() if name not in known}
         added = names("accmt.monitored_values") if others else []
@@ -141,31 +144,26 @@ def _reject_name(name: Any, names: list[str]) -> NoReturn:
     raise UnknownArgumentError(
         explain(
             "Trainer(monitor=...)",
-            f"{name!r}, which is not measured",
-            f"any of {names}",
+            f"{name!r}",
+            f"one of {names}",
             f"did you mean {nearest(name, names, cutoff=0)}?",
         )
     )
 
 
-def _reject_config(config: Any) -> NoReturn:
-    got, do = f"{config!r} ({type(config).__name__})", 'monitor=["learning_rate", "grad_norm"]'
-    raise ArgumentError(explain("Trainer(monitor=...)", got, "a Monitor, a dict, a list of names, or a path", do))
-
-
 def _require_seconds(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise_wrong_value(name, value, "seconds from 0", write_argument(name, 30))
+        raise_wrong_value(name, value, "a number of seconds from 0", write_argument(name, 30))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery(Options):
-    """How rows reach trackers.
+    """Delivery of rows to trackers.
 
     Args:
-        offline: What a tracker whose server cannot be reached means: "auto" trains on and delivers later, False is an
-            error at the start, True does not try before `accmt sync`.
-        flush_s: Seconds that the end of a run waits for trackers; what is left then, `accmt sync` delivers.
+        offline: What to do if a tracker's server is unreachable: "auto" continues and delivers later, False raises an
+            error at the start, True does not connect until `accmt sync`.
+        flush_s: Seconds to wait for trackers at the end of a run; `accmt sync` delivers the rest.
     """
 
     offline: bool | Literal["auto"] = "auto"
@@ -174,25 +172,25 @@ class Delivery(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings:
-    """What is logged, how often and to whom.
+    """What to log, how often, and to which trackers.
 
     Args:
         track_name: Name of the project or experiment; None is the base name of `model_path`.
-        run_name: Name of this run; None is made of the time and a few letters.
-        logging_dir: Folder of logs, or the URL of the tracker's server.
-        log_with: A tracker or a list of them: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
-            `GeneralTracker`. `history.jsonl` is written in any case.
-        log_every: Optimizer steps from one row of training values to the next: a number, or text such as "10 steps"; -1
-            or "epoch" is one row at the end of each epoch.
+        run_name: Name of this run; None generates one from the time and a few letters.
+        logging_dir: Log folder, or the URL of the tracker's server.
+        log_with: A tracker or a list of trackers: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
+            `GeneralTracker`. `history.jsonl` is always written.
+        log_every: Optimizer steps between rows of training values: a number, or a string such as "10 steps"; -1 or
+            "epoch" is one row at the end of each epoch.
         train_loss_metric_name: Name of the training loss in the logs.
         val_loss_metric_name: Name of the validation loss in the logs.
-        monitor: What else is measured and logged: a `Monitor`, a dict of its fields, a list of those to switch on, or
-            the path of a file of either; None logs losses and metrics.
-        additional_tracker_config: Entries added to the run's configuration.
-        tracker_delivery: What a tracker whose server cannot be reached means, and how long the end of a run waits:
+        monitor: What else to measure and log: a `Monitor`, a dict of its fields, a list of fields to enable, or the
+            path of a file with one of these; None logs losses and metrics.
+        additional_tracker_config: Additional entries for the run's configuration.
+        tracker_delivery: What to do if a tracker's server is unreachable, and how long to wait at the end of a run:
             `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
-        tracker_kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one
-            only.
+        tracker_kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes
+            them to one tracker only.
     """
 
     track_name: str | None = None
@@ -204,16 +202,16 @@ class TrackingSettings:
     val_loss_metric_name: str = "val_loss"
     monitor: Any = None
     additional_tracker_config: Mapping[str, Any] | None = None
-    tracker_delivery: Delivery = None  # type: ignore[assignment]  # which is read when this is made
+    tracker_delivery: Delivery = None  # type: ignore[assignment]  # set in __post_init__
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def monitored(self) -> Monitor:
-        """What is measured and logged."""
+        """The values to measure and log."""
         return Monitor.from_config(self.monitor)
 
     def __post_init__(self) -> None:
-        self.monitored  # noqa: B018 - raises what is wrong with it
+        self.monitored  # noqa: B018 - raises if invalid
         for name in ("train_loss_metric_name", "val_loss_metric_name"):
             require_text(name, getattr(self, name))
         for name in ("track_name", "run_name"):
@@ -221,17 +219,17 @@ class TrackingSettings:
                 require_text(name, getattr(self, name))
         set_field(self, "tracker_delivery", Delivery.read("tracker_delivery", self.tracker_delivery))
         require_mapping("additional_tracker_config", self.additional_tracker_config)
-        self.log_steps  # noqa: B018 - raises what is wrong with it
+        self.log_steps  # noqa: B018 - raises if invalid
 
     @property
     def log_steps(self) -> int:
-        """Optimizer steps from one row to the next; -1 is one row at the end of each epoch."""
+        """Optimizer steps between rows; -1 is one row at the end of each epoch."""
         every = self.log_every
         if every == -1 and isinstance(every, int):
             return -1
-        read = read_every("log_every", every, ("epoch", "step"), plain="step", also="; -1 is each epoch")
+        read = read_every("log_every", every, ("epoch", "step"), plain="step", also="; -1 means each epoch")
         if read.unit == "epoch" and read.number != 1:
             raise_wrong_value(
-                "log_every", every, 'steps, or "epoch" for one row at the end of each', 'log_every="epoch"'
+                "log_every", every, 'steps, or "epoch" for one row at the end of each epoch', 'log_every="epoch"'
             )
         return -1 if read.unit == "epoch" else int(read.number)

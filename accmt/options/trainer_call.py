@@ -1,4 +1,4 @@
-"""How the Trainer is called: faults are reported at the call, and other spellings are understood."""
+"""Calls of the Trainer: errors are reported at the call, and alternative spellings are accepted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIASES = {
     "model_saving_aboce": "model_saving_above",
     "callback": "callbacks",
 }
-"""Other spellings that the original accmt had."""
+"""Alternative spellings from the original accmt."""
 
 MISSPELT = ("model_saving_aboce",)
 
@@ -27,21 +27,21 @@ Init = TypeVar("Init", bound=Callable[..., None])
 _STAND_INS: Mapping[str, Any] = {"hps_config": {"epochs": 1, "batch_size": 1, "optim": "SGD"}, "model_path": "model"}
 _REQUIRED = tuple(_STAND_INS)
 _OF_TRANSFORMERS = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
-_EXPECTED = "hyper-parameters, and a folder for the model"
+_EXPECTED = "hyper-parameters and a model folder"
 
 
 def reports_at_call(init: Init) -> Init:
-    """Let the Trainer's constructor report its faults where it is called, and also what it was called without.
+    """Make the Trainer's constructor report errors at the call, including missing arguments.
 
-    An error says where the fault is; the frames of the checks, on each process, would bury that. Without the two
-    arguments that it needs, Python would report these alone, and hide what is said of another trainer's arguments.
+    The message names the location of the error; the frames of the checks, on each process, would bury it. If required
+    arguments are missing, Python would report only these, and hide the hints about another trainer's arguments.
     """
 
     @wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args and isinstance(args[0], nn.Module):  # by position as transformers has them
+        if args and isinstance(args[0], nn.Module):  # in the order of transformers' Trainer
             args, kwargs = (), {**dict(zip(_OF_TRANSFORMERS, args, strict=False)), **kwargs}
-        if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or theirs who derive
+        if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or a subclass
             args, kwargs = (), {**dict(zip(("args", "model_path"), args, strict=False)), **kwargs}
         missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
         try:
@@ -55,9 +55,9 @@ def reports_at_call(init: Init) -> Init:
 
 
 def _report_missing(missing: list[str], call: Callable[[Mapping[str, Any]], None]) -> MissingArgumentError:
-    """Return the error about missing arguments, with all that is wrong beside them."""
+    """Return the error about missing arguments, together with all other errors."""
     do = 'Trainer({"epochs": 3, "batch_size": 16, "optim": {"type": "AdamW", "lr": 1e-4}}, "out/model"), or the path of'
-    do += " a YAML file instead of the dict"
+    do += " a YAML file in place of the dict"
     faults = [explain("Trainer", f"no {' and no '.join(missing)}", _EXPECTED, do)]
     try:
         call({name: _STAND_INS[name] for name in missing})
@@ -67,13 +67,13 @@ def _report_missing(missing: list[str], call: Callable[[Mapping[str, Any]], None
 
 
 def resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Move arguments under other spellings from `extra` to their own names."""
+    """Move arguments with alternative spellings from `extra` to their names."""
     resolved = dict(arguments)
     for alias in [name for name in extra if name in ALIASES]:
         name = ALIASES[alias]
         if resolved[name] != Settings.defaults()[name]:
             raise UnknownArgumentError(
-                explain(f"Trainer({alias}=..., {name}=...)", "both", "one of them", f"drop {alias}")
+                explain(f"Trainer({alias}=..., {name}=...)", "both", "one of them", f"remove {alias}")
             )
         resolved[name] = extra.pop(alias)
         if alias in MISSPELT:

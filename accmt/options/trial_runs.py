@@ -1,4 +1,4 @@
-"""Settings of runs that only try something: they save nothing, or train on what they validate."""
+"""Settings of trial runs: `fast_dev_run` saves nothing, `overfit_batches` trains and validates on the same data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def apply_trials(settings: Settings) -> Settings:
-    """Return the settings under which `fast_dev_run` and `overfit_batches` do what they say."""
+    """Return settings with `fast_dev_run` and `overfit_batches` applied."""
     if settings.data.overfit_batches:
         settings = _for_overfitting(settings)
     return _for_fast_dev_run(settings) if settings.running.fast_dev_run else settings
 
 
 def without_traces(settings: Settings) -> Settings:
-    """Return settings of a run that saves no model and no checkpoint, and reports to no tracker."""
+    """Return settings for a run without models, checkpoints and trackers."""
     return replace(
         settings,
         saving=replace(settings.saving, model_saving=None, patience=None, save_last=False),

@@ -1,4 +1,4 @@
-"""Numbers with a unit, as people write them: "2 epochs" and "500 steps", "1h30m", "5GB"."""
+"""Numbers with a unit: "2 epochs", "500 steps", "1h30m", "5GB"."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]*)\s*([a-z]+)\s*", re.IGNORECA
 
 @dataclass(frozen=True)
 class Every:
-    """A distance between two times.
+    """An interval.
 
     Attributes:
-        number: How many units: an int from 1, or a float up to 1.0 for a fraction of an epoch.
+        number: Number of units: an int from 1, or a float up to 1.0 for a fraction of an epoch.
         unit: "epoch" is a pass over the training data, "step" an optimizer step, "eval" an evaluation.
     """
 
@@ -45,18 +45,18 @@ def read_every(
     fractions: bool = False,
     also: str = "",
 ) -> Every:
-    """Read how often something happens: a number and a unit in any case and spacing; without a number it is 1.
+    """Read an interval: a number and a unit in any case and spacing; without a number it is 1.
 
     Args:
         name: The Trainer's argument.
-        value: Such as "epoch", "2 epochs", "1eval", "50 STEPS" or "30ep"; or a number, where that has a meaning.
-        units: Those that the argument knows.
-        plain: The unit of a whole number without one; None is an error.
-        fractions: Whether a fraction of an epoch may stand there; a float is one.
-        also: What else the argument may be, for the message.
+        value: Such as "epoch", "2 epochs", "1eval", "50 STEPS" or "30ep"; or a number, if `plain` or `fractions`.
+        units: The units that the argument accepts.
+        plain: The unit of a whole number without one; None rejects such a number.
+        fractions: Whether a float is accepted as a fraction of an epoch.
+        also: Other valid values, for the message.
 
     Raises:
-        ArgumentError: It is neither, the number is 0, or the unit is unknown; the message lists them.
+        ArgumentError: Something else, a number of 0, or an unknown unit; the message lists the valid forms.
     """
     if plain is not None and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return Every(value, plain)
@@ -88,7 +88,7 @@ def _reject(
 
 
 def _read_number(digits: str) -> int | float | None:
-    """Return an int from 1, a fraction below 1, or None for any other number."""
+    """Return an int from 1, a float between 0 and 1, or None for any other number."""
     try:
         number = float(digits or 1)
     except ValueError:
@@ -99,7 +99,7 @@ def _read_number(digits: str) -> int | float | None:
 
 
 def _suggest(value: object, units: Sequence[Unit], plain: Unit | None, fractions: bool) -> str:  # noqa: FBT001
-    """Return what was probably meant: the number that stands there, with the unit whose name is nearest."""
+    """Return what was probably meant: the given number with the closest unit."""
     text = str(value).lower().replace(",", "").replace("_", "")
     found = re.search(r"\d+(\.\d+)?(e\d+)?", text)
     number = _read_number(str(float(found[0]))) if found else None
@@ -131,7 +131,7 @@ def read_max_time(value: Any) -> float | None:
         value: "DD:HH:MM:SS", "1h30m" or "10 minutes", a timedelta, a dict of its arguments, or None.
 
     Raises:
-        ArgumentError: Something else, or no time at all.
+        ArgumentError: Something else, or not above 0.
     """
     if value is None:
         return None
@@ -166,7 +166,7 @@ def read_size(name: str, value: int | str) -> int:
 
     Args:
         name: The Trainer's argument.
-        value: Bytes from 1, or text such as "5GB": a number with KB, MB, GB or TB, each 1,000 of the one before.
+        value: Bytes from 1, or a string such as "5GB": a number with KB, MB, GB or TB, in powers of 1,000.
 
     Raises:
         ArgumentError: It is something else.
@@ -176,5 +176,5 @@ def read_size(name: str, value: int | str) -> int:
         return value
     found = _SIZE.fullmatch(value)
     if found is None:
-        raise_wrong_value(name, value, "bytes, or a number with KB, MB, GB or TB", f'{name}="5GB"')
+        raise_wrong_value(name, value, "a number of bytes, or a number with KB, MB, GB or TB", f'{name}="5GB"')
     return int(float(found[1]) * 1000 ** ("KMGT".index(found[2].upper()) + 1))

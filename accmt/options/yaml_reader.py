@@ -1,4 +1,4 @@
-"""Reading hyper-parameters from a YAML or JSON file or a dict, keeping the line of every key."""
+"""Reads hyper-parameters from a YAML or JSON file or a dict, with the line of every key."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from accmt.registry import addon
 if TYPE_CHECKING:
     import yaml
 
-# ---- Hyper-parameters as they were written: their names, the place of each key, what is wrong there and how it is
-# said.
+# ---- Hyper-parameters as written: their names, the location of each key, and error messages.
 
 
 FIELDS = (
@@ -49,7 +48,7 @@ FIELDS = (
 """The names of all hyper-parameters."""
 
 KEYS = frozenset({*FIELDS, "optimizer"} - {"optim_kwargs", "scheduler_kwargs"})
-"""What may stand in a file; without a value it counts as not written."""
+"""The valid keys of a file; a key without a value is treated as unset."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -58,14 +57,14 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong, at one key.
+    """One error at one key.
 
     Attributes:
-        path: The keys that lead to it, `("optim", "lr")`.
-        got: What stands there.
-        expected: What could stand there.
+        path: The path of keys, `("optim", "lr")`.
+        got: The value found.
+        expected: The valid values.
         do: What to write instead.
-        line: Its line, where that is not the line of `path`.
+        line: Its line, if different from the line of `path`.
     """
 
     path: KeyPath
@@ -76,18 +75,18 @@ class Fault:
 
 
 def describe(value: Any) -> str:
-    """Return a value and its type as messages show them."""
+    """Return a value and its type for a message."""
     return f"{value!r} ({type(value).__name__})"
 
 
 def suggest(name: str, names: Iterable[str], otherwise: str) -> str:
-    """Return what to do about an unknown `name`: write the nearest one, or `otherwise`."""
+    """Return what to do about an unknown `name`: write the closest one, or `otherwise`."""
     near = nearest(name, names)
     return f"write `{near}`" if near else otherwise
 
 
 def names_like(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the dotted names that are most like a pattern, or the first ones."""
+    """Return the dotted names most similar to a pattern, or the first ones."""
     parts = {part for name in names for part in (name, *name.split("."))}
     near = difflib.get_close_matches(pattern.replace("\\", ""), sorted(parts), n=1, cutoff=0.6)
     found = [name for name in names if near and near[0] in name]
@@ -96,14 +95,14 @@ def names_like(pattern: str, names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Document:
-    """The content of one source, numbers read, nothing else judged.
+    """The content of one source, with numbers converted but otherwise unchecked.
 
     Attributes:
         name: The file, or `hps_config` for a dict, or `HyperParameters` for its constructor.
-        values: What stands under `hps`; keys whose value is null are left out.
-        lines: The line of each key; empty where the source is no file.
-        faults: What reading already found, such as keys written twice.
-        flags: The keys that were typed as flags.
+        values: The keys under `hps`, without those set to null.
+        lines: The line of each key; empty if the source is not a file.
+        faults: Errors found while reading, such as duplicate keys.
+        flags: The keys set by flags.
     """
 
     name: str
@@ -113,17 +112,17 @@ class Document:
     flags: frozenset[KeyPath] = frozenset()
 
     def where(self, path: KeyPath) -> str:
-        """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
+        """Return the location of a key for messages: `hps/digits.yaml:7 optim.lr`."""
         return self._place(path, self._line(path))
 
     def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
-        """Return the one error that reports all `faults`, in the order of their lines."""
+        """Return one error that reports all `faults`, in the order of their lines."""
         placed = sorted(((fault.line or self._line(fault.path), fault) for fault in faults), key=lambda pair: pair[0])
         messages = [
             explain(self._place(fault.path, line), fault.got, fault.expected, fault.do) for line, fault in placed
         ]
         if len(messages) > 1:
-            messages.insert(0, f"{len(messages)} faults in {self.name}")
+            messages.insert(0, f"{len(messages)} errors in {self.name}")
         return HyperParameterError("\n\n".join(messages))
 
     def _place(self, path: KeyPath, line: int) -> str:
@@ -139,22 +138,22 @@ class Document:
 
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-_MAX_REPEATED = 10_000  # values that aliases repeat: far beyond what anybody writes
+_MAX_REPEATED = 10_000  # values repeated by aliases: far more than any real file has
 _EXAMPLE = "`hps: {epochs: 3, batch_size: 16, optim: {type: AdamW, lr: 1e-4}}`"
-_LAYOUT = "a mapping, `hps:` with epochs, batch_size and optim below it"
+_LAYOUT = "a mapping: `hps:` with epochs, batch_size and optim below it"
 
 
 def read_document(source: object) -> Document:
-    """Read a source of hyper-parameters; what stands in it is not judged yet.
+    """Read a source of hyper-parameters, without checking the values.
 
     Args:
-        source: A path to a .yaml, .yml or .json file, or a dict, with or without the outer `hps`. It is not changed.
+        source: A path to a .yaml, .yml or .json file, or a dict, with or without the outer `hps`. Not modified.
 
     Raises:
         HyperParameterTypeError: `source` is something else.
         HyperParameterFileError: There is no such file.
-        HyperParameterError: The path is a folder or has another ending, or the content is empty, no YAML or JSON, or
-            no mapping.
+        HyperParameterError: The path is a folder or has another ending, or the content is empty, not valid YAML or
+            JSON, or not a mapping.
     """
     if isinstance(source, Mapping):
         return _unwrap("hps_config", read_numbers(dict(source)), {}, [])
@@ -180,7 +179,7 @@ def _read_file(path: Path) -> Document:
     try:
         values = reader.read_root()
     except (yaml.YAMLError, RecursionError) as error:
-        raise _unreadable(name, error) from None  # the parser's frames say no more
+        raise _unreadable(name, error) from None  # the parser's frames add nothing
     if values is None:
         raise HyperParameterError(explain(name, "an empty file", _LAYOUT, f"write {_EXAMPLE}"))
     return _unwrap(name, values, reader.lines, reader.faults)
@@ -188,12 +187,12 @@ def _read_file(path: Path) -> Document:
 
 def _read_text(path: Path) -> str:
     if path.is_dir():
-        message = explain(f"hps_config={str(path)!r}", "a folder", "a .yaml, .yml or .json file", "name a file in it")
+        message = explain(f"hps_config={str(path)!r}", "a folder", "a .yaml, .yml or .json file", "pass a file in it")
         raise HyperParameterError(message)
     if not path.exists():
         message = explain(
             f"hps_config={str(path)!r}",
-            f"no such file, seen from {Path.cwd()}",
+            f"no such file; the working directory is {Path.cwd()}",
             "a .yaml, .yml or .json file that exists",
             _find_file(path),
         )
@@ -205,19 +204,19 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        message = explain(str(path), f"bytes that are no text: {error}", "UTF-8 text", "save it as UTF-8")
+        message = explain(str(path), f"bytes that are not text: {error}", "UTF-8 text", "save it as UTF-8")
         raise HyperParameterError(message) from None
 
 
 def _find_file(path: Path) -> str:
-    """Return what to do about a file that is not there: its path may be misspelt, or nobody has written it yet."""
+    """Return what to do about a missing file: correct its path, or create it."""
     beside = [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES]
     near = nearest(str(path), beside)
-    return f"did you mean {near}?" if near else f"correct the path, or make the file and write {_EXAMPLE} into it"
+    return f"did you mean {near}?" if near else f"correct the path, or create the file with {_EXAMPLE}"
 
 
 def _check_json(name: str, text: str) -> str:
-    """Return JSON as text that a YAML parser reads too: tabs are legal between its tokens, never in its strings."""
+    """Return JSON that a YAML parser can read: JSON allows tabs between tokens, but not in strings."""
     try:
         json.loads(text or "null", parse_int=str)
     except json.JSONDecodeError as error:
@@ -233,8 +232,8 @@ def _unreadable(name: str, error: Exception) -> HyperParameterError:
     mark = getattr(error, "problem_mark", None)
     line = "" if mark is None else f":{mark.line + 1}"
     got = getattr(error, "problem", None) or str(error)
-    do = getattr(error, "note", None) or "indent with spaces, and leave one after each `key:`"
-    return HyperParameterError(explain(f"{name}{line}", got, "YAML that can be read", do))
+    do = getattr(error, "note", None) or "indent with spaces, and put one after each `key:`"
+    return HyperParameterError(explain(f"{name}{line}", got, "valid YAML", do))
 
 
 def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]) -> Document:
@@ -251,7 +250,7 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
 
 def _beside_hps(key: str, root: dict[str, Any], lines: dict[KeyPath, int]) -> Fault:
     do = addon("hint_for_key")(key, root) or f"indent `{key}` below `hps:`, or remove it"
-    return Fault((key,), "a key beside `hps`", "`hps` alone at the outermost level", do, lines.get((key,)))
+    return Fault((key,), "a key next to `hps`", "only `hps` at the top level", do, lines.get((key,)))
 
 
 def _below_hps(fault: Fault) -> Fault:
@@ -264,7 +263,7 @@ def _make_loader(text: str) -> yaml.SafeLoader:
 
     class Loader(yaml.SafeLoader):
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            """Merge what `<<` names; each key stays once, or merges of merges would grow without bound."""
+            """Merge mappings given by `<<`; keep each key once, or nested merges would grow without bound."""
             super().flatten_mapping(node)
             pairs = {
                 key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value
@@ -275,7 +274,7 @@ def _make_loader(text: str) -> yaml.SafeLoader:
 
 
 class _NodeReader:
-    """Turns YAML nodes into values, noting the line of each key and the keys that were written twice."""
+    """Converts YAML nodes to values, and records the line of each key and duplicate keys."""
 
     def __init__(self, text: str) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -305,11 +304,11 @@ class _NodeReader:
         number = number_in(node.value)
         try:
             return self._loader.construct_object(node) if number is None else number
-        except ValueError as error:  # a date that does not exist, a number of thousands of digits
-            raise _fault(node, str(error), "correct this value, or put it in quotes to keep it as a string") from None
+        except ValueError as error:  # an invalid date, or a number with thousands of digits
+            raise _fault(node, str(error), "correct this value, or quote it to keep it as a string") from None
 
     def _count(self, node: yaml.Node) -> None:
-        """Reject aliases of aliases that would grow without bound: some hundred bytes could fill the memory."""
+        """Reject nested aliases that would grow without bound: a few hundred bytes could fill the memory."""
         if id(node) in self._seen:
             self._num_repeated += 1
         self._seen.add(id(node))
@@ -322,7 +321,7 @@ class _NodeReader:
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _fault(key_node, "a key that is a list or a mapping", "write each key as a single word")
-        if id(node) not in self._flattened:  # an anchor is read once for each of its aliases
+        if id(node) not in self._flattened:  # an anchor is read again for each alias
             self._flattened.add(id(node))
             self._note_repeated_keys(node, path)
             self._loader.flatten_mapping(node)
@@ -339,7 +338,7 @@ class _NodeReader:
             key, line = str(key_node.value), _line(key_node)
             if key in first:
                 got = f"`{key}` on line {first[key]} and again on line {line}"
-                self.faults.append(Fault((*path, key), got, "each key once", "remove one of the two", line))
+                self.faults.append(Fault((*path, key), got, "each key once", "remove one of them", line))
             first.setdefault(key, line)
 
 
@@ -353,19 +352,19 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-# ---- Hyper-parameters as flags of a command line: `--hps.optim.lr=3e-4`, over those of a file.
+# ---- Hyper-parameters as command-line flags, `--hps.optim.lr=3e-4`, which override those of a file.
 
 
 PREFIX = "--hps."
 _SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path", "sft": "data"}
-"""What a name alone in the place of a mapping stands for."""
+"""The key that a plain value in place of a mapping sets."""
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Take the flags of hyper-parameters out of a command line.
+    """Split hyper-parameter flags from a command line.
 
     Returns:
-        The texts of the flags by dotted key, and the other arguments. What stands behind `--` is left alone.
+        The strings of the flags by dotted key, and the other arguments. Arguments after `--` are unchanged.
 
     Raises:
         ValueError: A flag has no value.
@@ -388,9 +387,9 @@ def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def overlay(document: Document, flags: Mapping[str, Any]) -> Document:
-    """Put values of flags in the place of those of a document; messages name the flag.
+    """Override values of a document with flags; messages name the flag.
 
-    None takes away what the document has.
+    None removes a value of the document.
     """
     values = copy.deepcopy(dict(document.values))
     faults = list(document.faults)
@@ -405,7 +404,7 @@ def overlay(document: Document, flags: Mapping[str, Any]) -> Document:
 
 
 def _made(values: Any, path: KeyPath) -> KeyPath:
-    """Return the part of a path that a flag adds to a document: all of it, or the first key that is not there."""
+    """Return the part of a path that a flag adds to a document: up to the first new key, or all of it."""
     for position, part in enumerate(path):
         if not isinstance(values, dict) or part not in values:
             return path[: position + 1] if isinstance(values, dict) else path
@@ -414,7 +413,7 @@ def _made(values: Any, path: KeyPath) -> KeyPath:
 
 
 def _path(key: str, values: Mapping[str, Any]) -> KeyPath:
-    """Return the keys that a dotted one is made of, `optim` under the name that the document has for it."""
+    """Return the keys in a dotted key, with `optim` spelled as in the document."""
     first, *others = key.split(".")
     other_name = {"optim": "optimizer", "optimizer": "optim"}.get(first, first)
     first = other_name if first not in values and other_name in values else first
@@ -422,10 +421,11 @@ def _path(key: str, values: Mapping[str, Any]) -> KeyPath:
 
 
 def _set(values: dict[str, Any], path: KeyPath, value: Any) -> Fault | None:
-    """Set a value at a path, through mappings and lists; what is missing on the way is made."""
+    """Set a value at a path through mappings and lists; create missing mappings on the way."""
     current: Any = values  # a dict or a list
     for position, part in enumerate(path):
-        if not _has_place(current, part):
+        is_index = isinstance(current, list) and isinstance(part, int) and part < len(current)
+        if not (is_index or isinstance(current, dict)):
             return _no_place(path, path[:position], current)
         if position == len(path) - 1:
             _put(current, part, value)
@@ -449,14 +449,6 @@ def _no_place(path: KeyPath, inside: KeyPath, values: Any) -> Fault:
     got = f"{name} = {describe(values)}"
     if not isinstance(values, list):
         return Fault(path, got, f"a mapping at {name}", f"write {PREFIX}{name} with a value, or correct the flag")
-    expected = (
-        f"a number from 0 to {len(values) - 1}, the place in the list {name}" if values else "a list with entries"
-    )
-    do = f"write {PREFIX}{name} with the whole list in brackets, to add to it"
+    expected = f"an index of the list {name}, from 0 to {len(values) - 1}" if values else "a list with entries"
+    do = f"to add entries, write {PREFIX}{name} with the whole list in brackets"
     return Fault(path, got, expected, do)
-
-
-def _has_place(values: Any, part: str | int) -> bool:
-    if isinstance(values, list):
-        return isinstance(part, int) and part < len(values)
-    return isinstance(values, dict)

@@ -1,4 +1,4 @@
-"""The Trainer: what users call."""
+"""The Trainer."""
 
 from accmt.trainer.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""The types of the Trainer's arguments that need names; only type checkers read this file."""
+"""Named types of Trainer arguments; only for type checkers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accmt.tracking.spec import TrackerSpec
 
 
 class TorchMetric(Protocol):
-    """A `torchmetrics.Metric` or `MetricCollection`, which need not be installed."""
+    """A `torchmetrics.Metric` or `MetricCollection`; torchmetrics need not be installed."""
 
     @property
     def update(self) -> Callable[..., Any]: ...
@@ -25,18 +25,18 @@ class TorchMetric(Protocol):
 
 Tracker: TypeAlias = str | TrackerSpec | type[TrackerSpec] | GeneralTracker | type[GeneralTracker]
 Trackers: TypeAlias = bool | Tracker | Sequence[Tracker]
-"""What `log_with` takes."""
+"""Values of `log_with`."""
 
 Samplers: TypeAlias = Sampler[Any] | Callable[[Any], Iterable[Any]] | Sequence[Any]
-"""An order: a sampler, a function that makes one of a dataset, a list of indices, or a list with one for each set."""
+"""A sampler, a function that creates one from a dataset, a list of indices, or a list with one for each set."""
 
 CollateFunction: TypeAlias = Callable[[list[Any]], Any]
 Collate: TypeAlias = CollateFunction | Sequence[Callable[[Any], Any]]
-"""One function, or several that are applied one after the other."""
+"""One function, or several to apply one after the other."""
 
 OneMetric: TypeAlias = str | Metric | TorchMetric
 Metrics: TypeAlias = OneMetric | Sequence[OneMetric] | Mapping[str, OneMetric | Sequence[OneMetric]]
-"""What `metrics` takes: a metric or its name, several, by name, or lists of them by validation set."""
+"""Values of `metrics`: a metric or its name, several, by name, or lists by validation set."""
 
 Bound: TypeAlias = float | Mapping[str, float]
 """A threshold for all values, or one by name."""

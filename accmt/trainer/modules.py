@@ -1,4 +1,4 @@
-"""What `Trainer.fit` trains where it got no module."""
+"""The module that `Trainer.fit` trains if it receives a path or hyper-parameters instead."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from accmt.options import HyperParameters
 
 
 def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
-    """Return the module of what `fit` got: a module, the path of a model, `(path, type)`, or hyper-parameters.
+    """Return the module for an argument of `fit`: a module, a model's path, `(path, type)`, or hyper-parameters.
 
     Args:
         module: One of these.
-        kwargs: Further keywords of `fit`, for who builds the model.
+        kwargs: Further keywords of `fit`, used to build the model.
         hps: The Trainer's hyper-parameters.
 
     Raises:
-        UnknownArgumentError: There are keywords that nobody reads.
-        ArgumentError: The hyper-parameters describe another model than the Trainer's.
+        UnknownArgumentError: There are unused keywords.
+        ArgumentError: The hyper-parameters describe a different model than the Trainer's.
     """
     is_file = isinstance(module, str | PathLike) and str(module).endswith((".yaml", ".yml", ".json"))
     if is_file or isinstance(module, Mapping | HyperParameters):
@@ -34,10 +34,10 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
     if kwargs:
         got, expected = (
             f"the keywords {sorted(kwargs)}",
-            "keywords only where `module` is the path of a transformers model",
+            "keywords only if `module` is the path of a transformers model",
         )
-        raise UnknownArgumentError(explain("fit", got, expected, "give them to the Trainer, or to your module"))
-    from accmt.module import HuggingFaceModule  # imports much that `import accmt` need not
+        raise UnknownArgumentError(explain("fit", got, expected, "pass them to the Trainer, or to your module"))
+    from accmt.module import HuggingFaceModule  # a slow import, which `import accmt` avoids
 
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
         _require_same(module.hps, hps, "AcceleratorModule.from_hps(trainer.hps), or SFTModule.from_hps(trainer.hps)")
@@ -46,19 +46,19 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
 
 
 def _require_processor_alone(kwargs: Mapping[str, Any]) -> None:
-    """Reject keywords for `from_pretrained` beside hyper-parameters, whose section `model` has them."""
+    """Reject keywords for `from_pretrained` with hyper-parameters: they belong in the `model` section."""
     others = {name: value for name, value in kwargs.items() if name != "processor"}
     if others:
-        got = f"the keywords {sorted(others)} beside hyper-parameters"
+        got = f"the keywords {sorted(others)} together with hyper-parameters"
         lines = ", ".join(f"`{name}: {value}`" for name, value in others.items())
-        expected = "`processor` alone: arguments of `from_pretrained` stand in the section `model`"
+        expected = "only `processor`: arguments of `from_pretrained` belong in the `model` section"
         raise UnknownArgumentError(explain("fit", got, expected, f"write {lines} in `model`"))
 
 
 def _model_of(source: Any, hps: HyperParameters) -> HyperParameters:
-    """Return the hyper-parameters that describe the model of `fit`: the Trainer's, where they come from that source.
+    """Return the hyper-parameters of `fit`'s model: the Trainer's, if they come from the same source.
 
-    Only they have the flags that were typed, and they are what the run records.
+    Only the Trainer's include command-line flags, and the run records them.
     """
     if not isinstance(source, Mapping | HyperParameters) and hps.is_from(source):
         return hps
@@ -68,13 +68,13 @@ def _model_of(source: Any, hps: HyperParameters) -> HyperParameters:
 
 
 def _require_same(own: HyperParameters, hps: HyperParameters, do: str) -> None:
-    """Check that a module is what the Trainer's hyper-parameters say, which the run records.
+    """Check that a module matches the Trainer's hyper-parameters, which the run records.
 
     Raises:
-        ArgumentError: They say otherwise, such as by flags.
+        ArgumentError: They differ, for example because of flags.
     """
     for section in ("model", "sft"):
         if hps[section] is not None and own[section] != hps[section]:
             got = f"{own.where(section)}: {own[section]}, and {hps.where(section)}: {hps[section]}"
-            do = f"{do}: the Trainer's hyper-parameters, with their flags"
-            raise ArgumentError(explain("fit", got, "what the Trainer's hyper-parameters describe", do))
+            do = f"{do}: the Trainer's hyper-parameters include the flags"
+            raise ArgumentError(explain("fit", got, "the model of the Trainer's hyper-parameters", do))

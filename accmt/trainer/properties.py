@@ -1,4 +1,4 @@
-"""What can be read off a Trainer: settings, counters, the parts of its run, its callbacks."""
+"""Properties of a Trainer: settings, counters, the components of its run, its callbacks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 RAISE: Final = object()
-"""The default of `get_callback`: no callback is an error."""
+"""The default of `get_callback`: a missing callback is an error."""
 
 
 class TrainerProperties(TrainerProtocol):
-    """What can be read off a Trainer; what belongs to a run needs one that has begun.
+    """Properties of a Trainer; those about a run need a run that has started.
 
     Attributes:
-        settings: Its arguments, checked and grouped.
+        settings: The Trainer's arguments, checked and grouped.
         state: The counters of the current or last run.
-        chosen_checkpoint: Folder of the checkpoint that the next run continues from, where one was chosen.
-        profile: What each phase of the last run with `profiler="simple"` took, on the main process; live while it runs.
+        chosen_checkpoint: Folder of the checkpoint that the next run resumes from, if one was chosen.
+        profile: Time per phase of the last run with `profiler="simple"`, on the main process; live during the run.
     """
 
     settings: Settings
@@ -60,7 +60,7 @@ class TrainerProperties(TrainerProtocol):
         return self.settings.hps
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal Trainer, those at their default left out."""
+        """Return the arguments to recreate this Trainer, without those at their default."""
         return self.settings.to_arguments()
 
     @property
@@ -80,7 +80,7 @@ class TrainerProperties(TrainerProtocol):
         """The current or last run.
 
         Raises:
-            RuntimeError: There was none yet.
+            RuntimeError: There has been none yet.
         """
         if self._run is None:
             raise RuntimeError("there is no run yet: call fit first")
@@ -88,19 +88,19 @@ class TrainerProperties(TrainerProtocol):
 
     @property
     def model(self) -> nn.Module:
-        """The current model, to be called in steps: in training it reduces gradients. After the run it is yours."""
+        """The model to call in steps; during training, it is wrapped to reduce gradients."""
         if self._evaluated is not None and self.state.fn not in (None, "fit"):
             return self._evaluated.model
         return self.run.module.model
 
     @property
     def device(self) -> torch.device:
-        """Where model and batches of the run are."""
+        """The device of the run's model and batches."""
         return self.run.device
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps finished."""
+        """Number of completed optimizer steps."""
         return self.state.global_step
 
     @property
@@ -120,10 +120,10 @@ class TrainerProperties(TrainerProtocol):
 
     @property
     def should_stop(self) -> bool:
-        """Whether training ends early. Set it on any process, and all end together a few steps later.
+        """Whether training ends early. Set it on any process: all processes end together a few steps later.
 
         Raises:
-            RuntimeError: It is set and there was no run yet.
+            RuntimeError: It is set, but there has been no run yet.
         """
         return self._run is not None and (self.run.interruption.is_asked or self.run.interruption.ends_training)
 
@@ -137,65 +137,65 @@ class TrainerProperties(TrainerProtocol):
 
     @property
     def train_dataloader(self) -> Any:
-        """The torch DataLoader of the run's training data."""
+        """The torch DataLoader of the training data."""
         return self.run.train_loader.source.dataloader
 
     @property
     def val_dataloaders(self) -> list[Any]:
-        """The torch DataLoaders of the run's validation data."""
+        """The torch DataLoaders of the validation data."""
         return [loader.source.dataloader for loader in self.run.val_loaders.values()]
 
     @property
     def test_dataloaders(self) -> list[Any]:
-        """The torch DataLoaders of the data that are tested, or were tested last; empty before."""
+        """The torch DataLoaders of the current or last test; empty before."""
         return list(self._dataloaders.get("test", ()))
 
     @property
     def predict_dataloaders(self) -> list[Any]:
-        """The torch DataLoaders of the data that are predicted, or were predicted last; empty before."""
+        """The torch DataLoaders of the current or last prediction; empty before."""
         return list(self._dataloaders.get("predict", ()))
 
     @property
     def train_step_batch_size(self) -> int:
-        """Samples that a training step gets at a time: `batch_size`, or a divisor within `max_micro_batch_size`."""
+        """Samples per call of the training step: `batch_size`, or a divisor of it within `max_micro_batch_size`."""
         from accmt.recovery.restart import current_micro_batch_size
 
         return self.hps.train_step_batch_size if self._run is None else current_micro_batch_size(self._run)
 
     @property
     def estimated_global_steps_per_epoch(self) -> int | None:
-        """Optimizer steps of the current epoch; None if the data have no length."""
+        """Optimizer steps in the current epoch; None if the data have no length."""
         return self.run.steps_per_epoch(self.state.epoch)
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole run; infinite if nothing bounds it."""
+        """Optimizer steps in the whole run; infinite without a limit."""
         steps = self.run.total_steps
         return math.inf if steps is None else steps
 
     @property
     def checkpoint_path(self) -> Path:
-        """The folder of the checkpoints."""
+        """The checkpoint folder."""
         return self.settings.checkpoint_folder
 
     @property
     def logged_metrics(self) -> dict[str, float]:
-        """The newest value of each name that trackers of the run got."""
+        """The newest value of each name sent to trackers."""
         return dict(self.run.module.logs.logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values that the module logged with `prog_bar=True`, as the newest rows have them."""
+        """The newest values that the module logged with `prog_bar=True`."""
         return dict(self.run.module.logs.shown)
 
     @property
     def callback_metrics(self) -> dict[str, float]:
-        """The newest value of each name: of rows, of the progress bar, and of the last evaluation."""
+        """The newest value of each name: from rows, the progress bar and the last evaluation."""
         return {**self.state.metrics, **self.progress_bar_metrics, **self.logged_metrics}
 
     @property
     def log_dir(self) -> Path:
-        """The run's folder of logs, the same on every process."""
+        """The run's log folder, the same on every process."""
         return self.run.tracking.run_folder
 
     @property
@@ -214,51 +214,51 @@ class TrainerProperties(TrainerProtocol):
         """Return a tracker of the current run by name.
 
         Args:
-            name: "tensorboard", "mlflow", or the name of a tracker of yours.
-            unwrap: Whether what the tracker wraps is returned: a `SummaryWriter`, an MLflow run.
+            name: "tensorboard", "mlflow", or the name of a custom tracker.
+            unwrap: Whether to return the wrapped object: a `SummaryWriter`, an MLflow run.
 
         Raises:
-            ArgumentError: No tracker of that name is running.
+            ArgumentError: No tracker with this name is running.
         """
         return self.run.tracking.get_tracker(name, unwrap=unwrap)
 
     @property
     def dashboard_command(self) -> str | None:
-        """The command that shows the run in a browser, or None where no tracker has one."""
+        """The command that shows the run in a browser, or None if no tracker has one."""
         command = self.run.tracking.dashboard_command()
         if not command:
             return None
         beside_python = Path(sys.executable).parent / command[0]
-        if shutil.which(command[0]) is None and beside_python.exists():  # a virtual environment that is not activated
+        if shutil.which(command[0]) is None and beside_python.exists():  # an inactive virtual environment
             command = [os.path.relpath(beside_python), *command[1:]]
         return shlex.join(command)
 
     def get_callback(self, cls: type[C], default: Any = RAISE) -> C | Any:
-        """Return the first callback of a class, or of one derived from it.
+        """Return the first callback of a class or a subclass.
 
         Args:
             cls: The class.
-            default: What is returned where there is none.
+            default: Returned if there is none.
 
         Raises:
-            CallbackNotFoundError: There is none, and no default.
+            CallbackNotFoundError: There is none, and there is no default.
         """
         callbacks = self._own_callbacks()
         found = next((callback for callback in callbacks if isinstance(callback, cls)), default)
         if found is RAISE:
             where = f"get_callback({cls.__name__})"
-            expected = "one of: " + (", ".join(type(callback).__name__ for callback in callbacks) or "there are none")
+            expected = "one of: " + (", ".join(type(callback).__name__ for callback in callbacks) or "no callbacks")
             do = f"Trainer(callbacks={cls.__name__}(...)), or get_callback({cls.__name__}, default=None)"
             raise CallbackNotFoundError(explain(where, "no callback of that class", expected, do))
         return found
 
     def describe_callbacks(self) -> str:
-        """Return who acts at each hook, in that order, as a Markdown table; it is said, too, unless `verbose=False`.
+        """Return the callbacks at each hook, in order, as a Markdown table; also logged unless `verbose=False`.
 
-        Once a run was begun, the module and accmt's own callbacks are in it.
+        After the start of a run, it includes the module and accmt's built-in callbacks.
 
         Raises:
-            ModuleContractError: A callback has a method that looks like a hook and is none.
+            ModuleContractError: A callback has a method that looks like a hook but is not.
         """
         hooks = Hooks(self._own_callbacks(), is_main_process=self.is_main) if self._run is None else self._run.hooks
         table = describe_hooks(hooks.callbacks)

@@ -1,12 +1,11 @@
-"""Shows on a user's own module and data that interrupting and resuming changes no bit, or names what it changes."""
+"""Checks on a user's module and data that a resumed run is bit-for-bit identical, or names the first difference."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,19 +31,19 @@ _LEFT_OUT = ("checkpointer", "run_name", "log_with", "additional_tracker_config"
 
 @dataclass
 class _Trace:
-    """What a run did and left behind, as digests by name, in the order in which a difference would show."""
+    """Digests by name of everything in a run, in the order in which differences would appear."""
 
     entries: dict[str, str] = field(default_factory=dict)
     module: AcceleratorModule | None = None
 
     def first_difference(self, other: _Trace) -> str | None:
-        """Return the first thing of `other` that is not the same here."""
+        """Return the first name whose digest differs from `other`'s."""
         names = (name for name, digest in other.entries.items() if self.entries.get(name) != digest)
         return next(names, None)
 
 
 class _Witness(Callback):
-    """Takes down every batch and loss of a run, and its state at the end."""
+    """Records digests of every batch and loss of a run, and of its final state."""
 
     def __init__(self) -> None:
         self.trace = _Trace()
@@ -53,7 +52,7 @@ class _Witness(Callback):
         self.trace.entries[f"the batch {self._place()}"] = _digest(batch)
 
     def on_after_training_step(self, outputs: Any) -> None:
-        self.trace.entries[f"what training_step returned for batch {self._place()}"] = _digest(outputs)
+        self.trace.entries[f"the result of training_step for batch {self._place()}"] = _digest(outputs)
 
     def on_fit_end(self) -> None:
         run = self.trainer.run
@@ -80,14 +79,14 @@ def check_resume(
     """Train copies of a module with and without an interruption, and compare every batch, loss and tensor, bit by bit.
 
     Args:
-        trainer: Its settings are used, without its trackers and folders.
-        module: The module; copies of it are trained, it stays as it is.
+        trainer: The Trainer; its settings are used, except trackers and folders.
+        module: The module; copies are trained, the module itself is not changed.
         train_dataset: As for `fit`.
         val_dataset: As for `fit`.
-        steps: Optimizer steps before the interruption, and as many after it.
+        steps: Optimizer steps before the interruption, and again after it.
 
     Returns:
-        How many batches, losses and tensors were compared.
+        The number of batches, losses and tensors compared.
 
     Raises:
         CheckpointError: Something differs; the message names the first difference.
@@ -95,22 +94,21 @@ def check_resume(
     Processes:
         Collective.
     """
-    with _scratch_folder() as folder, speaking(verbose=trainer.settings.running.verbose):
+    with (
+        tempfile.TemporaryDirectory(prefix="accmt-") as own,
+        speaking(verbose=trainer.settings.running.verbose),
+    ):
+        folder = Path(broadcast_object(own))  # all processes use the main process's
         data = (train_dataset, val_dataset)
         whole = _run(trainer, folder, _copy(module, "the module"), data, steps)
         resumed = _run(trainer, folder, _copy(module, "the module"), data, steps, resume=folder / "checkpoints")
-        difference = _agree(whole.first_difference(resumed))
+        every = gather_objects(whole.first_difference(resumed))  # of any process
+        difference = next((found for found in every if found is not None), None)
         if difference is not None:
             again = _run(trainer, folder, _copy(module, "the module"), data, steps)
             raise CheckpointError(_explain(difference, again.first_difference(whole), whole, resumed))
-        say(f"resuming is exact: {len(resumed.entries)} batches, losses and tensors are the same bit for bit")
+        say(f"resuming is exact: {len(resumed.entries)} batches, losses and tensors are bit-for-bit identical")
         return len(resumed.entries)
-
-
-@contextmanager
-def _scratch_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="accmt-") as own:  # of the main process; the others' stay empty
-        yield Path(broadcast_object(own))
 
 
 def _run(
@@ -121,7 +119,7 @@ def _run(
     steps: int,
     resume: Path | None = None,
 ) -> _Trace:
-    """Train `2 * steps` steps, from the start or from the checkpoint in `resume`, with a checkpoint half-way."""
+    """Train for `2 * steps` steps with a checkpoint halfway, from scratch or from the checkpoint in `resume`."""
     witness = _Witness()
     arguments = trainer.settings.to_arguments()
     for name in (*_LEFT_OUT, *trainer.settings.tracking.tracker_kwargs):
@@ -139,7 +137,7 @@ def _run(
         "callbacks": [*build_callbacks(_copy(trainer.settings.running.callbacks, "the callbacks")), witness],
         "verbose": False,
     }
-    copied: Any = copy.copy(trainer)  # a subclass may have a constructor of its own
+    copied: Any = copy.copy(trainer)  # a subclass may have another constructor
     copied.settings = Settings.from_arguments(_with_defaults(arguments))
     copied.registered_savings = []
     if resume is not None:
@@ -160,8 +158,8 @@ def _copy(original: Any, what: str) -> Any:
             f"self.{name}" for name, value in getattr(original, "__dict__", {}).items() if not _can_be_copied(value)
         ]
         got = f"{what} cannot be copied: {error}" + (f" ({', '.join(held)})" if held else "")
-        do = "leave open files, locks and the like out of it, or define __deepcopy__"
-        raise CheckpointError(explain("check_resume", got, "copies that can be trained", do)) from error
+        do = "remove open files, locks and the like from it, or define __deepcopy__"
+        raise CheckpointError(explain("check_resume", got, "a module and callbacks that can be copied", do)) from error
 
 
 def _can_be_copied(value: Any) -> bool:
@@ -172,26 +170,21 @@ def _can_be_copied(value: Any) -> bool:
     return True
 
 
-def _agree(difference: str | None) -> str | None:
-    """Return the first difference of any process."""
-    return next((found for found in gather_objects(difference) if found is not None), None)
-
-
 def _explain(difference: str, without_interruption: str | None, whole: _Trace, resumed: _Trace) -> str:
-    where, expected = "check_resume", "the same bits with and without an interruption"
+    where, expected = "check_resume", "bit-for-bit identical runs with and without an interruption"
     if without_interruption is not None:
         got = f"{without_interruption} differs between two runs that were not interrupted"
-        do = "look for randomness that has its own generator or clock, and for operations without a fixed order"
+        do = "look for randomness from custom generators or clocks, and for nondeterministic operations"
         return explain(where, got, expected, do)
     hidden = _hidden_state(whole.module, resumed.module)
-    do = "return what the next step depends on from the module's (or callback's) state_dict, and take it back"
+    do = "return what the next step depends on from state_dict (of module or callback), restore it in load_state_dict"
     if hidden:
-        do = f"return {', '.join(hidden)} from {type(whole.module).__name__}.state_dict, and read it in load_state_dict"
-    return explain(where, f"{difference} is the first thing that differs", expected, do)
+        do = f"return {', '.join(hidden)} from {type(whole.module).__name__}.state_dict, restore it in load_state_dict"
+    return explain(where, f"the first difference is {difference}", expected, do)
 
 
 def _digest(value: Any) -> str:
-    """Return a digest that is the same for the same bits; of what has none, the name of its type."""
+    """Return a digest of a value's bits, or the name of its type if it has none."""
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
@@ -206,7 +199,7 @@ def _digest(value: Any) -> str:
 
 
 def _hidden_state(whole: Any, resumed: Any) -> list[str]:
-    """Return the attributes of the module that an interruption changed."""
+    """Return the module's attributes that differ after an interruption."""
     of_run = {"model", "teacher", "trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "device"}
     mine, theirs = vars(whole), vars(resumed)
     return [f"self.{name}" for name in mine if name not in of_run and _digest(mine[name]) != _digest(theirs.get(name))]

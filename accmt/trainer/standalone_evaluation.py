@@ -1,10 +1,10 @@
-"""Evaluates and predicts without training: no optimizer, scheduler or tracker is built, and all is left as it was."""
+"""Evaluates and predicts without training: builds no optimizer, scheduler or tracker, and restores all state."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-# ---- The saved weights that an evaluation asks for, in place of the module's own while it lasts.
+# ---- Saved weights that replace the module's during an evaluation.
 
 
 CheckpointPath = str | PathLike[str]
@@ -63,21 +63,21 @@ _SHOWN = 4
 def using_weights(
     module: AcceleratorModule, settings: Settings, ckpt_path: CheckpointPath | None, function: Evaluation
 ) -> Iterator[None]:
-    """Load saved weights into the module's model, and put its own back afterwards.
+    """Load saved weights into the module's model, and restore its weights afterwards.
 
     Processes: collective.
 
     Args:
         module: The module.
-        settings: The Trainer's: where models and checkpoints are.
+        settings: The Trainer's settings, with the folders of models and checkpoints.
         ckpt_path: "best" for the model folder, "last" for the newest checkpoint (or `<model_path>/last`), or the path
-            of a model folder or checkpoint; None leaves the weights as they are.
-        function: The Trainer's method that asks, for messages.
+            of a model folder or checkpoint; None keeps the weights.
+        function: The Trainer's method, for messages.
 
     Raises:
         NoCheckpointError: There are no weights.
-        WeightsError: The weights of a model folder are incomplete, or another model's.
-        CheckpointError: The checkpoint is damaged, or another model's.
+        WeightsError: The weights in a model folder are incomplete, or for another model.
+        CheckpointError: The checkpoint is damaged, or for another model.
     """
     if ckpt_path is None:
         yield
@@ -87,7 +87,7 @@ def using_weights(
     own = {name: _copy(value) for name, value in model.state_dict().items()}
     try:
         _load(module, model, folder)
-        say(f"{function}: the weights are those of {folder}")
+        say(f"{function}: using the weights in {folder}")
         yield
     finally:
         model.load_state_dict(own)
@@ -95,7 +95,7 @@ def using_weights(
 
 def _copy(value: Any) -> Any:
     is_tensor = isinstance(value, torch.Tensor)
-    if is_dtensor(value):  # a part of the weight, which stays where it is
+    if is_dtensor(value):  # only the local shard, so it stays on the device
         return value.detach().clone()
     return value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
 
@@ -116,19 +116,13 @@ def _find(settings: Settings, ckpt_path: CheckpointPath, function: Evaluation) -
     if run_on_main_process(partial(_has_weights, folder)):
         return folder
     if ckpt_path != "best":
-        return _find_checkpoint(folder, where)
+        with suppress(NoCheckpointError):
+            return find_checkpoint(folder).folder
     return _reject_path(where, folder)
 
 
 def _has_weights(folder: Path) -> bool:
     return find_entry(folder) is not None
-
-
-def _find_checkpoint(path: Path, where: str) -> Path:
-    try:
-        return find_checkpoint(path).folder
-    except NoCheckpointError:
-        return _reject_path(where, path)
 
 
 def _find_last(settings: Settings, where: str) -> Path:
@@ -145,18 +139,15 @@ def _find_last(settings: Settings, where: str) -> Path:
 
 
 def _reject_path(where: str, folder: Path) -> NoReturn:
-    """Say that there are no weights, and where there are some.
+    """Raise an error about missing weights that suggests where there are some.
 
     Raises:
         NoCheckpointError: Always.
     """
-    near = sorted(str(entry.parent) for entry in map(find_entry, _subfolders(folder)) if entry is not None)
-    do = f"ckpt_path={' or '.join(map(repr, near[:_SHOWN]))}" if near else "look at the path, and at model_saving"
+    subfolders = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    near = sorted(str(entry.parent) for entry in map(find_entry, subfolders) if entry is not None)
+    do = f"ckpt_path={' or '.join(map(repr, near[:_SHOWN]))}" if near else "check the path, and model_saving"
     raise NoCheckpointError(explain(where, f"no weights in {folder}", "a model folder, or a checkpoint", do))
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
 
 
 _STEPS: dict[Evaluation, str] = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -164,16 +155,16 @@ _STEPS: dict[Evaluation, str] = {"validate": "validation_step", "test": "test_st
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `validate`, `test` or `predict` was asked for.
+    """A call of `validate`, `test` or `predict`.
 
     Attributes:
         trainer: The Trainer.
         function: Its method.
         module: The module.
-        user_data: The data of the method, or those of the last `fit`.
+        user_data: The data passed to the method, or those of the last `fit`.
         ckpt_path: As in `using_weights`.
-        last_run: The Trainer's run of the same module, current or finished; None where there was none.
-        verbose: Whether results are printed.
+        last_run: The Trainer's current or last run of the same module, or None.
+        verbose: Whether to print results.
     """
 
     trainer: TrainerProperties
@@ -186,7 +177,7 @@ class Request:
 
     @property
     def draws_progress(self) -> bool | None:
-        """Whether a bar is drawn; None where the terminal decides. A run that trains has its own bar."""
+        """Whether to draw a bar; None depends on the terminal. During training, the run's bar is used."""
         running = self.trainer.settings.running
         if self.current_run is not None or not is_main_process():
             return False
@@ -194,7 +185,7 @@ class Request:
 
     @property
     def current_run(self) -> Run | None:
-        """The run that trains the module now."""
+        """The run that is currently training the module."""
         return self.last_run if self.last_run is not None and is_prepared(self.module) else None
 
 
@@ -208,20 +199,20 @@ def find_request(
     *,
     verbose: bool = True,
 ) -> Request:
-    """Return what a method of the Trainer was asked for, with what it leaves out taken from the last `fit`.
+    """Return the request for a call, with missing arguments taken from the last `fit`.
 
     Raises:
-        ArgumentError: There is neither a module nor a last `fit`, or there are both data and a datamodule.
+        ArgumentError: There is neither a module nor an earlier `fit`, or there are both data and a datamodule.
     """
     user_data, last = UserData(function, {function: dataset}, datamodule), trainer._run
     if module is None and last is not None:
         module = last.module
     if module is None:
         do = f"trainer.{function}(module, ...), or fit first"
-        raise ArgumentError(explain(function, "no module, and no run that had one", "a module", do))
+        raise ArgumentError(explain(function, "no module, and no earlier run", "a module", do))
     if trainer.state.now.in_evaluation_batches:
-        got = "a call between the batches of another evaluation, whose results it would change"
-        expected = "a call in a hook that all processes reach between evaluations, such as on_evaluation_end"
+        got = "a call during another evaluation, whose results it would change"
+        expected = "a call in a hook between evaluations, such as on_evaluation_end, on all processes"
         do = f"call trainer.{function} in on_evaluation_start, on_evaluation_end, on_update_end or on_epoch_end"
         raise ArgumentError(explain(f"trainer.{function}", got, expected, do))
     trainer._evaluated = module
@@ -242,19 +233,25 @@ def evaluate_alone(request: Request, results_output: str | PathLike[str] | None)
     Processes: collective.
 
     Returns:
-        Losses and metrics by name; with several sets `<name>__<key>`. Empty where the data are limited to 0 batches.
+        Losses and metrics by name; with several sets `<name>__<key>`. Empty if the data are limited to 0 batches.
 
     Raises:
-        AccmtError: A fault in module, data, weights or metrics.
+        AccmtError: An error in module, data, weights or metrics.
     """
     output = None if results_output is None else Path(results_output).absolute()
     with serving(f"trainer.{request.function}"), working(request.trainer.settings.running):
         if output is not None:
             require_writable_folder(output.parent, "results_output")
-        results = _evaluate(request)
+        with _open(request) as run, in_evaluation_mode(run.unwrapped_model):
+            call_hooks(run.hooks.on_evaluation_start)
+            results = evaluate(run, request.function)
+            call_hooks(run.hooks.on_evaluation_end, metrics=results)
+        if results and request.current_run is not None:
+            for hook in request.current_run.hooks.on_log:
+                hook(values=reported(run, results), step=request.trainer.state.global_step)
         if request.verbose:
             values = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
-            say(f"{request.function}: {values or 'nothing, for the data are limited to 0 batches'}")
+            say(f"{request.function}: {values or 'nothing: the data are limited to 0 batches'}")
         if output is not None:
             run_on_main_process(lambda: _write(output, results))
     return results
@@ -265,24 +262,13 @@ def _write(path: Path, results: dict[str, float]) -> None:
     write_text(path, dumps(results, indent=2) + "\n")
 
 
-def _evaluate(request: Request) -> dict[str, float]:
-    with _open(request) as run, in_evaluation_mode(run.unwrapped_model):
-        call_hooks(run.hooks.on_evaluation_start)
-        results = evaluate(run, request.function)
-        call_hooks(run.hooks.on_evaluation_end, metrics=results)
-    if results and request.current_run is not None:
-        for hook in request.current_run.hooks.on_log:
-            hook(values=reported(run, results), step=request.trainer.state.global_step)
-    return results
-
-
 def predict_alone(request: Request, *, keeps: bool) -> Any:
-    """Predict; as `accmt.loop.prediction.predict`, but of a single set its predictions alone.
+    """Predict like `accmt.loop.prediction.predict`; for a single set, return only its predictions.
 
     Processes: collective.
 
     Raises:
-        AccmtError: A fault in module, data, weights or step.
+        AccmtError: An error in module, data, weights or step.
     """
     with serving("trainer.predict"), working(request.trainer.settings.running), _open(request) as run:
         predictions = predict(run, keeps=keeps)
@@ -293,7 +279,7 @@ def predict_alone(request: Request, *, keeps: bool) -> Any:
 def _open(request: Request) -> Iterator[EvaluationRun]:
     module, function, settings = request.module, request.function, request.trainer.settings
     if getattr(module, "model", None) is None:
-        accelerator = build_accelerator(settings.running)  # which a module may ask for as `accmt.accelerator`
+        accelerator = build_accelerator(settings.running)  # the module may access it as `accmt.accelerator`
         configure_model(module, accelerator)
         del accelerator
     check_untrained_module(module, function)
@@ -320,17 +306,17 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
 
 
 def _reject_another_module(request: Request) -> None:
-    """Refuse another module while one is trained: callbacks work for one at a time."""
+    """Reject another module during training: callbacks work for one module at a time."""
     run = request.trainer._run
     if run is not None and run.module is not request.module and is_prepared(run.module):
-        expected = "the module that is trained, as long as fit runs"
-        do = f"leave `module` out, or make another Trainer for it: Trainer(...).{request.function}(module, ...)"
+        expected = "the module in training, while fit runs"
+        do = f"leave `module` out, or use another Trainer: Trainer(...).{request.function}(module, ...)"
         raise ArgumentError(explain(f"{request.function}(module)", "another module", expected, do))
 
 
 @contextmanager
 def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
-    """Set what is evaluated in the state, and restore what it says of training afterwards."""
+    """Set the state for an evaluation, and restore the training state afterwards."""
     now, counters = dict(vars(state.now)), state.state_dict()
     state.now.fn, state.now.status = function, "running"
     state.num_processes = num_processes()
@@ -344,7 +330,7 @@ def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
 
 @contextmanager
 def _lending_engine(request: Request) -> Iterator[Engine]:
-    """Make the model ready, unless a run works with it, and give it back afterwards."""
+    """Prepare the model, unless a run already did, and restore it afterwards."""
     in_work, module, settings = request.current_run, request.module, request.trainer.settings
     if in_work is not None:
         yield in_work.engine
@@ -362,7 +348,7 @@ def _lending_engine(request: Request) -> Iterator[Engine]:
 
 @contextmanager
 def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[dict[str, Any]]:
-    """Find the sets, which a datamodule prepares before and clears up afterwards."""
+    """Find the sets; a datamodule prepares them first and cleans up afterwards."""
     user_data, function, trainer = request.user_data, request.function, request.trainer
     with user_data.ending(function):
         user_data.begin(function, trainer, accelerator)
@@ -376,7 +362,9 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
     seed, device = _choose_seed(request), engine.accelerator.device
     metrics = metrics_of_sets(None if function == "predict" else settings.evaluation.metrics, list(sets))
     callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
-    acting = [callback for callback in callbacks if not isinstance(callback, WeightAverage)]  # a feature has the others
+    acting = [
+        callback for callback in callbacks if not isinstance(callback, WeightAverage)
+    ]  # a feature calls the others
     return EvaluationRun(
         settings=settings,
         engine=engine,
@@ -397,7 +385,7 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
 
 
 def _build_loader(request: Request, name: str, engine: Engine, data: Any, *, seed: int) -> Loader:
-    """Build a loader whose micro-batches are drawn as they are evaluated."""
+    """Build a loader that shows its progress in a bar."""
 
     def draw(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         return draw_batches(

@@ -1,4 +1,4 @@
-"""Tracebacks that show the user's code: of accmt's own frames only those where it is entered and left."""
+"""Tracebacks that focus on the user's code: only accmt's frames at the boundaries are kept."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _OWN = str(Path(__file__).parent.parent)
 
 
 class ShortTraceback:
-    """Leaves out of the traceback of an error, and of its causes, the frames of accmt between two of other code.
+    """Removes accmt's inner frames from the tracebacks of an error and its causes.
 
-    What accmt itself raises keeps the frame that raised it. An error that is no `AccmtError` but was raised here is a
-    fault of accmt, so it keeps all.
+    An `AccmtError` keeps the frame that raised it. Any other error that accmt raises is a bug in accmt, so it keeps all
+    frames.
     """
 
     def __enter__(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The Trainer: takes settings, checks them, builds a run and lets the loop do the work."""
+"""The Trainer: checks settings, builds a run and starts the loop."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 class Trainer(TrainerProperties):
     """Trains an `AcceleratorModule`.
 
-    The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument
-    is documented where it is held, in `accmt.options`: `python docs/generate_arguments.py` writes what stands here.
+    The constructor only checks settings: no process group, files or network before `fit`. Arguments are documented in
+    `accmt.options`; `python docs/generate_arguments.py` generates the list below.
 
     Args:
         hps_config: The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object.
@@ -68,11 +68,11 @@ class Trainer(TrainerProperties):
         checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
             or a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end
             of the run is saved too.
-        logging_dir: Folder of logs, or the URL of the tracker's server.
-        log_with: A tracker or a list of them: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
-            `GeneralTracker`. `history.jsonl` is written in any case.
-        log_every: Optimizer steps from one row of training values to the next: a number, or text such as "10 steps"; -1
-            or "epoch" is one row at the end of each epoch.
+        logging_dir: Log folder, or the URL of the tracker's server.
+        log_with: A tracker or a list of trackers: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
+            `GeneralTracker`. `history.jsonl` is always written.
+        log_every: Optimizer steps between rows of training values: a number, or a string such as "10 steps"; -1 or
+            "epoch" is one row at the end of each epoch.
         grad_accumulation_steps: Batches per process and optimizer step: a number, or `{epoch: number}` with the epoch
             (from 0) at which each number starts to apply. None is 1.
         clip_grad: Largest gradient norm of an optimizer step: the whole gradient is scaled. `Clipping(value=0.5)`
@@ -103,8 +103,8 @@ class Trainer(TrainerProperties):
             step has not been evaluated yet.
         eval_when_start: Whether to evaluate before the first optimizer step, logged at step 0; saves no model.
         verbose: False silences messages and progress bars.
-        monitor: What else is measured and logged: a `Monitor`, a dict of its fields, a list of those to switch on, or
-            the path of a file of either; None logs losses and metrics.
+        monitor: What else to measure and log: a `Monitor`, a dict of its fields, a list of fields to enable, or the
+            path of a file with one of these; None logs losses and metrics.
         sampler_val: The same for validation data.
         batch_sampler: A torch batch sampler for training. Batch i goes to process i modulo the number of processes.
         collate_fn_train: Like `collate_fn`, but for training data only; takes precedence over it.
@@ -162,9 +162,9 @@ class Trainer(TrainerProperties):
         metric_options: Averages of results, and how predictions are gathered: `MetricOptions(averages=...)`, or a dict
             of its arguments.
         callbacks: A `Callback` or a list of them.
-        run_name: Name of this run; None is made of the time and a few letters.
-        additional_tracker_config: Entries added to the run's configuration.
-        tracker_delivery: What a tracker whose server cannot be reached means, and how long the end of a run waits:
+        run_name: Name of this run; None generates one from the time and a few letters.
+        additional_tracker_config: Additional entries for the run's configuration.
+        tracker_delivery: What to do if a tracker's server is unreachable, and how long to wait at the end of a run:
             `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
             an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
@@ -180,18 +180,19 @@ class Trainer(TrainerProperties):
         parallelism: Distributes the model over processes: `ParallelismOptions(fsdp=True)`, or a dict of its arguments.
         failures: How to react to a loss that is not finite, an unreadable sample, a hanging process and the like:
             `Failures(on_nonfinite="skip")`, or a dict of its arguments.
-        **kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one only.
+        **kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes them to
+            one tracker only.
 
     Raises:
-        HyperParameterError: Faults in the hyper-parameters, all at once.
+        HyperParameterError: Invalid hyper-parameters; all errors are reported together.
         ArgumentError: An argument with an invalid value.
         MissingArgumentError: `hps_config` or `model_path` is missing.
-        UnknownArgumentError: Arguments that do not exist; the message names what there is instead.
-        CombinedError: Faults in the hyper-parameters and in arguments, all at once.
+        UnknownArgumentError: Unknown arguments; the message suggests what to use instead.
+        CombinedError: Invalid hyper-parameters and arguments, reported together.
     """
 
     own_steps: ClassVar[tuple[Callable[..., Any], ...]]
-    """The steps that a subclass may replace, as they are here."""
+    """The steps that a subclass may replace, as defined here."""
 
     @reports_at_call
     def __init__(
@@ -274,8 +275,8 @@ class Trainer(TrainerProperties):
         failures: Failures | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        # What only checks and runs need is imported by the functions that use it: `import accmt` is to be quick.
-        arguments = dict(locals())  # the one place that names every argument is the signature above
+        # Functions import what only checks and runs need, to keep `import accmt` fast.
+        arguments = dict(locals())  # the signature above is the only list of all arguments
         tracker_kwargs = arguments.pop("kwargs")
         arguments = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
         arguments = resolve_aliases(arguments, tracker_kwargs)
@@ -290,7 +291,7 @@ class Trainer(TrainerProperties):
         self.state = TrainingState()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: settings and counters. What a run works with stays with this object."""
+        """Return settings and counters for pickling and copying, without the run."""
         return {name: value for name, value in vars(self).items() if name not in ("_run", "_user_data")}
 
     def fit(
@@ -302,31 +303,31 @@ class Trainer(TrainerProperties):
         datamodule: object | None = None,
         **kwargs: Any,
     ) -> TrainingState:
-        """Train a module. May be called again, for another run.
+        """Train a module. Call it again for another run.
 
         Processes: collective.
 
         Args:
             module: An `AcceleratorModule`; or a transformers model: its path, or `(path, type)` as in `from_hf`; or
-                hyper-parameters with a section `model` that describes it: the path of the .yaml or .json file, a dict,
-                or `trainer.hps`. Flags such as `--hps.model.lora.r=8` count where the file is the Trainer's, too.
-            train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; None where the module
-                has `get_train_dataloader`.
-            val_dataset: The same for validation; None trains without.
-            datamodule: Makes both instead: an object as Lightning's `LightningDataModule`, or of another class with
-                `train_dataloader()`. `prepare_data()`, `setup(stage)` and `teardown(stage)` are called if there.
-            **kwargs: For `from_pretrained`, where `module` is a path.
+                hyper-parameters with a `model` section: the path of the .yaml or .json file, a dict, or `trainer.hps`.
+                Flags such as `--hps.model.lora.r=8` apply if the file is also the Trainer's.
+            train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; None if the module has
+                `get_train_dataloader`.
+            val_dataset: The same for validation; None trains without validation.
+            datamodule: Provides both instead: a Lightning `LightningDataModule`, or any object with
+                `train_dataloader()`. `prepare_data()`, `setup(stage)` and `teardown(stage)` are called if defined.
+            **kwargs: Arguments for `from_pretrained`, if `module` is a path.
 
         Returns:
             The counters of the finished run.
 
         Raises:
             ModuleContractError: The module, a callback or a step violates the contract.
-            DataError: There are no training data, or they are empty.
-            SavingError: `model_path` or `logging_dir` cannot be written.
-            NoCheckpointError: There is no checkpoint to continue from, where `resume` asks for one.
-            CheckpointError: The checkpoint is damaged, or that of another model or optimizer.
-            ArgumentError: Settings that contradict each other, or keywords that nobody reads.
+            DataError: Training data are missing or empty.
+            SavingError: `model_path` or `logging_dir` is not writable.
+            NoCheckpointError: `resume` requires a checkpoint, and there is none.
+            CheckpointError: The checkpoint is damaged, or from another model or optimizer.
+            ArgumentError: Settings contradict each other, or there are unused keywords.
             KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
         from accmt.recovery.restart import Recovery, free_finished
@@ -344,7 +345,7 @@ class Trainer(TrainerProperties):
                     self._fit_once(trained, user_data, recovery)
         except KeyboardInterrupt as error:
             if self._run is not None and self._run.interruption.is_left_in_order:
-                # Between two steps the frames say nothing, and would scroll the hint on how to resume out of sight.
+                # Between two steps the frames are useless, and would push the resume hint out of view.
                 raise error.with_traceback(None) from None
             raise
         return self.state
@@ -356,7 +357,7 @@ class Trainer(TrainerProperties):
         from accmt.setup.same_on_processes import reporting_failed_setup
 
         self.state = TrainingState()
-        self._run = None  # what an earlier run holds is free before the next is built
+        self._run = None  # free the memory of an earlier run before building the next
         with reporting_failed_setup():
             self._run = build_run(self, module, user_data, recovery)
         self.chosen_checkpoint = None
@@ -366,28 +367,28 @@ class Trainer(TrainerProperties):
             detach_run(self._run)
 
     def do_backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a scaled loss to those of the accumulation window; a subclass may replace it."""
+        """Accumulate the gradients of a scaled loss; a subclass may replace it."""
         self.run.stepper.backward(loss)
 
     def do_opt_step(self) -> bool:
-        """Make the optimizer step of an accumulation window; a subclass may replace it.
+        """Step the optimizer after an accumulation window; a subclass may replace it.
 
         Returns:
-            Whether the optimizer really stepped; if not, neither scheduler nor counters advance.
+            Whether the optimizer stepped; if not, neither scheduler nor counters advance.
         """
         return self.run.stepper.step()
 
     def do_zero_grad(self) -> None:
-        """Begin the next accumulation window without gradients; a subclass may replace it."""
+        """Clear the gradients before the next accumulation window; a subclass may replace it."""
         self.run.stepper.zero_grad()
 
     def reset_optimizer(self) -> None:
-        """Let the optimizer forget what it keeps of each parameter, such as momenta; learning rates stay.
+        """Clear the optimizer's state, such as momenta; learning rates stay the same.
 
         Processes: all, after the same optimizer step.
 
         Raises:
-            RuntimeError: There was no run yet.
+            RuntimeError: There has been no run yet.
         """
         self.run.stepper.optimizer.state.clear()
 
@@ -401,34 +402,34 @@ class Trainer(TrainerProperties):
         *,
         datamodule: object | None = None,
     ) -> dict[str, float]:
-        """Evaluate validation data, each sample once, as `fit` does: after it, the same values bit for bit.
+        """Evaluate on validation data, each sample once; after `fit`, bit-for-bit identical to its evaluation.
 
-        Weights, counters and modes of the module and of the Trainer stay as they are, and no model is saved. Hooks of
-        evaluations are called; a row is logged only while `fit` runs.
+        Weights, counters and modes of module and Trainer do not change, and no model is saved. Evaluation hooks are
+        called; a row is logged only while `fit` runs.
 
         Processes: collective.
 
         Args:
-            module: The module; None is that of the last `fit`.
-            val_dataset: As for `fit`: one set, or several in a list or dict; None is that of the last `fit` or of its
-                datamodule, or what the module's `get_validation_dataloader` makes.
-            ckpt_path: Whose weights: None for those that the module has; "best" for `model_path`; "last" for the
-                newest checkpoint, or `<model_path>/last` where there is none; or the path of a model folder or of a
-                checkpoint. The module has its own again afterwards.
-            verbose: Whether the results are printed, and a progress bar is drawn on a terminal.
-            results_output: A JSON file in which the main process writes the results.
-            datamodule: Makes the data instead, as for `fit`.
+            module: The module; None uses the last `fit`'s.
+            val_dataset: As for `fit`: one set, or several in a list or dict; None uses the data of the last `fit`, of
+                its datamodule, or of the module's `get_validation_dataloader`.
+            ckpt_path: The weights to use: None for the module's current weights; "best" for `model_path`; "last" for
+                the newest checkpoint, or `<model_path>/last` if there is none; or the path of a model folder or
+                checkpoint. The module's weights are restored afterwards.
+            verbose: Whether to print the results, and draw a progress bar in a terminal.
+            results_output: A JSON file for the results, written by the main process.
+            datamodule: Provides the data instead, as for `fit`.
 
         Returns:
-            Losses and metrics by name; of several sets `<name>__<set>`. The same on every process.
+            Losses and metrics by name; with several sets `<name>__<set>`. The same on every process.
 
         Raises:
-            ArgumentError: There is neither a module nor a last `fit`, or there are both data and a datamodule.
+            ArgumentError: There is neither a module nor an earlier `fit`, or there are both data and a datamodule.
             ModuleContractError: The module has no validation step, or a step violates the contract.
-            DataError: There are no data; `MetricError` where a metric cannot be computed of them.
+            DataError: There are no data; `MetricError` if a metric cannot be computed.
             NoCheckpointError: There are no weights at `ckpt_path`.
-            WeightsError: They are incomplete or another model's; `CheckpointError` if they are those of a checkpoint.
-            SavingError: The folder of `results_output` cannot be written.
+            WeightsError: They are incomplete or for another model; `CheckpointError` for those of a checkpoint.
+            SavingError: The folder of `results_output` is not writable.
         """
         from accmt.trainer.standalone_evaluation import evaluate_alone, find_request
 
@@ -447,11 +448,11 @@ class Trainer(TrainerProperties):
         *,
         datamodule: object | None = None,
     ) -> dict[str, float]:
-        """Evaluate test data by the module's `test_step`, or by its validation step where it has none.
+        """Evaluate on test data with the module's `test_step`, or its validation step if it has none.
 
-        As `validate`, arguments, results and errors included; but batches have the third number of `batch_size`, and
-        the loss is called `test_loss`. `test_dataset` may be None where the module has `get_test_dataloader`, or the
-        last `fit` had a datamodule.
+        Like `validate`, including arguments, results and errors; but batches have the third size in `batch_size`, and
+        the loss is called `test_loss`. `test_dataset` may be None if the module has `get_test_dataloader`, or the last
+        `fit` had a datamodule.
 
         Processes: collective.
         """
@@ -469,27 +470,27 @@ class Trainer(TrainerProperties):
         *,
         datamodule: object | None = None,
     ) -> Any:
-        """Predict each sample of a dataset once, by the module's `predict_step`.
+        """Predict each sample of a dataset once with the module's `predict_step`.
 
-        In batches of the third number of `batch_size`; no hooks are called.
+        Batches have the third size in `batch_size`; no hooks are called.
 
         Processes: collective.
 
         Args:
-            module: The module; None is that of the last `fit`.
-            dataset: What to predict; several sets in a list or dict; None where the module has
+            module: The module; None uses the last `fit`'s.
+            dataset: The data to predict; several sets in a list or dict; None if the module has
                 `get_predict_dataloader`.
             ckpt_path: As in `validate`.
             return_predictions: False keeps nothing, for a `predict_step` that stores its results itself.
             datamodule: As in `test`.
 
         Returns:
-            On the main process the predictions in the order of the data, on the CPU; None on the others, and where
-            they are not kept. Batches are joined: tensors to one tensor `[samples, ...]` (a list of the samples where
-            their shapes differ), lists to one list, dicts and tuples entry by entry. Of several sets a dict by name.
+            On the main process, the predictions in the order of the data, on the CPU; None on the others, or if not
+            kept. Batches are joined: tensors into one tensor `[samples, ...]` (or a list of samples if shapes differ),
+            lists into one list, dicts and tuples entry by entry. For several sets, a dict by name.
 
         Raises:
-            AccmtError: As `validate`; ModuleContractError also where a step returns no prediction for each sample.
+            AccmtError: As for `validate`; also ModuleContractError if a step does not return a prediction per sample.
         """
         from accmt.trainer.standalone_evaluation import find_request, predict_alone
 
@@ -507,7 +508,7 @@ class Trainer(TrainerProperties):
         highest_lr: float = 1.0,
         lr_updates: int = 100,
     ) -> Tuning:
-        """Find a batch size and a learning rate, and put them into the hyper-parameters of this Trainer.
+        """Find a batch size and a learning rate, and set them in this Trainer's hyper-parameters.
 
         Each trial trains the module for a few steps, without validation, callbacks, files and trackers; then it gets
         its weights back. Hooks of the module are called. A new batch size changes the effective batch: where that is
@@ -518,15 +519,15 @@ class Trainer(TrainerProperties):
         Args:
             module: The module.
             train_dataset: As for `fit`.
-            batch_size: "power" doubles the batch until memory runs out, "binsearch" then looks for the largest that
-                fits; None leaves it as it is.
-            lr: Whether to look for the learning rate at which the loss falls fastest while the rate rises.
-            lowest_lr: Where the rate begins.
-            highest_lr: Where it ends, if the loss does not diverge before.
+            batch_size: "power" doubles the batch until memory runs out, "binsearch" then finds the largest that fits;
+                None keeps it.
+            lr: Whether to find the learning rate at which the loss falls fastest while the rate rises.
+            lowest_lr: The first rate.
+            highest_lr: The last rate, unless the loss diverges earlier.
             lr_updates: Optimizer steps in between.
 
         Returns:
-            What was found; the hyper-parameters have it too. With `fast_dev_run` nothing is tried.
+            The results, which are also set in the hyper-parameters. With `fast_dev_run` nothing is tried.
 
         Raises:
             ArgumentError: A single sample does not fit in memory, or `batch_size` is something else.
@@ -539,7 +540,7 @@ class Trainer(TrainerProperties):
         return tuning
 
     def save_model(self, path: str | PathLike[str] | None = None) -> None:
-        """Save the current weights, as the best ones are saved.
+        """Save the current weights in the same format as the best ones.
 
         Processes: collective.
 
@@ -547,8 +548,8 @@ class Trainer(TrainerProperties):
             path: A folder; None is `model_path`.
 
         Raises:
-            RuntimeError: There was no run yet.
-            OSError: The folder cannot be written.
+            RuntimeError: There has been no run yet.
+            OSError: The folder is not writable.
         """
         from accmt.processes import serving
         from accmt.recovery.model_saver import save_model
@@ -559,15 +560,15 @@ class Trainer(TrainerProperties):
     def register_model_saving(
         self, name: str, saving_below: Bound | None = None, saving_above: Bound | None = None
     ) -> None:
-        """Save the model by one more rule, with thresholds of its own, from the next `fit` on.
+        """Add a rule for saving the model, with separate thresholds, starting with the next `fit`.
 
         Args:
-            name: A rule as in `model_saving`: "best_accuracy@en", or "best_accuracy/f1" where both must be better.
-            saving_below: As `model_saving_below`.
-            saving_above: As `model_saving_above`.
+            name: A rule as in `model_saving`: "best_accuracy@en", or "best_accuracy/f1" where both must improve.
+            saving_below: Like `model_saving_below`.
+            saving_above: Like `model_saving_above`.
 
         Raises:
-            ArgumentError: No such rule, one that is there already, or bounds that nothing can be between.
+            ArgumentError: An unknown or existing rule, or bounds that exclude every value.
         """
         from accmt.setup.inputs import check_metrics
 
@@ -576,20 +577,20 @@ class Trainer(TrainerProperties):
         self.registered_savings = registered
 
     def save_checkpoint(self, path: str | PathLike[str] | None = None) -> None:
-        """Save everything that a run needs to continue.
+        """Save everything that is needed to resume the run.
 
-        While a run trains, the checkpoint is written after the current optimizer step and what else is due there: in
-        the middle of a step there is no state to continue from.
+        During training, the checkpoint is written after the current optimizer step and everything else due there: a
+        run cannot resume from the middle of a step.
 
         Processes: collective.
 
         Args:
-            path: A folder of checkpoints of its own, in which none is deleted; None is that of the run.
+            path: A separate checkpoint folder, in which none is deleted; None is the run's folder.
 
         Raises:
-            RuntimeError: There was no run yet.
-            CheckpointError: The folder cannot be written (`fit` raises that while a run trains), or the run has failed:
-                its state may be that of the middle of a step.
+            RuntimeError: There has been no run yet.
+            CheckpointError: The folder is not writable (during training, `fit` raises this), or the run has failed: its
+                state may be from the middle of a step.
         """
         from accmt.processes import serving
 
@@ -597,7 +598,7 @@ class Trainer(TrainerProperties):
         if self.state.status in ("failed", "interrupted"):
             got = "a run that ended in the middle of an optimizer step"
             do = "Trainer(handlers=Handler.ALL), which saves the last finished step"
-            raise CheckpointError(explain("save_checkpoint", got, "a run that is training, or came to its end", do))
+            raise CheckpointError(explain("save_checkpoint", got, "a run that is training, or has finished", do))
         with serving("trainer.save_checkpoint"):
             if self.state.status == "running":
                 self.run.checkpoints.request(folder)
@@ -605,15 +606,15 @@ class Trainer(TrainerProperties):
                 self.run.checkpoints.save(self.run, folder)
 
     def load_checkpoint(self, path: str | PathLike[str] | None = None) -> Checkpoint | None:
-        """Choose the checkpoint that the next `fit` continues from, whatever `resume` says.
+        """Choose the checkpoint that the next `fit` resumes from, regardless of `resume`.
 
         Processes: collective.
 
         Args:
-            path: A checkpoint, or a folder of them, of which the newest is taken; None is the Trainer's own folder.
+            path: A checkpoint, or a folder, of which the newest checkpoint is used; None is the Trainer's folder.
 
         Returns:
-            The checkpoint, every file verified; None where `path` is None and there is none.
+            The checkpoint, with every file verified; None if `path` is None and there is none.
 
         Raises:
             NoCheckpointError: There is no checkpoint in `path`.
@@ -629,59 +630,59 @@ class Trainer(TrainerProperties):
     def check_resume(
         self, module: AcceleratorModule, train_dataset: Data | None, val_dataset: Data | None = None
     ) -> int:
-        """Prove, in seconds, that interrupting and resuming changes no bit of this training.
+        """Check, in seconds, that interrupting and resuming this training is bit-for-bit exact.
 
-        Copies of the module make four optimizer steps without, and four with an interruption in the middle; every
-        batch, loss and tensor is compared. The module stays as it is, the data are as for `fit`, and nothing is
+        Trains copies of the module for four optimizer steps, once without and once with an interruption in the middle,
+        and compares every batch, loss and tensor. The module does not change, the data are as for `fit`, and nothing is
         written outside a temporary folder.
 
         Processes: collective.
 
         Returns:
-            How many batches, losses and tensors were compared.
+            The number of batches, losses and tensors compared.
 
         Raises:
-            CheckpointError: Something differs; the message names the first difference, and what hides it.
+            CheckpointError: Something differs; the message names the first difference and its likely cause.
         """
         from accmt.trainer.resume_check import check_resume
 
         return check_resume(self, module, train_dataset, val_dataset)
 
     def get_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the Trainer itself; a subclass may add JSON values and tensors."""
+        """Return the Trainer's state for checkpoints; a subclass may add JSON values and tensors."""
         return {"epochs_finished": self.state.epoch}
 
     def update_state(self, state: dict[str, Any]) -> None:
-        """Take back what `get_state` returned; a subclass that adds to it reads its part here."""
+        """Restore state from `get_state`; a subclass restores its additions here."""
 
     def close(self) -> None:
-        """Release what the last run holds, and leave the process group that it began.
+        """Release the last run's resources, and leave the process group that it created.
 
-        Without it the group lasts as long as the program. Afterwards each process is alone, and a launched program
-        cannot train once more: close at the end, once for all its Trainers. A second call does nothing.
+        Without it, the group lasts until the program ends. Afterwards, processes are disconnected, and a launched
+        program cannot train again: close at the end, once for all Trainers. A second call does nothing.
 
         Processes: all.
 
         Raises:
-            RuntimeError: A run is not finished yet.
+            RuntimeError: A run has not finished yet.
         """
         from accmt.engine.accelerator import close_group
 
         if self.state.status == "running":
-            raise RuntimeError("a run is not finished yet: close the Trainer after it")
+            raise RuntimeError("a run has not finished yet: close the Trainer after it")
         self._forget_run()
         close_group()
 
     def __enter__(self) -> Self:
-        """Return the Trainer, which is closed at the end of the `with` block."""
+        """Return the Trainer; the end of the `with` block closes it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the Trainer; after an error the group is left to the end of the program.
+        """Close the Trainer; after an error, the process group stays until the program ends.
 
-        Another process may still be in the middle of an exchange, for which closing would wait.
+        Another process may be in the middle of a collective, and closing would wait for it.
         """
         if kind is None:
             self.close()
@@ -696,35 +697,35 @@ class Trainer(TrainerProperties):
 
     @classmethod
     def from_config(cls, config: str | PathLike[str] | Mapping[str, Any], **kwargs: Any) -> Self:
-        """Make a Trainer of a YAML or JSON file, or a dict, of its arguments.
+        """Create a Trainer from a YAML or JSON file, or a dict, with its arguments.
 
         Args:
             config: The arguments; `hps_config` may be a path or the hyper-parameters themselves.
-            **kwargs: Arguments that no file can hold, such as `log_with`, `sampler` and `collate_fn`; they win.
+            **kwargs: Arguments that a file cannot contain, such as `sampler` and `collate_fn`; they take precedence.
 
         Raises:
-            ArgumentError: The file holds no mapping.
+            ArgumentError: The file does not contain a mapping.
             FileNotFoundError: There is no such file.
         """
         from accmt.options.command_line import read_config
 
-        make: Callable[..., Self] = cls  # a subclass may have a constructor of its own
+        make: Callable[..., Self] = cls  # a subclass may have another constructor
         return make(**{**read_config(config), **kwargs})
 
     @classmethod
     def add_argparse_args(cls, parser: ArgumentParser) -> ArgumentParser:
-        """Give a parser a flag for every argument of the Trainer that text can hold, in a group of their own.
+        """Add a flag to a parser, in a separate group, for every Trainer argument that a string can express.
 
-        Only what is typed appears in the parsed arguments, so that defaults hide nothing.
+        Parsed arguments contain only flags that were set, so defaults do not override a file.
 
         Args:
-            parser: A parser, perhaps with flags of its own.
+            parser: A parser, possibly with other flags.
 
         Returns:
             The same parser.
 
         Raises:
-            ArgumentError: It has a flag or an argument of the same name; nothing was added.
+            ArgumentError: The parser already has an argument with one of these names; nothing was added.
         """
         from accmt.options.command_line import add_flags
 
@@ -735,12 +736,12 @@ class Trainer(TrainerProperties):
     def from_argparse_args(
         cls, args: Namespace, config: str | PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> Self:
-        """Make a Trainer of parsed arguments; those that are not the Trainer's are ignored.
+        """Create a Trainer from parsed arguments; arguments that are not the Trainer's are ignored.
 
         Args:
-            args: What a parser with the flags of `add_argparse_args` returned.
-            config: A file or dict of arguments, as for `from_config`, which what was typed replaces one by one.
-            **kwargs: Arguments from the program; they win over what was typed.
+            args: The result of a parser with the flags of `add_argparse_args`.
+            config: A file or dict of arguments, as for `from_config`; flags override them one by one.
+            **kwargs: Arguments from the program; they override flags.
 
         Raises:
             ArgumentError: `hps_config` or `model_path` is missing, or a value is invalid.

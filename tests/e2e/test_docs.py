@@ -61,13 +61,13 @@ def test_the_python_of_a_page_runs(page, tmp_path):
 @pytest.mark.parametrize("page", named(PAGES))
 def test_the_hyper_parameters_on_a_page_are_right(page):
     for block, successor in with_successors(read_blocks(page)):
-        shows_faults = successor is not None and successor.text.partition("\n")[0].split(" in ")[0].endswith("faults")
+        shows_errors = successor is not None and successor.text.partition("\n")[0].split(" in ")[0].endswith("errors")
         needs_more = "bitsandbytes" in block.text  # which `make quantized` has
         if (
             block.language == "yaml"
             and not needs_more
             and "hps" in (yaml.safe_load(block.text) or {})
-            and not shows_faults
+            and not shows_errors
         ):
             config = yaml.safe_load(block.text)
             assert HyperParameters.from_config(config).to_dict()["hps"].keys() >= config["hps"].keys() - {"optimizer"}

@@ -45,7 +45,7 @@ def test_hidden_state_of_a_module_is_named():
             self.steps += 1
             return super().step(batch) * (1 + self.steps)
 
-    with pytest.raises(CheckpointError, match=r"(?s)what training_step returned for batch 3 of epoch 1.*self\.steps"):
+    with pytest.raises(CheckpointError, match=r"(?s)the result of training_step for batch 3 of epoch 1.*self\.steps"):
         check(Hidden())
 
 
@@ -93,5 +93,5 @@ def test_a_buffer_that_is_not_saved_is_found():
             torch.manual_seed(0)
             self.model = Forgetful()
 
-    with pytest.raises(CheckpointError, match="what training_step returned"):
+    with pytest.raises(CheckpointError, match="the result of training_step"):
         check(Module())

@@ -218,10 +218,10 @@ def test_what_a_library_refuses_has_its_place(model, place, message):
 
 
 def test_all_wrong_arguments_are_said_at_once():
-    with pytest.raises(HyperParameterError, match="4 faults in hps_config") as raised:
+    with pytest.raises(HyperParameterError, match="4 errors in hps_config") as raised:
         build(lora={"rank": 8, "alpha": "high", "use_dora": "yes", "dropuot": 0.1})
     assert "model.lora.alpha\n  got: 'high' (str)" in str(raised.value)
-    with pytest.raises(HyperParameterError, match="2 faults in hps_config"):
+    with pytest.raises(HyperParameterError, match="2 errors in hps_config"):
         build(lora={"targets": ["q_prj", "v_proj", "k_prj"]})
 
 

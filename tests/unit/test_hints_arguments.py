@@ -345,7 +345,7 @@ def test_a_key_that_another_one_stands_for_is_not_told_to_be_missing():
     with pytest.raises(HyperParameterError) as caught:
         HyperParameters.from_config({"num_train_epochs": 5, "per_device_train_batch_size": 4, "learning_rate": 0.1})
     message = str(caught.value)
-    assert message.startswith("3 faults in hps_config\n")
+    assert message.startswith("3 errors in hps_config\n")
     assert [line for line in message.splitlines() if "got: nothing" in line] == []
 
 

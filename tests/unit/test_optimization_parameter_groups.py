@@ -196,7 +196,7 @@ hps:
       - {match: poler, lr: 0.1}
 """
     (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(HyperParameterError, match="3 faults in ") as raised:
+    with pytest.raises(HyperParameterError, match="3 errors in ") as raised:
         build_optimizer(HyperParameters.from_config(tmp_path / "x.yaml"), bert())
     lines = ["7 optim.groups.0.match", "8 optim.groups.1", "9 optim.groups.2.match"]
     assert all(f"x.yaml:{line}\n" in str(raised.value) for line in lines)

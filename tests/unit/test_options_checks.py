@@ -25,7 +25,7 @@ from accmt.options.units import Every
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
 WRONG = [
-    ("log_every", 0, "steps from 1, or .*-1 is each epoch"),
+    ("log_every", 0, "steps from 1, or .*-1 means each epoch"),
     ("log_every", -2, "steps from 1, or "),
     ("log_every", 1.5, "steps from 1, or "),
     ("log_every", 0.5, "steps from 1, or "),

@@ -39,7 +39,7 @@ def test_several_faults_are_counted_and_follow_their_lines():
     message = str(DOCUMENT.reject([fault("optim", "lr"), fault("optim", "lr", line=9), fault("epochs"), fault("x")]))
     headings = [line for line in message.splitlines() if line and not line.startswith("  ")]
     assert headings == [
-        "4 faults in hps/x.yaml",
+        "4 errors in hps/x.yaml",
         "hps/x.yaml:1 x",
         "hps/x.yaml:2 epochs",
         "hps/x.yaml:6 optim.lr",

@@ -11,7 +11,7 @@ from tests.toys import Linear, make_points, make_trainer
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"monitor": "nope.yaml"}, FileNotFoundError, "no such file, seen from"),
+        ({"monitor": "nope.yaml"}, FileNotFoundError, "no such file; the working directory is"),
         ({"sampler": "random"}, ArgumentError, "do: sampler=my_sampler"),
         ({"batch_sampler": 8}, ArgumentError, "got: 8 (int)"),
         ({"collate_fn_val": "pad"}, ArgumentError, "do: collate_fn_val=my_function"),

@@ -154,4 +154,4 @@ def test_a_scheduler_of_ones_own_may_set_the_rate():
 
 def test_all_faults_of_groups_are_in_one_error(tmp_path):
     message = message_of(tmp_path, "groups: [{kind: norms, lr: 1}, {match: a, eps: x}]\n    no_decay: wights")
-    assert message.startswith("3 faults in") or "3 faults in" in message
+    assert message.startswith("3 errors in") or "3 errors in" in message

@@ -166,7 +166,7 @@ def test_all_faults_of_a_file_are_reported_at_once_in_the_order_of_their_lines(t
     with pytest.raises(HyperParameterError) as caught:
         HyperParameters.from_config(path)
     message = str(caught.value)
-    assert message.startswith(f"5 faults in {path}\n\n")
+    assert message.startswith(f"5 errors in {path}\n\n")
     assert re.findall(r"x\.yaml:(\d+) (\S+)", message) == [
         ("3", "bath_size"),
         ("4", "batch_size"),

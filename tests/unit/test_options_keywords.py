@@ -38,14 +38,14 @@ def test_one_mistake_has_four_lines_and_no_heading():
 
 
 def test_where_there_is_a_tracker_its_own_dict_is_named():
-    with pytest.raises(UnknownArgumentError, match=r"alone, as in mlflow=\{'devices': \.\.\.\}$"):
+    with pytest.raises(UnknownArgumentError, match=r"to pass it to a tracker: mlflow=\{'devices': \.\.\.\}$"):
         Trainer(HPS, "out", log_with="mlflow", devices=3)
     Trainer(HPS, "out", log_with="mlflow", mlflow={"devices": 3})
 
 
 @pytest.mark.parametrize("name", ["quantization", "eval_delay"])
 def test_a_name_that_is_unlike_any_is_not_taken_for_one(name):
-    with pytest.raises(UnknownArgumentError, match="do: drop it, or give a tracker"):
+    with pytest.raises(UnknownArgumentError, match="do: remove it, or add a tracker"):
         Trainer(HPS, "out", **{name: 1})
 
 

@@ -70,7 +70,7 @@ def test_keys_written_twice_are_found_at_every_depth(tmp_path):
 
 def test_keys_beside_hps_are_faults(tmp_path):
     (fault,) = read_document(write(tmp_path, "a.yaml", YAML + "max_steps: 3\n")).faults
-    assert (fault.path, fault.line, fault.got) == (("max_steps",), 8, "a key beside `hps`")
+    assert (fault.path, fault.line, fault.got) == (("max_steps",), 8, "a key next to `hps`")
 
 
 def test_a_byte_order_mark_and_null_values_are_skipped(tmp_path):
@@ -95,7 +95,7 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(source):
 
 @pytest.mark.feature("A02")
 def test_a_missing_file_is_a_file_not_found_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such file, seen from") as caught:
+    with pytest.raises(FileNotFoundError, match="no such file; the working directory is") as caught:
         read_document(tmp_path / "a.yaml")
     assert isinstance(caught.value, HyperParameterError)
     line = re.search("`(hps: .*)`", str(caught.value))[1]
@@ -124,7 +124,7 @@ def test_a_misspelt_path_is_told_the_file_that_is_there(tmp_path):
         ("a.yaml", "a: !!python/name:os.system x\n", r"a\.yaml:1\n  got: could not determine a constructor"),
         ("a.yaml", "a: &a [*a]\n", "recursi"),
         ("a.json", '{"a": 1,\n"b"}', r"a\.json:2\n  got: .*\n  expected: JSON\n  do: correct line 2"),
-        ("a.yaml", b"a: \xff", "bytes that are no text"),
+        ("a.yaml", b"a: \xff", "bytes that are not text"),
         ("a.txt", "a: 1", r"a file ending in '\.txt'"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_callback_that_is_not_there_is_a_key_error_that_names_those_that_are()
     with pytest.raises(KeyError, match=message) as caught:
         make_trainer(callbacks=Counting()).get_callback(EMA)
     assert isinstance(caught.value, CallbackNotFoundError)
-    with pytest.raises(CallbackNotFoundError, match="there are none"):
+    with pytest.raises(CallbackNotFoundError, match="no callbacks"):
         make_trainer().get_callback(EMA)
 
 

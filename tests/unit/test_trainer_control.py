@@ -80,7 +80,7 @@ def test_a_run_in_work_cannot_be_closed():
         def on_epoch_end(self):
             self.trainer.close()
 
-    with pytest.raises(RuntimeError, match="a run is not finished yet"):
+    with pytest.raises(RuntimeError, match="a run has not finished yet"):
         make_trainer(callbacks=Closing()).fit(Linear(), make_points())
 
 

@@ -661,7 +661,7 @@ def test_another_module_cannot_be_evaluated_while_one_is_trained():
         def on_epoch_end(self):
             self.trainer.test(Linear(), make_points(2))
 
-    with pytest.raises(ArgumentError, match="the module that is trained, as long as fit runs"):
+    with pytest.raises(ArgumentError, match="the module in training, while fit runs"):
         make_trainer(callbacks=Testing()).fit(Linear(), make_points())
 
 
