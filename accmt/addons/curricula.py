@@ -1,4 +1,4 @@
-"""Training data that change with the updates: one dataset after the other."""
+"""Curricula: train on one dataset after another."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _REST = -1
 
 
 class Curriculum(ConcatDataset[Any]):
-    """The datasets of all stages, and how long each is trained on; what follows says in which unit.
+    """The datasets of all stages with their lengths; subclasses define the unit.
 
     Args:
         stages: Pairs of a length and a dataset.
 
     Raises:
-        DataError: There is no stage, a length that cannot be, or a dataset that cannot be fetched from by index.
+        DataError: There are no stages, a length is invalid, or a dataset cannot be indexed.
     """
 
     _EXAMPLE: ClassVar[str] = "[(length, dataset), ...]"
@@ -38,21 +38,21 @@ class Curriculum(ConcatDataset[Any]):
         for number, stage in enumerate(stages, 1):
             self._check_stage(number, stage)
         if not stages:
-            raise self._wrong("no stages", "one pair of a length and a dataset at least", self._example)
+            raise self._wrong("no stages", "at least one pair of a length and a dataset", self._example)
         self._lengths = [length for length, _ in stages]
         self._check_lengths()
         super().__init__([dataset for _, dataset in stages])
 
     def updates(self, max_steps: int) -> list[int]:
-        """Return how many updates of a run each stage has; they sum to `max_steps`.
+        """Return the number of optimizer steps of each stage; they sum to `max_steps`.
 
         Raises:
             DataError: The stages end before the run.
         """
         ends = self._ends(max_steps)
         if ends[-1] < max_steps:
-            got, do = f"stages of {ends[-1]} updates in all", "a longer last stage, or fewer max_steps"
-            raise self._wrong(got, f"{max_steps} updates, as max_steps says", do)
+            got, do = f"stages with {ends[-1]} steps in total", "use a longer last stage, or reduce max_steps"
+            raise self._wrong(got, f"{max_steps} steps (max_steps)", do)
         return [min(end, max_steps) - min(begin, max_steps) for begin, end in pairwise([0, *ends])]
 
     def order_run(self, module: Any, settings: Settings, *, num_shards: int) -> StageOrder:
@@ -60,24 +60,24 @@ class Curriculum(ConcatDataset[Any]):
 
         Args:
             module: The module that is trained.
-            num_shards: How many processes, or groups of them, train on data of their own.
+            num_shards: The number of processes, or groups of processes, that train on different data.
 
         Raises:
-            ArgumentError: The run has no `max_steps`, steps by itself, or is given another order.
+            ArgumentError: The run has no `max_steps`, uses manual optimization, or sets another order.
             DataError: The stages end before the run.
         """
         _check_run(module, settings)
         max_steps = settings.hps.max_steps
         if max_steps is None:
-            _reject("a run without max_steps", "max_steps: 1000 in the hyper-parameters, say; epochs may be left out")
+            _reject("a run without max_steps", "set max_steps, for example max_steps: 1000; epochs is then optional")
         missed = [str(number) for number, count in enumerate(self.updates(max_steps), 1) if count == 0]
         if missed:
-            warn(f"max_steps={max_steps} leaves no optimizer step for stage {', '.join(missed)} of the curriculum")
+            warn(f"max_steps={max_steps} leaves no optimizer steps for stage {', '.join(missed)} of the curriculum")
         per_process = settings.hps.train_batch_size * settings.optimization.accumulation_at(0)
         return self.order(max_steps, samples_per_update=per_process * num_shards, shuffle=settings.data.shuffle_train)
 
     def order(self, max_steps: int, *, samples_per_update: int, shuffle: bool) -> StageOrder:
-        """Return the order of all samples of a run, its stages one after the other."""
+        """Return the order of all samples of a run, stage by stage."""
         sizes = [len(dataset) for dataset in self.datasets]  # type: ignore[arg-type]
         return StageOrder(sizes, [count * samples_per_update for count in self.updates(max_steps)], shuffle=shuffle)
 
@@ -86,7 +86,7 @@ class Curriculum(ConcatDataset[Any]):
         raise NotImplementedError
 
     def _ends(self, max_steps: int) -> list[int]:
-        """Return the update up to without which each stage lasts."""
+        """Return the step at which each stage ends (exclusive)."""
         raise NotImplementedError
 
     def _check_stage(self, number: int, stage: Any) -> None:
@@ -98,8 +98,8 @@ class Curriculum(ConcatDataset[Any]):
         is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_stream
         if not is_indexed or len(dataset) == 0:
             kind = "None" if dataset is None else f"{'an empty' if is_indexed else 'a'} {type(dataset).__name__}"
-            do = f"give the dataset itself, after its length: {self._example}"
-            raise self._wrong(f"stage {number} has {kind}", "a dataset with __len__ and __getitem__, and samples", do)
+            do = f"pass the dataset itself after its length: {self._example}"
+            raise self._wrong(f"stage {number} has {kind}", "a non-empty dataset with __len__ and __getitem__", do)
 
     @property
     def _example(self) -> str:
@@ -110,13 +110,13 @@ class Curriculum(ConcatDataset[Any]):
 
 
 class StepsCurriculum(Curriculum):
-    """Trains on one dataset after the other, each for a number of updates: `[(300, easy), (-1, hard)]`.
+    """Trains on one dataset after another, each for a number of optimizer steps: `[(300, easy), (-1, hard)]`.
 
     Args:
-        stages: Pairs of updates and dataset; -1 updates of the last one are the rest of the run.
+        stages: Pairs of a number of steps and a dataset; -1 for the last one means the rest of the run.
 
     Raises:
-        DataError: As any curriculum.
+        DataError: See `Curriculum`.
     """
 
     _EXAMPLE = "[(300, easy), (-1, hard)]"
@@ -125,8 +125,8 @@ class StepsCurriculum(Curriculum):
         for number, length in enumerate(self._lengths, 1):
             is_rest = length == _REST and number == len(self._lengths)
             if type(length) is not int or (length < 1 and not is_rest):
-                expected = "a whole number of updates from 1, or -1 in the last stage: the rest"
-                raise self._wrong(f"stage {number} has {length!r} updates", expected, self._example)
+                expected = "a number of steps >= 1, or -1 in the last stage for the rest of the run"
+                raise self._wrong(f"stage {number} has {length!r} steps", expected, self._example)
 
     def _ends(self, max_steps: int) -> list[int]:
         *first, last = self._lengths
@@ -134,15 +134,15 @@ class StepsCurriculum(Curriculum):
 
 
 class RatioCurriculum(Curriculum):
-    """Trains on one dataset after the other, each for a part of the updates: `[(0.3, easy), (0.7, hard)]`.
+    """Trains on one dataset after another, each for a fraction of the run: `[(0.3, easy), (0.7, hard)]`.
 
-    Stages end at the nearest whole update.
+    Stages end at the nearest optimizer step.
 
     Args:
-        stages: Pairs of ratio and dataset; the ratios sum to 1, and -1 for the last one is the rest.
+        stages: Pairs of a ratio and a dataset; the ratios sum to 1, and -1 for the last one means the rest.
 
     Raises:
-        DataError: As any curriculum.
+        DataError: See `Curriculum`.
     """
 
     _EXAMPLE = "[(0.3, easy), (0.7, hard)]"
@@ -151,10 +151,12 @@ class RatioCurriculum(Curriculum):
         *first, last = self._lengths
         for number, ratio in enumerate(first if last == _REST else self._lengths, 1):
             if type(ratio) not in (int, float) or not 0 < ratio <= 1:
-                raise self._wrong(f"stage {number} has the ratio {ratio!r}", "a number above 0, up to 1", "(0.3, easy)")
+                raise self._wrong(
+                    f"stage {number} has the ratio {ratio!r}", "a number above 0 and at most 1", "(0.3, easy)"
+                )
         total = sum(first) + (max(0, 1 - sum(first)) if last == _REST else last)
         if abs(total - 1) > 1e-6:
-            do = "RatioCurriculum([(0.3, easy), (-1, hard)]): the last has what is left"
+            do = "RatioCurriculum([(0.3, easy), (-1, hard)]): -1 is the rest"
             raise self._wrong(f"ratios that sum to {total:g}", "a sum of 1", do)
 
     def _ends(self, max_steps: int) -> list[int]:
@@ -162,15 +164,15 @@ class RatioCurriculum(Curriculum):
 
 
 class RangeCurriculum(Curriculum):
-    """Trains on one dataset after the other, each in a range of updates.
+    """Trains on one dataset after another, each in a range of optimizer steps.
 
-    As `[(range(0, 300), easy), (range(300, 900), hard)]`.
+    For example `[(range(0, 300), easy), (range(300, 900), hard)]`.
 
     Args:
-        stages: Pairs of range and dataset; each range begins where the one before it ends, the first at 0.
+        stages: Pairs of a range and a dataset; each range starts where the previous one ends, the first at 0.
 
     Raises:
-        DataError: As any curriculum.
+        DataError: See `Curriculum`.
     """
 
     _EXAMPLE = "[(range(0, 300), easy), (range(300, 900), hard)]"
@@ -179,7 +181,7 @@ class RangeCurriculum(Curriculum):
         begin = 0
         for number, length in enumerate(self._lengths, 1):
             if not isinstance(length, range) or length.step != 1 or length.start != begin or not length:
-                expected = f"a range of updates that begins at {begin}"
+                expected = f"a range of steps that starts at {begin}"
                 raise self._wrong(f"stage {number} has {length!r}", expected, f"range({begin}, {begin + 300})")
             begin = length.stop
 
@@ -188,15 +190,14 @@ class RangeCurriculum(Curriculum):
 
 
 class StageOrder(TensorSampler):
-    """The samples of a run in the order of its stages, each in as many passes over its data as it takes.
+    """The samples of a run in the order of its stages, each with as many passes over its data as needed.
 
-    A run whose updates were not all made in the first epoch, for some were left out, makes up for them with data of the
-    last stage.
+    If some steps of the first epoch were skipped, the run makes up for them with data of the last stage.
 
     Args:
-        sizes: Samples of the dataset of each stage.
-        counts: Samples that each stage trains on.
-        shuffle: Whether each pass has an order of its own.
+        sizes: The size of each stage's dataset.
+        counts: The number of samples that each stage trains on.
+        shuffle: Whether each pass is shuffled.
     """
 
     def __init__(self, sizes: Sequence[int], counts: Sequence[int], *, shuffle: bool) -> None:
@@ -206,14 +207,14 @@ class StageOrder(TensorSampler):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch."""
+        """Set the epoch."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         return sum(self._counts)
 
     def draw(self) -> torch.Tensor:
-        """Draw the indices of an epoch, from torch's generator where they are shuffled."""
+        """Return the indices of an epoch, shuffled with torch's generator."""
         starts = accumulate([0, *self._sizes[:-1]])
         counts = self._counts if self._epoch == 0 else [*(0 for _ in self._sizes[1:]), len(self)]
         stages = zip(starts, self._sizes, counts, strict=True)
@@ -229,15 +230,15 @@ class StageOrder(TensorSampler):
 def _check_run(module: Any, settings: Settings) -> None:
     data = settings.data
     if module.uses_manual_optimization:
-        _reject("a module that steps by itself", "accmt.AcceleratorModule, whose steps are known beforehand")
+        _reject("a module with manual optimization", "use an accmt.AcceleratorModule with automatic optimization")
     if data.group_by_length:
         _reject("group_by_length=True", "leave it out: a curriculum decides the order")
     if data.sampler is not None or data.batch_sampler is not None:
         _reject("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
     is_limited = isinstance(data.limits.train, int) or data.limits.train < 1.0  # 1 is one batch
     if is_limited and not settings.running.fast_dev_run:
-        _reject("limit_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
+        _reject("limit_batches= or overfit_batches=", "leave it out: max_steps sets the length of the run")
 
 
 def _reject(got: str, do: str) -> NoReturn:
-    raise ArgumentError(explain("training on a curriculum", got, "the curriculum alone, and max_steps", do))
+    raise ArgumentError(explain("training on a curriculum", got, "only the curriculum and max_steps", do))

@@ -1,4 +1,4 @@
-"""The saved model, uploaded to the Hugging Face hub when the run is over."""
+"""Uploads the saved model to the Hugging Face Hub after the run."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class PushToHub(MainProcessCallback):
-    """Uploads the model folder, its card included, at the end of a run that finished, also of one that ended early.
+    """Uploads the model folder, including its model card, when a run finishes, even if it was stopped early.
 
-    The repository is made when the run starts, if there is none: a token that is missing or has no right to that is an
-    error then, and not after hours. A hub that cannot be reached, then or at the end, is a warning with the
-    command that uploads the folder; the run is not harmed. Several processes wait for the main one meanwhile: an upload
-    that takes longer than their timeout (`InitProcessGroupKwargs`) is better made after the run.
+    The repository is created at the start of the run if it does not exist, so that a missing or insufficient token
+    raises an error immediately, not after hours. If the Hub cannot be reached, accmt warns with the command to upload
+    the folder, and the run continues. Other processes wait for the upload: if it takes longer than their timeout
+    (`InitProcessGroupKwargs`), upload the folder after the run instead.
 
     Args:
-        repo_id: The repository, "user/name"; it is made if there is none.
-        private: Whether one that is made is private; None is the account's default.
-        token: Whose repository it is; None is the token of `hf auth login` or of `HF_TOKEN`.
-        revision: The branch; None is the main one.
-        endpoint: Another hub than that of `HF_ENDPOINT` or huggingface.co.
+        repo_id: The repository, "user/name"; it is created if it does not exist.
+        private: Whether a new repository is private; None means the account's default.
+        token: The access token; None means that of `hf auth login` or `HF_TOKEN`.
+        revision: The branch; None means the main branch.
+        endpoint: The Hub's URL, if it is not `HF_ENDPOINT` or huggingface.co.
 
     Raises:
-        ArgumentError: At the start of the run: the hub refuses, or huggingface_hub is offline.
+        ArgumentError: At the start of the run: the Hub rejected the request, or huggingface_hub is offline.
 
     Processes: main only.
 
@@ -60,8 +60,8 @@ class PushToHub(MainProcessCallback):
         self._endpoint = endpoint
 
     def on_fit_start(self) -> None:
-        """Make the repository, if there is none."""
-        with self._noting_unreachable_hub("The run goes on; it is tried again at the end."):
+        """Create the repository if it does not exist."""
+        with self._noting_unreachable_hub("The run continues; accmt tries again at the end."):
             self._ask_hub()
 
     def on_fit_end(self) -> None:
@@ -70,7 +70,7 @@ class PushToHub(MainProcessCallback):
         is_saved = self.trainer.run.saver.selection.has_saved or self.trainer.settings.saving.save_last
         if not self.state.finished or not is_saved:
             return
-        with self._noting_unreachable_hub(f"Upload it by hand: hf upload {self.repo_id} {folder}"):
+        with self._noting_unreachable_hub(f"Upload it manually: hf upload {self.repo_id} {folder}"):
             self._upload(folder)
 
     def _ask_hub(self) -> None:
@@ -88,7 +88,7 @@ class PushToHub(MainProcessCallback):
         except HfHubHTTPError as error:
             if error.response.status_code >= 500:
                 raise
-            self._refuse(error, "log in with `hf auth login`, with a token that may write to it")
+            self._refuse(error, "log in with `hf auth login`, using a token with write access")
 
     def _upload(self, folder: Path) -> None:
         api = self._api()
@@ -108,7 +108,7 @@ class PushToHub(MainProcessCallback):
 
     def _refuse(self, error: Exception, do: str) -> None:
         got = str(error).strip().partition("\n")[0] or type(error).__name__
-        where, expected = f"PushToHub({self.repo_id!r})", "a repository that may be written to"
+        where, expected = f"PushToHub({self.repo_id!r})", "a repository with write access"
         raise ArgumentError(explain(where, got, expected, do)) from error
 
     @contextmanager
@@ -117,5 +117,5 @@ class PushToHub(MainProcessCallback):
             yield
         except ArgumentError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a network does must not end a run
-            warn(f"the hub could not be reached for {self.repo_id}: {type(error).__name__}: {error}. {then}")
+        except Exception as error:  # noqa: BLE001 - network errors must not end a run
+            warn(f"the Hub could not be reached for {self.repo_id}: {type(error).__name__}: {error}. {then}")

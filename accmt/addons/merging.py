@@ -1,4 +1,4 @@
-"""Adapters merged into their model, so that what is left is an ordinary model folder."""
+"""Merges adapters into their base model, to get an ordinary model folder."""
 
 from __future__ import annotations
 
@@ -29,41 +29,40 @@ CLASSES = {
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
     "FEATURE_EXTRACTION": "AutoModel",
 }
-"""The class of transformers for each task of PEFT."""
+"""The transformers class for each PEFT task."""
 
 
 def merge_adapter(
     folder: str | os.PathLike[str], output: str | os.PathLike[str], type: str | None = None, **kwargs: Any
 ) -> None:
-    """Merge the adapter in a folder into its model, and write the whole model, which transformers loads alone.
+    """Merge an adapter into its base model, and write the full model, which transformers can load without PEFT.
 
-    The model is read as it lies on disk, not quantized, and the adapter is added to its full weights. So what comes of
-    QLoRA differs by the rounding of the weights that were trained around. A tokenizer in the folder is written, too.
+    The base model is loaded without quantization, and the adapter is added to its full weights. After QLoRA, the result
+    therefore differs by the rounding of the quantized weights. A tokenizer in the folder is copied.
 
     Args:
-        folder: Where PEFT or a Trainer saved the adapter; it is left as it is.
+        folder: The folder to which PEFT or a Trainer saved the adapter; it is not changed.
         output: The folder to write. Weights in it are replaced.
-        type: The class of the model in transformers, such as "AutoModelForCausalLM". None: the one for the task that
-            the adapter names.
+        type: The transformers class of the model, such as "AutoModelForCausalLM". None: the one for the adapter's task.
         **kwargs: For `from_pretrained` of the model, such as `dtype="bfloat16"` or `num_labels=5`.
 
     Raises:
-        WeightsError: There is no adapter, it does not fit its model, or it is none that can be merged.
-        FileNotFoundError: The model that it names is not there.
+        WeightsError: There is no adapter, it does not match its model, or it cannot be merged.
+        FileNotFoundError: The base model does not exist.
         MissingPackageError: PEFT is not installed.
 
     Processes: one.
     """
     folder, where = Path(folder), f"merge_adapter({str(folder)!r})"
     if not (folder / ADAPTER_CONFIG).is_file():
-        got, do = f"no {ADAPTER_CONFIG}", "name the folder of an adapter; a whole model needs no merging"
-        raise WeightsError(explain(where, got, "an adapter of PEFT", do))
+        got, do = f"no {ADAPTER_CONFIG}", "pass the folder of an adapter; a full model needs no merging"
+        raise WeightsError(explain(where, got, "a PEFT adapter", do))
     config = read_config(folder)
     if not can_be_merged(config.__class__):
         raise WeightsError(_explain_unmergeable(where, config.__class__.__name__.removesuffix("Config")))
     found = type or CLASSES.get(str(config.task_type))
     if found is None:
-        expected, do = "a class of transformers for the model", 'type="AutoModelForCausalLM", say'
+        expected, do = "a transformers class for the model", 'for example type="AutoModelForCausalLM"'
         raise WeightsError(explain(where, f"an adapter for the task {config.task_type}", expected, do))
     model = load_pretrained(folder, found, **kwargs)
     if getattr(model.get_base_model(), "is_quantized", False):
@@ -74,15 +73,16 @@ def merge_adapter(
         merged = _merge(model)
     except (ValueError, NotImplementedError, TypeError, RuntimeError) as error:
         expected = "an adapter that PEFT can merge"
-        raise WeightsError(explain(where, str(error), expected, "load it beside its model: PeftModel")) from error
+        do = "load it with its model, by PeftModel"
+        raise WeightsError(explain(where, str(error), expected, do)) from error
     save_model(merged, merged.state_dict(), Path(output), processor=_read_tokenizer(folder))
 
 
 def _merge(model: PeftModel) -> Any:
-    """Merge adapters, each into its own layer alone.
+    """Merge each adapter only into its own layer.
 
-    PEFT adds an adapter to the weight of its layer, and so to every layer that shares it: an output layer that is tied
-    to embeddings, or those that `layer_replication` repeats. The merged model would be another one than was trained.
+    PEFT adds an adapter to the weight of its layer, and thus to every layer that shares it: an output layer that is
+    tied to embeddings, or layers repeated by `layer_replication`. The merged model would differ from the trained one.
     """
     is_tied = getattr(model.get_base_model().config, "tie_word_embeddings", False)
     shared = _take_apart(model)
@@ -95,7 +95,7 @@ def _merge(model: PeftModel) -> Any:
     for first, *others in shared:
         for other in others:
             other.weight = first.weight
-    if is_tied and not merged.config.tie_word_embeddings:  # a copy of the output layer was trained beside the adapter
+    if is_tied and not merged.config.tie_word_embeddings:  # a copy of the output layer was trained with the adapter
         inputs, outputs = merged.get_input_embeddings(), merged.get_output_embeddings()
         if _are_equal(inputs, outputs):
             outputs.weight, merged.config.tie_word_embeddings = inputs.weight, True
@@ -103,7 +103,7 @@ def _merge(model: PeftModel) -> Any:
 
 
 def _take_apart(model: PeftModel) -> list[list[Any]]:
-    """Give each layer that an adapter changes a weight of its own, and return the layers that shared one."""
+    """Untie the weights of all layers that an adapter changes, and return the groups of layers that shared one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = {part.get_base_layer() for part in model.modules() if isinstance(part, BaseTunerLayer)}
@@ -122,14 +122,14 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def require_mergeable(hps: HyperParameters) -> None:
-    """Check before training that the adapter of hyper-parameters could be merged.
+    """Check before training that the adapter in the hyper-parameters can be merged.
 
     Raises:
-        HyperParameterError: There is none, or it is of a kind that PEFT cannot merge.
+        HyperParameterError: There is no adapter, or PEFT cannot merge its type.
     """
     section = hps.model_section
     if section is None or not section.adapter:
-        got, do = "true, and no adapter in `model`", "remove `merge`: the folder holds the whole model then"
+        got, do = "true without an adapter in `model`", "remove `merge`: the folder then has the full model"
         raise HyperParameterError(explain(hps.where("sft", "merge"), got, "`model.lora` or `model.adapter`", do))
     require("peft", hps.where("model", "adapter"))
     import peft
@@ -141,8 +141,8 @@ def require_mergeable(hps: HyperParameters) -> None:
 
 
 def _explain_unmergeable(where: str, kind: str) -> str:
-    expected = "an adapter that changes weights, such as LoRA: others are inputs of the model, and stay beside it"
-    return explain(where, f"an adapter of {kind}", expected, "remove `merge`; PeftModel loads it beside its model")
+    expected = "an adapter that changes weights, such as LoRA; others add inputs to the model and cannot be merged"
+    return explain(where, f"an adapter of type {kind}", expected, "remove `merge`; PeftModel loads it with its model")
 
 
 def _read_tokenizer(folder: Path) -> Any:

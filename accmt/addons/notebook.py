@@ -1,4 +1,4 @@
-"""The losses as a live curve in a notebook, with the progress bar above it: one output of the cell, without widgets."""
+"""Live loss curves in a notebook with the progress bar above them, in one cell output without widgets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Point: TypeAlias = tuple[float, float]
 
 
 class Curve:
-    """Values over steps, of which neighbours are averaged once there are more than can be seen."""
+    """Values over steps; neighbours are averaged if there are more points than can be displayed."""
 
     def __init__(self) -> None:
         self.newest = math.nan
@@ -32,11 +32,11 @@ class Curve:
 
     @property
     def points(self) -> list[Point]:
-        """Updates and values, fewer than `2 * MOST_POINTS`."""
+        """Steps and values, fewer than `2 * MOST_POINTS`."""
         return [*self._points, _average(self._waiting)] if self._waiting else list(self._points)
 
     def add(self, step: int, value: float) -> None:
-        """Add a value; one that is not finite leaves a gap."""
+        """Add a value; non-finite values leave a gap."""
         self.newest = value
         if not math.isfinite(value):
             return
@@ -51,14 +51,14 @@ class Curve:
 
 
 class NotebookView(MainProcessCallback):
-    """Draws training and validation losses while they come, at most once a second.
+    """Draws training and validation losses during the run, at most once per second.
 
     Args:
-        loss_name: The training loss in the rows that are logged.
-        val_loss_name: The validation loss among the results of an evaluation.
+        loss_name: The name of the training loss in the logged rows.
+        val_loss_name: The name of the validation loss in the results of an evaluation.
 
     Attributes:
-        terminal: Where the progress bar is to be drawn.
+        terminal: The output stream for the progress bar.
 
     Processes: main only.
     """
@@ -104,7 +104,7 @@ class NotebookView(MainProcessCallback):
         self._next_drawing = perf_counter() + SECONDS_BETWEEN_DRAWINGS
         try:
             self._output.update(self._picture(), raw=True)
-        except Exception:  # noqa: BLE001 - whoever looks may be gone; the run is not ended by that
+        except Exception:  # noqa: BLE001 - the notebook may be closed; this must not end the run
             self._output, self._next_drawing = None, math.inf
 
     def _picture(self) -> dict[str, str]:
@@ -114,7 +114,7 @@ class NotebookView(MainProcessCallback):
 
 
 def draw(curves: Mapping[str, Curve]) -> str:
-    """Return curves over the steps as SVG; the value at a point is seen where the mouse is over it."""
+    """Return the curves as SVG; hovering over a point shows its value."""
     drawn = {name: curve.points for name, curve in curves.items() if curve.points}
     if not drawn:
         return ""
@@ -165,10 +165,10 @@ def _average(points: Sequence[Point]) -> Point:
 
 
 class _Terminal(io.StringIO):
-    """Looks like a terminal to a progress bar, and keeps its last line.
+    """Acts as a terminal for a progress bar, and keeps its last line.
 
     Args:
-        on_change: Called when there is another one.
+        on_change: Called when the line changes.
     """
 
     encoding = "utf-8"

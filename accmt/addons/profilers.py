@@ -1,4 +1,4 @@
-"""What takes the time of a run: a table of its phases, one of all functions, or a trace of all operations."""
+"""Profilers: a table of phases, a table of functions, or a trace of operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accmt.files import dumps, write_text
 from accmt.messages import say, warn
 from accmt.processes import process_index
 
-# ---- How long each phase of a run takes: the stopwatch with finer purposes, which also counts their calls.
+# ---- Time per phase: a stopwatch with finer phases, which also counts calls
 
 
 PHASES = (
@@ -76,19 +76,19 @@ _ENDS_CALL = frozenset(
         "on_save_checkpoint",
     }
 )
-"""The hooks at which a call of the phase before them is done."""
+"""The hooks at which a call of the preceding phase ends."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What one phase took.
+    """The time of one phase.
 
     Attributes:
-        seconds: All of it together.
-        share: Its part of the run, from 0 to 1.
-        calls: How often it was done; 0 of what is not counted: callbacks, and what is in no other phase.
-        mean_s: Seconds of a call in the mean; None without calls.
-        slowest_s: Seconds of the slowest call; None without calls.
+        seconds: The total time.
+        share: The share of the run, from 0 to 1.
+        calls: The number of calls; 0 for phases without a count (callbacks and other).
+        mean_s: The mean seconds per call; None without calls.
+        slowest_s: The seconds of the slowest call; None without calls.
     """
 
     seconds: float
@@ -99,13 +99,13 @@ class Phase:
 
 
 class PhaseTimes(Stopwatch):
-    """Adds up the time of each phase of a run, and counts its calls. As text it is a table of those that there were.
+    """Adds up the time and counts the calls of each phase of a run; `str` returns a table.
 
-    The device is waited for at the end of each phase, so that what it works on counts where it was asked for.
+    The device is synchronized at the end of each phase, so that its work counts for the phase that launched it.
 
     Attributes:
-        seconds: Since the start of the run, by phase.
-        calls: The calls that are done, by phase.
+        seconds: Seconds since the start of the run, by phase.
+        calls: The number of completed calls, by phase.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class PhaseTimes(Stopwatch):
         self._wait: Callable[[], Any] | None = None
 
     def lap(self, purpose: str) -> float:
-        """Give the time since the last lap a phase, when the device is done with its work."""
+        """Wait for the device, then add the time since the last lap to a phase."""
         if self._wait is None:
             self._wait = torch.get_device_module(self.trainer.device).synchronize
         self._wait()
@@ -125,7 +125,7 @@ class PhaseTimes(Stopwatch):
         return passed
 
     def leave(self, hook: str) -> None:
-        """End the callbacks of a hook, and the call that is done there."""
+        """End the callbacks of a hook, and the call that ends there."""
         super().leave(hook)
         if hook in _ENDS_CALL:
             phase = self.moments[hook].before
@@ -140,7 +140,7 @@ class PhaseTimes(Stopwatch):
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """What each phase took until now."""
+        """The time of each phase so far."""
         total = self.total_s or 1.0
         return {
             name: Phase(
@@ -154,7 +154,7 @@ class PhaseTimes(Stopwatch):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all times, as `profile/phases.json` has them."""
+        """Return all times in the format of `profile/phases.json`."""
         return {"total_s": self.total_s, "phases": {name: asdict(phase) for name, phase in self.phases.items()}}
 
     def __str__(self) -> str:
@@ -174,21 +174,21 @@ def _write_calls(phase: Phase) -> str:
 
 
 FOLDER = "profile"
-"""Where in the run folder profiles are."""
+"""The folder of profiles in the run folder."""
 
 SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
-"""The optimizer steps that are traced unless the profiler says otherwise: three, after the first two."""
+"""The default schedule: trace three optimizer steps after the first two."""
 
 _FUNCTIONS_SAID = 10
 _FUNCTIONS_KEPT = 100
 
 
 class Profiler(Callback):
-    """Measures from the start of a run to its end, failed ones included, and keeps what it finds in the run folder.
+    """Measures a run from start to end, including failed runs, and saves the profile in the run folder.
 
-    A file that cannot be written is a warning: the run is worth more than its profile. With `fast_dev_run` none is.
+    If a file cannot be written, accmt warns, because the run is more important. `fast_dev_run` writes no files.
 
-    Processes: all that have one, each for itself: there is no communication.
+    Processes: independent on each process, without communication.
     """
 
     order = math.inf
@@ -203,20 +203,20 @@ class Profiler(Callback):
             self.end()
 
     def begin(self) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """End, print and write."""
+        """Stop measuring, print the results and write them."""
         raise NotImplementedError
 
     def keep(self, name: str, write: Callable[[Path], object], folder: Path | None = None) -> None:
-        """Write a file, and say where it is.
+        """Write a file, and log its path.
 
         Args:
-            name: Its name; a run that resumes adds from which step on.
+            name: The file name; a resumed run appends its first step.
             write: Called with the path.
-            folder: Another folder than that in the run folder.
+            folder: The folder, if it is not the one in the run folder.
         """
         if self.trainer.settings.running.fast_dev_run:
             return
@@ -233,48 +233,50 @@ class Profiler(Callback):
 
 
 class PhaseProfiler(Profiler):
-    """Tells what each phase of the run took.
+    """Reports the time of each phase of the run.
 
     Args:
-        times: Measures it; stands before all other callbacks, and a `StopwatchOfCallbacks` after them.
+        times: Measures the phases; it runs before all other callbacks, and a `StopwatchOfCallbacks` after them.
     """
 
     def __init__(self, times: PhaseTimes) -> None:
         self._times = times
 
     def begin(self) -> None:
-        """Let the Trainer show the times."""
+        """Make the times available as `trainer.profile`."""
         self.trainer.profile = self._times
 
     def end(self) -> None:
-        """Say the table, and write it as text and as JSON."""
+        """Print the table, and write it as text and JSON."""
         times = self._times
-        say(f"what the time went into\n{times}")
+        say(f"time per phase\n{times}")
         self.keep("phases.txt", lambda path: write_text(path, f"{times}\n"))
         self.keep("phases.json", lambda path: write_text(path, dumps(times.to_dict(), indent=2) + "\n"))
 
 
 class FunctionProfiler(Profiler):
-    """Measures every call of every function in the main thread of this process, by cProfile."""
+    """Measures every function call in the main thread of this process with cProfile."""
 
     def __init__(self) -> None:
         self._profile = cProfile.Profile()
 
     def begin(self) -> None:
-        """Begin to measure.
+        """Start measuring.
 
         Raises:
-            ArgumentError: Another profiler is at work; Python has room for one.
+            ArgumentError: Another profiler is active; Python supports only one at a time.
         """
-        if _is_profiled():
-            got, do = "another profiler of functions is at work", "end that one, or leave profiler out"
-            raise ArgumentError(explain('Trainer(profiler="advanced")', got, "none", do))
+        monitoring: Any = getattr(sys, "monitoring", None)  # used by cProfile from Python 3.12 on
+        is_monitored = monitoring is not None and monitoring.get_tool(monitoring.PROFILER_ID) is not None
+        if is_monitored or sys.getprofile() is not None:
+            got, do = "another function profiler is active", "stop that profiler, or leave out profiler"
+            raise ArgumentError(explain('Trainer(profiler="advanced")', got, "no other active profiler", do))
         self._profile.enable()
 
     def end(self) -> None:
-        """Say the functions that take most time, and write all."""
+        """Print the slowest functions, and write all tables."""
         self._profile.disable()
-        say(f"functions that took most time\n{_tabulate(self._profile, _FUNCTIONS_SAID, 'tottime')}")
+        say(f"functions that took the most time\n{_tabulate(self._profile, _FUNCTIONS_SAID, 'tottime')}")
         tables = [_tabulate(self._profile, _FUNCTIONS_KEPT, key) for key in ("tottime", "cumulative")]
         number = process_index()
         self.keep(f"functions-{number}.txt", lambda path: write_text(path, "\n".join(tables)))
@@ -282,11 +284,11 @@ class FunctionProfiler(Profiler):
 
 
 class TraceProfiler(Profiler):
-    """Traces operations of some steps by torch.profiler, as its schedule says.
+    """Traces the operations of some steps with torch.profiler, according to its schedule.
 
     Args:
-        profiler: An `accelerate.utils.ProfileKwargs`; a `torch.profiler.profile`; or "pytorch", which is the
-            `ProfileKwargs` of the run's Accelerator, or else three steps.
+        profiler: An `accelerate.utils.ProfileKwargs`, a `torch.profiler.profile`, or "pytorch", which uses the
+            `ProfileKwargs` of the run's Accelerator if it has one, else traces three steps.
 
     Source:
         https://docs.pytorch.org/docs/stable/profiler.html
@@ -298,7 +300,7 @@ class TraceProfiler(Profiler):
         self._is_stepping = False
 
     def begin(self) -> None:
-        """Begin with the schedule."""
+        """Start the schedule."""
         self._profile, self._folder = self._build()
         self._handler = self._profile.on_trace_ready
         self._profile.on_trace_ready = self._take_trace
@@ -310,12 +312,12 @@ class TraceProfiler(Profiler):
         self._is_stepping = False
 
     def end(self) -> None:
-        """End; what was traced of a run that ends in between is kept."""
-        if not self._is_stepping:  # else its step or its handler failed, and stopping it would crash the process
+        """Stop; an incomplete trace is kept."""
+        if not self._is_stepping:  # otherwise its step or its handler failed, and stopping it would crash the process
             self._profile.stop()
         self._profile.on_trace_ready = self._handler
         if self._num_traces == 0 and not self._is_stepping:
-            do = "train longer, or give a ProfileKwargs with another schedule_option"
+            do = "train longer, or pass a ProfileKwargs with another schedule_option"
             warn(f"nothing was traced: the run ended before the schedule's active steps; {do}")
 
     def _build(self) -> tuple[torch.profiler.profile, Path | None]:
@@ -340,14 +342,14 @@ class TraceProfiler(Profiler):
 
 
 def build_profiler(profiler: Any, *, is_main_process: bool) -> tuple[list[Callback], list[Callback]]:
-    """Return the callbacks that profile a run; none where nothing is asked for.
+    """Return the callbacks that profile a run.
 
     Args:
-        profiler: As `Trainer(profiler=...)`.
-        is_main_process: Elsewhere phases are not measured.
+        profiler: See `Trainer(profiler=...)`.
+        is_main_process: On other processes, phases are not measured.
 
     Returns:
-        Those to stand before, and those to stand after all others.
+        The callbacks to run before all others, and those to run after all others.
     """
     if profiler is None or (profiler == "simple" and not is_main_process):
         return [], []
@@ -358,7 +360,7 @@ def build_profiler(profiler: Any, *, is_main_process: bool) -> tuple[list[Callba
 
 
 class _EndOfCallbacks(Callback):
-    """Tells what callbacks take after an evaluation from the saving of the model, which comes last of them."""
+    """Separates the time of callbacks after an evaluation from saving the model, which comes last."""
 
     order = math.nextafter(sys.float_info.max, 0.0)
 
@@ -367,12 +369,6 @@ class _EndOfCallbacks(Callback):
 
     def on_evaluation_end(self) -> None:
         self._times.lap("callbacks")
-
-
-def _is_profiled() -> bool:
-    monitoring: Any = getattr(sys, "monitoring", None)  # where cProfile is at work from Python 3.12 on
-    is_monitored = monitoring is not None and monitoring.get_tool(monitoring.PROFILER_ID) is not None
-    return is_monitored or sys.getprofile() is not None
 
 
 def _tabulate(profile: cProfile.Profile, num_functions: int, key: str) -> str:

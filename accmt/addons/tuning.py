@@ -1,4 +1,4 @@
-"""`Trainer.tune`: finds a batch size that fits in memory, and a learning rate to begin with, in short trial fits."""
+"""`Trainer.tune`: finds a batch size that fits in memory and an initial learning rate with short trial runs."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _QUIET: dict[str, Any] = {"verbose": False, "max_time": None, "enable_model_summ
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `Trainer.tune` found.
+    """The result of `Trainer.tune`.
 
     Attributes:
-        batch_size: Training samples of a batch on one process that fit; None if that was not asked for.
-        lr: The learning rate at which the loss falls fastest; None if that was not asked for, or nothing fell.
-        curve: (learning rate, training loss) of each step of the search for it.
+        batch_size: The training batch size per process that fits in memory; None if it was not searched.
+        lr: The learning rate at which the loss falls fastest; None if it was not searched, or the loss never fell.
+        curve: (learning rate, training loss) of each step of the search.
     """
 
     batch_size: int | None = None
@@ -57,27 +57,27 @@ def tune(
     search: Search | None,
     rates: tuple[float, float, int] | None,
 ) -> Tuning:
-    """Do what `Trainer.tune` says.
+    """Implement `Trainer.tune`.
 
     Args:
-        trainer: Its hyper-parameters get what is found.
+        trainer: The Trainer; its hyper-parameters are updated with the results.
         module: The module.
         train_dataset: As for `fit`.
-        search: How to look for a batch size; None does not.
-        rates: The lowest and the highest learning rate and the steps in between; None does not look for one.
+        search: How to search for a batch size; None skips it.
+        rates: The lowest and highest learning rate and the number of steps; None skips the search.
     """
     if trainer.settings.running.fast_dev_run:
         return Tuning()
     require_module(module, "tune")
     hps = trainer.settings.hps
-    module.trainer, module.state = trainer, trainer.state  # which its own loaders may go by
+    module.trainer, module.state = trainer, trainer.state  # its dataloaders may need them
     data = find_train_data(module, train_dataset)
     size, rate, curve = None, None, list[tuple[float, float]]()
     with working(trainer.settings.running):
         if search is not None:
             size = _search_batch_size(trainer, module, data, search)
             hps.set_train_batch_size(size)
-            say(f"tune: batches of {size} samples fit")
+            say(f"tune: batches of {size} samples fit in memory")
         if rates is not None:
             curve = sweep_rates(trainer, module, data, *rates)
             rate = suggest_rate(curve)
@@ -90,8 +90,8 @@ def _search_batch_size(trainer: TrainerProtocol, module: AcceleratorModule, data
         expected, do = '"power", "binsearch" or None', 'batch_size="power"'
         raise ArgumentError(explain("Trainer.tune(batch_size=...)", repr(search), expected, do))
     if trainer.settings.hps.packing:
-        got, expected = "packing in the hyper-parameters", "batches whose memory their size decides"
-        do = "set max_tokens, the tokens of a row, to what fits, and leave batch_size out"
+        got, expected = "packing in the hyper-parameters", "batches whose memory depends on batch_size"
+        do = "set max_tokens, the number of tokens per row, to what fits, and leave out batch_size"
         raise ArgumentError(explain("Trainer.tune(batch_size=...)", got, expected, do))
     start, limit = trainer.settings.hps.train_batch_size, _largest_batch(data)
     return find_batch_size(lambda size: _fits_in_memory(trainer, module, data, size), start, limit, search)
@@ -99,23 +99,23 @@ def _search_batch_size(trainer: TrainerProtocol, module: AcceleratorModule, data
 
 def _take_rate(hps: HyperParameters, rate: float | None) -> None:
     if rate is None:
-        warn(f"tune: the loss falls at no learning rate, so lr stays {hps.optim_kwargs.get('lr')}")
+        warn(f"tune: the loss does not fall at any learning rate; lr stays at {hps.optim_kwargs.get('lr')}")
         return
     hps.set_learning_rate(rate)
     say(f"tune: the loss falls fastest at lr {rate:.3g}")
 
 
 def find_batch_size(fits: Callable[[int], bool], start: int, limit: int, search: Search) -> int:
-    """Return a size of batches that fits in memory.
+    """Return a batch size that fits in memory.
 
-    "power" doubles `start` until it does not fit (or halves it until it does); "binsearch" then looks between the two
-    for the largest that does.
+    "power" doubles `start` until it does not fit (or halves it until it does); "binsearch" then searches between the
+    two for the largest that fits.
 
     Args:
-        fits: Tries a size.
-        start: The first size.
-        limit: The largest that makes sense.
-        search: How to search.
+        fits: Returns whether a size fits.
+        start: The first size to try.
+        limit: The largest size to try.
+        search: The search method.
 
     Raises:
         ArgumentError: A single sample does not fit.
@@ -128,15 +128,15 @@ def find_batch_size(fits: Callable[[int], bool], start: int, limit: int, search:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     if good == 0:
-        got, do = "a single sample runs out of memory", "a smaller model, mixed_precision, or gradient_checkpointing"
+        got, do = "out of memory with a single sample", "use a smaller model, mixed_precision or gradient_checkpointing"
         raise ArgumentError(explain("Trainer.tune(batch_size=...)", got, "a batch that fits", do))
     return good
 
 
 def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: Any, size: int) -> bool:
-    """Train a few steps with batches of a size, and return whether they fitted.
+    """Train a few steps with a batch size, and return whether it fits.
 
-    Processes: collective; it has to fit on all.
+    Processes: collective; it must fit on all.
     """
     hps = _changed_hps(
         trainer.settings, batch_size=size, max_steps=_STEPS, max_micro_batch_size="auto", max_tokens=None
@@ -151,7 +151,7 @@ def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: A
 
 
 class _EndIfSmaller(Callback):
-    """Ends a trial of a size that did not fit, which would continue with smaller micro-batches, down to a single one.
+    """Ends a trial whose batch size does not fit; it would otherwise continue with ever smaller micro-batches.
 
     Batch norm cannot train on a single sample.
     """
@@ -167,7 +167,7 @@ class _EndIfSmaller(Callback):
 def sweep_rates(
     trainer: TrainerProtocol, module: AcceleratorModule, data: Any, lowest: float, highest: float, steps: int
 ) -> list[tuple[float, float]]:
-    """Train with a learning rate that rises exponentially from step to step, until the loss diverges.
+    """Train with an exponentially increasing learning rate until the loss diverges.
 
     Processes: collective.
 
@@ -185,13 +185,14 @@ def sweep_rates(
 
 
 def suggest_rate(curve: Sequence[tuple[float, float]]) -> float | None:
-    """Return the learning rate at which the loss falls fastest; None where it never falls.
+    """Return the learning rate at which the loss falls fastest; None if it never falls.
 
-    A straight line is put through each quarter of the curve, over the logarithm of the rate: single batches differ more
-    than the loss changes from one to the next. The middle of the steepest is returned.
+    This fits a straight line to each window of a quarter of the curve, over the logarithm of the learning rate, because
+    the noise between batches is larger than the change from one step to the next. It returns the middle of the steepest
+    window.
 
     Args:
-        curve: (learning rate, loss) pairs with rising rates.
+        curve: (learning rate, loss) pairs with increasing learning rates.
     """
     width = max(3, len(curve) // 4)
     rates, losses = np.log([rate for rate, _ in curve]), [loss for _, loss in curve]
@@ -205,7 +206,7 @@ def suggest_rate(curve: Sequence[tuple[float, float]]) -> float | None:
 
 
 class _Sweep(Callback):
-    """Raises the learning rate before each step, and records the losses."""
+    """Increases the learning rate before each step, and records the losses."""
 
     def __init__(self, lowest: float, highest: float, steps: int) -> None:
         self.curve: list[tuple[float, float]] = []
@@ -216,9 +217,9 @@ class _Sweep(Callback):
         rate = self._rates[min(self.state.global_step, len(self._rates) - 1)]
         begin = self.trainer.settings.hps.learning_rate
         for group in optimizer.param_groups:
-            is_of_hps = "name" in group and begin  # its rate keeps its proportion to that of `optim`
+            is_of_hps = "name" in group and begin  # keep the ratio between its learning rate and that of `optim`
             own = rate * (group["initial_lr"] / begin if is_of_hps else 1.0)
-            if isinstance(group["lr"], torch.Tensor):  # which some optimizers compile into their step
+            if isinstance(group["lr"], torch.Tensor):  # needed by some compiled optimizers
                 group["lr"].fill_(own)
             else:
                 group["lr"] = own
@@ -234,7 +235,7 @@ class _Sweep(Callback):
 
 
 def _changed_hps(settings: Settings, **changes: Any) -> Any:
-    """Return a copy of the hyper-parameters for a short run, with other values."""
+    """Return a copy of the hyper-parameters for a short run, with some values changed."""
     hps = copy.copy(settings.hps)
     for name, value in {"epochs": -1, "step_scheduler_per_epoch": False, **changes}.items():
         setattr(hps, name, value)
@@ -244,7 +245,7 @@ def _changed_hps(settings: Settings, **changes: Any) -> Any:
 def _try(
     trainer: TrainerProtocol, module: AcceleratorModule, data: Any, *, callbacks: Any = None, **groups: Any
 ) -> TrainerProtocol:
-    """Run with other settings, without validation, files and trackers, and give the module its weights back."""
+    """Run with other settings, without validation, files and trackers, then restore the module's weights."""
     before = {name: tensor.detach().cpu().clone() for name, tensor in module.model.state_dict().items()}
     is_training, trial = module.model.training, copy.copy(trainer)
     with tempfile.TemporaryDirectory() as folder:
@@ -273,7 +274,7 @@ def _quiet(settings: Settings, folder: Path, callbacks: Any, groups: dict[str, A
 
 
 def _largest_batch(data: Any) -> int:
-    """Return how many samples a batch of one process can have at most."""
+    """Return the maximum batch size of one process."""
     try:
         return max(1, len(data) // num_data_processes())
     except (TypeError, NotImplementedError):

@@ -158,11 +158,11 @@ def test_what_is_no_stage_is_rejected(kind, stages, got):
 @each(
     ("kind", "lengths", "got"),
     [
-        (StepsCurriculum, [0], "stage 1 has 0 updates"),
-        (StepsCurriculum, [3, -2], "stage 2 has -2 updates"),
-        (StepsCurriculum, [-1, 3], "stage 1 has -1 updates"),
-        (StepsCurriculum, [0.5], "stage 1 has 0.5 updates"),
-        (StepsCurriculum, [True], "stage 1 has True updates"),
+        (StepsCurriculum, [0], "stage 1 has 0 steps"),
+        (StepsCurriculum, [3, -2], "stage 2 has -2 steps"),
+        (StepsCurriculum, [-1, 3], "stage 1 has -1 steps"),
+        (StepsCurriculum, [0.5], "stage 1 has 0.5 steps"),
+        (StepsCurriculum, [True], "stage 1 has True steps"),
         (RatioCurriculum, [0.5, 0.4], "ratios that sum to 0.9"),
         (RatioCurriculum, [0.7, 0.4], "ratios that sum to 1.1"),
         (RatioCurriculum, [0.7, 0.4, -1], "ratios that sum to 1.1"),
@@ -185,5 +185,5 @@ def test_lengths_that_cannot_be_are_rejected(kind, lengths, got):
     "curriculum", [StepsCurriculum([(3, EASY), (4, HARD)]), RangeCurriculum([(range(3), EASY), (range(3, 7), HARD)])]
 )
 def test_stages_that_end_before_the_run_are_rejected(curriculum):
-    with pytest.raises(DataError, match=r"stages of 7 updates in all\n  expected: 10 updates, as max_steps says"):
+    with pytest.raises(DataError, match=r"stages with 7 steps in total\n  expected: 10 steps \(max_steps\)"):
         curriculum.updates(10)

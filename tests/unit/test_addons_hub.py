@@ -116,7 +116,7 @@ def test_a_hub_that_is_down_harms_no_run(hub, route, caplog, monkeypatch):
     hub.broken[route] = 500
     trainer = train(hub)
     assert trainer.state.finished
-    assert "the hub could not be reached for user/points" in caplog.text
+    assert "the Hub could not be reached for user/points" in caplog.text
     assert (f"hf upload user/points {trainer.settings.model_folder}" in caplog.text) is (route == "commit")
     assert bool(hub.files) is (route == "create")
 

@@ -81,7 +81,7 @@ def test_the_table_is_said_and_kept_as_text_and_numbers(caplog):
     assert written["phases"]["update"]["calls"] == 8
     assert sum(phase["share"] for phase in written["phases"].values()) == pytest.approx(1)
     said = [record.getMessage() for record in caplog.records]
-    assert f"what the time went into\n{trainer.profile}" in said
+    assert f"time per phase\n{trainer.profile}" in said
     assert f"profile: {folder / 'phases.json'}" in said
 
 
@@ -131,7 +131,7 @@ def test_a_trial_says_its_profile_and_writes_nothing(kind, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "accmt"):
         fit(kind, fast_dev_run=4, verbose=True)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    expected = {"simple": "what the time went into", "advanced": "functions that took", "pytorch": "step 4"}[kind]
+    expected = {"simple": "time per phase", "advanced": "functions that took", "pytorch": "step 4"}[kind]
     assert expected in caplog.text
 
 
@@ -165,13 +165,13 @@ def test_functions_are_told_and_kept_for_pstats(caplog):
     assert "Ordered by: internal time" in table
     assert "Ordered by: cumulative time" in table
     assert "(finish_window)" in table
-    assert "functions that took most time" in caplog.text
+    assert "functions that took the most time" in caplog.text
 
 
 def test_a_second_profiler_of_functions_is_refused():
     sys.setprofile(lambda *_: None)
     try:
-        with pytest.raises(ArgumentError, match="another profiler of functions is at work"):
+        with pytest.raises(ArgumentError, match="another function profiler is active"):
             fit("advanced")
     finally:
         sys.setprofile(None)

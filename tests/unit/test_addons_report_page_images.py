@@ -68,7 +68,7 @@ def test_a_damaged_image_costs_that_image_and_not_the_page(tmp_path):
     newest.write_bytes(b"torn")
     section = write_images([run])
     assert len(images_of(section)) == 5
-    assert f"step 2: not readable in {newest.parent}".replace("<", "&lt;").replace(">", "&gt;") in section
+    assert f"step 2: images in {newest.parent} cannot be read".replace("<", "&lt;").replace(">", "&gt;") in section
 
 
 @pytest.mark.parametrize("num_images", [0, 1])

@@ -84,7 +84,7 @@ def test_a_size_that_does_not_fit_is_not_tried_in_smaller_parts(tmp_path: Path) 
 
 
 def test_a_single_sample_that_does_not_fit_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a single sample runs out of memory"):
+    with pytest.raises(ArgumentError, match="out of memory with a single sample"):
         make_trainer({}, str(tmp_path / "model")).tune(Hungry(0), make_points(8), batch_size="power")
 
 

@@ -152,7 +152,7 @@ def test_rows_of_json_lines_are_what_is_written_in_them():
         ({"data": 3}, "sft.data\n  got: 3 (int)\n  expected: a path, or a list"),
         ({"data": "train.jsonl", "max_length": 1}, "expected: a whole number from 2"),
         ({"data": "train.jsonl", "per_turn": "yes"}, "sft.per_turn\n  got: 'yes' (str)\n  expected: true or false"),
-        ({"data": "train.jsonl", "merge": True}, "sft.merge\n  got: true, and no adapter in `model`"),
+        ({"data": "train.jsonl", "merge": True}, "sft.merge\n  got: true without an adapter in `model`"),
         ({"data": "trian.jsonl"}, "sft.data\n  got: trian.jsonl: no such file, seen from "),
         ({"data": "base"}, "or a folder that `Dataset.save_to_disk` wrote\n  do: name a file in it"),
         ({"data": "empty.jsonl"}, "got: empty.jsonl, without a row"),
@@ -194,12 +194,12 @@ def test_what_cannot_be_merged_is_said_before_training(capsys: pytest.CaptureFix
     write({"data": "train.jsonl", "merge": True}, adapter=adapter)
     assert main(["sft", "hps.yaml", "out/chat"]) == 2
     _, err = said(capsys)
-    assert "sft.merge\n  got: an adapter of PromptTuning\n" in err
+    assert "sft.merge\n  got: an adapter of type PromptTuning\n" in err
     assert not Path("out/chat").exists()
 
 
 def test_folders_that_cannot_be_merged_are_named(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(WeightsError, match=r"no adapter_config\.json\n.*\n  do: .* a whole model needs no merging"):
+    with pytest.raises(WeightsError, match=r"no adapter_config\.json\n.*\n  do: .* a full model needs no merging"):
         merge_adapter("base", "out/merged")
     assert main(["merge", "base", "base"]) == 2
     assert main(["merge", "out/chat", "base"]) == 2

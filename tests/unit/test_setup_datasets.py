@@ -130,7 +130,7 @@ def test_a_run_does_not_continue_under_another_size_of_its_updates(tmp_path):
 def test_stages_that_the_run_does_not_reach_are_told(caplog):
     with caplog.at_level(logging.WARNING, "accmt"):
         assert run(STAGES["steps"], {"max_steps": 3}) == [False] * 3
-    assert "max_steps=3 leaves no optimizer step for stage 2 of the curriculum" in caplog.text
+    assert "max_steps=3 leaves no optimizer steps for stage 2 of the curriculum" in caplog.text
 
 
 @pytest.mark.feature("N31")
@@ -159,7 +159,7 @@ class ByHand(ExtendedAcceleratorModule):
         ("limit_batches= or overfit_batches=", STAGES["steps"], {"limit_batches": {"train": 0.5}}),
         ("limit_batches= or overfit_batches=", STAGES["steps"], {"limit_batches": {"train": 1}}),
         ("limit_batches= or overfit_batches=", STAGES["steps"], {"overfit_batches": 1}),
-        ("a module that steps by itself", STAGES["steps"], {"module": ByHand}),
+        ("a module with manual optimization", STAGES["steps"], {"module": ByHand}),
     ],
 )
 def test_what_does_not_go_with_a_curriculum_is_refused(got, data, settings):

@@ -1,4 +1,4 @@
-"""One page about one run or several, made of their run folders alone."""
+"""An HTML report about one or more runs, built from their run folders."""
 
 from accmt.addons.report.page import write_report
 from accmt.addons.report.records import RunRecord, name_apart, read_run

@@ -1,4 +1,4 @@
-"""Puts charts and tables on one page that needs nothing else: no network, no server, no other file."""
+"""Builds a self-contained HTML page with charts and tables: no network, no server, no other files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 
-# ---- The charts of a page, as plotly draws them: all runs over one another, a colour for each.
+# ---- Charts: all runs in one chart, one colour per run
 
 
 COLOURS = ("#2f6fde", "#e4572e", "#17a673", "#9b51e0", "#f2a900", "#00a3bf", "#d6336c", "#6b705c")
@@ -46,7 +46,7 @@ class Chart(NamedTuple):
 
 
 def draw_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Draw the losses, the course of the runs, and a chart for every other value."""
+    """Draw the losses, the progress of the runs, and one chart per other value."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     losses = [name for name in names if "loss" in name.split("__")[0]]
     others = [name for name in names if name not in losses and not name.startswith(SPLIT_PREFIX)]
@@ -139,9 +139,9 @@ def _progress_of(run: RunRecord) -> list[tuple[float, int]]:
 
 
 def thin_out(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """Return at most so many points of a curve: of each stretch the lowest and the highest, so that no peak is lost.
+    """Return at most `most` points of a curve: the lowest and the highest of each interval, so that no peak is lost.
 
-    A value that is not finite is kept.
+    Non-finite values are kept.
     """
     count = len(curve.values)
     if count <= most:
@@ -164,7 +164,7 @@ def _make_figure(title: str) -> Any:
     try:
         from plotly.graph_objects import Figure
     except ImportError as error:
-        message = explain("accmt report", "no plotly", "the package that draws the charts", "pip install plotly")
+        message = explain("accmt report", "plotly is not installed", "plotly, for the charts", "pip install plotly")
         raise MissingPackageError(message) from error
     figure = Figure()
     figure.update_layout(
@@ -193,7 +193,8 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
     """Write the page.
 
     Args:
-        runs: Drawn over one another; the first is what the configurations of others are compared with.
+        runs: The runs, drawn in the same charts.
+        path: The file to write.
     """
     write_text(path, build_page(runs))
 
@@ -203,7 +204,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
     charts = draw_charts(runs)
     from plotly.offline import get_plotlyjs
 
-    figures = ",\n".join(chart.figure.to_json() for chart in charts)  # which writes "<" as \u003c
+    figures = ",\n".join(chart.figure.to_json() for chart in charts)  # writes "<" as \u003c
     parts = {
         "TITLE": escape(", ".join(run.name for run in runs)),
         "PLOTLY": b64encode(compress(get_plotlyjs().encode(), mtime=0)).decode(),  # a third of its size
@@ -274,8 +275,8 @@ def _write_config(runs: Sequence[RunRecord]) -> str:
     common = _write_table(header, _config_rows(runs, [key for key in keys if key not in different]))
     if len(runs) == 1:
         return common
-    changed = _write_table(header, _config_rows(runs, different)) if different else "<p>no difference</p>"
-    return f'<div id="differences">{changed}</div><details><summary>what is the same</summary>{common}</details>'
+    changed = _write_table(header, _config_rows(runs, different)) if different else "<p>no differences</p>"
+    return f'<div id="differences">{changed}</div><details><summary>identical settings</summary>{common}</details>'
 
 
 def _config_rows(runs: Sequence[RunRecord], keys: Iterable[str]) -> list[list[str]]:
@@ -289,9 +290,9 @@ def _write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_images(runs: Sequence[RunRecord]) -> str:
-    """Return a section with the images of each name at its last three steps; empty where there are none.
+    """Return a section with the images of each name at its last three steps; empty if there are none.
 
-    Of one call up to eight are shown, none larger than 256 pixels; the run folder has them as they were.
+    Up to eight images per call are shown, scaled down to 256 pixels; the run folder has the originals.
     """
     shown = "".join(_write_images_of_name(run, name, logged) for run in runs for name, logged in run.images.items())
     return f'<section id="Images"><h2>Images</h2>{shown}</section>' if shown else ""
@@ -305,8 +306,8 @@ def _write_images_of_name(run: RunRecord, name: str, logged: Sequence[Media]) ->
 def _write_images_of_step(media: Media) -> str:
     try:
         images = list(media.images().values())
-    except DataError:  # a disk that lost some images does not lose the report
-        return f"<p>step {media.step:,}: not readable in {escape(str(media.folder))}</p>"
+    except DataError:  # missing images must not prevent the report
+        return f"<p>step {media.step:,}: images in {escape(str(media.folder))} cannot be read</p>"
     pictures = "".join(f'<img alt="" src="{_to_data_uri(image)}">' for image in images[:MOST_IMAGES])
     more = f" (the first {MOST_IMAGES} of {len(images)})" if len(images) > MOST_IMAGES else ""
     return f"<figure>{pictures}<figcaption>step {media.step:,}{more}</figcaption></figure>"

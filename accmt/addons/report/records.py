@@ -1,4 +1,4 @@
-"""Reads a run folder into what a page shows: curves, evaluations, configuration, and what happened when."""
+"""Reads a run folder for a report: curves, evaluations, configuration and events."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """How the run ended, or "running" where nothing says that it did."""
+        """How the run ended, or "running" if it has no final status."""
         return self.events[-1].kind if self.events[-1].kind in _ENDINGS else "running"
 
     @property
     def num_steps(self) -> int:
-        """The last step that logged something."""
+        """The last step with logged values."""
         return max((curve.steps[-1] for curve in self.curves.values()), default=0)
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first row to the last, pauses between attempts included."""
+        """Seconds from the first to the last row, including pauses between attempts."""
         last = max((curve.times_s[-1] for curve in self.curves.values()), default=0.0)
         return max(last, self.events[-1].time_s)
 
     @property
     def best(self) -> dict[str, tuple[int, float]]:
-        """The first step at which each result was best, and its value: of what has a known direction."""
+        """The step and value of each best result, for metrics with a known direction."""
         best: dict[str, tuple[int, float]] = {}
         for step, values in self.evaluations:
             for name, value in values.items():
@@ -80,13 +80,13 @@ class RunRecord:
 
     @property
     def seconds_by_purpose(self) -> dict[str, float]:
-        """What the time was spent on, as far as the monitor measured it."""
+        """Time per phase, as far as the monitor measured it."""
         names = [name for name in self.curves if name.startswith(SPLIT_PREFIX)]
         return {name.removeprefix(SPLIT_PREFIX): sum(self.curves[name].values) for name in names}
 
 
 def _sign_of(name: str, config: Mapping[str, Any]) -> int:
-    """Return 1 where more is better, -1 where less is, 0 where nobody knows; a run says it of its own metrics."""
+    """Return 1 if higher is better, -1 if lower is better, 0 if unknown; custom metrics are in the configuration."""
     from accmt.metrics.building import BUILTIN
 
     base = name.split("__")[0]
@@ -99,9 +99,9 @@ def _sign_of(name: str, config: Mapping[str, Any]) -> int:
 
 
 def name_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return runs by names that people tell apart: of those that are called by their time, the project and that.
+    """Return the runs with readable unique names: those named by time get the project and the time.
 
-    Where several runs differ in one or two entries of their configuration, these are added.
+    If the runs differ in one or two entries of their configuration, these are added.
     """
     named = [replace(run, name=_shorten_name(run)) for run in runs]
     keys = list(dict.fromkeys(key for run in runs for key in run.config if key not in _SAYS_NOTHING))
@@ -128,7 +128,7 @@ _ENDINGS = ("finished", "failed", "interrupted", "killed", "preempted")
 def read_run(folder: Path) -> RunRecord:
     """Read a run folder; the run may still be running."""
     if not (folder / HISTORY_FILE).is_file():
-        got, do = f"no {HISTORY_FILE} in it", "name a run folder: <logging_dir>/<track_name>/<run_name>"
+        got, do = f"no {HISTORY_FILE} in it", "pass a run folder: <logging_dir>/<track_name>/<run_name>"
         raise ArgumentError(explain(str(folder), got, "the folder of a run", do))
     rows = read_history(folder)
     if not rows:
@@ -161,7 +161,7 @@ def _read_curves(rows: Iterable[Mapping[str, Any]], start: float) -> dict[str, C
 
 
 def _read_evaluations(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
-    """Return the rows of evaluations: those with a validation loss, or where there is none, those of no training."""
+    """Return the rows of evaluations: those with a validation loss, or without one, all that are not training rows."""
     has_loss = any(_is_evaluated(name) for row in rows for name in row["values"])
     counts = Counter(name for row in rows for name in row["values"])
     training = "train_loss" if "train_loss" in counts else next(iter(counts), None)
