@@ -1,4 +1,4 @@
-"""Stochastic weight averaging, and the running statistics of batch norm for weights that were averaged."""
+"""Stochastic weight averaging, and batch norm statistics for averaged weights."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class SWA(WeightAverage):
     """Stochastic weight averaging: the mean of the weights of several epochs; evaluations and saved models use it.
 
-    From `start` on, the weights at the end of each epoch enter the mean, each alike. The mean is evaluated and saved in
-    place of the weights that are trained, with which training continues; before `start` these are evaluated. A learning
-    rate that stays high, constant or cyclic, gives weights that differ, which is what makes their mean better.
+    From `start` on, the weights at the end of each epoch are added to the mean with equal weight. The mean is evaluated
+    and saved instead of the trained weights, with which training continues; before `start`, the trained weights are
+    evaluated. Use a learning rate that stays high, constant or cyclic, so that the averaged weights differ.
 
-    Batch norm has running statistics of the trained weights, not of their mean. They are computed again for each mean,
-    as `torch.optim.swa_utils.update_bn` does: one pass over the training data before an evaluation, without gradients.
-    A layer in evaluation mode keeps its own.
+    The running statistics of batch norm belong to the trained weights, not to their mean. They are recomputed for each
+    mean as in `torch.optim.swa_utils.update_bn`: one pass over the training data before an evaluation, without
+    gradients. Layers in evaluation mode keep their statistics.
 
     Args:
-        start: A part of the run, such as 0.75, or the epoch (a whole number, from 0) from which weights are averaged.
-        every: Optimizer steps from one set of weights to the next; None is one at the end of each epoch.
-        update_bn: False leaves batch norm the statistics of training.
+        start: The fraction of the run, such as 0.75, or the epoch (an integer, from 0) at which averaging starts.
+        every: The number of optimizer steps between averaged weights; None averages at the end of each epoch.
+        update_bn: False keeps the batch norm statistics of training.
 
     Raises:
-        ArgumentError: No such start or distance; or statistics of batch norm that cannot be computed again: of a
-            sharded model, from streams, or with manual optimization.
+        ArgumentError: `start` or `every` is invalid, or batch norm statistics cannot be recomputed: for a sharded
+            model, for streams, or with manual optimization.
 
     Source:
         Izmailov et al. 2018, Averaging Weights Leads to Wider Optima (https://arxiv.org/abs/1803.05407)

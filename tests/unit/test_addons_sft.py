@@ -261,7 +261,7 @@ def test_a_template_that_writes_the_date_is_named(tmp_path: Path, caplog: pytest
         own = tokenizer()
         own.chat_template = beginning + own.chat_template
         fit(tmp_path / "model", rows(), module=SFTModule(make_model(), own), verbose=True, resume=False)
-        assert ("the chat template writes the current date" in caplog.text) == is_said
+        assert ("the chat template inserts the current date" in caplog.text) == is_said
 
 
 @pytest.mark.parametrize("kind", [list, Stream])
@@ -269,7 +269,7 @@ def test_rows_of_which_none_has_a_target_are_an_error_before_training(tmp_path: 
     with pytest.raises(DataError, match="3 rows, none with anything to train on: 3 without a token to train on"):
         fit(tmp_path / "model", kind([NO_ANSWER] * 3))
     module = SFTModule(make_model(), tokenizer(), max_length=3)
-    with pytest.raises(DataError, match="its answers lie behind the first 3 tokens"):
+    with pytest.raises(DataError, match="its answers start after the first 3 tokens"):
         fit(tmp_path / "model", kind(rows()), module=module)
     assert not (tmp_path / "model" / "model.safetensors").exists()
 

@@ -163,7 +163,7 @@ def test_an_answer_that_is_cut_is_named_and_one_that_lies_behind_the_cut_is_no_t
     behind = mask_row(tokenizer, row, max_length=4)
     assert not behind.has_target
     assert [(one.kind, one.detail) for one in behind.problems] == [
-        (chat.NO_TARGET, "its answers lie behind the first 4 tokens")
+        (chat.NO_TARGET, "its answers start after the first 4 tokens")
     ]
     assert mask_row(tokenizer, row, max_length=len(whole.input_ids)).problems == ()
 

@@ -1,4 +1,4 @@
-"""Which tokens of a row are trained: those that the assistant writes, and the one with which it ends its turn."""
+"""Finds the tokens of a row to train: those of the assistant, and the end-of-turn token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from accmt.errors import DataError, explain
 
 IGNORED = -100
-"""The label of a token that is no target."""
+"""The label of a token that is not a target."""
 
 NO_TARGET = "without a token to train on"
 CUT = "with an answer that max_length cuts"
@@ -34,11 +34,11 @@ _FORMS = '"messages"; "prompt" and "completion", both strings or both lists of m
 
 
 class Problem(NamedTuple):
-    """What is odd about a row.
+    """A problem of a row.
 
     Attributes:
-        kind: One of the constants above, to be counted by.
-        detail: What is said of this row alone.
+        kind: One of the constants above, by which problems are counted.
+        detail: Details about this row.
     """
 
     kind: str
@@ -50,8 +50,8 @@ class MaskedRow(NamedTuple):
 
     Attributes:
         input_ids: All tokens.
-        labels: The same where a token is trained, else -100.
-        problems: What is odd.
+        labels: The token id for each target, else -100.
+        problems: Problems of the row.
     """
 
     input_ids: list[int]
@@ -60,7 +60,7 @@ class MaskedRow(NamedTuple):
 
     @property
     def has_target(self) -> bool:
-        """Whether anything is trained; the first token is predicted by none."""
+        """Whether there is a target; the first token is never predicted."""
         return any(label != IGNORED for label in self.labels[1:])
 
 
@@ -72,22 +72,22 @@ def mask_row(
     turn: int | None = None,
     where: str = _WHERE,
 ) -> MaskedRow:
-    """Return the tokens of a row, with labels for what the assistant writes.
+    """Return the tokens of a row, with labels for the tokens of the assistant.
 
     Args:
-        tokenizer: A fast tokenizer of transformers; with a chat template where rows are conversations.
-        row: A dict with "messages"; with "prompt" and "completion", strings or lists of messages; or with "text", all
-            of which is trained. Beside messages there may be "tools" and "chat_template_kwargs".
-        max_length: How many tokens are kept.
-        turn: Index of the one message to train, up to which the conversation is rendered; None is all of the
-            assistant's.
-        where: What the row is called where it has another form.
+        tokenizer: A fast tokenizer of transformers; conversations also need a chat template.
+        row: A dict with "messages"; with "prompt" and "completion" (strings or lists of messages); or with "text", all
+            of which is trained. Messages may come with "tools" and "chat_template_kwargs".
+        max_length: The maximum number of tokens.
+        turn: The index of the only message to train, with which the conversation ends; None trains all messages of the
+            assistant.
+        where: The name of the row in error messages.
 
     Raises:
-        DataError: The row has none of these forms, or the tokenizer lacks a chat template or offsets.
+        DataError: The row has another format, or the tokenizer lacks a chat template or offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
-        expected, do = "a tokenizer that knows where its tokens lie in the text", "AutoTokenizer.from_pretrained(...)"
+        expected, do = "a fast tokenizer, which supports offsets", "AutoTokenizer.from_pretrained(...)"
         raise DataError(explain(_WHERE, f"{type(tokenizer).__name__}, which has no offsets", expected, do))
     messages, first = find_messages(row, where)
     if messages is None:
@@ -104,10 +104,10 @@ def mask_row(
 
 
 def find_messages(row: Any, where: str = _WHERE) -> tuple[list[Mapping[str, Any]] | None, int]:
-    """Return the messages of a row, None where it holds strings, and the index from which they are trained.
+    """Return the messages of a row (None if it has strings) and the index of the first message to train.
 
     Raises:
-        DataError: The row has another form.
+        DataError: The row has another format.
     """
     if isinstance(row, Mapping):
         if _is_messages(row.get("messages")):
@@ -122,7 +122,7 @@ def find_messages(row: Any, where: str = _WHERE) -> tuple[list[Mapping[str, Any]
 
 
 def _describe_other_form(row: Any) -> tuple[str, str]:
-    """Return what a row is instead, and how it becomes one."""
+    """Return a description of a row with another format, and how to convert it."""
     names = set(row) if isinstance(row, Mapping) else set()
     do = '[{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}'
     turns = next((name for name in ("conversations", "conversation", "messages") if name in names), None)
@@ -142,7 +142,7 @@ def _describe_other_form(row: Any) -> tuple[str, str]:
 
 
 def find_answers(messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[int]:
-    """Return which messages are trained: the assistant's from `first` on, but one with OpenAI's `"weight": 0`."""
+    """Return the messages to train: the assistant's from `first` on, except those with OpenAI's `"weight": 0`."""
     answers = (index for index, one in enumerate(messages) if one["role"] == _ROLE and one.get("weight") != 0)
     return [index for index in answers if index >= first]
 
@@ -153,7 +153,7 @@ def _is_messages(value: Any) -> bool:
 
 
 class _Turn(NamedTuple):
-    """Where a turn of the assistant lies in the text of a conversation, and what is odd about it."""
+    """The position of an assistant turn in the text of a conversation, and its problems."""
 
     start: int
     end: int
@@ -163,7 +163,7 @@ class _Turn(NamedTuple):
 
 
 class _TemplateError(Exception):
-    """A chat template that does not take some messages."""
+    """A chat template rejected some messages."""
 
 
 class _Conversation:
@@ -182,7 +182,7 @@ class _Conversation:
 
     @property
     def has_markers(self) -> bool:
-        """Whether the template itself says what the assistant writes."""
+        """Whether the template itself marks the assistant's text."""
         return _MARKER.search(self._template) is not None
 
     @property
@@ -199,10 +199,10 @@ class _Conversation:
         return text
 
     def find_marked(self) -> list[tuple[int, int]]:
-        """Return where the template marks what the assistant writes, in characters.
+        """Return the character spans that the template marks as the assistant's text.
 
-        The mask of `apply_chat_template` is not used: a marker at white space, of which some tokenizers give no
-        offsets, makes it leave out all that follows, or take all of it.
+        The mask of `apply_chat_template` is not used: at white space, for which some tokenizers have no offsets, it
+        omits or includes everything that follows.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -223,12 +223,12 @@ class _Conversation:
             written = [_with_arguments(one, json.dumps) for one in own]
             if written == own:
                 raise
-            with suppress(_TemplateError):  # the first says more
+            with suppress(_TemplateError):  # the first error is more informative
                 return _call(function, written)
             raise
 
     def find_turn(self, index: int, whole: str) -> _Turn:
-        """Find what the assistant writes in one turn, from where it is asked to write, to the mark of its end."""
+        """Find the assistant's text in one turn, from the generation prompt to the end-of-turn token."""
         through = self.render(self.messages[: index + 1])
         probes = [self.render([*self.messages[:index], _probe(self.messages[index], word)]) for word in "AZ"]
         context, asked = self._render_before(index)
@@ -407,7 +407,7 @@ def _mask_messages(
 
 
 def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
-    """Mask a row of strings, of which the end is trained, too."""
+    """Mask a row of strings; the end-of-sequence token is trained, too."""
     is_split = isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
     prompt, answer = (row["prompt"], row["completion"]) if is_split else ("", row["text"])
     encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
@@ -426,9 +426,9 @@ def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
 
 
 def _label(text: str, encoded: Mapping[str, Any], spans: Sequence[tuple[int, int]], added: Container[int]) -> list[int]:
-    """Return the ids of tokens that hold any character of the spans, -100 for the others.
+    """Return the ids of tokens that contain any character of the spans, and -100 for all others.
 
-    So a token that begins before an answer, such as a space that it takes in, is trained: with it the answer begins.
+    A token that starts before an answer, because it includes a space, is therefore trained.
     """
     spans = _join(spans)
     ends = [b for _, b in spans]
@@ -465,7 +465,7 @@ def _with_one_bos(masked: MaskedRow, bos: int | None) -> MaskedRow:
 def _cut(masked: MaskedRow, max_length: int | None) -> MaskedRow:
     kept = MaskedRow(masked.input_ids[:max_length], masked.labels[:max_length], masked.problems)
     if not kept.has_target:
-        detail = f"its answers lie behind the first {max_length} tokens" if masked.has_target else ""
+        detail = f"its answers start after the first {max_length} tokens" if masked.has_target else ""
         is_named = any(one.kind in (REJECTED, NO_TARGET) for one in masked.problems)
         reasons = () if is_named else (Problem(NO_TARGET, detail),)
         return kept._replace(problems=masked.problems + reasons)

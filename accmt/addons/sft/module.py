@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class SFTModule(HuggingFaceModule):
-    """A causal transformers model that learns to answer: of each row only what the assistant writes is trained.
+    """Supervised fine-tuning of a causal transformers model: only the assistant's tokens are trained.
 
-    Data for `fit` are rows: `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}`, in a list,
-    a `datasets.Dataset`, or a stream. They are tokenized when they are read. A batch weighs its target tokens.
+    Pass `fit` rows: `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}`, as a list, a
+    `datasets.Dataset` or a stream. They are tokenized on the fly. Batches are weighted by their target tokens.
 
     Args:
         model: The model, or a function that builds it at the start of a run.
-        tokenizer: A fast tokenizer, with a chat template for conversations; it is saved beside the model.
-        max_length: How many tokens of a row are kept; None is all.
-        per_turn: Whether each turn of the assistant is a sample of its own, with all that comes before it. So every
-            turn is trained where the chat template rewrites earlier ones, such as by leaving out their reasoning.
+        tokenizer: A fast tokenizer, with a chat template for conversations; it is saved with the model.
+        max_length: The maximum number of tokens per row; None keeps all.
+        per_turn: Whether each assistant turn is a separate sample, with all messages before it. Use this if the chat
+            template rewrites earlier turns, for example by removing their reasoning.
 
     Raises:
         ArgumentError: `max_length` is below 2.
@@ -72,19 +72,19 @@ class SFTModule(HuggingFaceModule):
         max_length: int | None = None,
         per_turn: bool | None = None,
     ) -> SFTModule:
-        """Make a module of the model that the section `model` of hyper-parameters describes.
+        """Create a module with the model from the section `model` of the hyper-parameters.
 
         Args:
-            hps_config: As in `AcceleratorModule.from_hps`, and so `in_fit`.
-            in_fit: Whether the model is built at the start of a run instead of now.
-            processor: The tokenizer; None is that of the model's folder, with the chat template of the section `sft`.
-            max_length: How many tokens of a row are kept; None is that of the section `sft`.
-            per_turn: Whether each turn of the assistant is a sample of its own; None is that of the section `sft`.
+            hps_config: See `AcceleratorModule.from_hps`.
+            in_fit: Whether to build the model at the start of a run instead of now.
+            processor: The tokenizer; None loads that of the model, with the chat template of the section `sft`.
+            max_length: The maximum number of tokens per row; None uses the section `sft`.
+            per_turn: Whether each assistant turn is a separate sample; None uses the section `sft`.
 
         Raises:
-            HyperParameterError: There is no section `model`, or something in it is wrong.
-            FileNotFoundError: There is no tokenizer, or no such chat template.
-            MissingPackageError: A package that it asks for is not installed.
+            HyperParameterError: The section `model` is missing or invalid.
+            FileNotFoundError: The tokenizer or the chat template does not exist.
+            MissingPackageError: A required package is not installed.
         """
         from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
         from accmt.options import HyperParameters
@@ -104,7 +104,7 @@ class SFTModule(HuggingFaceModule):
         return module
 
     def step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss over the target tokens, and how many there are."""
+        """Return the mean loss over the target tokens, and their number as weight."""
         labels = batch["labels"]
         weight = (labels[:, 0 if begins_with_prompt(self.unwrapped_model) else 1 :] != IGNORED).sum()
         # The mean over no token is NaN, and 0 * NaN is NaN: without a target the loss is that of any tokens.
@@ -115,7 +115,7 @@ class SFTModule(HuggingFaceModule):
         return {**super().step(batch), "weight": weight}
 
     def get_train_dataloader(self, dataset: Any = None) -> Any:
-        """Return the rows as samples, once they have been looked at."""
+        """Return the rows as samples, after checking some of them."""
         data = self._make_samples(dataset)
         if isinstance(data, SFTRows | SFTStream):
             look_at(data, self.processor, self.model)

@@ -1,4 +1,4 @@
-"""Rows of supervised fine-tuning as samples: tokenized when they are read, looked at when a run begins."""
+"""Rows for supervised fine-tuning as samples, tokenized on the fly and checked at the start of a run."""
 
 from __future__ import annotations
 
@@ -209,20 +209,20 @@ class PadRows:
 
 
 def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> None:
-    """Show the first row with what is trained of it, and warn of odd rows among those that are looked at.
+    """Show the first row with its trained parts, and warn about problems in a sample of the rows.
 
     Args:
         data: The rows.
         tokenizer: The tokenizer.
-        model: The model; `model.generate` is made to stop at the token that ends the answers.
+        model: The model; its generation config is changed so that it stops at the token that ends answers.
 
     Raises:
-        DataError: None of them has anything to train on.
+        DataError: None of the rows has a target.
     """
     if "strftime_now(" in str(tokenizer.chat_template):
         say_once(
-            "the chat template writes the current date, so a run that is resumed on another day reads other tokens; "
-            'where it takes a date, give rows one: "chat_template_kwargs": {"date_string": "01 Jan 2026"}'
+            "the chat template inserts the current date, so a run that is resumed on another day has other tokens; "
+            'to fix the date, add it to the rows: "chat_template_kwargs": {"date_string": "01 Jan 2026"}'
         )
     found: dict[str, list[str]] = {}
     number = targets = 0
