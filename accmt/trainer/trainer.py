@@ -269,7 +269,7 @@ class Trainer(TrainerProperties):
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | int = False,
         accelerator: Accelerator | Mapping[str, Any] | None = None,
-        mixed_precision: str | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
         parallelism: ParallelismOptions | Mapping[str, Any] | None = None,
         failures: Failures | Mapping[str, Any] | None = None,

@@ -102,7 +102,7 @@ class TestTheFolder:
         FolderLock.take(tmp_path).release()
 
     def test_two_runs_that_save_to_one_folder_are_refused_without_checkpoints_too(self):
-        refused = pytest.raises(SavingError, match=r"a run is saving there .process \d+ on")
+        refused = pytest.raises(SavingError, match=r"in use by another run .process \d+ on")
         with held("out/m"), refused:
             train("out/m", checkpoint_every=None, model_saving="best_train_loss")
         train("out/m", checkpoint_every=None, model_saving="best_train_loss")
