@@ -1,4 +1,4 @@
-"""Everything a run consists of, in one frozen object that the loop's functions share; and what an evaluation needs."""
+"""The parts of a run and of an evaluation, in frozen objects that the loop's functions share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from accmt.failures import Clock, Interruption, Watch
 
 TEST_LOSS = "test_loss"
-"""The name of a test set's loss; that of a validation set is `val_loss_metric_name`."""
+"""The name of the test loss; that of the validation loss is `val_loss_metric_name`."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Actions:
 
     Attributes:
         backward: Adds the gradients of a loss.
-        optimizer_step: Makes the optimizer step; False if it was skipped.
-        zero_grad: Begins the next window without gradients.
+        optimizer_step: Makes the optimizer step; returns False if it was skipped.
+        zero_grad: Clears the gradients for the next window.
     """
 
     backward: Callable[[torch.Tensor], None]
@@ -59,7 +59,7 @@ class Actions:
 
     @classmethod
     def of(cls, trainer: Any, stepper: Stepper) -> Actions:
-        """Take the Trainer's methods where a subclass replaces them; else, at once, what its own methods call."""
+        """Use the Trainer's methods if a subclass overrides them; otherwise, directly the functions they call."""
 
         def pick(method: Any, direct: Any) -> Any:
             return direct if getattr(method, "__func__", None) in trainer.own_steps else method
@@ -72,37 +72,37 @@ class Actions:
 
 
 def require_planned(micro_batch: MicroBatch, samples: int) -> None:
-    """Check that a batch holds the samples that were planned, where their number weighs the batches of others too.
+    """Check that a batch has the planned number of samples, on which the weights of all batches depend.
 
     Raises:
-        DataError: It holds more or fewer.
+        DataError: It has more or fewer.
     """
     if samples != micro_batch.own_samples:
         got = (
-            f"a batch of {samples} samples, made of {micro_batch.own_samples}, where the weights of batches are planned"
+            f"a batch of {samples} samples, collated from {micro_batch.own_samples}, although batch weights are planned"
         )
-        do = "def get_batch_size(self, batch) in the module, or a collate_fn of your own, whose batches are counted"
-        raise DataError(explain("the training data", got, "as many samples in a batch as were read for it", do))
+        do = "define get_batch_size(self, batch) in the module, or use a custom collate_fn, whose batches are counted"
+        raise DataError(explain("the training data", got, "as many samples in a batch as were collated", do))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRun:
-    """What an evaluation needs, in a run that trains or without one.
+    """The parts of an evaluation, within a training run or on its own.
 
     Attributes:
-        engine: How the processes work with one model.
+        engine: The engine that runs the model on the processes.
         accelerator: Device and processes.
         module: The user's module.
-        model: The model that the run works with; in training the one that reduces gradients.
-        unwrapped_model: The user's model itself.
+        model: The model that the run uses; in training, the wrapper that reduces gradients.
+        unwrapped_model: The user's model.
         validation_step: The user's step for these data, as a function of (key, batch).
-        val_loaders: The batches to evaluate, by key; the key is "" where there is one set only.
-        metrics: The metrics of each set, by its key.
+        val_loaders: The batches to evaluate, by key; the key is "" if there is only one set.
+        metrics: The metrics of each set, by key.
         callbacks: The user's callbacks, of Trainer and module.
         hooks: Callbacks by hook.
-        seed: Seed of everything random.
-        counts_own_samples: Whether the module tells how many samples a batch has.
-        feature_kinds: The features that the run may have, in their order.
+        seed: The run's seed.
+        counts_own_samples: Whether the module defines the number of samples in a batch.
+        feature_kinds: The classes of possible features, in order.
     """
 
     settings: Settings
@@ -123,47 +123,47 @@ class EvaluationRun:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where model and batches are."""
+        """The device of model and batches."""
         device: torch.device = self.accelerator.device
         return device
 
     @cached_property
     def features(self) -> Features:
-        """The features that the run has, by hook."""
+        """The features of the run, by hook."""
         return Features(self.feature_kinds, self)
 
     @property
     def loss_name(self) -> str:
-        """The name of the current data's loss among the results."""
+        """The name of the loss in the results."""
         return TEST_LOSS if self.state.stage == "test" else self.settings.tracking.val_loss_metric_name
 
     def place(self, batch: Any) -> Any:
-        """Return the batch on the run's device: tensors, what has a method `to`, containers and dataclasses of these.
+        """Move a batch to the run's device: tensors, objects with a `to` method, containers and dataclasses of these.
 
-        The copy is queued without waiting; from pinned memory, as loaders give it, the device takes it by itself.
+        The copy is asynchronous if the batch is in pinned memory.
         """
         if self.device.type == "cpu" or not self.settings.data.batch_device_placement:
             return batch
         if is_dataclass(batch) and not isinstance(batch, type) and not hasattr(batch, "to"):
             placed = copy.copy(batch)
             for one in fields(batch):
-                object.__setattr__(placed, one.name, self.place(getattr(batch, one.name)))  # it may be a frozen one
+                object.__setattr__(placed, one.name, self.place(getattr(batch, one.name)))  # it may be frozen
             return placed
         from accelerate.utils import send_to_device
 
         return send_to_device(batch, self.device, non_blocking=True)
 
     def count_samples(self, micro_batch: MicroBatch, batch: Any, *, has_weight: bool = False) -> int:
-        """Return the samples in this process's batch: as the module says, or as the batch shows.
+        """Return the samples in this process's batch, from the module or from the batch.
 
         Args:
-            has_weight: Whether the step has said what the batch weighs, so that its samples are only counted.
+            has_weight: Whether the step returned the weight of the batch, so that its samples are only counted.
 
         Raises:
-            DataError: The number cannot be found, and nothing else says what the batch weighs.
+            DataError: The number cannot be found, and the batch has no other weight.
         """
         if micro_batch.cut is not None and micro_batch.cut.num_targets is not None:
-            return micro_batch.own_samples or 0  # of which the shape of a packed row says nothing
+            return micro_batch.own_samples or 0  # not visible in the shape of a packed row
         samples = self.module.get_batch_size(batch) if self.counts_own_samples else None
         if samples is not None:
             return samples
@@ -173,22 +173,22 @@ class EvaluationRun:
             if not has_weight:
                 raise
             samples = micro_batch.own_samples
-            what = "the shapes of a batch do not show how many samples it holds, so samples_seen counts those collated"
-            say_once(f"{what}; get_batch_size(self, batch) in the module can count otherwise")
+            what = "the batch size cannot be read from the shapes of a batch, so samples_seen counts collated samples"
+            say_once(f"{what}; to change this, define get_batch_size(self, batch) in the module")
         if samples is None:
-            what = "the number of samples in a batch is unknown, so each batch weighs 1"
+            what = "the number of samples in a batch is unknown, so each batch has weight 1"
             say_once(f"{what}; define get_batch_size(self, batch) in the module")
             return 1
         if micro_batch.own_samples not in (None, samples):
             warn_once(
-                f"a batch counts the samples that it holds: here {samples}, which the collate function made of "
-                f"{micro_batch.own_samples}; get_batch_size(self, batch) in the module can count otherwise",
+                f"the batch size is read from the batch: here {samples}, but {micro_batch.own_samples} samples were "
+                "collated; to change this, define get_batch_size(self, batch) in the module",
                 about="samples of batches",
             )
         return samples
 
 
-# What the rooms above ask of the parts of a run that are made there: a run imports none of its users.
+# Protocols for parts of a run that are built in other packages, which `accmt.run` does not import.
 
 
 class LoadersProtocol(Protocol):
@@ -274,29 +274,29 @@ class RecoveryProtocol(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(EvaluationRun):
-    """A run that trains: its settings, what it works with, and the parts that have a state of their own.
+    """A training run: its settings, resources, and stateful parts.
 
     Attributes:
         training_step: The user's step as a function of the batch.
-        loaders: Makes the loaders, those of the validation sets too.
+        loaders: Builds the loaders, including those of validation sets.
         stepper: Backward, clipping and optimizer.
-        trained: Which parameters are trained at the moment.
+        trained: The currently trained parameters.
         scheduler: The learning-rate scheduler, or None.
-        actions: What a Trainer's subclass may replace.
-        cadence: What is due when.
-        weighting: Weights of windows.
-        running_averages: Training values to be logged.
+        actions: The steps that a subclass of Trainer may replace.
+        cadence: The intervals of logging, evaluations and checkpoints.
+        weighting: The weights of windows.
+        running_averages: Training values to log.
         saver: Saves the best model.
-        tracking: Where rows go.
-        checkpoints: Writes what an interrupted run continues from.
-        snapshot: The run as its last optimizer step left it.
-        clock: How long the run has taken.
-        recovery: What the run has learned from failures that it went on from.
-        interruption: What asks the run to end before its time.
-        watch: Listens to signals and to other processes; None where a process is alone.
+        tracking: Sends rows to trackers.
+        checkpoints: Writes checkpoints.
+        snapshot: The step snapshot: the state at the last optimizer step.
+        clock: The duration of the run.
+        recovery: Lessons from failures that the run recovered from.
+        interruption: Requests to end the run early.
+        watch: Listens for signals and to other processes; None with one process.
         is_resumed: Whether the run continues from a checkpoint.
         length: The optimizer steps of the run, as planned.
-        replicas: Compares what processes hold alike; None where a process is alone.
+        replicas: Compares weights that processes share; None with one process.
     """
 
     training_step: Callable[[Any], Any]
@@ -327,17 +327,17 @@ class Run(EvaluationRun):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, as planned; None if nothing bounds it."""
+        """Planned optimizer steps of the whole run; None if unlimited."""
         return self.length.total
 
     @property
     def is_finished(self) -> bool:
-        """Whether training is at its end: epochs or `max_steps` are done, or it ends early."""
+        """Whether training is complete: epochs or `max_steps` are done, or it ends early."""
         return self.cadence.is_finished(self.state) or self.ends_early
 
     @property
     def ends_early(self) -> bool:
-        """Whether training ends before its time: patience or time is exhausted, or somebody asked for it."""
+        """Whether training ends early: patience or time is exhausted, or it was requested."""
         patience = self.saver.patience
         is_asked = self.interruption.ends_training or (patience is not None and patience.is_exhausted)
         if not is_asked:
@@ -353,11 +353,11 @@ class Run(EvaluationRun):
 
     @property
     def scheduler_length(self) -> int | None:
-        """Steps of the scheduler over the whole run: optimizer steps, or epochs where it is stepped per epoch."""
+        """Scheduler steps of the whole run: optimizer steps, or epochs if it is stepped per epoch."""
         return self.length.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_steps
 
     def accumulation_at(self, epoch: int) -> int:
-        """Return how many micro-batches make one optimizer step in `epoch` (from 0)."""
+        """Return the number of micro-batches per optimizer step in `epoch` (from 0)."""
         return self.settings.optimization.accumulation_at(epoch) * self.train_loader.source.micro_batches_per_batch
 
     def steps_per_epoch(self, epoch: int) -> int | None:
@@ -366,12 +366,12 @@ class Run(EvaluationRun):
         return None if micro_batches is None else -(-micro_batches // self.accumulation_at(epoch))
 
     def require_equal_replicas(self) -> None:
-        """Check that processes which hold the same part of the model have the same weights and optimizer state.
+        """Check that processes with the same part of the model have the same weights and optimizer state.
 
         Processes: collective.
 
         Raises:
-            ReplicasDifferError: They differ; no checkpoint is taken of them.
+            ReplicasDifferError: They differ; no checkpoint is written.
         """
         if self.replicas is not None and num_processes() > 1:
             try:
@@ -381,5 +381,5 @@ class Run(EvaluationRun):
                 raise
 
     def user_hooks(self, name: str) -> list[Callable[..., Any]]:
-        """Return what the user's callbacks and module have at a hook."""
+        """Return the functions of the user's callbacks and module for a hook."""
         return [hook for owner in (*self.callbacks, self.module) for hook in find_hooks(owner).get(name, ())]

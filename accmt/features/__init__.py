@@ -1,4 +1,4 @@
-"""What a run can do besides training: one file per feature, each behind the hooks of `accmt.features.hooks`.
+"""Features of runs besides training: one file per feature, called through the hooks of `accmt.features.hooks`.
 
-The loop calls hooks and knows no feature; `accmt.features.listed` names them all, in the order in which they act.
+The loop calls hooks and does not depend on features; `accmt.features.listed` lists them in calling order.
 """

@@ -1,4 +1,4 @@
-"""Averages of the weights, in the place of the weights themselves where these are evaluated or saved."""
+"""Evaluates or saves weight averages instead of the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accmt.run import EvaluationRun, Run
 
 
 class Averages(Feature):
-    """Lets a run that trains save the averages at its end; evaluations in it are a matter of the callbacks."""
+    """Saves the averages at the end of a training run; the callbacks handle its evaluations."""
 
     name = "averages"
 
@@ -28,14 +28,14 @@ class Averages(Feature):
         return using_average(self._averages)
 
     def before_emergency_checkpoint(self) -> None:
-        """Give the model its trained weights back where an evaluation of their average was interrupted."""
+        """Restore the trained weights if an evaluation of their average was interrupted."""
         for average in self._averages:
             if average.is_in_place:
                 average.on_fit_end()
 
 
 class EvaluatedAverages(Averages):
-    """Lets an evaluation without training, or between its steps, have the averages."""
+    """Uses the averages in an evaluation outside the training loop."""
 
     def during(self) -> AbstractContextManager[None]:
         return using_average(self._averages)

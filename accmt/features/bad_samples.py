@@ -1,4 +1,4 @@
-"""What is counted and said of samples that could not be read, where the failure setting `on_bad_sample` is "skip"."""
+"""Counts and reports samples that could not be read, with `failures={"on_bad_sample": "skip"}`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accmt.run import EvaluationRun
 
 
 class BadSampleCounts(Feature):
-    """Counts the samples that could not be read, of training and of each set that is evaluated, and warns of them."""
+    """Counts unreadable samples in training and in each evaluated set, and warns about them."""
 
     name = "bad_samples"
 
@@ -31,13 +31,13 @@ class BadSampleCounts(Feature):
         return cls(run) if run.settings.failures.on_bad_sample == "skip" or has_counted else None
 
     def before_batch(self, micro_batch: MicroBatch) -> None:
-        """Count what was left out of a micro-batch of training."""
+        """Count the skipped samples of a training micro-batch."""
         if micro_batch.num_bad:
             self._run.state.count_bad_samples(micro_batch.num_bad)
             self._of_training.add(micro_batch.num_bad, micro_batch.bad)
 
     def before_row(self) -> None:
-        """Warn of what was left out of training since the last row.
+        """Warn about training samples skipped since the last row.
 
         Processes: collective.
         """
@@ -56,12 +56,12 @@ class BadSampleCounts(Feature):
         self._of_set.add(len(micro_batch.bad), micro_batch.bad)
 
     def after_set(self, key: str, *, has_batch: bool) -> None:
-        """Warn of what was left out of a set, the first time, and log how many samples it was.
+        """Warn once about the skipped samples of a set, and log their number.
 
         Processes: collective.
 
         Raises:
-            DataError: Nothing is left of the set.
+            DataError: No sample of the set could be read.
         """
         if not self._skips:
             return
@@ -74,9 +74,9 @@ class BadSampleCounts(Feature):
         what = (stage if stage in ("test", "predict") else "validation") + (f" set {key!r}" if key else "")
         message = _describe(what, count, [first for _, first, _ in every])
         if not any(has_batch for _, _, has_batch in every):
-            do = "look at the path, at the disk, or at the dataset's __getitem__"
-            raise DataError(explain(f"the {what} data", message, "a set of which something can be read", do))
-        warn_once(f"{message}; results are those of the others", about=f"bad samples: {what}")
+            do = "check the path, the disk, or the dataset's __getitem__"
+            raise DataError(explain(f"the {what} data", message, "a set with readable samples", do))
+        warn_once(f"{message}; results are computed without them", about=f"bad samples: {what}")
         if run.state.fn == "fit" and stage == "validate":
             name = "val_bad_samples" + (f"__{key}" if key else "")
             for hook in run.hooks.on_log:
@@ -87,4 +87,4 @@ def _describe(what: str, count: int, first: Iterable[Iterable[BadSample]]) -> st
     named = [f"{bad.index} ({bad.error})" for bad in chain.from_iterable(first)]
     more = ", ..." if count > len(named[:MAX_NAMED]) else ""
     counted = "1 sample" if count == 1 else f"{count} samples"
-    return f"{counted} of the {what} data could not be read and left out: {', '.join(named[:MAX_NAMED])}{more}"
+    return f"{counted} of the {what} data could not be read, and skipped: {', '.join(named[:MAX_NAMED])}{more}"

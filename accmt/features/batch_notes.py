@@ -1,4 +1,4 @@
-"""What is wrong with a batch for a transformers model, as a note of the error that it causes, or as a warning."""
+"""Explains errors in batches for transformers models, as notes on exceptions or as warnings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accmt.huggingface.model_kinds import find_transformers_models, predicts_nex
 from accmt.messages import warn_once
 from accmt.run import EvaluationRun
 
-# ---- What is wrong with a batch for a transformers model, where torch says `index out of range in self`, or nothing.
+# ---- Errors in a batch for which torch raises `index out of range in self`, or nothing
 
 
 _IGNORED = -100
@@ -23,12 +23,12 @@ _POSITIONS = ("position_embeddings", "wpe", "embed_positions")
 
 
 def add_note_of_batch(error: Exception, model: nn.Module, batch: Any) -> None:
-    """Add to the error of a step what is wrong with its batch, if anything that is known.
+    """Add a note to a step's exception if its batch has a known problem.
 
     Args:
-        error: What the step raised.
+        error: The exception.
         model: The model, without wrappers.
-        batch: The batch as it was read, on the host: after a failed assertion a GPU shows none of its memory.
+        batch: The batch on the host: after a failed assertion, GPU memory cannot be read.
     """
     if not isinstance(error, IndexError | RuntimeError | ValueError) or is_out_of_memory(error):
         return
@@ -41,7 +41,7 @@ def add_note_of_batch(error: Exception, model: nn.Module, batch: Any) -> None:
 
 
 def warn_of_trained_padding(model: nn.Module, batch: Any) -> None:
-    """Warn where labels of a batch have targets at its padding, which a model would learn to write.
+    """Warn if padding tokens of a batch have labels, so that the model would learn to generate padding.
 
     Args:
         model: The model, without wrappers.
@@ -49,18 +49,19 @@ def warn_of_trained_padding(model: nn.Module, batch: Any) -> None:
     """
     found = next(find_transformers_models(model), None)
     if found is None or found.config.is_encoder_decoder or not isinstance(batch, Mapping):
-        return  # in a sequence to sequence the mask is that of the inputs, and labels are outputs
+        return  # in sequence-to-sequence models, the mask is that of the inputs, and labels are outputs
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not (_are_whole(mask) and _are_whole(labels)) or labels.ndim != 2 or mask.shape != labels.shape:
         return
     targets, padding = labels != _IGNORED, mask == 0
-    if predicts_next_token(found):  # the first behind a text may be its end, which the model is to write
+    if predicts_next_token(found):  # the first token after a text may be its end, which the model should generate
         padding[:, 1:] = padding[:, 1:] & padding[:, :-1]
     number = int((targets & padding).sum())
     if number:
-        share = f"{number} of the {int(targets.sum())} targets of the first batch are padding (attention_mask 0)"
+        share = f"{number} of the {int(targets.sum())} targets in the first batch are padding (attention_mask 0)"
         warn_once(
-            f"{share}, and trained; write labels.masked_fill(attention_mask == 0, -100)", about="padding with labels"
+            f"{share} and would be trained; use labels.masked_fill(attention_mask == 0, -100)",
+            about="padding with labels",
         )
 
 
@@ -80,7 +81,7 @@ def _are_whole(value: object) -> TypeGuard[torch.Tensor]:
 def _fault_of_ids(model: Any, ids: torch.Tensor) -> Iterator[str]:
     try:
         embeddings = model.get_input_embeddings()
-    except NotImplementedError:  # of two encoders, such as CLIP's, no pair of embeddings is the model's
+    except NotImplementedError:  # models with two encoders, such as CLIP
         return
     rows = getattr(embeddings, "num_embeddings", None)
     if rows is None:
@@ -88,7 +89,7 @@ def _fault_of_ids(model: Any, ids: torch.Tensor) -> Iterator[str]:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= rows:
         expected = f"ids from 0 to {rows - 1}: {type(model).__name__} has embeddings for {rows} tokens"
-        do = "take the tokenizer of this model, or model.resize_token_embeddings(len(tokenizer))"
+        do = "use this model's tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
         yield explain('batch["input_ids"]', f"the id {low if low < 0 else high}", expected, do)
 
 
@@ -97,11 +98,11 @@ def _fault_of_length(model: Any, ids: torch.Tensor) -> Iterator[str]:
     table = next((part for part in tables if isinstance(part, nn.Embedding)), None)
     if table is None:
         return
-    # With a padding index, as in RoBERTa, positions begin behind that one; OPT and BART have an offset of their own.
+    # With a padding index, as in RoBERTa, positions begin after it; OPT and BART have their own offset.
     first = table.padding_idx + 1 if table.padding_idx is not None else getattr(table, "offset", 0)
     longest = table.num_embeddings - first
     if ids.shape[-1] > longest:
-        expected = f"up to {longest}: {type(model).__name__} has no more positions"
+        expected = f"at most {longest} tokens: {type(model).__name__} has no more positions"
         do = f"tokenizer(..., truncation=True, max_length={longest})"
         yield explain('batch["input_ids"]', f"{ids.shape[-1]} tokens in a row", expected, do)
 
@@ -115,22 +116,22 @@ def _fault_of_labels(model: Any, labels: torch.Tensor) -> Iterator[str]:
         return
     if labels.is_floating_point():
         if is_of_classes and labels.ndim == 1:
-            expected = f"whole numbers: the model has {number} classes; floats are targets of a regression"
-            do = "labels.long(), or num_labels=1 for from_pretrained or from_hf"
+            expected = f"whole numbers: the model has {number} classes; floats are regression targets"
+            do = "use labels.long(), or pass num_labels=1 to from_pretrained or from_hf"
             yield explain('batch["labels"]', f"{labels.dtype} for {name}", expected, do)
         return
     targets = labels[labels != _IGNORED]
     low, high = (int(targets.min()), int(targets.max())) if len(targets) else (0, 0)
     if low < 0 or high >= number:
         what = "classes" if is_of_classes else "tokens"
-        expected = f"labels from 0 to {number - 1}, or -100 where there is no target: {name} has {number} {what}"
-        do = f"num_labels={high + 1} for from_pretrained or from_hf" if low >= 0 else "number the classes from 0"
-        do = do if is_of_classes else "take the tokenizer of this model"
+        expected = f"labels from 0 to {number - 1}, or -100 for no target: {name} has {number} {what}"
+        do = f"pass num_labels={high + 1} to from_pretrained or from_hf" if low >= 0 else "number the classes from 0"
+        do = do if is_of_classes else "use this model's tokenizer"
         yield explain('batch["labels"]', f"the label {low if low < 0 else high}", expected, do)
 
 
 class BatchNotes(Feature):
-    """Looks at the first batch of a run, and at one whose step fails."""
+    """Checks the first batch of a run, and batches whose step fails."""
 
     name = "batch_notes"
 

@@ -1,6 +1,6 @@
-"""Warns of a crash loop: a run that fails again and again at one place. Nothing here stops a run.
+"""Warns about a crash loop: a run that fails repeatedly at one place. It never stops a run.
 
-Each start is recorded in a file beside the checkpoints. A start whose end is not recorded was killed.
+Each start is recorded in a file in the checkpoint folder. A start without a recorded end was killed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from accmt.secrets import hide_text
 
 FILE_NAME = "starts.json"
 ENOUGH = 3
-"""Failures in a row at one place that make a crash loop."""
+"""Consecutive failures at one place that count as a crash loop."""
 
 _MAX_KEPT = 20
 _MAX_TEXT = 500
-_FOR_SAMPLES = 'failures={"on_bad_sample": "skip"} skips samples that cannot be read'
-_FOR_LOSSES = 'on_nonfinite="rollback" skips the steps that spoil the loss'
+_FOR_SAMPLES = 'failures={"on_bad_sample": "skip"} skips unreadable samples'
+_FOR_LOSSES = 'failures={"on_nonfinite": "rollback"} skips steps that break the loss'
 _FOR_MEMORY = "if memory runs out, `max_micro_batch_size: auto` or a smaller one needs less"
 
 
 class CrashLoop(Feature):
-    """Records on the main process how runs with checkpoints start and end, and warns where they fail in a loop."""
+    """Records on the main process how runs with checkpoints start and end, and warns about crash loops."""
 
     name = "crash_loop"
 
@@ -47,7 +47,7 @@ class CrashLoop(Feature):
         return cls(run) if is_recorded and isinstance(run, Run) else None
 
     def on_start(self) -> None:
-        """Record that the run starts, and warn if it has failed here too often; one that does not resume never has."""
+        """Record the start, and warn if a resumed run has failed here too often."""
         run = self._run
         folder, step = run.checkpoints.folder, run.state.global_step
         try:
@@ -55,7 +55,7 @@ class CrashLoop(Feature):
                 forget_starts(folder)
             message = describe_crash_loop(record_start(folder, step), step, folder)
         except OSError as error:
-            warn(f"this start is not recorded in {folder}: {error}")
+            warn(f"cannot record the start of the run in {folder}: {error}")
             return
         if message is not None:
             warn(message)
@@ -70,7 +70,7 @@ class CrashLoop(Feature):
                 text = hide_text("".join(traceback.format_exception_only(error)).strip())[:_MAX_TEXT]
                 record_failure(folder, self._run.state.global_step, text)
         except OSError as own:
-            warn(f"this end is not recorded in {folder}: {own}")
+            warn(f"cannot record the end of the run in {folder}: {own}")
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Start:
 
     Attributes:
         process: Identifies the process that started.
-        step: Optimizer steps done when it started.
-        failed_after: Optimizer steps done when it failed; None if no end was recorded.
-        error: What it failed with.
+        step: Optimizer steps at the start.
+        failed_after: Optimizer steps at the failure; None if no end was recorded.
+        error: The error.
     """
 
     process: str
@@ -91,7 +91,7 @@ class Start:
 
     @property
     def is_valid(self) -> bool:
-        """Whether its entries have their types: it may come from a damaged file."""
+        """Whether its entries have the right types: the file may be damaged."""
         is_counted = type(self.step) is int and type(self.failed_after) in (int, type(None))
         return is_counted and isinstance(self.process, str) and isinstance(self.error, str | None)
 
@@ -112,7 +112,7 @@ def record_failure(folder: Path, step: int, error: str) -> None:
 
 
 def forget_starts(folder: Path) -> None:
-    """Forget all starts: the last one did not fail, or another run begins."""
+    """Delete all records: the last start did not fail, or a new run begins."""
     (folder / FILE_NAME).unlink(missing_ok=True)
 
 
@@ -120,13 +120,13 @@ def describe_crash_loop(before: Sequence[Start], step: int, folder: Path) -> str
     """Return the warning about a crash loop; None if there is none.
 
     Args:
-        before: The starts that failed, as `record_start` returns them.
-        step: Optimizer steps that are done now.
+        before: The failed starts from `record_start`.
+        step: The current optimizer step.
         folder: The folder of the run's checkpoints.
     """
     if not before:
         return None
-    # A start that was killed counts as far as the checkpoint from which the next one resumed.
+    # A killed start reached the checkpoint from which the next one resumed.
     reached = [*(start.step for start in before[1:]), step]
     ends = [_End(start, following) for start, following in zip(before, reached, strict=True)]
     alike = list(takewhile(lambda end: end.is_like(ends[-1]), reversed(ends)))
@@ -135,12 +135,12 @@ def describe_crash_loop(before: Sequence[Start], step: int, folder: Path) -> str
     known = next((end.start for end in alike if end.start.failed_after is not None), None)
     if known is None:
         where = f"somewhere after step {step}, before the next checkpoint; they were killed without an error message"
-        do = f"look at the system's log for what killed them; {_FOR_MEMORY}; set a shorter checkpoint_every"
+        do = f"check the system log for the reason; {_FOR_MEMORY}; set a shorter checkpoint_every"
     else:
-        where = f"after step {known.failed_after}, the last time with {known.error}"
-        do = f"look at the batch after it; {_FOR_SAMPLES}, {_FOR_LOSSES}, {_FOR_MEMORY}"
+        where = f"after step {known.failed_after}, most recently with {known.error}"
+        do = f"check the next batch; {_FOR_SAMPLES}, {_FOR_LOSSES}, {_FOR_MEMORY}"
     got = f"a crash loop: its last {len(alike)} starts all ended {where}"
-    return explain(f"the run that resumes at step {step} ({folder})", got, "a start that gets further", do)
+    return explain(f"the run that resumes at step {step} ({folder})", got, "a start that makes progress", do)
 
 
 class _End(NamedTuple):
@@ -148,13 +148,13 @@ class _End(NamedTuple):
     reached: int  # optimizer steps done at its last checkpoint
 
     def is_like(self, other: _End) -> bool:
-        """Return whether both ended at the same place, as far as that is known."""
+        """Return whether both ended at the same place, as far as known."""
         places = self.start.failed_after, other.start.failed_after
         return self.reached == other.reached if None in places else places[0] == places[1]
 
 
 def _is_running(start: Start, process: str) -> bool:
-    """Return whether it is this process's own start: a run that restarts itself has not failed."""
+    """Return whether the start is that of this process: a run that restarts itself has not failed."""
     return start.process == process and start.failed_after is None
 
 
@@ -173,7 +173,7 @@ def _read(folder: Path) -> list[Start]:
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError) as error:
-        warn(f"{path} cannot be read and is started again: {type(error).__name__}: {str(error)[:_MAX_TEXT]}")
+        warn(f"{path} cannot be read and is replaced: {type(error).__name__}: {str(error)[:_MAX_TEXT]}")
         return []
     return starts
 

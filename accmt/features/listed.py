@@ -26,4 +26,4 @@ FEATURES: tuple[type[Feature], ...] = (
     Averages,
     CrashLoop,
 )
-"""All features, in the order in which they act at each hook."""
+"""All features, in the order in which their hooks are called."""

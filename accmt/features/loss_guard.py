@@ -1,8 +1,8 @@
-"""Watches the losses of training: whether each is finite, and none stands far above the ones before it.
+"""Checks that training losses are finite and have no spikes.
 
-Losses stay on the device until something else waits for it: a row of the log, an evaluation, a checkpoint. So a
-checkpoint never holds what a loss that is not finite has made of the weights, and seeing one costs no waiting. Only
-`"on_nonfinite": "skip"` has to know before the optimizer steps, and waits once per step.
+Losses stay on the device until something else waits for it: a log row, an evaluation, a checkpoint. So no checkpoint
+contains weights broken by a non-finite loss, and the check costs no waiting. Only `"on_nonfinite": "skip"` has to check
+before the optimizer step, and waits once per step.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _RECENT = 100
 _ENOUGH = 20
 _MAX_NAMED = 16
 MAX_ROLLBACKS = 10
-"""How often in a row a run goes back to the same checkpoint before it gives up."""
+"""Maximum consecutive rollbacks to the same checkpoint."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A loss that is wrong.
+    """A wrong loss.
 
     Attributes:
-        place: Where its batch was.
-        what: What is wrong with it.
+        place: The place of its batch.
+        what: A description of the problem.
         is_spike: Whether it is finite.
         process: The process that had the batch.
-        samples: The indices of the batch's samples in the dataset; None where the data have none.
+        samples: The indices of the batch's samples in the dataset; None for data without indices.
     """
 
     place: Place
@@ -65,12 +65,12 @@ class Finding:
 
 
 class LossGuard(Feature):
-    """The losses of this process that nobody has looked at yet, and the recent ones to compare them with.
+    """The unchecked losses of this process, and recent losses to compare them with.
 
     Args:
         run: The run.
-        policy: What is done about a wrong loss: "stop", "skip", "rollback"; None is a warning.
-        spike_guard: Deviations above the mean of the last 100 losses from which a loss is a spike; None is off.
+        policy: The reaction to a wrong loss: "stop", "skip", "rollback"; None only warns.
+        spike_guard: Standard deviations above the mean of the last 100 losses that make a spike; None disables it.
     """
 
     name = "loss_guard"
@@ -85,7 +85,9 @@ class LossGuard(Feature):
         self._places: list[Place] = []
         self._harmless: set[int] = set()
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._skipped: dict[int, int] = {}  # the steps skipped since the last look, by the samples before their windows
+        self._skipped: dict[
+            int, int
+        ] = {}  # the steps skipped since the last check, by the samples before their windows
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> LossGuard | None:
@@ -98,21 +100,21 @@ class LossGuard(Feature):
     @classmethod
     def check(cls, settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
         policy = settings.failures.on_nonfinite
-        where, expected = f'Trainer(failures={{"on_nonfinite": {policy!r}}})', "a run that can recover like this"
+        where, expected = f'Trainer(failures={{"on_nonfinite": {policy!r}}})', "a run that supports recovery"
         if policy in ("skip", "rollback") and module.uses_manual_optimization:
-            got, do = "a module that steps by itself beside it", 'failures={"on_nonfinite": "stop"}'
+            got, do = "a module with manual optimization", 'failures={"on_nonfinite": "stop"}'
             raise ArgumentError(explain(where, got, expected, do))
         if policy == "rollback" and settings.checkpoints.every is None:
-            got, do = "checkpoint_every=None beside it", 'checkpoint_every="epoch"'
+            got, do = "checkpoint_every=None", 'checkpoint_every="epoch"'
             raise ArgumentError(explain(where, got, expected, do))
 
     def on_training_start(self) -> None:
-        """Save what a first step that goes wrong is rolled back to."""
+        """Save a checkpoint to roll back to if the first step fails."""
         if self._policy == "rollback" and not self._run.is_resumed:
             self._run.checkpoints.save_snapshot(self._run)
 
     def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
-        """Note the loss of one batch, without waiting for it."""
+        """Record the loss of one batch without waiting for it."""
         self._losses.append(loss)
         self._weights.append(weight)
         self._places.append(place)
@@ -121,12 +123,12 @@ class LossGuard(Feature):
             self._losses = []
 
     def on_skipped_step(self, window: AccumulationWindow) -> None:
-        """Ignore the losses of a window that a gradient scaler made no step of: it is there for overflows."""
+        """Ignore the losses of a window that the gradient scaler skipped, which handles overflows."""
         if self._run.accelerator.scaler is not None:
             self._harmless.add(window.samples_before)
 
     def after_row(self, row: Mapping[str, float]) -> None:
-        """Look at the losses where the row does not show that all are right; a finite mean may hide a spike."""
+        """Check the losses unless the row shows that all are fine; a finite mean may hide a spike."""
         loss = row.get(self._run.settings.tracking.train_loss_metric_name, 0.0)
         if self._spike_guard is not None or self._skipped or not math.isfinite(loss):
             self.before_use()
@@ -134,7 +136,7 @@ class LossGuard(Feature):
             self.forget()
 
     def before_use(self) -> None:
-        """React to what is wrong with the losses since the last look.
+        """Check the losses since the last check, and handle wrong ones.
 
         Processes: collective.
         """
@@ -152,21 +154,21 @@ class LossGuard(Feature):
 
     def _react(self, first: Finding) -> None:
         if self._policy in (None, "skip"):  # a spike that was checked against fewer losses before the step
-            warn_once(f"{first}: lower the learning rate, or pass clip_grad=1.0", about="wrong losses")
+            warn_once(f"{first}: reduce the learning rate, or pass clip_grad=1.0", about="wrong losses")
             return
         self._run.snapshot.invalidate()  # no checkpoint of this
         if self._policy == "rollback":
             self._roll_back(first)
         skipping = 'failures={"on_nonfinite": "skip"} or "rollback"'
-        do = f"lower the learning rate, pass clip_grad=1.0, or skip such steps: {skipping}"
-        expected = "finite losses; the newest checkpoint is older than this one"
+        do = f"reduce the learning rate, pass clip_grad=1.0, or skip such steps: {skipping}"
+        expected = "finite losses; the newest checkpoint was written before this step"
         raise NonFiniteError(explain("the training loss", str(first), expected, do))
 
     def _roll_back(self, first: Finding) -> NoReturn:
         """End the run, to continue from its newest checkpoint and skip a step.
 
-        A loss that is not finite may come from the step before it, whose gradients were not. So the windows up to this
-        one are trained on again, each checked before the optimizer steps.
+        A non-finite loss may result from non-finite gradients of the previous step. So the windows up to this one are
+        trained again, and each is checked before the optimizer step.
 
         Processes: collective; the same window on all.
         """
@@ -177,16 +179,16 @@ class LossGuard(Feature):
         recovery.rolled_back_to = step
         if recovery.rollbacks > MAX_ROLLBACKS:
             got = f"{first}, after {MAX_ROLLBACKS} rollbacks to step {step}"
-            do = "look at the data and at the learning rate: skipping single steps does not help"
+            do = "check the data and the learning rate: skipping single steps does not help"
             raise NonFiniteError(explain("the training loss", got, "finite losses after skipping a few steps", do))
         known = set(recovery.lessons.get(self.name, {}).get("skipped_windows", ()))
         known |= {window} if first.is_spike else set()
         recovery.lessons[self.name] = {"skipped_windows": sorted(known), "check_until": window + 1}
-        warn(f"{first}: back to the checkpoint of step {step}, from where the faulty step is skipped")
+        warn(f"{first}: rolling back to the checkpoint of step {step} to skip the bad step")
         restart(run, checkpoint)
 
     def find(self) -> list[tuple[Place, float, str]]:
-        """Look at the losses that were added since the last call, and return where one is wrong.
+        """Return the wrong losses since the last call, with their places.
 
         Waits for the device.
         """
@@ -201,11 +203,11 @@ class LossGuard(Feature):
         return found
 
     def forget(self) -> None:
-        """Drop the losses that were added since the last look: a row with a finite mean has shown that all are."""
+        """Drop the unchecked losses: a row with a finite mean shows that all are finite."""
         self._losses, self._chunks, self._weights, self._places, self._harmless = [], [], [], [], set()
 
     def _judge(self, loss: float) -> str | None:
-        """Return what is wrong with a loss; one that is right is among those that the next is compared with."""
+        """Describe the problem of a loss; losses without one are added to the recent losses."""
         if not math.isfinite(loss):
             return f"loss {loss}"
         if loss > (highest := self._highest()):
@@ -224,20 +226,20 @@ class LossGuard(Feature):
     def state_dict(self) -> dict[str, Any]:
         """Return the recent losses of all processes.
 
-        Processes: collective where there is a spike guard.
+        Processes: collective if there is a spike guard.
         """
         return {"recent": None if self._spike_guard is None else gather_from_data(list(self._recent))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the recent losses; with another number of processes, start the comparison again."""
+        """Restore the recent losses; on a different number of processes, start with none."""
         if state["recent"] is not None and len(state["recent"]) == num_data_processes():
             self._recent.extend(state["recent"][data_index()])
 
 
 class StepGuard(LossGuard):
-    """A loss guard that checks losses and gradients before the optimizer steps, and skips windows that are known.
+    """A loss guard that checks losses and gradients before the optimizer step, and skips known bad windows.
 
-    With the policy "skip" it checks every window; after a rollback those up to where the loss was wrong.
+    With the policy "skip", it checks every window; after a rollback, those up to the wrong loss.
     """
 
     def __init__(self, run: Run, policy: str | None, spike_guard: float | None) -> None:
@@ -250,14 +252,14 @@ class StepGuard(LossGuard):
         return samples_before in self._skipped_windows
 
     def scale_loss(self, window: AccumulationWindow, loss: torch.Tensor, factor: Weight) -> Weight:
-        """Return the factor of a loss; for a wrong one it is NaN, so that gradients show it to all processes."""
+        """Return the factor of a loss; NaN for a wrong loss, so that all processes see it in the gradients."""
         if window.samples_before >= self._check_until or (isinstance(factor, float) and factor == 0.0):
             return factor
         highest = min(self._highest(), torch.finfo(loss.dtype).max)
         return torch.where(loss.detach() <= highest, factor, math.nan)
 
     def allows_step(self, window: AccumulationWindow) -> bool:
-        """Return whether the gradients are finite; a gradient scaler sees to that by itself.
+        """Return whether the gradients are finite; always True with a gradient scaler, which checks them itself.
 
         Waits for the device.
         """
@@ -284,4 +286,4 @@ def _warn_of_skipped(found: list[Finding], skipped: dict[int, int]) -> None:
     named = {finding.place.samples_before for finding in found}
     for samples_before, step in skipped.items():
         if samples_before not in named:
-            warn(f"the gradients of step {step} are not finite, though its losses are: it is skipped")
+            warn(f"the gradients of step {step} are not finite, although its losses are: the step is skipped")

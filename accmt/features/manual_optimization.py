@@ -1,4 +1,4 @@
-"""The manual loop: an `ExtendedAcceleratorModule` calls backward and the steps itself, batch by batch."""
+"""Manual optimization: an `ExtendedAcceleratorModule` calls backward and the steps itself."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from accmt.run import EvaluationRun, Run, require_planned
 from accmt.state import Place
 
 _FOREIGN = (
-    "training_step steps an optimizer that get_optimizer did not return: its state is in no checkpoint, so a resumed "
-    "run continues without it; return it from get_optimizer (several as a list), and take it from self.optimizers()"
+    "training_step uses an optimizer that get_optimizer did not return: its state is not in checkpoints, so a resumed "
+    "run loses it; return it from get_optimizer (several as a list), and access it with self.optimizers()"
 )
 _NOT_DROPPED = (
-    "gradients are added to those that an optimizer has stepped on: call zero_grad after step_optimizer, or before the "
-    "next backward. Checkpoints hold no gradients, so none is written from now on; an earlier one resumes without them"
+    "backward adds to gradients that were already used in an optimizer step: call zero_grad after step_optimizer, or "
+    "before the next backward. Checkpoints contain no gradients, so no more checkpoints are written from now on"
 )
 _NOT_WEIGHTED = (
-    "an optimizer steps on gradients that self.backward did not add. loss.backward() and accelerator.backward(loss) "
-    "give the batch of each process the same weight, however many samples it has, and average nothing over processes "
-    "where self.model is a container such as an nn.ModuleDict: call self.backward(loss)"
+    "an optimizer uses gradients that self.backward did not compute. loss.backward() and accelerator.backward(loss) "
+    "weight the batches of all processes equally, regardless of their samples, and do not average over processes if "
+    "self.model is a container such as an nn.ModuleDict: call self.backward(loss)"
 )
 
 
 class ManualOptimization(Feature):
-    """Lets a module run the optimization itself."""
+    """Supports modules with manual optimization."""
 
     name = "manual_optimization"
 
@@ -58,7 +58,7 @@ class ManualOptimization(Feature):
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Let steps that the training step makes by an optimizer's own `step` count as those of `step_optimizer`."""
+        """Count calls of an optimizer's `step` in the training step like those of `step_optimizer`."""
 
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             steps = self._steps
@@ -80,11 +80,11 @@ class ManualOptimization(Feature):
         return ManualSteps(self._run, self._module)
 
     def has_unfinished_step(self) -> bool:
-        """Return whether there are gradients of an optimizer step that the module has not made yet."""
+        """Return whether there are gradients without an optimizer step yet."""
         return self._steps is not None and self._steps.has_gradients
 
     def why_not_tried(self) -> str:
-        return "the module steps by itself"
+        return "the module uses manual optimization"
 
     @property
     def _steps(self) -> ManualSteps | None:
@@ -93,9 +93,9 @@ class ManualOptimization(Feature):
 
 
 class ManualSteps:
-    """What the module's `backward`, `step_optimizer`, `step_scheduler` and `zero_grad` do.
+    """Implements the module's `backward`, `step_optimizer`, `step_scheduler` and `zero_grad`.
 
-    Hooks, clipping, precision and the weights of batches on several processes are those of the automatic loop.
+    Hooks, clipping, precision and the weights of batches on several processes are as in the automatic loop.
 
     Args:
         module: Its module, which gets these steps.
@@ -152,7 +152,7 @@ class ManualSteps:
         """
         run = self._run
         if micro_batch.is_partial:
-            say_once("manual optimization leaves out the last batches of an epoch, which are fewer than the processes")
+            say_once("manual optimization skips the last batches of an epoch if there are fewer than processes")
             if not micro_batch.is_last:  # where data continue, they are counted
                 run.state.count_batch()
             return
@@ -205,7 +205,7 @@ class ManualSteps:
         if not self._is_counted:
             return None
         if run.accelerator.scaler is not None:
-            got = f"{type(optimizer).__name__}.step(), while the gradients are scaled for fp16"
+            got = f"{type(optimizer).__name__}.step() with gradients that are scaled for fp16"
             expected, do = "a step of unscaled gradients", 'self.step_optimizer(optimizer), or mixed_precision="bf16"'
             raise ModuleContractError(explain("training_step", got, expected, do))
         if self._own_steps.adds_to_stepped(optimizer) and not self._adds_to_stepped:
@@ -273,9 +273,9 @@ class ManualSteps:
             return
         position = getattr(run.scheduler, "last_epoch", None)
         if own.has_advanced and position != own.position:
-            got = "a step of the scheduler, which accmt has advanced after each optimizer.step() until now"
-            do = "call self.step_optimizer(optimizer) and self.step_scheduler() in place of optimizer.step()"
-            raise ModuleContractError(explain("training_step", got, "one that advances the scheduler", do))
+            got = "a scheduler step, although accmt has advanced the scheduler after each optimizer.step() until now"
+            do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
+            raise ModuleContractError(explain("training_step", got, "scheduler steps from one place only", do))
         own.is_advanced_by_module |= position != own.position
         if own.is_advanced_by_module:
             return
@@ -344,22 +344,20 @@ class ManualSteps:
         return own * num_data_processes() / total if total > 0 else 0.0
 
     def _require_weight_in_backward(self) -> None:
-        got = '"weight" in what the step returned, after self.backward(loss) on several processes: too late to count'
-        expected, do = "the weight beside the loss", "self.backward(loss, weight=weight)"
+        got = '"weight" in the output of the step, after self.backward(loss): too late on several processes'
+        expected, do = "the weight in the call of backward", "self.backward(loss, weight=weight)"
         raise ModuleContractError(explain("training_step", got, expected, do))
 
     def step_optimizer(self, *, is_whole: bool = True) -> bool:
-        """Unscale, clip and let the optimizer step.
+        """Unscale, clip and make the optimizer step.
 
         Args:
             is_whole: Whether there are no gradients of parameters that do not step here.
         """
         if self._needs_closure:
-            got = "an optimizer that evaluates the loss itself"
-            do = (
-                "self.optimizer.step(closure); its closure calls self.zero_grad and self.backward, and returns the loss"
-            )
-            raise ModuleContractError(explain("self.step_optimizer", got, "one that takes one gradient a step", do))
+            got = "an optimizer that needs a closure"
+            do = "self.optimizer.step(closure); closure calls self.zero_grad and self.backward, and returns the loss"
+            raise ModuleContractError(explain("self.step_optimizer", got, "an optimizer without a closure", do))
         self._run.stepper.unscale()
         self._warn_if_not_weighted(self._run.stepper.optimizer)
         self._depth += 1

@@ -1,4 +1,4 @@
-"""Running out of memory in a training step: the run goes on with smaller micro-batches."""
+"""Continues with smaller micro-batches after a training step runs out of memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accmt.run import EvaluationRun, Run
 
 
 class OutOfMemory(Feature):
-    """Halves the micro-batch where memory runs out, on all processes after the window in which it did on one."""
+    """Halves the micro-batch on all processes after a window in which one ran out of memory."""
 
     name = "out_of_memory"
     needs_snapshot = True
@@ -34,27 +34,27 @@ class OutOfMemory(Feature):
     def check(cls, settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
         if not settings.hps.halves_micro_batches:
             return
-        where, expected = "max_micro_batch_size: auto", "a run that can recover like this"
+        where, expected = "max_micro_batch_size: auto", "a run that supports recovery"
         if module.uses_manual_optimization:
-            got, do = "a module that steps by itself beside it", "a number, or leave it out"
+            got, do = "a module with manual optimization", "set a number, or remove it"
             raise ArgumentError(explain(where, got, expected, do))
         if isinstance(train_data, DataLoader) or settings.data.batch_sampler is not None:
-            got = "batches that a DataLoader or a batch sampler of yours cuts beside it"
-            do = "give the dataset itself, and its sizes in the hyper-parameters"
+            got = "batches from your DataLoader or batch sampler"
+            do = "pass the dataset, and set the batch size in the hyper-parameters"
             raise ArgumentError(explain(where, got, expected, do))
 
     def why_not_tried(self) -> str:
-        return "max_micro_batch_size: auto finds out what fits"
+        return "max_micro_batch_size: auto finds the size that fits"
 
     def keeps_apart(self) -> bool:
-        """Return whether a micro-batch can be halved; then a process may leave one that memory does not suffice for."""
+        """Return whether a micro-batch can be halved, so that a process may abandon one that does not fit."""
         return current_micro_batch_size(self._run) > 1
 
     def recovers_from(self, error: Exception) -> bool:
         return is_out_of_memory(error)
 
     def before_optimizer_step(self, window: AccumulationWindow) -> None:
-        """End the run at its last step snapshot where a process left the window, to continue with halved micro-batches.
+        """If a process left the window, restart the run from its last step snapshot with halved micro-batches.
 
         Processes: collective.
 
@@ -68,8 +68,8 @@ class OutOfMemory(Feature):
         size = current_micro_batch_size(run)
         smaller = run.settings.hps.micro_batch_size_within(max(1, size // 2))
         run.recovery.lessons[self.name] = {"max_micro_batch_size": smaller}
-        change = f"micro-batches have {smaller} samples from here on instead of {size}"
-        warn(f"out of memory after step {run.state.global_step}: {change}; the effective batch stays what it is")
+        change = f"continuing with micro-batches of {smaller} samples instead of {size}"
+        warn(f"out of memory after step {run.state.global_step}: {change}; the effective batch size does not change")
         run.checkpoints.save_snapshot(run)
         run.recovery.is_temporary = run.settings.checkpoints.every is None
         restart(run, run.checkpoints.newest())

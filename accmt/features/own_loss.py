@@ -1,4 +1,4 @@
-"""The loss that a transformers model computes itself: what it weighs, where a step returns it and says nothing."""
+"""Finds the weight of a loss that a transformers model computes, if the step returns no weight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_SENTENCES = frozenset({"next_sentence_label", "sentence_order_label", "mc_la
 
 
 class _Call(NamedTuple):
-    """A call of a model that computed a loss, which nothing is kept of but who it is."""
+    """A call of a model that computed a loss; keeps only a weak reference to the loss."""
 
     loss: weakref.ref[torch.Tensor]
     inputs: dict[str, torch.Tensor]
@@ -34,10 +34,10 @@ class _Call(NamedTuple):
 
 
 class OwnLoss(Feature):
-    """Finds out that a loss is a transformers model's own, and of how many target tokens it is the mean.
+    """Detects that a loss comes from a transformers model, and over how many target tokens it is averaged.
 
-    A step that returns `self.model(**batch).loss` need not say so, as nobody has to in transformers' Trainer. Nothing
-    is known of a loss that a step computes further.
+    A step that returns `self.model(**batch).loss` needs no weight, as in transformers' Trainer. Losses that a step
+    changes are not detected.
     """
 
     name = "own_loss"
@@ -100,7 +100,7 @@ class OwnLoss(Feature):
         if own is not None and counted_before is None:
             name = type(own.model).__name__
             targets = "boxes or masks" if own.objects is not None else kind_of_targets(own.model, own.inputs)
-            say_once(f"a step returns the loss of {name} as it is: each batch weighs its {targets}")
+            say_once(f"a step returns the loss of {name} unchanged: each batch is weighted by its {targets}")
         call = own or (self._calls[-1] if counted_before else None)
         if call is None or call.objects is not None:
             return None if call is None else call.objects
@@ -125,28 +125,30 @@ class OwnLoss(Feature):
 
 
 def _warn_of_other_losses(model: Any, named: Mapping[str, Any]) -> None:
-    """Name a loss that no weight makes independent of how samples are batched and shared."""
+    """Warn about losses that depend on how samples are batched, whatever the weight."""
     name = f"the loss of {type(model).__name__}"
     over = do = ""
     if named.get("sampled_negative_indices") is not None:
         over = "masked frames"
         do = 'return {"loss": loss / number, "weight": number} with number = mask_time_indices.sum()'
     elif getattr(model.config, "ctc_loss_reduction", None) == "sum":
-        over, do = "samples", "write model.config.ctc_loss_reduction = 'mean'"
+        over, do = "samples", "set model.config.ctc_loss_reduction = 'mean'"
     if over:
         warn_once(
-            f"{name} is a sum over {over}: it grows with the batch, and is averaged over batches; {do}",
+            f"{name} is a sum over {over}: it grows with the batch size, but is averaged over batches; {do}",
             about="a loss that is a sum",
         )
     added = [key for key in _OF_SENTENCES if named.get(key) is not None]
     if added and named.get("labels") is not None:
-        added = ["a mean over sentences to the one over tokens"]
+        added = ["a mean over sentences to a mean over tokens"]
     elif getattr(model.config, "use_guided_attention_loss", False):
-        added = ["guided attention to a mean over frames (model.config.use_guided_attention_loss = False drops it)"]
+        added = [
+            "guided attention to a mean over frames (disable it with model.config.use_guided_attention_loss = False)"
+        ]
     else:
         return
     warn_once(
-        f"{name} adds {added[0]}: one weight fits only one of them, so accumulation and several processes change it",
+        f"{name} adds {added[0]}: no single weight fits both, so it depends on accumulation and processes",
         about="a loss that adds means",
     )
 

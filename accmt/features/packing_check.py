@@ -1,4 +1,4 @@
-"""Checks that packed documents, several in one row, are not mixed: positions that start again separate them."""
+"""Checks that the model does not mix packed documents in a row, which are separated by restarting positions."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _Seen = dict[tuple[str, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the trial of a model has shown.
+    """The result of a model's trial.
 
     Attributes:
-        difference: The largest relative difference that another document makes.
-        tolerance: How large it may be.
-        layer: The layer that it was found before; "" for what the model returns.
-        failure: Why the model could not be tried; None if it could.
+        difference: The largest relative difference caused by another document.
+        tolerance: The maximum accepted difference.
+        layer: The layer whose inputs differ; "" for the model's output.
+        failure: Why the trial failed; None if it did not.
     """
 
     difference: float = 0.0
@@ -100,7 +100,7 @@ class PackedCall:
             return drawn.to(device, self._tokens.dtype)
         ids = self._usable_ids()
         if len(ids) < 2:
-            raise ValueError("there are not two tokens to make documents of")
+            raise ValueError("there are not enough tokens to make two documents")
         return ids[torch.randint(len(ids), (self.rows, length), generator=self._random)].to(device)
 
     def _usable_ids(self) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _compare(model: nn.Module, call: PackedCall) -> Verdict:
     ]
     found = [(layer, difference) for pair in pairs for layer, difference in pair]
     if not found:
-        return Verdict(failure="nothing that it computes has one value for each token")
+        return Verdict(failure="no tensor that it computes has one value per token")
     values = torch.stack([difference for _, difference in found]).tolist()
     worst = max(range(len(values)), key=lambda index: math.inf if math.isnan(values[index]) else values[index])
     dtypes = {tensor.dtype for tensor in both.values()}
@@ -248,7 +248,7 @@ def _without_cached_casts() -> Iterator[None]:
 
 
 _IGNORED = -100
-_EXPECTED = "documents that do not attend to one another"
+_EXPECTED = "documents that do not attend to each other"
 _PAD = (
     "pad instead of packing: a collate function such as DataCollatorWithPadding, and max_tokens in the "
     "hyper-parameters, which leaves little padding"
@@ -263,10 +263,10 @@ class _Looked(NamedTuple):
 
 
 class PackingCheck(Feature):
-    """Lets no run work on packed documents that its model would mix.
+    """Rejects packed documents that the model would mix.
 
-    It looks at each call of the model, because a batch may be the first packed one at any step, and a step may pass on
-    other arguments than the batch holds. Whether the model keeps documents apart is tried once for each form of call.
+    It checks each call of the model, because the first packed batch may come at any step, and a step may pass other
+    arguments than those in the batch. Each form of call is tried once.
 
     Args:
         model: The model, without the wrapper of the launch. Transformers models in it are watched, else itself.
@@ -351,17 +351,17 @@ class PackingCheck(Feature):
         is_packed = looked is not None and looked.is_packed
         if is_packed and not self._watched:
             warn_once(
-                f"packed documents: {type(self._model).__name__} takes no position_ids, so whether its steps keep "
-                "documents apart is unknown",
+                f"packed documents: {type(self._model).__name__} has no argument position_ids, so it is unknown "
+                "whether it separates documents",
                 about="packed documents",
             )
         if not is_packed or self._was_passed or self._is_compiled or not any(map(is_transformers_model, self._watched)):
             return
         called = list(find_transformers_models(self._model))
         names = ", ".join(type(model).__name__ for model in called)
-        got = f"a batch with position_ids that start again within a row, and {names} was called without them"
+        got = f"a batch with position_ids that restart within a row, but {names} was called without them"
         takes = any("position_ids" in self._watched[model] for model in called)
-        do = "pass them on, as self.model(**batch) does" if takes else _PAD
+        do = "pass them to the model, for example with self.model(**batch)" if takes else _PAD
         raise DataError(explain("packed documents", got, _EXPECTED, do))
 
     def _before_forward(
@@ -400,16 +400,16 @@ class PackingCheck(Feature):
         where = f"packed documents in {type(model).__name__}"
         is_causal = is_transformers_model(model) and predicts_next_token(model)
         if looked.has_crossing_labels and is_causal and arguments.get("labels") is not None:
-            got = "labels that cross documents: the first token of one is the target of the last token of another"
+            got = "labels across documents: the first token of one is the target of the last token of another"
             do = "labels[position_ids == 0] = -100, as DataCollatorWithFlattening does"
-            raise DataError(explain(where, got, "-100 as the label of each document's first token", do))
+            raise DataError(explain(where, got, "a label of -100 for each document's first token", do))
         if arguments.get("attention_mask") is not None:
-            got = "position_ids that start again within a row, beside an attention_mask, which covers the whole row"
-            do = "leave attention_mask out of the batch: packed rows have no padding"
+            got = "position_ids that restart within a row, with an attention_mask over the whole row"
+            do = "remove attention_mask from the batch: packed rows have no padding"
             raise DataError(explain(where, got, _EXPECTED, do))
         if arguments.get("use_cache") or arguments.get("past_key_values") is not None:
             got = "a call with use_cache=True or past_key_values: with a cache, transformers mixes the documents"
-            raise DataError(explain(where, got, _EXPECTED, "leave them out of the call: training needs no cache"))
+            raise DataError(explain(where, got, _EXPECTED, "remove them from the call: training needs no cache"))
         verdict = self._find_verdict(model, arguments)
         if not verdict.is_isolated:
             self._reject(model, where, verdict)
@@ -434,18 +434,16 @@ class PackingCheck(Feature):
     def _reject(self, model: Any, where: str, verdict: Verdict) -> None:
         attention = attention_of(model)
         by = "" if attention is None else f" with attn_implementation={attention!r}"
-        by += "" if "position_ids" in self._watched[model] else ", in a model that takes no position_ids"
+        by += "" if "position_ids" in self._watched[model] else ", in a model without position_ids"
         if verdict.failure is None:
-            place = f"before its layer {verdict.layer}" if verdict.layer else "in what it returns"
-            got = (
-                f"documents that are mixed{by}: {place} one changes by {verdict.difference:.0%} with another beside it"
-            )
-            do = f"{_PAD}; or take a model or an attn_implementation that keeps packed documents apart"
+            place = f"before layer {verdict.layer}" if verdict.layer else "in the output"
+            got = f"mixed documents{by}: {place}, one changes by {verdict.difference:.0%} if another is in its row"
+            do = f"{_PAD}; or use a model or an attn_implementation that separates packed documents"
             raise DataError(explain(where, got, _EXPECTED, do))
         got = f"the trial of two packed documents{by} failed: {verdict.failure}"
         if is_transformers_model(model):
             raise DataError(explain(where, got, _EXPECTED, _PAD))
-        warn_once(f"{where}: {got}; whether they attend to one another is unknown", about="packed documents")
+        warn_once(f"{where}: {got}; it is unknown whether they attend to each other", about="packed documents")
 
 
 def _plain_call(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> PackedCall:

@@ -1,4 +1,4 @@
-"""Reads what a user's steps return, and says what is wrong with it."""
+"""Reads and checks the outputs of the user's steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TRAINING_EXPECTED = 'the mean loss as a tensor of shape [], or a dict with it u
 
 
 class TrainingOutput(NamedTuple):
-    """What a training step returned.
+    """The output of a training step.
 
     Attributes:
         loss: The mean loss, of shape [] and attached to the graph.
-        weight: What the step says its loss weighs; None if it says nothing.
-        others: Further detached scalars, by name.
+        weight: The weight of the loss; None if the step did not return one.
+        others: Other detached scalars, by name.
     """
 
     loss: torch.Tensor
@@ -35,17 +35,17 @@ class TrainingOutput(NamedTuple):
 
 
 def read_training_output(output: Any) -> TrainingOutput:
-    """Read what `training_step` returned.
+    """Read the output of `training_step`.
 
     Raises:
-        ModuleContractError: It is neither a scalar tensor with a gradient nor a dict with one under "loss", or the
-            weight beside it cannot be one.
+        ModuleContractError: It is neither a scalar tensor with a gradient nor a dict with one under "loss", or its
+            weight is invalid.
     """
     if isinstance(output, torch.Tensor):
         is_trainable = output.requires_grad and output.ndim == 0
         return TrainingOutput(output if is_trainable else _require_trainable(output))
     if not isinstance(output, Mapping):
-        leaving_out = "; where a batch is to be left out, write `return None` in the step itself"
+        leaving_out = "; to skip a batch, write `return None` in the step itself"
         do = f"return loss{leaving_out}" if output is None else 'return loss.mean(), or {"loss": loss.mean()}'
         do = "return the tensor itself, not loss.item()" if isinstance(output, int | float) else do
         _reject(_describe(output), do)
@@ -59,10 +59,10 @@ def read_training_output(output: Any) -> TrainingOutput:
 
 
 def may_return_none(module: AcceleratorModule) -> bool:
-    """Return whether the module's training step returns a loss at one place and None at another, as written.
+    """Return whether the source of the module's training step returns both a loss and None.
 
-    Processes have to know it before the first batch: what the batches of a window weigh together is no longer known
-    beforehand then. A step that returns a loss nowhere is none of these, but lacks its `return`.
+    Processes have to know this before the first batch, because the total weight of a window is then not known
+    beforehand. A step that never returns a loss is not such a step: its `return` is missing.
     """
     step = module.training_step if defines(module, "training_step") else module.step
     code = getattr(inspect.unwrap(step), "__code__", None)
@@ -83,13 +83,13 @@ def _require_trainable(loss: torch.Tensor) -> torch.Tensor:
     if loss.ndim != 0:
         _reject(f"a tensor of shape {tuple(loss.shape)}", "return loss.mean()")
     if not loss.requires_grad:
-        do = "return the loss as the model computed it: not detached, not under no_grad"
+        do = "return the loss with its graph: not detached, not computed under no_grad"
         _reject("a tensor without a gradient", do)
     return loss
 
 
 def read_further_values(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the scalars that a step returned beside loss and weight, detached; what is no scalar is left out."""
+    """Return the other scalars that a step returned, detached; values that are not scalars are left out."""
     others = {}
     for name, value in output.items():
         if name in ("loss", "weight"):
@@ -102,17 +102,17 @@ def read_further_values(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def read_weight(step: str, weight: Any) -> Weight | None:
-    """Read what a step's loss weighs; what is on a device stays there.
+    """Read the weight of a step's loss; a tensor on a device stays there.
 
     Raises:
-        ModuleContractError: It is no finite number from 0.
+        ModuleContractError: It is not a finite non-negative number.
     """
     if weight is None:
         return None
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         scalar = weight.detach().reshape(())
         if scalar.device.type != "cpu":
-            return scalar.float()  # looked into when it is read: now that would wait for the device
+            return scalar.float()  # checked when it is read: checking now would wait for the device
         weight = scalar.item()
     number = as_float(weight) if isinstance(weight, Real) else math.nan
     require_weight(step, number, weight)
@@ -120,14 +120,14 @@ def read_weight(step: str, weight: Any) -> Weight | None:
 
 
 def require_weight(step: str, number: float, shown: Any) -> None:
-    """Check what a step returned as the weight of its loss.
+    """Check the weight of a step's loss.
 
     Raises:
-        ModuleContractError: It is no finite number from 0.
+        ModuleContractError: It is not a finite non-negative number.
     """
     if not 0 <= number < math.inf:
-        do = "return how much the loss weighs, such as (labels != -100).sum()"
-        raise ModuleContractError(explain(step, f'"weight": {_describe(shown)}', "one finite number from 0", do))
+        do = "return the weight of the loss, such as (labels != -100).sum()"
+        raise ModuleContractError(explain(step, f'"weight": {_describe(shown)}', "a finite number of at least 0", do))
 
 
 def _reject(got: str, do: str) -> NoReturn:
@@ -141,17 +141,17 @@ def _describe(value: Any) -> str:
 
 
 def read_validation_output(output: Any, loss_name: str) -> tuple[dict[str, Any], Weight | None]:
-    """Read what `validation_step` returned.
+    """Read the output of `validation_step`.
 
     Args:
         output: The mean loss as a tensor, or a dict with it under "loss" (optional), scalars, and pairs for metrics.
         loss_name: The name under which the loss is reported.
 
     Returns:
-        The entries by name, and the weight that the step gave, if it did.
+        The entries by name, and the weight if the step returned one.
 
     Raises:
-        ModuleContractError: It is neither a scalar tensor nor a dict, or the weight beside it cannot be one.
+        ModuleContractError: It is neither a scalar tensor nor a dict, or its weight is invalid.
     """
     if isinstance(output, torch.Tensor) and output.numel() == 1:
         return {loss_name: output}, None

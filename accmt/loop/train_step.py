@@ -1,4 +1,4 @@
-"""Forward and backward of micro-batches, gathered in accumulation windows, each of which ends in an optimizer step."""
+"""Forward and backward of micro-batches in accumulation windows, each of which ends in an optimizer step."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from accmt.processes import data_index, num_data_processes
 from accmt.run import Run, require_planned
 from accmt.state import Place
 
-# ---- One optimizer step: reduce, scale, clip, step, scheduler, and begin the next window; each with its hooks.
+# ---- The optimizer step: reduce, scale, clip, step, scheduler, zero_grad; each with its hooks
 
 
 def finish_window(run: Run, window: AccumulationWindow) -> None:
     """Make the optimizer step of a finished window, and count it.
 
-    There is none where all weights are 0, or where the gradient scaler met inf.
+    The step is skipped if all weights are 0 or the gradient scaler found inf.
 
     Processes: collective.
 
     Raises:
-        Restart: A feature lets another run continue.
+        Restart: A feature restarts the run.
     """
     stepper = run.stepper
     for before_optimizer_step in run.features.before_optimizer_step:
@@ -81,10 +81,10 @@ def _skip(run: Run) -> bool:
 
 
 def step_optimizer(run: Run) -> bool:
-    """Clip the unscaled gradients and let the optimizer step.
+    """Clip the unscaled gradients and make the optimizer step.
 
     Returns:
-        Whether it really stepped.
+        Whether the step was made.
     """
     optimizer = run.stepper.optimizer
     if run.stepper.clips:
@@ -101,9 +101,9 @@ def step_optimizer(run: Run) -> bool:
 
 
 def step_scheduler(run: Run, *, at_epoch_end: bool) -> None:
-    """Advance the scheduler if its turn is now: after a step, or after an epoch where the hyper-parameters say so.
+    """Advance the scheduler if it is due: after a step, or after an epoch with `step_scheduler_per_epoch`.
 
-    At its end it stays: with loaders that are reloaded a run may have more steps than were planned.
+    It stays at its end: with reloaded loaders, a run may have more steps than planned.
     """
     is_turn = run.settings.hps.step_scheduler_per_epoch == at_epoch_end
     is_at_end = not at_epoch_end and run.total_steps is not None and run.state.global_step >= run.total_steps
@@ -112,7 +112,7 @@ def step_scheduler(run: Run, *, at_epoch_end: bool) -> None:
 
 
 def advance_scheduler(run: Run, scheduler: Any = None) -> None:
-    """Advance the scheduler by one step, or one of several."""
+    """Advance the scheduler, or one of several, by one step."""
     scheduler = run.scheduler if scheduler is None else scheduler
     run.snapshot.invalidate()
     for hook in run.hooks.on_before_scheduler_step:
@@ -123,7 +123,7 @@ def advance_scheduler(run: Run, scheduler: Any = None) -> None:
 
 
 def zero_gradients(run: Run) -> None:
-    """Begin the next window without gradients."""
+    """Clear the gradients for the next window."""
     optimizer = run.stepper.optimizer
     for hook in run.hooks.on_before_zero_grad:
         hook(optimizer=optimizer)
@@ -135,7 +135,7 @@ def zero_gradients(run: Run) -> None:
 class AutomaticSteps:
     """Trains the micro-batches of one epoch.
 
-    What cannot change within an epoch is looked up once: at small models, every look-up shows.
+    What cannot change within an epoch is looked up once: with small models, every look-up matters.
     """
 
     def __init__(self, run: Run) -> None:
@@ -152,17 +152,17 @@ class AutomaticSteps:
         self._calls: list[None] | None = None
         engine.begin_epoch(reduces_at_end=self._may_leave)
         if run.settings.hps.max_tokens is not None:
-            engine.require_accumulating("max_tokens, which cuts")
+            engine.require_accumulating("max_tokens, which splits")
         elif run.state.grad_accum_steps > 1:
             engine.require_accumulating(f"{run.state.grad_accum_steps} micro-batches")
 
     def train(self, planned: Window) -> bool:
         """Run forward and backward of a window's micro-batches on every process, and make its optimizer step.
 
-        Gradients are reduced over processes in the last micro-batch of a window only. One in which some process has no
-        batch, or may run out of memory, reduces nothing; its window's gradients are reduced by hand afterwards, and so
-        are those of a model that nothing wraps. A sharded model is reduced in each micro-batch. Where it, or a step
-        that communicates, needs all processes, one without a batch borrows that of another.
+        Gradients are reduced over processes only in the last micro-batch of a window. If a process has no batch in it,
+        or may run out of memory, nothing is reduced there; the gradients are reduced manually afterwards, as for a
+        model without a wrapper. The gradients of a sharded model are reduced in each micro-batch. If a sharded model or
+        a communicating step needs all processes, a process without a batch borrows one of another process.
 
         Processes: collective.
 
@@ -195,14 +195,14 @@ class AutomaticSteps:
             elif is_full or self._engine.no_sync is None:
                 self._train_batch(window, micro_batch)
             else:
-                with self._engine.no_sync():  # the last micro-batch of the window reduces for all
+                with self._engine.no_sync():  # the last micro-batch of the window reduces all gradients
                     self._train_batch(window, micro_batch)
             state.count_batch(1 if micro_batch.cut is None else micro_batch.cut.num_finished)
         (skip_window if window.is_skipped else finish_window)(run, window)
         return True
 
     def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        """Train on a batch that a process may have to leave; then it only goes through the window to its end."""
+        """Train on a batch that a process may have to abandon; it then skips the rest of the window."""
         try:
             if not window.is_left:
                 with self._engine.unreduced():
@@ -212,17 +212,17 @@ class AutomaticSteps:
                 raise
             window.is_left = True
         if window.is_left and self._run.weighting.is_explicit is None:
-            self._run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
+            self._run.weighting.decide(None, is_explicit=False)  # the other processes do this at their first batch
 
     def _train_together(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        """Train on this process's batch, or take part in the forward and backward of the others with one of theirs."""
+        """Train on this process's batch, or join the forward and backward of the others with a borrowed batch."""
         batch = self._engine.own_or_borrowed("training_step", micro_batch)
         if micro_batch.batch is not None or batch is None:
             self._train_batch(window, micro_batch)
             return
         run = self._run
         outputs = self._run_in_context(run.place(batch), self._engine.running_borrowed("training_step"))
-        run.module.logs.of_training.begin_batch()  # drops what the step has logged
+        run.module.logs.of_training.begin_batch()  # drops the values logged by the step
         self._decide_without_weight()
         if outputs is None and self._may_leave_out:
             return
@@ -281,16 +281,16 @@ class AutomaticSteps:
         return outputs
 
     def _leave_out(self, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any) -> None:
-        """Count a batch for which the step returned no loss: it weighs nothing, and learns nothing.
+        """Count a batch for which the step returned no loss: it has weight 0 and no gradients.
 
-        Processes: collective where the others reduce their gradients in this micro-batch.
+        Processes: collective if the others reduce their gradients in this micro-batch.
         """
         run = self._run
         self._engine.leave_out(was_called=bool(self._calls), meanwhile=self._decide_without_weight)
         window.own_samples += run.count_samples(micro_batch, batch, has_weight=True)
         window.skipped_batches += 1
-        run.module.logs.of_training.begin_batch()  # drops what the step has logged
-        say_once("training_step returned None: such batches are left out, and counted in skipped_batches")
+        run.module.logs.of_training.begin_batch()  # drops the values logged by the step
+        say_once("training_step returned None: such batches are skipped, and counted in skipped_batches")
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=None)
 
@@ -303,7 +303,7 @@ class AutomaticSteps:
         if is_known and factor == 0.0:
             if self._is_alone:
                 return
-            _require_finite(loss)  # the other processes reduce gradients now, so this one has to
+            _require_finite(loss)  # the other processes reduce gradients now, so this one must too
         self._run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
         if self._check_backward is not None and self._check_backward():  # before hooks, which may drop gradients
             self._check_backward = None
@@ -316,35 +316,35 @@ def _count_only(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -
 
 def _require_finite(loss: torch.Tensor) -> None:
     if not torch.isfinite(loss):
-        got = f"loss {loss.item()} with weight 0: 0 * NaN is NaN, not a gradient of 0"
+        got = f"a loss of {loss.item()} with weight 0, which makes gradients NaN (0 * NaN is NaN)"
         do = "divide by mask.sum().clamp(min=1)"
         raise ModuleContractError(explain("training_step", got, "a finite loss", do))
 
 
 def _reject_own_backward(run: Run, window: AccumulationWindow) -> None:
-    """Reject a step that calls backward itself, where its gradients would be neither averaged nor scaled.
+    """Reject a step that calls backward itself if its gradients would be neither averaged nor scaled.
 
-    DistributedDataParallel averages in the first backward after a forward: what a second one adds stays the process's.
+    DistributedDataParallel averages in the first backward after a forward: a second one adds unaveraged gradients.
     """
     if window.is_one_batch and run.accelerator.scaler is None:
         return
     for name, weight in run.unwrapped_model.named_parameters():
         gradient = weight.grad
         if gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any()):
-            got = f"a step that has called backward itself: {name} has a gradient before the loss is returned"
-            expected = "a loss, whose backward follows: averaged over processes and accumulated batches"
-            do = "return the whole loss; or derive from ExtendedAcceleratorModule, and call self.backward and the steps"
+            got = f"a step that calls backward itself: {name} has a gradient before the loss is returned"
+            expected = "a loss: accmt calls backward, averaged over processes and accumulated batches"
+            do = "return the whole loss, or derive from ExtendedAcceleratorModule to call self.backward and the steps"
             raise ModuleContractError(explain("training_step", got, expected, do))
 
 
 def _weigh(
     run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any, output: TrainingOutput
 ) -> tuple[Weight, Weight]:
-    """Count a batch, and return what its loss weighs, and what all else weighs that its step returned or logged."""
+    """Count a batch, and return the weight of its loss, and of the other values that its step returned or logged."""
     given, targets = output.weight, None
     num_targets = None if micro_batch.cut is None else micro_batch.cut.num_targets
     if num_targets is not None and (given is None or not num_targets):
-        given = float(num_targets)  # which is known without the device
+        given = float(num_targets)  # known without waiting for the device
     if run.features.weigh and run.weighting.is_explicit is not False:
         found = run.features.find_weight(output.loss, is_given=given is not None)
         targets = read_weight("training_step", found)
@@ -359,7 +359,7 @@ def _weigh(
             on_first_batch(micro_batch.batch, is_hint_wanted=not (has_weight or window.is_one_batch))
     if has_weight != run.weighting.is_explicit:
         seen, other = ("this batch", "the first") if has_weight else ("the first batch", "this one")
-        do = 'return {"loss": loss, "weight": weight} from every training_step, or from none'
+        do = 'return {"loss": loss, "weight": weight} for every batch or for none'
         got = f'"weight" in {seen} but not in {other}'
         raise ModuleContractError(explain("training_step", got, "weights for all batches or for none", do))
     if not (has_weight or window.is_one_batch) and run.weighting.uses_plan(window):

@@ -1,8 +1,8 @@
-"""Which parameters are trained at the moment: layers may be frozen and unfrozen during a run, between optimizer steps.
+"""Tracks which parameters are trained: layers may be frozen and unfrozen during a run, between optimizer steps.
 
-DistributedDataParallel averages the gradients of the parameters that required them when it was built. So before each
-accumulation window the parameters are looked at, and what averages is built again where they have changed. Processes
-compare what they found; that costs communication only where something has changed.
+DistributedDataParallel averages the gradients of parameters that required gradients when it was built. So the
+parameters are checked before each accumulation window, and the wrapper is rebuilt if they have changed. Processes
+compare their findings; this needs communication only after a change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accmt.failures import Watch
 
 _WHERE = "freezing or unfreezing parameters"
-_PATIENCE_S = 5.0  # then it is asked whether the others are still alive
+_PATIENCE_S = 5.0  # then check whether the others are still alive
 _POLL_S = 0.01
 _SHOWN = 3
 _ROUNDS_BY_CHANCE = "bf16_stochastic_round"  # an attribute of torchao's optimizers
@@ -44,10 +44,10 @@ class TrainedParameters:
     """The parameters of a model, and which of them require gradients.
 
     Args:
-        module: The module that is trained.
-        engine: How the processes train it.
+        module: The trained module.
+        engine: The engine that trains it.
         optimizer: The optimizer of its model.
-        watch: Where processes leave notes; None where a process is alone.
+        watch: The board for messages between processes; None with one process.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class TrainedParameters:
         self._warn_of_halves()
 
     def begin(self) -> None:
-        """Take what the program has frozen by now as how it starts; what an interrupted run changed later comes back.
+        """Take the currently frozen parameters as the initial state, and restore later changes of an interrupted run.
 
-        After `on_fit_start`, which freezes layers again in a run that is resumed.
+        Called after `on_fit_start`, in which a resumed run freezes layers again.
         """
         self._at_start = self._look()
         for name, parameter in self._unwrapped_model.named_parameters():
@@ -82,11 +82,11 @@ class TrainedParameters:
 
     @contextmanager
     def noting_new_layers(self) -> Iterator[None]:
-        """Note when a layer or a parameter is put into any module, so that the next window looks for it.
+        """Note when a layer or a parameter is added to any module, so that the next window checks for it.
 
-        Looking at all layers before each window would cost more than a step of a small model. Not where layers are
-        compiled: with such hooks inductor's graphs of a resumed run round otherwise (seen with torch 2.13). There the
-        look at the start of each epoch has to do.
+        Checking all layers before each window would cost more than a step of a small model. Compiled layers get no
+        hooks, because with them inductor's graphs of a resumed run round differently (seen with torch 2.13); they are
+        only checked at the start of each epoch.
         """
         layers = self._unwrapped_model.modules()
         if any(is_compiled(layer) or "_orig_mod" in children_of(layer) for layer in layers):
@@ -104,10 +104,10 @@ class TrainedParameters:
                 handle.remove()
 
     def find_parameters(self) -> None:
-        """Look which parameters the model has: layers may be replaced, or added, between two optimizer steps.
+        """Find the model's parameters again: layers may be replaced or added between two optimizer steps.
 
         Raises:
-            ModuleContractError: The optimizer does not have a new one, so it would not be trained.
+            ModuleContractError: A new parameter is not in the optimizer, so it would not be trained.
         """
         self._may_have_new = False
         before = dict(zip(self._parameters, zip(self._flags, self._at_start, strict=True), strict=True))
@@ -115,7 +115,7 @@ class TrainedParameters:
         if len(parameters) == len(before) and all(parameter in before for parameter in parameters):
             return
         optimizers = list(getattr(self._optimizer, "optimizers", (self._optimizer,)))  # those that are chained
-        if self._steps_by_itself:  # it may have optimizers of its own
+        if self._steps_by_itself:  # it may have other optimizers
             optimizers += [one for one in vars(self._module).values() if isinstance(one, torch.optim.Optimizer)]
         held = {item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]}
         new = [
@@ -125,22 +125,22 @@ class TrainedParameters:
         ]
         if new:
             shown = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
-            got = f"{shown}: new since the run began, and in no optimizer, so nothing would train them"
-            do = "keep the layer, and change its values (layer.reset_parameters(), layer.load_state_dict(...)); or "
-            do += 'self.optimizer.add_param_group({"params": layer.parameters()}), without checkpoints'
-            raise ModuleContractError(explain("self.model", got, "the layers with which the run began", do))
+            got = f"{shown}: added since the run began, but not to an optimizer, so they would not be trained"
+            do = "keep the layer and change its values (layer.reset_parameters(), layer.load_state_dict(...)); or, "
+            do += 'without checkpoints, call self.optimizer.add_param_group({"params": layer.parameters()})'
+            raise ModuleContractError(explain("self.model", got, "the layers that the run began with", do))
         known = [before.get(parameter, (None, parameter.requires_grad)) for parameter in parameters]
         self._parameters = parameters
         self._flags, self._at_start = [flag is True for flag, _ in known], [start for _, start in known]
 
     def update(self) -> None:
-        """Let the gradients of the parameters that require them now be averaged, before a window begins.
+        """Before a window, update which gradients are averaged.
 
-        Processes: all, for the same windows; they wait for one another only where something has changed.
+        Processes: all, for the same windows; they wait for one another only after a change.
 
         Raises:
-            ModuleContractError: Processes have frozen or unfrozen different parameters, none is left to train, or
-                `self.model` is another model now.
+            ModuleContractError: Processes have frozen or unfrozen different parameters, all are frozen, or `self.model`
+                was replaced.
             ProcessFailedError: A process does not answer.
         """
         if self._module.model is not self._model:
@@ -157,40 +157,40 @@ class TrainedParameters:
             return
         if not any(flags):
             got = "every parameter of self.model is frozen"
-            raise ModuleContractError(explain(_WHERE, got, "at least one that is trained", "leave a layer unfrozen"))
+            raise ModuleContractError(
+                explain(_WHERE, got, "at least one trainable parameter", "leave a layer unfrozen")
+            )
         for parameter, is_trained in zip(self._parameters, flags, strict=True):
             if not is_trained:
-                parameter.grad = None  # zeros, with set_to_none=False: momentum would move it on
+                parameter.grad = None  # zeros, with set_to_none=False: momentum would still change it
         self._flags = flags
         self._warn_if_not_in_optimizer()
         self._warn_of_halves()
         self._engine.note_trained()
 
     def _require_same_model(self) -> None:
-        """Reject another `self.model`: optimizer and saved weights would still be those of the first."""
+        """Reject a replaced `self.model`: optimizer and saved weights would still be those of the original model."""
         model = self._module.model
         if num_processes() == 1 and {*model.parameters()} == {*self._unwrapped_model.parameters()}:
             return  # the same in a wrapper, such as torch.compile's
-        got = f"another model ({type(model).__name__}) since the run began"
-        expected = (
-            "the model with which the run began: its parameters are those that the optimizer has and that are saved"
-        )
-        do = "build it in __init__ or before fit; during a run, change the values of layers within self.model"
+        got = f"a different model ({type(model).__name__}) than when the run began"
+        expected = "the original model: the optimizer has its parameters, and accmt saves them"
+        do = "build it in __init__ or before fit; during a run, only change the values of layers in self.model"
         raise ModuleContractError(explain(f"{type(self._module).__name__}.model", got, expected, do))
 
     def _require_same_optimizer(self) -> None:
-        """Reject another `self.optimizer`, or groups of parameters that are not the model's; others are trained."""
+        """Reject a replaced `self.optimizer`, or parameter groups with parameters that are not the model's."""
         where, optimizer = f"{type(self._module).__name__}.optimizer", self._module.optimizer
         if optimizer is not self._optimizer:
-            got = f"another optimizer ({type(optimizer).__name__}) since the run began: the run would not step it"
-            do = "return it from get_optimizer; during a run, change self.optimizer.param_groups"
-            raise ModuleContractError(explain(where, got, "the optimizer with which the run began", do))
+            got = f"a different optimizer ({type(optimizer).__name__}) than when the run began: it would not step"
+            do = "return it from get_optimizer; during a run, only change self.optimizer.param_groups"
+            raise ModuleContractError(explain(where, got, "the original optimizer", do))
         known = set(self._unwrapped_model.parameters())
         for number, group in enumerate(optimizer.param_groups):
             others = [tuple(parameter.shape) for parameter in group["params"] if parameter not in known]
             if others:
-                got = f"{len(others)} parameters that self.model does not have, of shapes {others[:_SHOWN]}"
-                do = "give it parameters of self.model"
+                got = f"{len(others)} parameters that are not in self.model, of shapes {others[:_SHOWN]}"
+                do = "use parameters of self.model"
                 raise ModuleContractError(
                     explain(f"{where}.param_groups[{number}]", got, "parameters of the model", do)
                 )
@@ -198,15 +198,15 @@ class TrainedParameters:
         self._warn_if_not_in_optimizer()
 
     def require_unchanged(self) -> None:
-        """Check, where a wrapper averages gradients, that a window has trained what it began with.
+        """If a wrapper averages gradients, check that the trained parameters did not change within a window.
 
         Raises:
             ModuleContractError: A layer was frozen or unfrozen within the window.
         """
         if self._engine.notes_trained and self._look() != self._flags:
             got = "a change between two micro-batches of an optimizer step, or within training_step"
-            expected = "changes between optimizer steps, since several processes average the gradients of a step"
-            do = "change it in on_epoch_start or on_update_end, or make self.model an nn.ModuleDict of its parts"
+            expected = "changes only between optimizer steps, because processes average the gradients of a step"
+            do = "freeze layers in on_epoch_start or on_update_end, or make self.model an nn.ModuleDict of its parts"
             raise ModuleContractError(explain(_WHERE, got, expected, do))
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,14 +220,14 @@ class TrainedParameters:
         return {"changed": {**self._saved, **changed}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; it holds from `begin` on."""
+        """Restore state from `state_dict`; it takes effect in `begin`."""
         self._saved = dict(state["changed"])
 
     def _look(self) -> list[bool]:
         return list(map(_REQUIRES_GRAD, self._parameters))
 
     def _warn_if_not_in_optimizer(self) -> None:
-        if self._steps_by_itself:  # it may have optimizers of its own
+        if self._steps_by_itself:  # it may have other optimizers
             return
         held = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         names = [
@@ -238,10 +238,10 @@ class TrainedParameters:
         if names:
             shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             what = f"{len(names)} parameters require gradients but are not in the optimizer, so they are not trained"
-            warn(f"{what}: {shown}; give the optimizer all parameters (frozen ones cost nothing), or freeze these")
+            warn(f"{what}: {shown}; pass all parameters to the optimizer (frozen ones cost nothing), or freeze these")
 
     def _warn_of_halves(self) -> None:
-        """Warn of weights that are too coarse: most of what a step at a small rate adds to them is rounded away."""
+        """Warn about 16-bit weights: rounding removes most of what a step at a small rate adds to them."""
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         optimizers = getattr(self._optimizer, "optimizers", (self._optimizer,))  # those that are chained
         careful = [one for one in optimizers if getattr(one, _ROUNDS_BY_CHANCE, False)]
@@ -251,21 +251,22 @@ class TrainedParameters:
             return
         kind = halves[0].dtype
         what = f"{len(halves)} of {len(trained)} trained parameters are {str(kind).removeprefix('torch.')}"
-        lost = f"a step that changes a weight by less than about {torch.finfo(kind).eps / 4:.2%} does not change it"
-        do = 'read the model with dtype="float32" (in the YAML: `dtype: float32`)'
+        lost = f"rounding drops updates smaller than about {torch.finfo(kind).eps / 4:.2%} of a weight"
+        do = 'load the model with dtype="float32" (in the YAML: `dtype: float32`)'
         warn_once(
-            f'{what}: {lost}; {do}, and compute in 16 bits by Trainer(mixed_precision="bf16")', about="coarse weights"
+            f'{what}: {lost}; {do}, and use Trainer(mixed_precision="bf16") to compute in 16 bits',
+            about="coarse weights",
         )
 
 
 class _Agreement:
-    """Compares over processes which parameters are trained, whenever that changes.
+    """Compares the trained parameters of processes after a change.
 
-    A process that sees a change tells the others, and waits for them. One that has begun the same window without a
-    change does not look for notes; its watch answers for it, since the process itself waits in a collective.
+    A process that sees a change posts it to the others and waits for them. A process that has begun the same window
+    without a change does not look for posts; its watch answers, because the process itself waits in a collective.
 
     Args:
-        watch: Where notes are left.
+        watch: The board for messages between processes.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -275,10 +276,10 @@ class _Agreement:
         watch.answer_by(self._answer)
 
     def pass_window(self, flags: list[bool] | None) -> None:
-        """Begin a window; where something has changed, once every process has seen it.
+        """Begin a window; after a change, wait until every process has seen it.
 
         Args:
-            flags: What is trained now; None if nothing has changed.
+            flags: The trained parameters; None if nothing has changed.
         """
         if flags is not None:
             digest = xxhash.xxh3_64_hexdigest(bytes(flags))
@@ -309,13 +310,13 @@ class _Agreement:
     def _require_alive(self) -> None:
         gone = self._watch.find_silent() or list(self._watch.failures())
         if gone:
-            got = "it does not answer which parameters it trains"
-            raise ProcessFailedError(explain(f"process {gone[0]}", got, "all processes alive", "see its log"))
+            got = "no answer to the check of trained parameters"
+            raise ProcessFailedError(explain(f"process {gone[0]}", got, "all processes alive", "check its log"))
 
     @staticmethod
     def _require_equal(notes: dict[int, Any]) -> None:
         if len({(note["window"], note["trained"]) for note in notes.values()}) > 1:
             others = [index for index, note in notes.items() if note != notes[0]]
-            got = f"process 0 trains other parameters than {others}"
-            do = "freeze and unfreeze on every process: not in a callback of the main process, nor by its own data"
+            got = f"different trained parameters on process 0 than on {others}"
+            do = "freeze and unfreeze on every process, not only on the main process or depending on its data"
             raise ModuleContractError(explain(_WHERE, got, "the same change on all processes", do))

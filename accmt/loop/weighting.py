@@ -1,14 +1,14 @@
 """The weighted window: makes batch x accumulation x processes give the gradient of one big batch.
 
-With g_i the gradient of a batch's mean loss, w_i its weight (its samples, or what the step says) and W the sum of all
-weights of a window over all R processes, the optimizer step needs sum(w_i g_i) / W. Processes average their gradients,
-that is divide by R.
+Let g_i be the gradient of a batch's mean loss, w_i its weight (its samples, or the weight from the step) and W the sum
+of all weights of a window over all R processes. The optimizer step needs sum(w_i g_i) / W. Processes average their
+gradients, that is, divide by R.
 
 - W known beforehand (sized data, samples as weights): each loss is multiplied by w_i R / W, and nothing else is
   communicated.
 - W unknown: each loss is multiplied by w_i / w_ref; at the end W is summed over processes and the gradients are
-  multiplied by R w_ref / W. w_ref, the mean weight of a batch in the window before, keeps the losses near their own
-  size, so that fp16 scaling stays sane.
+  multiplied by R w_ref / W. w_ref, the mean weight of a batch in the previous window, keeps the losses near their
+  original size, so that fp16 scaling works.
 
 Source of the problem: https://unsloth.ai/blog/gradient, and https://github.com/huggingface/transformers/pull/34191.
 """
@@ -26,20 +26,20 @@ from accmt.processes import num_data_processes, sum_over_data
 
 
 class Reading:
-    """A number on its way from the device to pinned host memory.
+    """An asynchronous copy of a number from the device to pinned host memory.
 
-    The copy stands in the device's queue behind the forward pass that made the number, and before the backward pass,
-    which is queued later. So whoever reads it waits for the forward pass at most: the device still has the backward
-    pass to work on while the host goes on to queue the optimizer step.
+    The copy is queued on the device after the forward pass that computes the number and before the backward pass. So
+    reading it waits for the forward pass at most: the device still runs the backward pass while the host queues the
+    optimizer step.
     """
 
     def __init__(self, number: torch.Tensor) -> None:
-        self._copied = number.to("cpu", non_blocking=True)  # which torch puts into pinned memory
+        self._copied = number.to("cpu", non_blocking=True)  # torch copies to pinned memory
         self._is_done = torch.Event(number.device)
         self._is_done.record()
 
     def read(self) -> float:
-        """Return the number, once it is there."""
+        """Wait for the number and return it."""
         self._is_done.synchronize()
         return float(self._copied)
 
@@ -49,17 +49,17 @@ class AccumulationWindow:
     """The micro-batches of one optimizer step, on all processes.
 
     Attributes:
-        known_samples: Samples of all its batches on all processes; None if they are counted as they come.
-        is_one_batch: Whether it is a single batch of a single process: its mean loss is the window's.
-        samples_before: Samples of all processes seen before it.
+        known_samples: Samples of all its batches on all processes; None if they are counted during the window.
+        is_one_batch: Whether it is a single batch of a single process, whose mean loss is that of the window.
+        samples_before: Samples of all processes before it.
         is_skipped: Whether it is not trained on.
-        is_left: Whether this process could not finish one of its batches, and only goes through the others.
-        own_weight: Weights of this process's batches so far, those aside that are still on their way.
-        readings: Weights that are on their way from the device.
-        own_batches: Batches that this process had a part in.
-        own_samples: Samples of those batches.
-        skipped_batches: Batches of this process that its step left out; once the window is closed, of all processes.
-        total_weight: Weights of its batches on all processes, once it is closed, where these are not samples.
+        is_left: Whether this process could not finish one of its batches and skips the rest.
+        own_weight: The total weight of this process's batches so far, without pending readings.
+        readings: Weights still being copied from the device.
+        own_batches: This process's batches.
+        own_samples: Samples in those batches.
+        skipped_batches: Batches skipped by the step, on this process; once the window is closed, on all processes.
+        total_weight: The total weight on all processes once the window is closed, if weights are not samples.
     """
 
     known_samples: int | None
@@ -84,10 +84,10 @@ class AccumulationWindow:
         self.own_samples += samples
 
     def read_weights(self) -> None:
-        """Add up the weights that were on their way.
+        """Add the pending weights.
 
         Raises:
-            ModuleContractError: One of them cannot be a weight.
+            ModuleContractError: A weight is invalid.
         """
         for reading in self.readings:
             weight = reading.read()
@@ -101,7 +101,7 @@ class Weighting:
 
     Attributes:
         is_explicit: Whether steps return weights; None before the first batch.
-        reference: Mean weight of a batch in the last window whose sum was not known beforehand.
+        reference: The mean weight of a batch in the last window whose total was not known beforehand.
     """
 
     def __init__(self) -> None:
@@ -110,25 +110,25 @@ class Weighting:
         self.reference = 1.0
 
     def decide(self, weight: Weight | None, *, is_explicit: bool) -> None:
-        """Agree, at the very first batch, on what weights are and on how large they are.
+        """Agree, at the first batch, on the kind and the scale of weights.
 
         Processes: collective, at the first batch of a run only.
 
         Args:
-            weight: Weight of this process's first batch; None if it has none.
+            weight: The weight of this process's first batch; None if it has none.
             is_explicit: Whether the step returned that weight.
         """
         own = (0.0 if weight is None else float(weight), float(weight is not None), float(is_explicit))
         total, batches, explicit = sum_over_data(own)
-        self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next decides
+        self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next batch decides
         self.reference = total / batches if total > 0 else 1.0
 
     def uses_plan(self, window: AccumulationWindow) -> bool:
-        """Return whether the samples that were planned say what all batches of a window weigh together."""
+        """Return whether the total weight of a window is its planned number of samples."""
         return window.known_samples is not None and not self.is_explicit and not window.is_one_batch
 
     def loss_factor(self, window: AccumulationWindow, weight: Weight) -> Weight:
-        """Return what the mean loss of a batch is multiplied by before backward."""
+        """Return the factor for the mean loss of a batch before backward."""
         if window.is_one_batch:
             return 1.0
         if self.uses_plan(window):
@@ -136,12 +136,12 @@ class Weighting:
         return weight / self.reference
 
     def close(self, window: AccumulationWindow) -> tuple[float, int]:
-        """Return what the reduced gradients of a finished window are multiplied by, and its samples over all processes.
+        """Return the factor for the reduced gradients of a finished window, and its samples over all processes.
 
-        Processes: collective where the sum of weights was not known beforehand.
+        Processes: collective if the sum of weights was not known beforehand.
 
         Returns:
-            The factor, 0 where all weights are 0, so that there is nothing to learn from; and the number of samples.
+            The factor, which is 0 if all weights are 0; and the number of samples.
         """
         if window.readings:
             window.read_weights()
@@ -160,10 +160,10 @@ class Weighting:
         return factor, int(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next window depends on."""
+        """Return the state that the next window depends on."""
         return {"is_explicit": self.is_explicit, "reference": self.reference}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore state from `state_dict`."""
         self.is_explicit = state["is_explicit"]
         self.reference = state["reference"]

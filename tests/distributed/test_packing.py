@@ -37,7 +37,7 @@ def test_all_processes_end_where_one_alone_has_packed_rows_that_its_model_mixes(
     forks, printed = run_together(ON_ONE, "opt", str(path), str(tmp_path), processes=way)
     assert all(fork.poll() for fork in forks)
     assert "packed documents in" in printed
-    assert "documents that are mixed with attn_implementation='sdpa'" in printed
+    assert "mixed documents with attn_implementation='sdpa'" in printed
     assert not path.exists()
 
 

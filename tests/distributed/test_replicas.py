@@ -100,7 +100,7 @@ def test_sharded_and_split_replicas_are_compared(outcomes, way: str, name: str) 
 def test_known_causes_are_refused_before_the_first_step(outcomes) -> None:
     backward, max_norm = (outcomes["ddp-2"][name] for name in ("own backward", "max_norm"))
     for facts in backward:
-        assert "called backward itself: 0.weight has a gradient" in facts["error"]
+        assert "calls backward itself: 0.weight has a gradient" in facts["error"]
         assert "ExtendedAcceleratorModule" in facts["error"]
     for facts in max_norm:
         assert "self.model.0\n  got: max_norm=1.0" in facts["error"]

@@ -21,7 +21,7 @@ def start(how: str, resume: str = "auto", every: str = "3 steps") -> str:
 @pytest.mark.parametrize(
     ("how", "every", "said"),
     [
-        ("raise", "3 steps", "its last 3 starts all ended after step 7, the last time with ValueError: a batch that"),
+        ("raise", "3 steps", "its last 3 starts all ended after step 7, most recently with ValueError: a batch that"),
         ("SIGKILL", "3 steps", "its last 3 starts all ended somewhere after step 6, before the next checkpoint"),
         ("exit", "100 epochs", "its last 3 starts all ended somewhere after step 0, before the next checkpoint"),
     ],

@@ -42,8 +42,8 @@ def test_what_cannot_be_read_is_left_out_counted_and_logged(workers, caplog):
     assert logged(trainer, "bad_samples") == [(2, 1.0), (3, 3.0)]
     assert logged(trainer, "train_loss") == [(2, pytest.approx(5 / 3)), (3, 6.5)]
     assert [record.message for record in caplog.records] == [
-        "1 sample of the training data could not be read and left out: 1 (OSError: cannot read 1)",
-        "2 samples of the training data could not be read and left out: "
+        "1 sample of the training data could not be read, and skipped: 1 (OSError: cannot read 1)",
+        "2 samples of the training data could not be read, and skipped: "
         "4 (OSError: cannot read 4), 5 (OSError: cannot read 5)",
     ]
 

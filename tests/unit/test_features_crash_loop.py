@@ -93,9 +93,9 @@ def test_the_file_stays_small(tmp_path, as_process):
 def test_three_failures_at_one_update_are_told(tmp_path, step, ends):
     where, got, expected, do = describe(tmp_path, step, *ends).splitlines()
     assert where == f"the run that resumes at step {step} ({tmp_path})"
-    ended = f"all ended after step 7, the last time with ValueError: {len(ends) - 1}"
+    ended = f"all ended after step 7, most recently with ValueError: {len(ends) - 1}"
     assert got == f"  got: a crash loop: its last 3 starts {ended}"
-    assert expected == "  expected: a start that gets further"
+    assert expected == "  expected: a start that makes progress"
     for name in ("on_bad_sample", "on_nonfinite", "max_micro_batch_size: auto"):
         assert name in do
 

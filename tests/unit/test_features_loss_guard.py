@@ -193,7 +193,7 @@ def test_skip_sees_gradients_that_are_not_finite_under_a_finite_loss(
     trainer.fit(module, make_data({10: 99.0}))
     assert trainer.state.skipped_steps == 2
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
-    assert "the gradients of step 6 are not finite, though its losses are" in caplog.text
+    assert "the gradients of step 6 are not finite, although its losses are" in caplog.text
     assert caplog.text.count("is skipped") == 2, "once in each epoch"
 
 

@@ -175,7 +175,7 @@ def test_frames_and_observed_values_are_counted(kind: Any, targets: str, caplog:
     trainer, seen = train(kind(make()[0]), rows=rows, verbose=True)
     assert (seen[0] - gradient).norm() <= 2e-6 * gradient.norm()
     assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-5)
-    said = f"as it is: each batch weighs its {targets.removesuffix(' of two series')}"
+    said = f"unchanged: each batch is weighted by its {targets.removesuffix(' of two series')}"
     assert (said in caplog.text) == (kind is Own)
 
 
@@ -256,7 +256,7 @@ def frames() -> tuple[Any, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (sentences, "adds a mean over sentences to the one over tokens"),
+        (sentences, "adds a mean over sentences to a mean over tokens"),
         (frames, "is a sum over masked frames: it grows with the batch.*mask_time_indices.sum"),
     ],
 )
@@ -380,7 +380,7 @@ def test_a_loss_that_is_a_sum_is_named_with_what_to_write(caplog: pytest.LogCapt
     for reduction in ("mean", "sum"):
         config.ctc_loss_reduction = reduction
         make_trainer(hps, model_saving=None).fit(HuggingFaceModule(transformers.Wav2Vec2ForCTC(config)), rows)
-        assert ("write model.config.ctc_loss_reduction = 'mean'" in caplog.text) == (reduction == "sum")
+        assert ("set model.config.ctc_loss_reduction = 'mean'" in caplog.text) == (reduction == "sum")
 
 
 class Further(Own):

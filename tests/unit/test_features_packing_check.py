@@ -46,7 +46,7 @@ PACKED = {
     "position_ids": torch.tensor([[i for ids in DOCUMENTS for i in range(len(ids))]]),
 }
 HPS = {"batch_size": 3, "optim": {"type": "SGD", "lr": 1.0}}
-MIXED = r"packed documents in BertForMaskedLM(.|\n)*mixed with attn_implementation='sdpa': before its layer (.|\n)*pad"
+MIXED = r"BertForMaskedLM(.|\n)*mixed documents with attn_implementation='sdpa': before layer (.|\n)*pad"
 
 
 def make_model(model_type: str = "llama", **changed: Any) -> Any:
@@ -158,7 +158,7 @@ def test_bounds_of_documents_that_the_attention_does_not_read_are_rejected() -> 
 def test_a_mask_beside_packed_documents_is_rejected_and_padding_is_not() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     with PackingCheck(model).during():
-        with pytest.raises(DataError, match="leave attention_mask out of the batch"):
+        with pytest.raises(DataError, match="remove attention_mask from the batch"):
             model(**PACKED, attention_mask=torch.ones(1, 14, dtype=torch.long))
         mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
         left = torch.tensor([[1, 1, 0, 1, 2], [0, 1, 2, 3, 1]])
@@ -233,7 +233,7 @@ def test_a_compiled_model_is_tried_too_and_without_a_break_in_its_graph(monkeypa
 @pytest.mark.parametrize(
     ("model", "do"),
     [
-        (make_model, "pass them on, as self.model"),
+        (make_model, "pass them to the model, for example with self.model"),
         (lambda: T5EncoderModel(T5Config(**SMALL, d_model=16, num_layers=1, num_heads=2)), "pad instead of packing"),
     ],
 )
@@ -267,7 +267,7 @@ class Own(nn.Module):
 
 def test_a_model_of_ones_own_is_tried_and_one_that_cannot_be_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
-        DataError, match="packed documents in Own(.|\n)*mixed: (before its layer head|in what it returns)"
+        DataError, match="packed documents in Own(.|\n)*mixed documents: (before layer head|in the output)"
     ):
         fit(Steps(Own()))[1]()
     fit(Steps(Own(needs_more=True)))[1]()

@@ -74,7 +74,7 @@ def message_of(model: Any, batch: dict[str, torch.Tensor], *, evaluates: bool = 
 def test_a_row_that_is_too_long_is_named_with_the_length_that_fits(name: str, length: int) -> None:
     batch = {"input_ids": ids(length), "labels": ids(length) if name in ("gpt2", "opt") else torch.ones(4).long()}
     message = message_of(MODELS[name](), batch)
-    assert message.startswith(f'batch["input_ids"]\n  got: {length} tokens in a row\n  expected: up to 8: ')
+    assert message.startswith(f'batch["input_ids"]\n  got: {length} tokens in a row\n  expected: at most 8 tokens: ')
     assert "do: tokenizer(..., truncation=True, max_length=8)" in message
     fits = {key: value[:, :8] if value.ndim == 2 else value for key, value in batch.items()}
     rows = [{key: value[index] for key, value in fits.items()} for index in range(4)]
@@ -90,11 +90,11 @@ def test_a_token_that_the_model_does_not_know_is_named(evaluates: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "labels", "got", "do"),
     [
-        ("bert", [2], "the label 2", "do: num_labels=3 for from_pretrained or from_hf"),
+        ("bert", [2], "the label 2", "do: pass num_labels=3 to from_pretrained or from_hf"),
         ("bert", [-1], "the label -1", "do: number the classes from 0"),
         ("bert of tokens", [[0, 3, -100, 1]], "the label 3", "do: num_labels=4"),
-        ("llama", [[1, 20, 1, 1]], "the label 20", "do: take the tokenizer of this model"),
-        ("t5", [[1, 20, 1, 1]], "the label 20", "do: take the tokenizer of this model"),
+        ("llama", [[1, 20, 1, 1]], "the label 20", "do: use this model's tokenizer"),
+        ("t5", [[1, 20, 1, 1]], "the label 20", "do: use this model's tokenizer"),
     ],
 )
 def test_a_label_that_the_model_does_not_have_is_named(name: str, labels: Any, got: str, do: str) -> None:
@@ -118,8 +118,8 @@ def test_targets_at_padding_are_counted(caplog: pytest.LogCaptureFixture) -> Non
         make_trainer({"epochs": 1, "batch_size": 2}, shuffle_train=False).fit(HuggingFaceModule(model), rows)
         return caplog.text
 
-    assert "1 of the 8 targets of the first batch are padding" in train(llama(), tokens)
-    assert "2 of the 8 targets of the first batch are padding" in train(MODELS["bert of tokens"](), tokens % 3)
+    assert "1 of the 8 targets in the first batch are padding" in train(llama(), tokens)
+    assert "2 of the 8 targets in the first batch are padding" in train(MODELS["bert of tokens"](), tokens % 3)
     assert "padding" not in train(llama(), tokens.masked_fill(mask == 0, -100))
     written_end = torch.tensor([[1, 2, 2, 3], [1, 2, 3, -100]] * 2)
     assert "padding" not in train(llama(), written_end), "the model is to write the token behind a text"

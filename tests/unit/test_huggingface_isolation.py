@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_called_so_is_not_taken_for_one_that_isolates() -
     for arguments in ({}, {"tokens": torch.zeros(1, 4, dtype=torch.long), "position_ids": torch.zeros(1, 4)}):
         verdict = try_packing(model, PackedCall(model, arguments))
         assert not verdict.is_isolated
-        assert verdict.failure == "ValueError: there are not two tokens to make documents of"
+        assert verdict.failure == "ValueError: there are not enough tokens to make two documents"
 
 
 def test_the_trial_leaves_everything_as_it_was() -> None:

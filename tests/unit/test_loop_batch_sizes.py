@@ -82,7 +82,7 @@ def test_samples_that_a_collate_function_leaves_out_weigh_nothing(source, caplog
     for got, indices in zip(gradients, [range(8), range(8, 16)], strict=True):
         expected = gradient_of([index for index in indices if index not in BAD])[0]
         assert (got - expected).norm() / expected.norm() < 1e-6
-    assert caplog.text.count("it holds: here 2, which the collate function made of 4") == 1
+    assert caplog.text.count("read from the batch: here 2, but 4 samples") == 1
 
 
 @pytest.mark.feature("T22")
@@ -123,7 +123,7 @@ def test_where_the_step_gives_weights_samples_are_only_counted():
 
 @pytest.mark.feature("T22", "A25")
 def test_a_dataset_that_fetches_fewer_than_it_was_asked_for_does_not_pass_where_weights_are_planned():
-    with pytest.raises(DataError, match="a batch of 2 samples, made of 4, where the weights of batches are planned"):
+    with pytest.raises(DataError, match="a batch of 2 samples, collated from 4, although batch weights are planned"):
         fit(FewerAtOnce())
     state, _ = fit(FewerAtOnce(), grad_accumulation_steps=1)  # a batch alone weighs all
     assert state.samples_seen == 13

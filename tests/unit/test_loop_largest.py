@@ -172,7 +172,7 @@ def test_the_largest_micro_batch_is_tried_first(tmp_path: Path, data: Any, hps: 
             Texts,
             {},
             {"max_tokens": None, "max_micro_batch_size": "auto"},
-            "max_micro_batch_size: auto finds out what fits",
+            "max_micro_batch_size: auto finds the size that fits",
         ),
         (
             lambda: DataLoader(Texts(), batch_sampler=[[0, 1], [2]], collate_fn=pad),
@@ -207,7 +207,7 @@ def test_a_module_that_steps_by_itself_is_not_tried(tmp_path: Path, caplog: pyte
 
     _, module, _ = run(tmp_path, Manual(), make_points(), {"max_tokens": None}, collate_fn=None)
     assert module.steps == 1
-    assert "the module steps by itself" in caplog.text
+    assert "the module uses manual optimization" in caplog.text
 
 
 @pytest.mark.usefixtures("without_fingerprints")

@@ -225,7 +225,7 @@ def test_a_value_that_is_also_returned_is_refused():
 
     with pytest.raises(ModuleContractError, match="'acc'(?s:.*)unique names"):
         fit(Both())
-    with pytest.raises(ModuleContractError, match="'score'(?s:.*)each name once"):
+    with pytest.raises(ModuleContractError, match="'score'(?s:.*)unique names"):
         fit(Both(), val=2)
 
 

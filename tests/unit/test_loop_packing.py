@@ -156,7 +156,7 @@ def test_a_model_of_ones_own_that_takes_no_positions_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path, Own())
-    assert caplog.text.count("packed documents: Sequential takes no position_ids") == 1
+    assert caplog.text.count("packed documents: Sequential has no argument position_ids") == 1
 
 
 def test_a_run_that_is_interrupted_within_an_epoch_resumes_with_the_same_bits(tmp_path: Path) -> None:

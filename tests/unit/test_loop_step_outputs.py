@@ -96,7 +96,7 @@ def test_a_wrong_weight_is_refused(weight):
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (None, "got: None\n.*\n  do: return loss; where a batch is to be left out, write `return None` in the step.*$"),
+        (None, "got: None\n.*\n  do: return loss; to skip a batch, write `return None` in the step.*$"),
         ([1.0], r"got: list \[1.0\]"),
         ((torch.ones(()), "logits"), "got: tuple"),
         (0.5, r"got: float 0.5\n.*\n  do: return the tensor itself, not loss.item\(\)"),

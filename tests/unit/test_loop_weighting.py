@@ -83,7 +83,7 @@ def test_a_batch_that_shows_no_samples_weighs_1_and_says_so(caplog):
 
     state = make_trainer(verbose=True).fit(Opaque(), DataLoader(Batches(), batch_size=None))
     assert state.samples_seen == 4
-    assert caplog.text.count("each batch weighs 1") == 1
+    assert caplog.text.count("each batch has weight 1") == 1
 
 
 @pytest.mark.feature("A25", "L15")
@@ -153,6 +153,6 @@ def test_a_window_whose_weights_on_a_device_are_0_is_skipped(monkeypatch):
 @pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf")])
 def test_a_weight_on_a_device_that_cannot_be_one_is_refused_before_the_step(monkeypatch, weight: float):
     queue = _Queue(monkeypatch, weights_are_there=True)
-    with pytest.raises(ModuleContractError, match="one finite number from 0"):
+    with pytest.raises(ModuleContractError, match="a finite number of at least 0"):
         train_weighted(queue, lambda batch: weight if batch[0] == 3 else 1.0)
     assert "step" not in queue.calls

@@ -103,8 +103,8 @@ def test_only_the_window_in_work_is_done_again(tmp_path: Path) -> None:
 
 def test_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(Hungry(2), tmp_path, AUTO)
-    assert "out of memory after step 0: micro-batches have 4 samples from here on instead of 8" in caplog.text
-    assert "out of memory after step 0: micro-batches have 2 samples from here on instead of 4" in caplog.text
+    assert "out of memory after step 0: continuing with micro-batches of 4 samples instead of 8" in caplog.text
+    assert "out of memory after step 0: continuing with micro-batches of 2 samples instead of 4" in caplog.text
 
 
 def test_no_checkpoint_is_left_where_none_was_asked_for(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_module_that_steps_by_itself_is_refused(tmp_path: Path) -> None:
             """Never called."""
 
     trainer = make_trainer({**HPS, **AUTO}, str(tmp_path / "model"))
-    with pytest.raises(ArgumentError, match="a module that steps by itself"):
+    with pytest.raises(ArgumentError, match="a module with manual optimization"):
         trainer.fit(Manual(), TensorDataset(torch.zeros(4, 3), torch.zeros(4, 1)))
 
 
