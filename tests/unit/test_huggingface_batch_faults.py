@@ -92,7 +92,7 @@ def test_a_token_that_the_model_does_not_know_is_named(evaluates: bool) -> None:
     [
         ("bert", [2], "the label 2", "do: pass num_labels=3 to from_pretrained or from_hf"),
         ("bert", [-1], "the label -1", "do: number the classes from 0"),
-        ("bert of tokens", [[0, 3, -100, 1]], "the label 3", "do: num_labels=4"),
+        ("bert of tokens", [[0, 3, -100, 1]], "the label 3", "do: pass num_labels=4"),
         ("llama", [[1, 20, 1, 1]], "the label 20", "do: use this model's tokenizer"),
         ("t5", [[1, 20, 1, 1]], "the label 20", "do: use this model's tokenizer"),
     ],

@@ -168,4 +168,7 @@ def test_samples_that_only_weights_stand_for_are_counted_with_a_message(caplog):
     module = Weighted()
     module.model = nn.Linear(1, 1)
     assert trainer.fit(module, torch.ones(6, 3)).samples_seen == 6
-    assert caplog.text.count("samples_seen counts those collated; get_batch_size(self, batch)") == 1
+    assert (
+        caplog.text.count("samples_seen counts collated samples; to change this, define get_batch_size(self, batch)")
+        == 1
+    )

@@ -86,7 +86,7 @@ def test_a_weight_on_a_device_is_not_waited_for():
     "weight", [-1, math.nan, math.inf, torch.tensor(-2.0), torch.ones(2), [1], "3", (1, 2)], ids=str
 )
 def test_a_wrong_weight_is_refused(weight):
-    with pytest.raises(ModuleContractError, match=r'training_step\n  got: "weight".*\n  expected: one finite number'):
+    with pytest.raises(ModuleContractError, match=r'training_step\n  got: "weight".*\n  expected: a finite number'):
         read_training_output({"loss": loss(), "weight": weight})
     with pytest.raises(ModuleContractError, match='validation_step\n  got: "weight"'):
         read_weight_of_validation(weight)

@@ -171,7 +171,7 @@ def test_another_error_passes(tmp_path: Path) -> None:
 
 def test_batches_that_somebody_else_cuts_are_refused(tmp_path: Path) -> None:
     trainer = make_trainer({**HPS, **AUTO}, str(tmp_path / "model"))
-    with pytest.raises(ArgumentError, match="give the dataset itself"):
+    with pytest.raises(ArgumentError, match="pass the dataset"):
         trainer.fit(Hungry(1), DataLoader(make_points(8), batch_size=4))
 
 
