@@ -482,7 +482,7 @@ def test_what_to_return_is_said_where_nobody_knows(
     train(module, grad_accumulation_steps=accumulation, verbose=True)
     printed = caplog.text + "".join(capsys.readouterr())
     assert ('"weight": (labels != -100).sum()' in printed) == is_said
-    assert ("each batch weighs its target tokens" in printed) == (kind is Own)
+    assert ("each batch is weighted by its target tokens" in printed) == (kind is Own)
 
 
 def test_a_step_that_says_its_weight_once_has_to_say_it_always() -> None:
