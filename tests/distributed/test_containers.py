@@ -74,4 +74,4 @@ def test_a_step_around_the_wrapper_is_refused(outcome) -> None:
 
 def test_a_static_graph_is_refused_where_gradients_are_accumulated(outcome) -> None:
     _, results = outcome
-    assert "static_graph=True, and 2 micro-batches an optimizer step" in results["static"]
+    assert "static_graph=True, and 2 micro-batches per optimizer step" in results["static"]

@@ -104,13 +104,13 @@ def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: 
     said = outcomes["fsdp-2"]["refused"]
     assert "call self.model(...)" in said["part"]
     assert "a model that each process has in full" in said["auto_micro_batch"]
-    assert "'model.layers.1.self_attn.q_proj.weight' is not there on process 0" in said["other_model"]
+    assert "'model.layers.1.self_attn.q_proj.weight' is missing on process 0" in said["other_model"]
     assert "for example from model.to() in a hook" in said["other_type"]
     assert "class NoSuchLayer in the model" in said["layer"]
     assert "such as LlamaDecoderLayer" in said["layer"]
     assert "down_proj.weight is (16, 32) torch.float32 in the model" in said["other_checkpoint"]
     assert "build it on the CPU" in said["tied_meta"]
-    assert "1, a MultiheadAttention with tensors of its own" in said["no_reset"]
+    assert "1, a MultiheadAttention with tensors but without" in said["no_reset"]
     assert "cls.predictions.bias and cls.predictions.decoder.bias, which are tied" in said["tied"]
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outc
     assert "which shards any model" in said["adapter"]
     assert "whole heads on each" in said["heads"]
     assert "leave shard_dataloaders out" in said["own_data"]
-    assert "'model.layers.1.self_attn.q_proj.weight' is not there on process 0" in said["other_model"]
+    assert "'model.layers.1.self_attn.q_proj.weight' is missing on process 0" in said["other_model"]
 
 
 @pytest.mark.slow

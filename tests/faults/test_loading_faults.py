@@ -15,7 +15,7 @@ SAID = {
         "LookupError",
         "reading sample 5 of Failing",
         "got: LookupError: no such point",
-        "for batch 1 of epoch 1",
+        "batch 1 of epoch 1 of the training data",
     ],
     "kill": ["a data loader worker", "got: the worker exited without an error message", "do: check `dmesg`"],
     "step": ["LookupError: no third step"],

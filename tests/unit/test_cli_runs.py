@@ -32,7 +32,7 @@ def test_a_folder_of_runs_is_answered_with_the_command_for_each_the_newest_first
     told = capsys.readouterr().err.splitlines()
     assert told[:4] == [
         f"accmt {command} {folder}",
-        "  got: a folder of 3 run(s)",
+        "  got: a folder with 3 run(s)",
         "  expected: the folder of a run",
         "  do: choose one of them (newest first):",
     ]
@@ -43,7 +43,7 @@ def test_a_folder_of_runs_is_answered_with_the_command_for_each_the_newest_first
 def test_of_many_runs_the_ten_newest_are_shown(tmp_path):
     for number in range(12):
         make_run(tmp_path / str(number), number)
-    with pytest.raises(ArgumentError, match=r"a folder of 12 run\(s\)") as caught:
+    with pytest.raises(ArgumentError, match=r"a folder with 12 run\(s\)") as caught:
         require_run(tmp_path, "report")
     assert [int(line.rpartition("/")[2]) for line in str(caught.value).splitlines()[4:]] == list(range(11, 1, -1))
 

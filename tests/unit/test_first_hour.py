@@ -20,7 +20,7 @@ from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 @each("name", ["device", "state", "trainer", "accelerator"])
 def test_what_a_run_lends_is_not_there_before_it(name):
-    with pytest.raises(AttributeError, match=rf"self\.{name}\n  got: there is no run yet, as in __init__"):
+    with pytest.raises(AttributeError, match=rf"self\.{name}\n  got: no run yet, as in __init__"):
         getattr(Linear(), name)
     assert not hasattr(Linear(), name)
 
@@ -50,10 +50,10 @@ def test_what_is_told_of_a_function_among_the_metrics_works():
     with pytest.raises(MetricError) as failure:
         make_trainer(metrics=halved)
     do = str(failure.value).partition("do: ")[2]
-    kind, _, made = do.partition("; and metrics=")
+    kind, _, made = do.partition("; then pass metrics=")
     names = {"Metric": Metric, "halved": halved}
     exec(re.sub(r"\): def", "):\n    def", kind), names)
-    metric = eval(made.partition(",")[0], names)
+    metric = eval(made.partition(" and return")[0], names)
 
     class Measured(Scripted):
         def validation_step(self, batch):

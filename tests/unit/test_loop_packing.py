@@ -226,7 +226,7 @@ def test_a_model_that_mixes_documents_is_rejected_before_the_first_step(tmp_path
 def test_labels_that_cross_documents_are_an_error_in_data_that_come_packed(tmp_path: Path) -> None:
     ids, positions = [3, 4, 5, 6, 7, 8], [0, 1, 2, 0, 1, 2]
     data = [{"input_ids": ids, "labels": ids, "position_ids": positions}] * 4
-    with pytest.raises(DataError, match=r"labels that cross documents(.|\n)*labels\[position_ids == 0\] = -100"):
+    with pytest.raises(DataError, match=r"labels across documents(.|\n)*labels\[position_ids == 0\] = -100"):
         run(tmp_path, HuggingFaceModule(build("llama")), data=data)
     data = [{**sample, "labels": [-100, 4, 5, -100, 7, 8]} for sample in data]
     run(tmp_path / "apart", HuggingFaceModule(build("llama")), data=data)

@@ -245,7 +245,7 @@ def test_rows_are_synced_to_a_server_whose_password_is_in_no_file(monkeypatch, t
     ledger.save()
     (synced,) = sync_run(tmp_path)
     assert synced.num_left == 1
-    assert "pass --server" in (synced.problem or "")
+    assert "with --server" in (synced.problem or "")
     assert _find_url(hide_text(whole), whole) == whole
     monkeypatch.setenv("MLFLOW_TRACKING_URI", whole)
     assert _find_url(hide_text(whole), None) == whole

@@ -357,7 +357,7 @@ def test_predictions_may_be_of_the_samples_that_a_batch_was_made_of_or_that_it_h
 
 
 def test_batches_that_forward_does_not_take_need_a_predict_step():
-    with pytest.raises(ModuleContractError, match=r"a list as batch.*\n.*\n.*def predict_step\(self, batch\)"):
+    with pytest.raises(ModuleContractError, match=r"a batch of type list.*\n.*\n.*def predict_step\(self, batch\)"):
         make_trainer().predict(Linear(), make_points(3))
 
 

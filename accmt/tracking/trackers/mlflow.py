@@ -135,15 +135,18 @@ class MLFlowRun(TrackerRun):
         os.environ.update(self._environment)
         try:
             with _only_warnings_of("mlflow" if self._is_quiet else "mlflow.store"):
-                # Runs that start at the same time on one database would create its tables and experiments together.
-                path = Path(self.tracking_uri.removeprefix(_SQLITE))
-                with taking_turns(path.parent) if self.tracking_uri.startswith(_SQLITE) else nullcontext():
-                    self._forget_a_missing_run()
-                    super().start()
+                self._start_in_turn()
         except BaseException:
             self._restore_environment()
             raise
         self.run_id = self.active_run.info.run_id
+
+    def _start_in_turn(self) -> None:
+        """Start the run; runs that start together on one database would both create its tables and experiments."""
+        path = Path(self.tracking_uri.removeprefix(_SQLITE))
+        with taking_turns(path.parent) if self.tracking_uri.startswith(_SQLITE) else nullcontext():
+            self._forget_a_missing_run()
+            super().start()
 
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
         """Store parameters; long values are truncated, and one that changed in a resumed run gets a separate name."""
