@@ -62,7 +62,7 @@ def test_shards_are_left_to_optimizers_whose_states_of_them_can_be_kept() -> Non
 
     chained = ChainedOptimizer([torch.optim.SGD(weights()), AdamW8bit(weights())])
     for refused in (AdamW8bit(weights()), chained, optim.AdamW4bit(weights())):
-        with pytest.raises(ModuleContractError, match=r"AdamW\dbit of \w+, and a model whose weights are shards"):
+        with pytest.raises(ModuleContractError, match=r"AdamW\dbit of \w+, and a model with sharded weights"):
             reject_low_bit_states(refused)
     for taken in (torch.optim.AdamW(weights()), optim._AdamW(weights())):
         reject_low_bit_states(taken)
