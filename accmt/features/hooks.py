@@ -1,7 +1,7 @@
-"""The hooks of features: a wider table than that of callbacks, private to accmt.
+"""The hooks of features: internal callbacks with more hooks than `Callback` has.
 
-A feature is a class derived from `Feature` that defines some of its methods. When a run is built, each hook becomes a
-tuple of the methods that define it; a hook that no feature of the run defines costs a look at an empty tuple.
+A feature subclasses `Feature` and overrides some of its methods. When a run is built, the overrides of each hook are
+collected in a tuple, so a hook that no feature overrides costs one loop over an empty tuple.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Steps(Protocol):
-    """What trains windows."""
+    """Trains accumulation windows."""
 
     def train(self, window: Window) -> bool:
-        """Train on a window, and return whether that ends an optimizer step, so that its stages follow."""
+        """Train on a window, and return whether it completed an optimizer step, after which the stages run."""
 
 
 class Feature:
-    """Something that a run can do, or watches; it defines the methods that it needs.
+    """Base class of features; a subclass overrides the hooks it needs.
 
     Attributes:
-        name: Under which a checkpoint holds its state.
-        needs_snapshot: Whether the step snapshot is taken for it, also where the run writes no checkpoints.
+        name: The key of its state in a checkpoint.
+        needs_snapshot: Whether it needs step snapshots even if the run writes no checkpoints.
     """
 
     name: ClassVar[str]
@@ -41,169 +41,171 @@ class Feature:
 
     @classmethod
     def for_run(cls, run: Any) -> Feature | None:
-        """Return the feature of a run; None where the run does not need it.
+        """Create the feature for a run, or return None if the run does not need it.
 
         Args:
-            run: A `Run` where it trains; an `EvaluationRun` where data are evaluated or predicted without that.
+            run: A `Run` during `fit`; an `EvaluationRun` during a separate `validate`, `test` or `predict`.
         """
         raise NotImplementedError
 
     def during(self) -> AbstractContextManager[None]:
-        """Return a context around the whole run."""
+        """Return a context manager that is active during the whole run."""
         return nullcontext()
 
     @classmethod
     def check(cls, settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
-        """Check, before a run is built, that the feature can do what the settings ask."""
+        """Check, before a run is built, that the feature supports these settings."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a crash: JSON values.
+        """Return the state to store in checkpoints, as JSON values.
 
-        What the next run has to know before it is built belongs in `run.recovery.lessons`.
+        State that the next run needs before it is built belongs in `run.recovery.lessons`.
 
-        Processes: collective, unless the main one acts alone.
+        Processes: collective, unless only the main process calls it.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore state from `state_dict`."""
 
     def on_start(self) -> None:
-        """Act when all that training writes to is ready."""
+        """Called when logs, trackers and folders are ready."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """Act when the run has ended, unless another one continues it at once.
+        """Called at the end of the run, unless another run continues it immediately.
 
         Args:
-            error: What ended it; None where it finished.
+            error: The exception that ended the run; None if it finished.
         """
 
     def on_training_start(self) -> None:
-        """Act before the hooks of users at the start of training.
+        """Called at the start of training, before the users' hooks.
 
         Processes: all.
         """
 
     def why_not_tried(self) -> str:
-        """Return why the largest micro-batch is not tried before training."""
+        """Return the reason to skip the trial of the largest micro-batch before training; "" if there is none."""
         return ""
 
     def keeps_apart(self) -> bool:
-        """Return whether processes may not communicate in forward and backward, since one may leave them."""
+        """Return whether forward and backward must not communicate, because one process may abort them."""
         return False
 
     def skips_window(self, samples_before: int) -> bool:
-        """Return whether the accumulation window that begins after so many samples is not trained on."""
+        """Return whether to skip the accumulation window that starts after `samples_before` samples."""
         return False
 
     def make_steps(self) -> Steps:
-        """Return what trains the windows of an epoch, in the place of the automatic loop."""
+        """Return the object that trains the windows of an epoch instead of the automatic loop."""
         raise NotImplementedError
 
     def has_unfinished_step(self) -> bool:
-        """Return whether there is an optimizer step that no checkpoint can hold, because it is not finished."""
+        """Return whether an optimizer step is incomplete, so that no checkpoint can be written now."""
         return False
 
     def saving_last(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights at the end of the run are saved."""
+        """Return a context manager that is active while the weights at the end of the run are saved."""
         return nullcontext()
 
     def before_emergency_checkpoint(self) -> None:
-        """Act before the step snapshot is saved because of an error."""
+        """Called before the step snapshot is saved after an error."""
 
     def before_batch(self, micro_batch: MicroBatch) -> None:
-        """Act when a micro-batch of training has been read."""
+        """Called when a training micro-batch has been loaded."""
 
     def before_forward(self, batch: Any) -> None:
-        """Act before a training step, after the hooks of users.
+        """Called before a training step, after the users' hooks.
 
         Args:
-            batch: The batch as it was read, on the host.
+            batch: The batch as loaded, on the CPU.
         """
 
     def after_forward(self) -> None:
-        """Act after a training step."""
+        """Called after a training step."""
 
     def on_step_error(self, error: Exception, batch: Any) -> None:
-        """Act on an error that a training or validation step raised, and which is raised again.
+        """Called with an error that a training or validation step raised, before it propagates.
 
         Args:
-            batch: The batch as it was read: after a failed assertion a GPU shows none of its memory.
+            error: The error.
+            batch: The batch as loaded, on the CPU: after a device-side assertion, GPU memory can no longer be read.
         """
 
     def weigh(self, loss: Any, *, is_given: bool) -> torch.Tensor | None:
-        """Return what a batch's loss weighs; None where the feature does not know. The first answer counts.
+        """Return the weight of a batch's loss, or None. The first weight that a feature returns is used.
 
         Args:
-            loss: What the step returned as its loss.
-            is_given: Whether the step or the data say what it weighs, so that an answer is not used.
+            loss: The loss that the step returned.
+            is_given: Whether the step or the data already set the weight; the return value is then ignored.
         """
         return None
 
     def on_first_batch(self, batch: Any, *, is_hint_wanted: bool) -> None:
-        """Act after the first training step of a run.
+        """Called after the first training step of a run.
 
         Args:
-            batch: The batch as it was read.
-            is_hint_wanted: Whether batches weigh samples, and that matters: there are several in an optimizer step.
+            batch: The batch as loaded, on the CPU.
+            is_hint_wanted: Whether batches are weighted by samples and an optimizer step has several batches, so that
+                a hint about weights is useful.
         """
 
     def scale_loss(self, window: AccumulationWindow, loss: torch.Tensor, factor: Weight) -> Weight:
-        """Return what the loss of a batch is multiplied by before backward."""
+        """Return the factor by which a batch's loss is multiplied before backward."""
         return factor
 
     def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
-        """Act after forward and backward of a batch, with its detached loss and what that weighs."""
+        """Called after forward and backward of a batch, with its detached loss and the weight of that loss."""
 
     def recovers_from(self, error: Exception) -> bool:
-        """Return whether the run can go on after an error in forward or backward, where processes are kept apart."""
+        """Return whether the run can continue after an error in forward or backward; see `keeps_apart`."""
         return False
 
     def before_optimizer_step(self, window: AccumulationWindow) -> None:
-        """Act before the gradients of a finished window are reduced.
+        """Called before the gradients of a finished window are reduced.
 
         Processes: all.
         """
 
     def allows_step(self, window: AccumulationWindow) -> bool:
-        """Return whether to step with the gradients of a window, which are reduced; the same on all processes."""
+        """Return whether to step with the reduced gradients of a window; must be the same on all processes."""
         return True
 
     def on_skipped_step(self, window: AccumulationWindow) -> None:
-        """Act after a window that ended without an optimizer step."""
+        """Called after a window that ended without an optimizer step."""
 
     def before_use(self) -> None:
-        """Act before the weights are evaluated or saved: an error here keeps them from it.
+        """Called before the weights are evaluated or saved; raise an error to prevent it.
 
         Processes: all.
         """
 
     def before_row(self) -> None:
-        """Act before a row of training values may be logged.
+        """Called before a row of training values is logged, even if it is not due.
 
         Processes: all.
         """
 
     def add_to_row(self, row: dict[str, float]) -> None:
-        """Add values to a row that is logged."""
+        """Add values to a row before it is logged."""
 
     def after_row(self, row: Mapping[str, float]) -> None:
-        """Act after a row of training values was logged.
+        """Called after a row of training values has been logged.
 
         Processes: all.
         """
 
     def before_set(self) -> None:
-        """Act before the first batch of a set that is evaluated or predicted."""
+        """Called before the first batch of a validation, test or prediction set."""
 
     def before_set_batch(self, micro_batch: MicroBatch) -> None:
-        """Act when a micro-batch of such a set has been read."""
+        """Called when a micro-batch of such a set has been loaded."""
 
     def before_set_forward(self) -> None:
-        """Act before a validation step, after the hooks of users."""
+        """Called before a validation step, after the users' hooks."""
 
     def after_set(self, key: str, *, has_batch: bool) -> None:
-        """Act after the last batch of such a set.
+        """Called after the last batch of such a set.
 
         Processes: all.
 
@@ -214,15 +216,15 @@ class Feature:
 
 
 class Features:
-    """The features of a run, by hook: for each method of `Feature` a tuple of the methods that override it.
+    """The features of a run: for each hook, a tuple of the methods that override it.
 
     Args:
-        kinds: The classes, in the order in which they act.
+        kinds: The feature classes, in the order in which their hooks are called.
         run: The run.
 
     Attributes:
         all: The features of the run.
-        needs_snapshot: Whether one of them needs the step snapshot.
+        needs_snapshot: Whether one of them needs step snapshots.
     """
 
     during: tuple[Callable[[], AbstractContextManager[None]], ...]
@@ -267,33 +269,33 @@ class Features:
             setattr(self, hook, tuple(getattr(feature, hook) for feature in acting))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the features by their names.
+        """Return the state of each feature by name.
 
-        Processes: collective, unless the main one acts alone.
+        Processes: collective, unless only the main process calls it.
         """
         return {feature.name: state for feature in self.all if (state := feature.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore state from `state_dict`."""
         for feature in self.all:
             if feature.name in states:
                 feature.load_state_dict(states[feature.name])
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Enter what features need around a whole run; the first in the tuple is entered first, and left last."""
+        """Keep the features' `during` contexts active, entered in order and left in reverse."""
         with ExitStack() as stack:
             for during in self.during:
                 stack.enter_context(during())
             yield
 
     def call_training_step(self, step: Callable[[Any], Any], batch: Any, *, read: Any) -> Any:
-        """Return what a training step returns, with what features do around it.
+        """Call a training step with the features' hooks around it, and return its result.
 
         Args:
             step: The step.
             batch: The batch on the device.
-            read: The batch as it was read.
+            read: The batch as loaded, on the CPU.
         """
         for before_forward in self.before_forward:
             before_forward(read)
@@ -308,7 +310,7 @@ class Features:
         return outputs
 
     def find_weight(self, loss: Any, *, is_given: bool) -> torch.Tensor | None:
-        """Return what the first feature that knows it says of a loss's weight."""
+        """Return the first weight that a feature returns for a loss, or None."""
         found = (weigh(loss, is_given=is_given) for weigh in self.weigh)
         return next((weight for weight in found if weight is not None), None)
 
