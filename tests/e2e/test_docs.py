@@ -254,7 +254,7 @@ def test_the_table_of_counters_is_the_real_one():
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_the_table_of_shares_is_the_real_one(process):
-    _, *shown = read_table(read_section(CONCEPTS, "Sharding the data"))[process]
+    _, *shown = read_table(read_section(DOCS / "data.md", "Sharding the data"))[process]
     plan = Plan(num_samples=11, batch_size=2, shard=Shard(process, 2))
     assert [list(map(int, cell.split())) for cell in shown] == [
         list(plan.local_indices(r)) for r in range(plan.num_micro_batches)

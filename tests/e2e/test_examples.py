@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from accmt import read_history
 from accmt.saving import read_status
-from tests.e2e.markdown import read_section, read_table
 from tests.launching import run_script, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -362,12 +361,6 @@ def test_the_curriculum_is_as_accurate_on_short_texts_as_printed(tmp_path: Path,
     assert read_number(r"accuracy +([\d.]+)% of 24", printed) == pytest.approx(100 * accuracy, abs=0.06)
     rows = [row for row in read_history(next(Path("logs/model").glob("*"))) if "accuracy" in row.get("values", {})]
     assert [row["step"] for row in rows] == list(range(30, 361, 30)), "four evaluations in each of three stages"
-
-
-def test_the_page_lists_every_example():
-    rows = read_table(read_section(ROOT / "docs" / "examples.md", "The examples"))
-    listed = [re.search(r"`(\w+\.py)`", row[0])[1] for row in rows]
-    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
