@@ -4,8 +4,6 @@ from accmt.data.base import Source as Source
 from accmt.data.base import SourceOptions as SourceOptions
 from accmt.data.batches import MicroBatch as MicroBatch
 from accmt.data.batches import find_batch_size as find_batch_size
-from accmt.data.choice import build_source as build_source
-from accmt.data.choice import is_stream as is_stream
 from accmt.data.collate import DataCollatorForLongestSequence as DataCollatorForLongestSequence
 from accmt.data.collate import build_collate as build_collate
 from accmt.data.collate import in_buckets as in_buckets
@@ -24,10 +22,12 @@ from accmt.data.seeding import draw_seed as draw_seed
 from accmt.data.seeding import preserve_generators as preserve_generators
 from accmt.data.seeding import seed_generators as seed_generators
 from accmt.data.seeding import set_seed as set_seed
+from accmt.data.sources import UnshardedSource as UnshardedSource
+from accmt.data.sources import build_source as build_source
+from accmt.data.sources import is_stream as is_stream
 from accmt.data.token_budget import TokenBudget as TokenBudget
 from accmt.data.token_budget import cut_by_tokens as cut_by_tokens
 from accmt.data.token_budget import padded_tokens as padded_tokens
-from accmt.data.unsharded import UnshardedSource as UnshardedSource
 from accmt.data.windows import ByCount as ByCount
 from accmt.data.windows import ByPackedRows as ByPackedRows
 from accmt.data.windows import ByTokens as ByTokens

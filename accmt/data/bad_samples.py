@@ -48,22 +48,23 @@ def without_bad_samples(
     """
     unread, has_any = 0, not is_whole_epoch
     for micro_batch in micro_batches:
-        _take_bad(micro_batch)
+        if micro_batch.batch is not None:
+            micro_batch.batch, bad = micro_batch.batch
+            micro_batch.bad = tuple(bad)  # a list, where batches are pinned
+        own_read = (micro_batch.own_samples or 0) - len(micro_batch.bad)
+        micro_batch.own_samples = 0 if micro_batch.batch is None else own_read
         num_read = _count(micro_batch, options)
         micro_batch.num_samples = num_read if knows_samples else None
         has_any |= num_read != 0
         unread = 0 if num_read != 0 else unread + micro_batch.num_bad
         if unread >= _TOO_MANY or (micro_batch.is_last and not has_any):
-            raise _nothing_is_read(options, unread, micro_batch)
+            bad_here = micro_batch.bad
+            last = f"; the last is sample {bad_here[-1].index}: {bad_here[-1].error}" if bad_here else ""
+            got = f"{unread} unreadable samples in a row{last}"
+            expected = 'only occasional unreadable samples, which failures={"on_bad_sample": "skip"} skips'
+            do = "check the path, the disk, or the dataset's __getitem__"
+            raise DataError(explain(f"the {options.kind} data", got, expected, do))
         yield micro_batch
-
-
-def _take_bad(micro_batch: MicroBatch) -> None:
-    if micro_batch.batch is not None:
-        micro_batch.batch, bad = micro_batch.batch
-        micro_batch.bad = tuple(bad)  # a list, where batches are pinned
-    read = (micro_batch.own_samples or 0) - len(micro_batch.bad)
-    micro_batch.own_samples = 0 if micro_batch.batch is None else read
 
 
 def _count(micro_batch: MicroBatch, options: SourceOptions) -> int | None:
@@ -93,11 +94,3 @@ def _require_same_in_groups(micro_batch: MicroBatch) -> None:
         got = f"samples {every[first]} could not be read on process {first}, and {every[other]} on process {other}"
         expected = "the same samples on both: they share one model and each of its batches"
         raise DataError(explain("the data", got, expected, "check the disk or network the data is read from"))
-
-
-def _nothing_is_read(options: SourceOptions, unread: int, micro_batch: MicroBatch) -> DataError:
-    last = f"; the last is sample {micro_batch.bad[-1].index}: {micro_batch.bad[-1].error}" if micro_batch.bad else ""
-    got = f"{unread} unreadable samples in a row{last}"
-    expected = 'only occasional unreadable samples, which failures={"on_bad_sample": "skip"} skips'
-    do = "check the path, the disk, or the dataset's __getitem__"
-    return DataError(explain(f"the {options.kind} data", got, expected, do))

@@ -199,7 +199,13 @@ def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
 
     Processes: collective.
     """
-    found = _find_other(options, rows, lambda one, first: (one is None) != (first is None) or _differ(one, first))
+
+    def are_different(one: Rows | None, first: Rows | None) -> bool:
+        if one is None or first is None:
+            return one is not first
+        return compare(one, first) == "different"
+
+    found = _find_other(options, rows, are_different)
     if found is None:
         return
     index, other, _, _ = found
@@ -211,10 +217,6 @@ def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
         "from the operating system"
     )
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
-
-
-def _differ(one: Rows | None, other: Rows | None) -> bool:
-    return one is not None and other is not None and compare(one, other) == "different"
 
 
 def _find_other(

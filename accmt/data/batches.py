@@ -107,13 +107,42 @@ def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
     _add_sizes(batch, sizes)
     if len(sizes) == 1 and (collated is None or collated in sizes):
         return sizes.pop()
-    if not sizes:
-        return _size_without_arrays(batch, collated)
+    if not sizes:  # no tensors or arrays
+        lengths = list(_lengths_of_lists(batch))
+        if lengths:
+            return collated if collated in lengths else lengths[0]
+        if hasattr(batch, "__dict__") and not isinstance(batch, Mapping):  # an object with tensors as attributes
+            return find_batch_size(vars(batch), collated)
+        if collated is not None:
+            warn_once(
+                "the batch size cannot be read from a batch, so the number of collated samples is used (here "
+                f"{collated}); {_COUNT_YOURSELF}",
+                about="samples that no batch shows",
+            )
+        return collated
     if collated is not None and (collated in sizes or _is_list_of(batch, collated, sizes)):
-        _warn_if_doubtful(batch, collated)
+        # Other first dimensions are not those of samples, or samples were dropped.
+        others = {len(array) for array in _arrays_in(batch) if collated not in array.shape[:2]}
+        if others and not _is_list_of(batch, collated, set()):
+            warn_once(
+                f"the number of collated samples is used as batch size (here {collated}), although the batch has "
+                f"tensors with a first dimension of {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; "
+                f"{_COUNT_YOURSELF}",
+                about="samples beside other first dimensions",
+            )
         return collated
     if len(sizes) > 1 or _may_be_other_than_samples(batch, collated):
-        raise _unknown_size(batch, collated)
+        shapes = [list(array.shape) for array in _arrays_in(batch)]
+        shown = ", ".join(map(str, shapes[:_MAX_SHAPES])) + (", ..." if len(shapes) > _MAX_SHAPES else "")
+        made = "" if collated is None else f", made from {collated} samples"
+        raise DataError(
+            explain(
+                "the number of samples in a batch, which weights its loss",
+                f"a batch of shapes {shown}{made}",
+                "the samples as the first dimension of every tensor",
+                "define get_batch_size(self, batch) in the module, for example with `return batch[1].shape[0]`",
+            )
+        )
     return sizes.pop()
 
 
@@ -151,32 +180,6 @@ def _values_of(batch: Any) -> Iterable[Any]:
     return ()
 
 
-def _size_without_arrays(batch: Any, collated: int | None) -> int | None:
-    lengths = list(_lengths_of_lists(batch))
-    if lengths:
-        return collated if collated in lengths else lengths[0]
-    if hasattr(batch, "__dict__") and not isinstance(batch, Mapping):  # an object with tensors as attributes
-        return find_batch_size(vars(batch), collated)
-    if collated is not None:
-        warn_once(
-            f"the batch size cannot be read from a batch, so the number of collated samples is used (here {collated}); "
-            f"{_COUNT_YOURSELF}",
-            about="samples that no batch shows",
-        )
-    return collated
-
-
-def _warn_if_doubtful(batch: Any, collated: int) -> None:
-    """Warn once that first dimensions differ: some are not samples, or samples were dropped."""
-    others = {len(array) for array in _arrays_in(batch) if collated not in array.shape[:2]}
-    if others and not _is_list_of(batch, collated, set()):
-        warn_once(
-            f"the number of collated samples is used as batch size (here {collated}), although the batch has tensors "
-            f"with a first dimension of {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; {_COUNT_YOURSELF}",
-            about="samples beside other first dimensions",
-        )
-
-
 def _lengths_of_lists(batch: Any) -> Iterator[int]:
     """Yield the lengths of the innermost lists."""
     found = False
@@ -212,17 +215,3 @@ def _may_be_other_than_samples(batch: Any, collated: int | None) -> bool:
     is_one_row = arrays[0].shape[0] == 1 and len(widths) == 1 and widths.pop() > 1
     are_images = isinstance(batch, list) and len(batch) == collated and all(array.ndim > 2 for array in arrays)
     return is_one_row or are_images
-
-
-def _unknown_size(batch: Any, collated: int | None) -> DataError:
-    shapes = [list(array.shape) for array in _arrays_in(batch)]
-    shown = ", ".join(map(str, shapes[:_MAX_SHAPES])) + (", ..." if len(shapes) > _MAX_SHAPES else "")
-    made = "" if collated is None else f", made from {collated} samples"
-    return DataError(
-        explain(
-            "the number of samples in a batch, which weights its loss",
-            f"a batch of shapes {shown}{made}",
-            "the samples as the first dimension of every tensor",
-            "define get_batch_size(self, batch) in the module, for example with `return batch[1].shape[0]`",
-        )
-    )

@@ -100,15 +100,12 @@ def collate_or_explain(samples: list[Any]) -> Any:
         if "equal size" not in str(error):
             raise
         expected = "samples of equal shape, or a collate function that pads them"
-        collator = "DataCollatorForSeq2Seq" if _has_label_lists(samples) else "DataCollatorWithPadding"
+        # Samples with a label for each token need a function that pads the labels too.
+        labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
+        has_label_lists = isinstance(labels, list) or getattr(labels, "ndim", 0) > 0
+        collator = "DataCollatorForSeq2Seq" if has_label_lists else "DataCollatorWithPadding"
         do = f"Trainer(collate_fn={collator}(tokenizer)) for text, or your own function"
         raise DataError(explain("making a batch", str(error), expected, do)) from error
-
-
-def _has_label_lists(samples: list[Any]) -> bool:
-    """Return whether samples have a label for each token, so that labels need padding too."""
-    labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
-    return isinstance(labels, list) or getattr(labels, "ndim", 0) > 0
 
 
 def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:

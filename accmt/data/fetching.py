@@ -103,7 +103,11 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         except Exception as error:
             if _is_out_of_memory(error):
                 raise
-            found = self._find_bad(indices)
+            # Read one by one, as the batch was read, to find the bad ones.
+            fetch_many: Callable[[list[int]], list[Any]] = self.dataset.__getitems__
+            alone = SeededDataset(self.dataset, skips_bad=True)
+            seed_generators(indices.seed)
+            found = alone._fetch_each(indices, lambda index: fetch_many([index])[0])
             if self._skips_bad:
                 return found
             self._note(error, [bad.index for bad in found.bad] or indices)
@@ -126,13 +130,6 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
                     raise
                 bad.append(BadSample(index, _describe(error)))
         return Fetched(samples, indices, tuple(bad))
-
-    def _find_bad(self, indices: BatchIndices) -> Fetched:
-        """Read the samples of a batch one by one to find the bad ones."""
-        fetch_many: Callable[[list[int]], list[Any]] = self.dataset.__getitems__
-        alone = SeededDataset(self.dataset, skips_bad=True)
-        seed_generators(indices.seed)
-        return alone._fetch_each(indices, lambda index: fetch_many([index])[0])
 
     def _note(self, error: Exception, indices: Sequence[int]) -> None:
         where = f"reading {_name(indices)} of {type(self.dataset).__name__}"
@@ -181,17 +178,12 @@ class CollateFetched:
         if str(getattr(self.collate, "__module__", "")).startswith("accmt."):
             name = "torch's default_collate"
         expected, do = f"samples that {name} can collate", "check these samples, or pass a different collate_fn"
-        texts = _find_texts(samples)
-        if texts:
+        first = next((sample for sample in samples if isinstance(sample, Mapping)), {})
+        texts = [name for name, value in first.items() if isinstance(value, str)]
+        if texts:  # such as the text that was tokenized
             expected = "numbers only: strings cannot become tensors"
             do = f"remove {', '.join(texts)} from the dataset; with `datasets`: dataset.remove_columns({texts})"
         error.add_note(explain(where, _describe(error), expected, do))
-
-
-def _find_texts(samples: Sequence[Any]) -> list[str]:
-    """Return the names of string entries in samples, such as the text that was tokenized."""
-    first = next((sample for sample in samples if isinstance(sample, Mapping)), {})
-    return [name for name, value in first.items() if isinstance(value, str)]
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -77,30 +77,22 @@ def known_lengths(
         return np.fromiter((find_length(sample, length_of) for sample in chosen), np.int64, len(chosen))
     if length_of is not None:
         return None
-    if _is_in_columns(data):
-        return _read_column(data if indices is None else data.select(indices))
+    datasets = sys.modules.get("datasets")  # if it is not imported, the data is not from it
+    # A custom transform may create other columns, or other values, on read.
+    if datasets is not None and isinstance(data, datasets.Dataset) and data.format["type"] != "custom":
+        name = next((name for name in ("length", "input_ids") if name in data.column_names), None)
+        if name is not None:
+            chosen = data if indices is None else data.select(indices)
+            # Of lists, only the offsets are read, not their values.
+            tables: Iterable[Any] = chosen.select_columns(name).with_format("arrow").iter(batch_size=100_000)
+            chunks = [chunk for table in tables for chunk in table[name].chunks]
+            read = [(chunk if name == "length" else chunk.value_lengths()).to_numpy() for chunk in chunks]
+            return np.concatenate([np.empty(0, np.int64), *read]).astype(np.int64)
     lengths = getattr(data, "lengths", None)
     if lengths is None or callable(lengths):
         return None
     every = np.asarray(lengths, np.int64)
     return every if indices is None else every[np.asarray(indices, np.int64)]
-
-
-def _is_in_columns(data: Any) -> bool:
-    """Return whether a dataset of `datasets` stores lengths, without a custom transform that creates them on read."""
-    datasets = sys.modules.get("datasets")  # if it is not imported, the data is not from it
-    if datasets is None or not isinstance(data, datasets.Dataset) or data.format["type"] == "custom":
-        return False
-    return not {"length", "input_ids"}.isdisjoint(data.column_names)
-
-
-def _read_column(data: Any) -> np.ndarray[Any, Any]:
-    """Read the lengths of a dataset of `datasets`: only the offsets of its lists, not their values."""
-    name = "length" if "length" in data.column_names else "input_ids"
-    tables: Iterable[Any] = data.select_columns(name).with_format("arrow").iter(batch_size=100_000)
-    chunks = [chunk for table in tables for chunk in table[name].chunks]
-    lengths = [(chunk if name == "length" else chunk.value_lengths()).to_numpy() for chunk in chunks]
-    return np.concatenate([np.empty(0, np.int64), *lengths]).astype(np.int64)
 
 
 # ---- The largest micro-batch of a dataset
@@ -142,24 +134,19 @@ def find_largest(
         return _as_list(order[:size])
     widths = np.asarray(budget.widths(widths.tolist()))
     most = min(size, budget.max_samples, len(order))
-    if packs:
-        return _as_list(order[_fill_row(widths, budget.max_tokens, most)])
+    if packs:  # one row: the longest sample, then repeatedly the longest that still fits
+        chosen, room = [0], budget.max_tokens - int(widths[0])
+        while len(chosen) < most:
+            place = max(chosen[-1] + 1, int(np.searchsorted(-widths, -room)))
+            if room < 1 or place >= len(widths):
+                break
+            chosen.append(place)
+            room -= int(widths[place])
+        return _as_list(order[chosen])
     numbers = np.clip(budget.max_tokens // widths, 1, np.minimum(most, len(order) - np.arange(len(order))))
     tokens = numbers * widths
     first = int(np.argmax(tokens >= _AS_LARGE * tokens.max()))
     return _as_list(order[first : first + numbers[first]])
-
-
-def _fill_row(widths: np.ndarray[Any, Any], max_tokens: int, most: int) -> list[int]:
-    """Return the positions of the samples of one row: the longest, then repeatedly the longest that still fits."""
-    chosen, room = [0], max_tokens - int(widths[0])
-    while len(chosen) < most:
-        place = max(chosen[-1] + 1, int(np.searchsorted(-widths, -room)))
-        if room < 1 or place >= len(widths):
-            break
-        chosen.append(place)
-        room -= int(widths[place])
-    return chosen
 
 
 def _as_list(indices: np.ndarray[Any, Any]) -> list[int]:

@@ -125,9 +125,13 @@ class DocumentPacker:
         if not documents:
             do = "remove samples without tokens from the data"
             raise DataError(explain(_WHERE, "a row with only empty samples", "samples with tokens", do))
-        for document in documents[1:]:
-            _require_same_entries(documents[0], document)
-        row: dict[str, Any] = {name: torch.cat([one[name] for one in documents])[None] for name in documents[0]}
+        first = documents[0]
+        for other in documents[1:]:
+            if first.keys() != other.keys():
+                got = f"samples with {sorted(first)} and with {sorted(other)}"
+                do = "give labels to all samples or to none"
+                raise DataError(explain(_WHERE, got, "the same entries in all samples", do))
+        row: dict[str, Any] = {name: torch.cat([one[name] for one in documents])[None] for name in first}
         if self._gives_bounds:
             lengths = torch.tensor([0, *(len(document["input_ids"]) for document in documents)])
             bounds, longest = lengths.cumsum(0).to(torch.int32), int(lengths.max())
@@ -173,11 +177,3 @@ def _as_tensor(name: str, values: Any, length: int | None) -> torch.Tensor:
     got += "" if length is None else f", in a sample of {length} tokens"
     do = f"remove {name!r} from the samples, for example with dataset.remove_columns({name!r}); or disable packing"
     raise DataError(explain(_WHERE, got, "one value per token in every entry of a sample", do))
-
-
-def _require_same_entries(first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    if first.keys() != other.keys():
-        got = f"samples with {sorted(first)} and with {sorted(other)}"
-        raise DataError(
-            explain(_WHERE, got, "the same entries in all samples", "give labels to all samples or to none")
-        )

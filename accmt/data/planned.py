@@ -182,7 +182,20 @@ class PlannedSource:
             epoch, first_micro_batch, position, kind=self._kind, unit=self._unit, options=self._options
         )
         if first_micro_batch == 0:
-            self._compare_before(epoch, position)
+            before = position.get("before")
+            # An order that changed warns: later epochs will differ too.
+            is_comparable = before is not None and self._has_user_order and position["kind"] == self._kind
+            if (
+                is_comparable
+                and self._draw(epoch - 1) == before["of"]
+                and self._order.digest(epoch - 1) != before["order"]
+            ):
+                warn(
+                    f"the sampler of the {self._options.kind} data draws epoch {epoch} in a different order than "
+                    "before the interruption, so later epochs also differ from an uninterrupted run: the sampler "
+                    "changed, or its order depends on more than set_epoch(epoch), a seed, and torch's, numpy's or "
+                    "Python's generators"
+                )
         self._begin(epoch, first_micro_batch)
         require_same_number(self._start, self._size, self._unit, self._options)
         if self._start.position:
@@ -190,18 +203,6 @@ class PlannedSource:
             compare_rows(position, self.rows, self._options, is_in_epoch=True)
         else:
             self._rows_before = position.get("rows")
-
-    def _compare_before(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Warn if the user's sampler draws the previous epoch differently than before: later epochs will differ too."""
-        before = position.get("before")
-        if before is None or not self._has_user_order or position["kind"] != self._kind:
-            return
-        if self._draw(epoch - 1) == before["of"] and self._order.digest(epoch - 1) != before["order"]:
-            warn(
-                f"the sampler of the {self._options.kind} data draws epoch {epoch} in a different order than before "
-                "the interruption, so later epochs also differ from an uninterrupted run: the sampler changed, or "
-                "its order depends on more than set_epoch(epoch), a seed, and torch's, numpy's or Python's generators"
-            )
 
     def _begin(self, epoch: int, first: int) -> Plan:
         call_set_epoch(self._dataset, epoch)
@@ -276,17 +277,14 @@ class BatchesSource(PlannedSource):
         # The length of a user-defined class may be an estimate; the batches drawn here are kept for the first epoch.
         num_batches = order.size(0) if self._has_user_order else length_of(batch_sampler) or 0
         require_not_empty(num_batches, options, "a DataLoader without batches")
-        super().__init__(user_loader.dataset, options, order, _torch_options_of(user_loader), size=num_batches)
+        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "prefetch_factor", "multiprocessing_context")
+        torch_options = {name: getattr(user_loader, name) for name in names} | {
+            "worker_init_fn": WorkerStart(user_loader.worker_init_fn),
+            "persistent_workers": user_loader.persistent_workers and not hasattr(user_loader.dataset, "set_epoch"),
+        }
+        super().__init__(user_loader.dataset, options, order, torch_options, size=num_batches)
 
     def _draw(self, epoch: int) -> int:
         num_batches = self._order.size(epoch)
         require_not_empty(num_batches, self._options, "a DataLoader without batches")
         return num_batches
-
-
-def _torch_options_of(user_loader: DataLoader[Any]) -> dict[str, Any]:
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "prefetch_factor", "multiprocessing_context")
-    return {name: getattr(user_loader, name) for name in names} | {
-        "worker_init_fn": WorkerStart(user_loader.worker_init_fn),
-        "persistent_workers": user_loader.persistent_workers and not hasattr(user_loader.dataset, "set_epoch"),
-    }

@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -169,31 +169,21 @@ def _parts_of(value: Any) -> Iterator[Any]:
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                yield cell.cell_contents
         yield from value.__defaults__ or ()
         used = (value.__globals__.get(name) for name in value.__code__.co_names)
         yield from (one for one in used if isinstance(one, _GENERATORS))
     else:
-        yield from _parts_of_object(value)
-
-
-def _parts_of_object(value: Any) -> Iterator[Any]:
-    name = type(value).__module__
-    if name.partition(".")[0] in _LIBRARIES and not name.startswith(_OPEN_PARTS):
-        return
-    yield from getattr(value, "__dict__", {}).values()
-    for kind in type(value).__mro__:
-        if kind.__module__.partition(".")[0] not in _LIBRARIES:
-            yield from (getattr(value, slot, None) for slot in getattr(kind, "__slots__", ()))
-            yield from (function for function in vars(kind).values() if isinstance(function, FunctionType))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+        name = type(value).__module__
+        if name.partition(".")[0] in _LIBRARIES and not name.startswith(_OPEN_PARTS):
+            return
+        yield from getattr(value, "__dict__", {}).values()
+        for kind in type(value).__mro__:
+            if kind.__module__.partition(".")[0] not in _LIBRARIES:
+                yield from (getattr(value, slot, None) for slot in getattr(kind, "__slots__", ()))
+                yield from (function for function in vars(kind).values() if isinstance(function, FunctionType))
 
 
 def user_seed(generator: Any) -> int:

@@ -79,7 +79,16 @@ class SequentialSource:
         self._options = options
         self._randomness = randomness
         self._claimed_length = length
-        self._length = _bound(length, options)
+        self._length = length  # or the most that the limit allows; None if nothing bounds an epoch
+        if length is not None:
+            require_not_empty(length, options, "a length of 0")
+        elif isinstance(options.limit, int):
+            most = max(options.limit, 1) * options.micro_batches_per_batch
+            self._length = most * options.batch_size * options.shard.count
+        elif options.limit < 1.0:
+            got = f"a limit of {options.limit}, a fraction, for data without a length"
+            do = "pass a number of batches such as 100, or define __len__ for the data"
+            raise DataError(explain(f"the {options.kind} data", got, "a whole number of batches", do))
         self._multiple = multiple
         self._start = EPOCH_START
         self._epoch: int | None = None
@@ -195,22 +204,22 @@ class SequentialSource:
         batches = self._reading = start_reading(dataloader)
         while True:
             seed_generators(derive_seed(seed, purpose, epoch, consumed))
-            batch = self._next(batches, epoch, consumed)
+            try:
+                batch = next(batches, _END)
+            except Exception as error:
+                note_dead_worker(error, batches)
+                where = f"the {self._options.kind} data, epoch {epoch + 1}, after {consumed} {self._unit}"
+                got = f"{type(error).__name__}: {error}".partition("\n")[0]
+                do = (
+                    "fix the error, or catch it where it is raised: an iterator that has raised an error cannot "
+                    "continue"
+                )
+                error.add_note(explain(where, got, f"more {self._unit}, or the end of the data", do))
+                raise
             if batch is _END:
                 return
             consumed += self._size_of(batch)
             yield batch, consumed
-
-    def _next(self, batches: Iterator[Any], epoch: int, consumed: int) -> Any:
-        try:
-            return next(batches, _END)
-        except Exception as error:
-            note_dead_worker(error, batches)
-            where = f"the {self._options.kind} data, epoch {epoch + 1}, after {consumed} {self._unit}"
-            got = f"{type(error).__name__}: {error}".partition("\n")[0]
-            do = "fix the error, or catch it where it is raised: an iterator that has raised an error cannot continue"
-            error.add_note(explain(where, got, f"more {self._unit}, or the end of the data", do))
-            raise
 
     def _arrange(self, start: EpochStart, first: int) -> Plan | None:
         if self._length is None:
@@ -230,20 +239,6 @@ class SequentialSource:
             f"the {self._options.kind} data are read again from the beginning of the epoch up to the interruption "
             f"({start.consumed} {self._unit}): {why}"
         )
-
-
-def _bound(length: int | None, options: SourceOptions) -> int | None:
-    """Return the length, or the maximum that the limit allows; None if nothing bounds an epoch."""
-    if length is not None:
-        require_not_empty(length, options, "a length of 0")
-        return length
-    if isinstance(options.limit, int):
-        return max(options.limit, 1) * options.micro_batches_per_batch * options.batch_size * options.shard.count
-    if options.limit < 1.0:
-        got = f"a limit of {options.limit}, a fraction, for data without a length"
-        do = "pass a number of batches such as 100, or define __len__ for the data"
-        raise DataError(explain(f"the {options.kind} data", got, "a whole number of batches", do))
-    return None
 
 
 def _with_last_marked(micro_batches: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
@@ -317,7 +312,9 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
     inexact = why_states_are_inexact() if streams else None
     if inexact is not None:
         return inexact
-    if any(map(_has_shuffle_buffer, streams)):
+    # No public attribute shows that there is a buffer. Source: `datasets.IterableDataset.state_dict`: "examples from
+    # shuffle buffers are lost when resuming".
+    if any(is_shuffle_buffer(step) for stream in streams for step in steps_of_stream(stream)):
         return "their state_dict omits the contents of the shuffle buffer"
     if any(_parts_of(owner, source) & _parts_of(other, getattr(other, "dataset", None)) for other in also_read):
         return "evaluations also read them, which changes their state"
@@ -350,15 +347,6 @@ def _streams_in(*data: Any) -> list[Any]:
 
 def _is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset) or _is_streaming_dataset(data)
-
-
-def _has_shuffle_buffer(data: Any) -> bool:
-    """Return whether a streaming dataset of `datasets` shuffles in a buffer.
-
-    Source: `datasets.IterableDataset.state_dict`: "examples from shuffle buffers are lost when resuming". No public
-    attribute shows that there is one.
-    """
-    return any(map(is_shuffle_buffer, steps_of_stream(data)))
 
 
 def _is_streaming_dataset(data: Any) -> bool:
@@ -410,15 +398,23 @@ class StreamSource(SequentialSource):
             return start
         is_same = position["reads"] == [[0, self._global_batch_size]] and position["readers"] == self._readers
         if not is_same and max(self._readers, position["readers"]) > 1:
-            raise self._cannot_find(position)
+            readers, (_, size) = position["readers"], position["reads"][-1]
+            got = f"{self._readers} workers and {self._global_batch_size} samples per global batch"
+            expected = f"{readers} and {size}, as before: each of several workers reads a part of the stream"
+            do = "resume with the same number of workers and processes; with at most one worker, any number can resume"
+            raise cannot_resume(self._options, got, expected, do)
         self._say_reading_again(start, self._state.why_not or "their state was not saved because a worker read them")
         # Collating advances a worker's generators too, so it has to read and collate exactly what it read before.
         self._is_read_again = is_same and self.dataloader.num_workers > 0
         return EPOCH_START if self._is_read_again else start
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[ReadBatch]:
-        fixed: dict[str, Any] = {"kind": self._kind, "readers": self._readers, "reads": self._reads_from(start)}
         batch_size, shard = self._options.batch_size, self._options.shard
+        # [first sample, samples per read] of each launch that has read a part of the epoch.
+        reads, size = list(start.position.get("reads", ())), self._global_batch_size
+        if not (reads and reads[-1][1] == size and (start.consumed - reads[-1][0]) % size == 0):
+            reads.append([start.consumed, size])
+        fixed: dict[str, Any] = {"kind": self._kind, "readers": self._readers, "reads": reads}
         dataloader = self.dataloader if start is EPOCH_START else self._make_rest(epoch, start, plan)
         collate: Any = dataloader.collate_fn
         collate.is_first = True
@@ -453,13 +449,6 @@ class StreamSource(SequentialSource):
     def _size_of(self, batch: _OfAll) -> int:
         return batch.size
 
-    def _reads_from(self, start: EpochStart) -> list[list[int]]:
-        """Return [first sample, samples per read] for each launch that has read a part of the epoch."""
-        reads = list(start.position.get("reads", ()))
-        if reads and reads[-1][1] == self._global_batch_size and (start.consumed - reads[-1][0]) % reads[-1][1] == 0:
-            return reads
-        return [*reads, [start.consumed, self._global_batch_size]]
-
     def _make_rest(self, epoch: int, start: EpochStart, plan: Plan | None) -> DataLoader[Any]:
         options, reads = self._options, start.position["reads"]
         skipped: list[range] = []
@@ -473,13 +462,6 @@ class StreamSource(SequentialSource):
         if not (is_in_worker or start.position.get("in_worker") or self._state.is_in(start.position)):
             rest.check = partial(compare_rows, start.position, options=options, is_in_epoch=True)
         return self._make_dataloader(rest, options)
-
-    def _cannot_find(self, position: Mapping[str, Any]) -> Exception:
-        readers, (_, size) = position["readers"], position["reads"][-1]
-        got = f"{self._readers} workers and {self._global_batch_size} samples per global batch"
-        expected = f"{readers} and {size}, as before: each of several workers reads a part of the stream"
-        do = "resume with the same number of workers and processes; with at most one worker, any number can resume"
-        return cannot_resume(self._options, got, expected, do)
 
 
 def _count_readers(num_workers: int) -> int:
@@ -594,7 +576,11 @@ class UserLoaderSource(SequentialSource):
         self._reader = _make_reader(user_loader, options)
         readers = _count_readers(user_loader.num_workers) if is_stream else 1
         self._cut = {"batch_size": user_loader.batch_size, "readers": readers}
-        self._state = _state_of_loader(user_loader, options, is_stream=is_stream)
+        if is_stream and type(user_loader).__iter__ is DataLoader.__iter__:
+            dataset, num_workers = user_loader.dataset, user_loader.num_workers
+            self._state = StreamState(dataset, num_workers=num_workers, also_read=options.also_read)
+        else:
+            self._state = StreamState(user_loader, source=user_loader.dataset, also_read=options.also_read)
         self._rows: Rows = {}  # those at the beginning of the epoch
         length = length_of(user_loader) if readers == 1 else None
         randomness = UserRandomness(user_loader, user_loader.dataset, user_loader.batch_sampler)
@@ -715,10 +701,3 @@ def _make_reader(user_loader: DataLoader[Any], options: SourceOptions) -> DataLo
     # Through vars: DataLoader.__setattr__ rejects changes after construction.
     vars(reader).update(collate_fn=collate, persistent_workers=False, _iterator=None)
     return reader
-
-
-def _state_of_loader(user_loader: DataLoader[Any], options: SourceOptions, *, is_stream: bool) -> StreamState:
-    is_plain = type(user_loader).__iter__ is DataLoader.__iter__
-    if is_stream and is_plain:
-        return StreamState(user_loader.dataset, num_workers=user_loader.num_workers, also_read=options.also_read)
-    return StreamState(user_loader, source=user_loader.dataset, also_read=options.also_read)

@@ -16,10 +16,8 @@ from accmt.data import (
     Loader,
     MicroBatch,
     Shard,
-    Source,
     SourceOptions,
     StreamGroups,
-    UnshardedSource,
     build_collate,
     build_source,
     group_dataset,
@@ -338,7 +336,7 @@ def build_train_loader(
         also_read=also_read,
         agrees_each_batch=data_settings.shard_dataloaders and num_data_processes() > 1,
     )
-    source = _end_together(build_source(cutting.data if cutting else data, options))
+    source = build_source(cutting.data if cutting else data, options)
     if cutting:
         return Loader(source, cutting.of_training())
     steps_itself = module.uses_manual_optimization
@@ -400,7 +398,7 @@ def build_evaluation_loader(
         skips_bad=skips_bad,
         agrees_each_batch=engine.needs_all or agrees_on_bad,
     )
-    source = _end_together(build_source(cutting.data if cutting else data, options))
+    source = build_source(cutting.data if cutting else data, options)
     maker = cutting.of_evaluation(purpose, batch_size=options.batch_size) if cutting else None
     return Loader(source, maker, through=through)
 
@@ -427,12 +425,6 @@ def end_workers(loaders: Iterable[Loader]) -> None:
 
 def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
     return settings.dataloader_pin_memory and device.type != "cpu"
-
-
-def _end_together(source: Source) -> Source:
-    """Return a source whose epochs end on all processes together, also where each has data of its own."""
-    has_own_data = num_data_processes() > 1 and source.shard.count == 1
-    return UnshardedSource(source) if has_own_data else source
 
 
 def _reject_iterator(data: Any, settings: Settings) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
-from accmt.data import SourceOptions, UnshardedSource, build_source
+from accmt.data import SourceOptions, build_source
 
 class Stream(IterableDataset):
     def __init__(self, numbers):
@@ -28,7 +28,7 @@ def make(kind, rank):
     numbers = list(range(100 * rank, 100 * rank + (5, 12)[rank]))
     data = Stream(numbers) if kind == "stream" else numbers
     options = SourceOptions(purpose="train", batch_size=2, shuffle=True)
-    return UnshardedSource(build_source(data, options))
+    return build_source(data, options)
 
 def take(loader, first, last=None):
     batches = []

@@ -1,0 +1,145 @@
+"""Chooses the source for the user's data, and lets processes with separate data end their epochs together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accmt.data.base import Source, SourceOptions, length_of
+from accmt.data.batches import MicroBatch
+from accmt.data.planned import BatchesSource, DatasetSource
+from accmt.data.streams import StreamSource, UserLoaderSource
+from accmt.errors import DataError, explain
+from accmt.processes import gather_objects, num_data_processes, num_processes, process_index, sum_over_processes
+
+
+def build_source(data: Any, options: SourceOptions) -> Source:
+    """Build the source for a dataset or iterable, which accmt orders and shards, or for a DataLoader with its batches.
+
+    No source repeats samples to fill a batch. If each process has its own data, they end their epochs together.
+
+    Processes: collective.
+    """
+    source: Source
+    if isinstance(data, DataLoader):
+        source = _wrap_user_loader(data, options)
+    elif isinstance(data, Mapping | str | bytes) or (is_stream(data) and not hasattr(data, "__iter__")):
+        got = type(data).__name__ + (f" with the keys {list(data)}" if isinstance(data, Mapping) else "")
+        expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
+        do = 'pass one of these to fit; if you have a dict of datasets, pass one of them, such as data["train"]'
+        raise DataError(explain(f"the {options.kind} data", got, expected, do))
+    elif is_stream(data):
+        source = StreamSource(data, options.without_split_stream(data))
+    elif options.batch_sampler is None:
+        source = DatasetSource(data, options)
+    else:
+        loader = DataLoader(data, batch_sampler=options.batch_sampler, **options.torch_options(data))
+        source = _wrap_user_loader(loader, options)
+    has_own_data = num_data_processes() > 1 and source.shard.count == 1
+    return UnshardedSource(source) if has_own_data else source
+
+
+def is_stream(data: Any) -> bool:
+    """Return whether data can only be read from the start: it has no length or no access by index."""
+    return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def _wrap_user_loader(user_loader: DataLoader[Any], options: SourceOptions) -> Source:
+    from accelerate.data_loader import DataLoaderStateMixin
+
+    if isinstance(user_loader, DataLoaderStateMixin):
+        got, do = "a DataLoader already sharded by accelerator.prepare", "let the Trainer prepare it"
+        raise DataError(explain(f"the {options.kind} data", got, "the DataLoader before prepare", do))
+    options = options.without_second_sharding(user_loader, user_loader.batch_sampler)
+    is_plain = type(user_loader).__iter__ is DataLoader.__iter__ and not isinstance(
+        user_loader.dataset, IterableDataset
+    )
+    if is_plain and length_of(user_loader.batch_sampler) is not None:
+        return BatchesSource(user_loader, options)
+    return UserLoaderSource(user_loader, options.without_split_stream(user_loader.dataset))
+
+
+# ---- Processes with separate data
+
+
+_KIND = "part of each process"
+
+
+class _Sums(NamedTuple):
+    """Sums over the processes for one micro-batch."""
+
+    not_ended: int  # processes with more data
+    batches: int  # processes with a batch; all samples of a batch may have been skipped
+    bad: int  # skipped samples
+
+
+class UnshardedSource:
+    """Lets processes with separate data of unequal length end their epochs together.
+
+    They agree one batch ahead which of them have another; a process without data has no batch in a micro-batch.
+
+    Processes: collective.
+    """
+
+    def __init__(self, own: Source) -> None:
+        self.dataloader: DataLoader[Any] = own.dataloader
+        self.micro_batches_per_batch = own.micro_batches_per_batch
+        self.shard = own.shard
+        self._own = own
+        self._measure()
+
+    def samples_in(self, first: int, last: int) -> int | None:
+        return None  # a process only knows its own
+
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from `first` on, until no process has a batch."""
+        own = self._own.micro_batches(epoch, first)
+        ahead = next(own, None)
+        self._measure()
+        # One exchange per micro-batch: the sums of the next one also show whether this one is the last.
+        following = self._sum(ahead)
+        index = first
+        while following.not_ended:
+            part = ahead or MicroBatch(index, None, own_samples=0)
+            now, ahead = following, next(own, None)
+            following = self._sum(ahead)
+            is_last, is_partial = following.not_ended == 0, now.batches < num_processes()
+            yield MicroBatch(
+                index, part.batch, None, part.own_samples, is_last, is_partial, bad=part.bad, num_bad=now.bad
+            )
+            index += 1
+
+    def samples_of(self, epoch: int, index: int) -> list[int] | None:
+        return self._own.samples_of(epoch, index)
+
+    def set_epoch_again(self) -> None:
+        self._own.set_epoch_again()
+
+    def end_workers(self) -> None:
+        self._own.end_workers()
+
+    def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
+        return {"kind": _KIND, "positions": gather_objects(self._own.position(epoch, num_micro_batches))}
+
+    def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
+        own: Mapping[str, Any] = {}
+        if first_micro_batch > 0:
+            positions = position.get("positions", [])
+            if len(positions) != num_processes():
+                got = f"{num_processes()} processes, but the position is of {len(positions)}"
+                expected = "the same number of processes as before: each has its own data, which no other can resume"
+                do = "resume on the same number of processes, with the same shard_dataloaders"
+                raise DataError(explain("the data of each process in a resumed epoch", got, expected, do))
+            own = positions[process_index()]
+        self._own.resume_from(epoch, first_micro_batch, own)
+        self._measure()
+
+    def _measure(self) -> None:
+        lengths = gather_objects(self._own.num_micro_batches)
+        self.num_micro_batches = None if None in lengths else max(length or 0 for length in lengths)
+
+    def _sum(self, micro_batch: MicroBatch | None) -> _Sums:
+        own = (0, 0, 0) if micro_batch is None else (1, micro_batch.batch is not None, micro_batch.num_bad)
+        return _Sums(*map(int, sum_over_processes(own)))
