@@ -48,15 +48,6 @@ _OF_LIGHTNING: Mapping[str, str] = {
 _KEYWORDS = ("value", "step", "reduction", "instant", "prog_bar", "logger")
 
 
-def _reject_keywords(name: Any, others: Mapping[str, Any]) -> None:
-    for keyword in others:
-        where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
-        is_known = keyword in _OF_LIGHTNING
-        got = "a keyword of Lightning's log" if is_known else "an unknown keyword"
-        do = _OF_LIGHTNING.get(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
-        raise ArgumentError(explain(where, got, expected, do))
-
-
 class Logs(Protocol):
     """The run's storage for logged values."""
 
@@ -122,7 +113,11 @@ class LogsValues:
             ModuleContractError: The value is not a single number, the name is taken, or there is no run.
             ArgumentError: Unknown reduction or keyword, or a `step` without `instant`.
         """
-        _reject_keywords(name, others)
+        for keyword in others:
+            where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
+            got = "a keyword of Lightning's log" if keyword in _OF_LIGHTNING else "an unknown keyword"
+            do = _OF_LIGHTNING.get(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
+            raise ArgumentError(explain(where, got, expected, do))
         self._require_run(f"log({name!r}, ...)")
         self.logs.log(name, value, step, reduction, instant=instant, prog_bar=prog_bar, logger=logger)
 

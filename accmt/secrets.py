@@ -230,18 +230,15 @@ def _hide_assigned(found: re.Match[str]) -> str:
 def _known() -> list[str]:
     """Return the secrets with known values, longest first: one may be a prefix of another."""
     values = {os.environ[name] for name in os.environ if _may_hold_secret(name)}
-    values = {value for value in values if len(value) >= _SHORTEST_VALUE and not _is_place(value)}
+    values = {value for value in values if len(value) >= _SHORTEST_VALUE}
+    # Some variables only contain the location of a secret, such as SSH_AUTH_SOCK.
+    values -= {value for value in values if value.startswith(("/", "~")) and _exists(value)}
     return sorted(values | _remembered | _secrets_of_command(tuple(sys.argv)), key=len, reverse=True)
 
 
 @lru_cache(maxsize=4096)
 def _may_hold_secret(variable: str) -> bool:
     return variable not in ("PWD", "OLDPWD") and is_secret_name(variable)
-
-
-def _is_place(value: str) -> bool:
-    """Return whether a variable only contains the location of a secret, such as SSH_AUTH_SOCK."""
-    return value.startswith(("/", "~")) and _exists(value)
 
 
 def _exists(path: str) -> bool:

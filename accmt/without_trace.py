@@ -24,7 +24,12 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     gradients = [(weight, weight.grad) for weight in model.parameters()]
     buffers = [(buffers_of(layer), dict(buffers_of(layer))) for layer in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with _preserving_all_generators(device_of(model)), _without_compilation(), without_dispatch_modes():
+    is_loaded = "torch._dynamo" in sys.modules  # otherwise nothing is compiled, and loading it takes a second
+    with (
+        _preserving_all_generators(device_of(model)),
+        torch.compiler.set_stance("force_eager") if is_loaded else nullcontext(),
+        without_dispatch_modes(),
+    ):
         for weight, _ in gradients:
             weight.grad = None
         try:
@@ -66,10 +71,3 @@ def _preserving_all_generators(device: torch.device) -> Iterator[None]:
             yield
         finally:
             of_device.set_rng_state(state, *place)
-
-
-@contextmanager
-def _without_compilation() -> Iterator[None]:
-    is_loaded = "torch._dynamo" in sys.modules  # otherwise nothing is compiled, and loading it takes a second
-    with torch.compiler.set_stance("force_eager") if is_loaded else nullcontext():
-        yield

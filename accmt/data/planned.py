@@ -183,10 +183,10 @@ class PlannedSource:
         )
         if first_micro_batch == 0:
             before = position.get("before")
-            # An order that changed warns: later epochs will differ too.
-            is_comparable = before is not None and self._has_user_order and position["kind"] == self._kind
             if (
-                is_comparable
+                before is not None
+                and self._has_user_order
+                and position["kind"] == self._kind
                 and self._draw(epoch - 1) == before["of"]
                 and self._order.digest(epoch - 1) != before["order"]
             ):

@@ -446,17 +446,13 @@ class Watch:
         if progress != self._last_progress[0]:
             self._last_progress = progress, now
         elif now - self._last_progress[1] > self._hang_timeout_s:
-            self._end_hung()
-
-    def _end_hung(self) -> None:
-        frame = sys._current_frames().get(self._main_thread)
-        stack = traceback.format_stack(frame)
-        waits = any(path in line for line in stack[-4:] for path in _WAITING_IN)
-        what = f"no progress for {self._hang_timeout_s:g} s; the main thread is here:\n{''.join(stack)}"
-        self._post_failure(what, is_consequence=waits)
-        time.sleep(1.0)  # until all have reported where they are
-        index, note = next(iter(self.failures().items()), (self.board.index, {"text": what}))
-        self._end(f"process {index}: {note['text']}")
+            stack = traceback.format_stack(self._main_frame())
+            waits = any(path in line for line in stack[-4:] for path in _WAITING_IN)
+            what = f"no progress for {self._hang_timeout_s:g} s; the main thread is here:\n{''.join(stack)}"
+            self._post_failure(what, is_consequence=waits)
+            time.sleep(1.0)  # until all have reported where they are
+            index, note = next(iter(self.failures().items()), (self.board.index, {"text": what}))
+            self._end(f"process {index}: {note['text']}")
 
     def _end_lost(self, why: str) -> None:
         try:

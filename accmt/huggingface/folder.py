@@ -78,8 +78,12 @@ def save_model(
     if saved is None:
         saved = _save_whole(model, state_dict, folder, processor, max_shard_size, safe_serialization)
     remove_leftovers(folder, before, saved.files)
-    if not is_peft_model(model):
-        _warn_of_other_config(folder, saved)
+    if not is_peft_model(model) and _CONFIG not in saved.files and (folder / _CONFIG).is_file():
+        warn_once(
+            f"{folder} contains the config.json of another model, which this run did not write: "
+            "`from_pretrained` would build that model. Use another model_path, or remove the file.",
+            about=f"the config.json in {folder}",
+        )
     return saved
 
 
@@ -161,7 +165,14 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
     require_files(folder)
     holds_adapter = (folder / ADAPTER_CONFIG).is_file()
     if holds_adapter != is_peft_model(model):
-        raise _other_kind(model, folder, holds_adapter=holds_adapter)
+        name = class_of(model).__name__
+        if holds_adapter:
+            got, expected = "an adapter", f"the weights of {name}"
+            do = "PeftModel.from_pretrained(model, folder), or AcceleratorModule.from_hf(folder, type)"
+        else:
+            got, expected = "the weights of a whole model", f"an adapter ({ADAPTER_CONFIG} and its weights)"
+            do = "load them into the model before get_peft_model(model, ...) wraps it"
+        raise WeightsError(explain(f"weights in {folder}", got, expected, do))
     if is_peft_model(model):
         load_adapters(model, folder, strict=strict)
     elif strict and is_transformers_model(model):
@@ -198,19 +209,14 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one is other or (not one.is_meta and torch.equal(one, other))
 
 
-def _dtype_to_read(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype in which `from_pretrained` loads all weights without rounding trained ones.
-
-    With mixed precision trained weights are float32, even if frozen ones are in 16 bits.
-    """
-    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    return torch.float32 if trained == {torch.float32} and model.dtype in HALVES else model.dtype
-
-
 def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> None:
     """Write the other files that `from_pretrained` needs: configurations, a custom model's code, the processor."""
     config = copy.deepcopy(model.config)
-    config.dtype = str(_dtype_to_read(model)).removeprefix("torch.")
+    # The dtype in which `from_pretrained` loads all weights without rounding trained ones: with mixed precision those
+    # are float32, even if frozen ones are in 16 bits.
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    dtype = torch.float32 if trained == {torch.float32} and model.dtype in HALVES else model.dtype
+    config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [class_of(model).__name__]
     if model.is_remote_code():
         from transformers.dynamic_module_utils import custom_object_save
@@ -229,23 +235,3 @@ def _list_saved(folder: Path) -> list[str]:
     except (OSError, ValueError, AttributeError):  # no status, or not accmt's
         return []
     return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
-
-
-def _warn_of_other_config(folder: Path, saved: SavedWeights) -> None:
-    if _CONFIG not in saved.files and (folder / _CONFIG).is_file():
-        warn_once(
-            f"{folder} contains the config.json of another model, which this run did not write: "
-            "`from_pretrained` would build that model. Use another model_path, or remove the file.",
-            about=f"the config.json in {folder}",
-        )
-
-
-def _other_kind(model: nn.Module, folder: Path, *, holds_adapter: bool) -> WeightsError:
-    name = class_of(model).__name__
-    if holds_adapter:
-        got, expected = "an adapter", f"the weights of {name}"
-        do = "PeftModel.from_pretrained(model, folder), or AcceleratorModule.from_hf(folder, type)"
-    else:
-        got, expected = "the weights of a whole model", f"an adapter ({ADAPTER_CONFIG} and its weights)"
-        do = "load them into the model before get_peft_model(model, ...) wraps it"
-    return WeightsError(explain(f"weights in {folder}", got, expected, do))

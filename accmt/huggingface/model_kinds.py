@@ -138,7 +138,12 @@ def describe_model(model: Any) -> dict[str, str]:
     base = base_model_of(model)
     is_of_hub = base is not None and not base.startswith((".", "/", "~")) and base.count("/") <= 1
     named = {"base_model": base} if base is not None and is_of_hub and not Path(base).exists() else {}
-    return {"library_name": library, **_name_task(model), **named}
+    from transformers.modelcard import TASK_MAPPING
+
+    name = type(model.get_base_model() if is_peft_model(model) else model).__name__
+    classes: Mapping[str, Any] = TASK_MAPPING
+    task = next(({"pipeline_tag": task} for task, models in classes.items() if name in models.values()), {})
+    return {"library_name": library, **task, **named}
 
 
 def base_model_of(model: Any) -> str | None:
@@ -149,11 +154,3 @@ def base_model_of(model: Any) -> str | None:
         if known:
             return known
     return getattr(model, "name_or_path", None) or None if is_transformers_model(model) else None
-
-
-def _name_task(model: Any) -> dict[str, str]:
-    from transformers.modelcard import TASK_MAPPING
-
-    name = type(model.get_base_model() if is_peft_model(model) else model).__name__
-    classes: Mapping[str, Any] = TASK_MAPPING
-    return next(({"pipeline_tag": task} for task, models in classes.items() if name in models.values()), {})

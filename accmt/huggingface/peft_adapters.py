@@ -44,7 +44,10 @@ def save_adapters(
     The main adapter, named "default" or the active one, is in the folder itself; others are in subfolders with their
     names. Arguments, errors and processes are the same as for `save_model`.
     """
-    state = _under_own_names(model, state_dict)
+    # PEFT selects what it saves by the names of the model's modules.
+    own = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    names = {plain: name for name, plain in plain_names(own).items()}
+    state = {names.get(plain, plain): state_dict[name] for name, plain in plain_names(state_dict).items()}
     main, *others = _list_adapters(model)
     file_name = ADAPTER_NAMES[0 if safe_serialization else 1]
 
@@ -72,8 +75,14 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
     state = model.state_dict()
     current = {name: _read_adapter(model, state, name) for name in parts}
     saved = {name: read_weights(part) for name, part in parts.items()}
-    _warn_of_other_base(model, folder)
     base = getattr(model.get_base_model(), "name_or_path", None)
+    # An adapter of another model may fit, but its results would be meaningless.
+    trained_with = read_config(folder).base_model_name_or_path if (folder / ADAPTER_CONFIG).is_file() else None
+    if trained_with and base and Path(trained_with).resolve() != Path(base).resolve():
+        got = f"the adapter in {folder} was trained with {trained_with}, but is loaded into {base}"
+        warn_once(
+            f"{got}; unless these are the same model, its weights are meaningless", about="the base of an adapter"
+        )
     for name, part in parts.items():
         what = f"the adapter {name!r} of {class_of(model).__name__}{f' around {base}' if base else ''}"
         require_fit(saved[name], _by_plain_name(current[name]), part, what=what, strict=strict)
@@ -103,21 +112,6 @@ def read_base_name(folder: Path) -> str:
         return name
     do = "build the model, and PEFT around it: PeftModel.from_pretrained(model, folder, is_trainable=True)"
     raise WeightsError(explain(f"the adapter in {folder}", "no `base_model_name_or_path`", "the path of its model", do))
-
-
-def _warn_of_other_base(model: PeftModel, folder: Path) -> None:
-    """Warn if an adapter was trained with another model: it may fit, but its results would be meaningless."""
-    trained_with = read_config(folder).base_model_name_or_path if (folder / ADAPTER_CONFIG).is_file() else None
-    loaded_into = getattr(model.get_base_model(), "name_or_path", None)
-    if trained_with and loaded_into and not _is_same_path(trained_with, loaded_into):
-        got = f"the adapter in {folder} was trained with {trained_with}, but is loaded into {loaded_into}"
-        warn_once(
-            f"{got}; unless these are the same model, its weights are meaningless", about="the base of an adapter"
-        )
-
-
-def _is_same_path(one: str, other: str) -> bool:
-    return one == other or Path(one).resolve() == Path(other).resolve()
 
 
 def read_config(folder: Path) -> PeftConfig:
@@ -217,13 +211,6 @@ def _list_adapters(model: PeftModel) -> list[str]:
     """Return the names of the adapters, the main one first."""
     main = "default" if "default" in model.peft_config else model.active_adapters[0]
     return [main, *(name for name in model.peft_config if name != main)]
-
-
-def _under_own_names(model: PeftModel, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict with the names of the model's modules, by which PEFT selects what it saves."""
-    own = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
-    names = {plain: name for name, plain in plain_names(own).items()}
-    return {names.get(plain, plain): state_dict[name] for name, plain in plain_names(state_dict).items()}
 
 
 def _by_plain_name(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

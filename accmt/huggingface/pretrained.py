@@ -296,24 +296,21 @@ def require_model_folder(path: str, where: str | None = None) -> None:
     found = Path(path)
     if (found / "config.json").is_file() or (is_hub_name and not found.exists()):
         return
+    if found.suffix in (".yaml", ".yml", ".json") and found.is_file():
+        do = f"AcceleratorModule.from_hps({str(found)!r}), if these are hyper-parameters with a section `model`"
+    else:
+        siblings = [one.name for one in found.parent.iterdir() if one.is_dir()] if found.parent.is_dir() else []
+        near = nearest(found.name, siblings)
+        meant = f"did you mean {found.parent / near}? If not, " if near and near != found.name else ""
+        do = f"{meant}check the spelling, and the current working directory: {Path.cwd()}"
     got = "a folder without config.json" if found.is_dir() else ("a file" if found.exists() else "no such folder")
     message = explain(
         f"{where}: {path}" if where else f"model folder {path!r}",
         got,
         "a folder with config.json and weights, as written by save_pretrained or a Trainer",
-        _advise_folder(found),
+        do,
     )
     raise FileNotFoundError(message)
-
-
-def _advise_folder(path: Path) -> str:
-    """Return advice for a path that is not a model folder: it may be misspelled, or a file of hyper-parameters."""
-    if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
-        return f"AcceleratorModule.from_hps({str(path)!r}), if these are hyper-parameters with a section `model`"
-    siblings = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
-    near = nearest(path.name, siblings)
-    meant = f"did you mean {path.parent / near}? If not, " if near and near != path.name else ""
-    return f"{meant}check the spelling, and the current working directory: {Path.cwd()}"
 
 
 # ---- Recomputing activations in the backward pass instead of storing them.

@@ -67,18 +67,19 @@ class ValidationCollector:
             if name in self._accumulations:
                 self._accumulations[name].add(value, position)
             elif is_pair(value):
-                raise self._unknown_name(name)
+                names = list(self._accumulations)
+                meant = nearest(name, names)
+                do = f"rename it to {meant!r}" if meant else f"metrics=[...] with a Metric named {name!r}"
+                got = f"predictions and references under {name!r}"
+                raise MetricError(explain("validation_step", got, f"the name of a metric: {names}", do))
             else:
-                scalars[name] = _to_scalar(name, value)
+                scalar = find_scalar(value)
+                if scalar is None:
+                    expected, do = "a number or a tensor of one element", "return its mean()"
+                    raise ModuleContractError(explain(f"the value {name!r}", describe(value), expected, do))
+                scalars[name] = scalar
         self._scalars.end_batch(weight, scalars, weights)
         self._scalars.begin_batch()
-
-    def _unknown_name(self, name: str) -> MetricError:
-        names = list(self._accumulations)
-        meant = nearest(name, names)
-        do = f"rename it to {meant!r}" if meant else f"metrics=[...] with a Metric named {name!r}"
-        got = f"predictions and references under {name!r}"
-        return MetricError(explain("validation_step", got, f"the name of a metric: {names}", do))
 
     def compute(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
         """Return averages and metrics over all samples of all processes.
@@ -116,14 +117,6 @@ class ValidationCollector:
                 do += f'; or pass metrics={{"{name}": "max"}} (or "min") if a step or a hook reports its value'
                 do += "; if you passed `fit` the path of a model, labels for tokens need a custom module"
                 raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
-
-
-def _to_scalar(name: str, value: Any) -> torch.Tensor:
-    scalar = find_scalar(value)
-    if scalar is None:
-        expected, do = "a number or a tensor of one element", "return its mean()"
-        raise ModuleContractError(explain(f"the value {name!r}", describe(value), expected, do))
-    return scalar
 
 
 # ---- Averages of several results, such as the mean accuracy over validation sets

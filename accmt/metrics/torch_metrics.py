@@ -83,7 +83,9 @@ class TorchMetric(Metric):
             raise MetricError(
                 explain("TorchMetric(...)", describe(metric), expected, "TorchMetric(MeanSquaredError())")
             )
-        name = name or _to_snake_case(type(metric).__name__)
+        if not name:  # the class name in snake case
+            words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+            name = re.sub(words, "_", type(metric).__name__).lower()
         is_collection = isinstance(metric, nn.ModuleDict)
         self.members: dict[str, torchmetrics.Metric] = dict(metric.items()) if is_collection else {name: metric}
         self._is_main_required = main_metric is not None
@@ -211,10 +213,6 @@ class _States:
         expected = "inputs for update of " + ", ".join(type(member).__name__ for member in self._members)
         do = "check what validation_step returns under this name"
         return metric_error(self._metric.name, got, expected, do)
-
-
-def _to_snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _to_tensors(value: Any, dtype: torch.dtype | None) -> Any:

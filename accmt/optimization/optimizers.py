@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -134,17 +134,17 @@ def mesh_by_mesh(optimizer: Optimizer) -> Iterator[None]:
     A kernel accepts either plain tensors or those of one mesh (torch 2.13: "got mixed torch.Tensor and DTensor").
     """
     groups = optimizer.param_groups
-    optimizer.param_groups = [part for group in groups for part in _divide(group)]
+    parts: list[dict[str, Any]] = []
+    for group in groups:
+        if group.get("fused"):
+            parts += [{**group, "params": parameters} for (parameters,) in by_mesh(group["params"])]
+        else:  # other optimizers may store state in a group
+            parts.append(group)
+    optimizer.param_groups = parts
     try:
         yield
     finally:
         optimizer.param_groups = groups
-
-
-def _divide(group: dict[str, Any]) -> list[dict[str, Any]]:
-    if not group.get("fused"):  # other optimizers may store state in a group
-        return [group]
-    return [{**group, "params": parameters} for (parameters,) in by_mesh(group["params"])]
 
 
 def _require_chainable(optimizers: Sequence[Optimizer]) -> None:
@@ -254,9 +254,13 @@ def _build(
     where: str,
 ) -> Optimizer:
     arguments = optimizer_arguments(optimizer_class, written)
-    trainable = _trainable(parameters)
-    if _can_fuse(optimizer_class, arguments, trainable, as_trained):
-        arguments["fused"] = True
+    several = (one["params"] if isinstance(one, dict) else [one] for one in parameters)
+    trainable = [parameter for some in several for parameter in some if parameter.requires_grad]
+    if "fused" in parameters_of(optimizer_class) and not _IMPLEMENTATIONS & set(arguments):
+        # Other errors of a trial show up when the real optimizer is built.
+        with suppress(RuntimeError, TypeError, ValueError):
+            if _is_fused_right(optimizer_class, arguments, trainable, as_trained):
+                arguments["fused"] = True
     try:
         if arguments.get("fused") and not _is_fused_right(optimizer_class, arguments, trainable, as_trained):
             types = ", ".join(sorted({f"{weight.dtype} on {weight.device.type}" for weight in trainable}))
@@ -272,25 +276,6 @@ def _build(
             do += "`groups: [{kind: matrix, type: Muon, lr: 0.02}]`"
         expected = f"arguments and parameters accepted by {name}"
         raise HyperParameterError(explain(where, f"{name}: {error}", expected, do)) from error
-
-
-def _trainable(parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]]) -> list[nn.Parameter]:
-    several = (one["params"] if isinstance(one, dict) else [one] for one in parameters)
-    return [parameter for some in several for parameter in some if parameter.requires_grad]
-
-
-def _can_fuse(
-    optimizer_class: type[Optimizer],
-    arguments: Mapping[str, Any],
-    trainable: Iterable[nn.Parameter],
-    as_trained: AsTrained,
-) -> bool:
-    if "fused" not in parameters_of(optimizer_class) or _IMPLEMENTATIONS & set(arguments):
-        return False
-    try:
-        return _is_fused_right(optimizer_class, arguments, trainable, as_trained)
-    except (RuntimeError, TypeError, ValueError):  # other errors show up when the real optimizer is built
-        return False
 
 
 def _is_fused_right(

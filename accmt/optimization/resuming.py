@@ -81,7 +81,13 @@ def restore_scheduler(
     if changed:
         _add_missing_state(optimizer)
     if not {"fused", "capturable"}.isdisjoint(names):
-        _place_step_counts(optimizer)
+        # Fused kernels and captured graphs need step counts on the device of their parameters.
+        # Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
+                state = optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
     return kept + _kept(loaded, built, names | _counts_in_groups(optimizer), has_scheduler=scheduler is not None)
 
 
@@ -141,20 +147,6 @@ def _scaled_rate(theirs: Mapping[str, Any], ours: Mapping[str, Any], old: Any, n
     if old is None and new is None:  # only arguments of groups have changed
         return theirs["lr"]
     return theirs["lr"] * (new / old) if old and new is not None else ours["lr"]
-
-
-def _place_step_counts(optimizer: Optimizer) -> None:
-    """Move the step counts to the device where fused kernels and captured graphs need them.
-
-    Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
-    """
-    for group in optimizer.param_groups:
-        if not (group.get("fused") or group.get("capturable")):
-            continue
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
 
 
 def _counts_in_groups(optimizer: Optimizer) -> set[str]:

@@ -57,7 +57,14 @@ def build_scheduler(
     factory = hps.scheduler_class
     if factory is None:
         return None
-    _require_rates_of_groups(hps, optimizer)
+    # One rate would silently replace the different rates of groups; those of `optim.groups` have a name.
+    rates = [group["lr"] for group in optimizer.param_groups if "name" in group]
+    absolute = [name for name in ("max_lr", "base_lr") if isinstance(hps.scheduler_kwargs.get(name), int | float)]
+    if absolute and len(set(rates)) > 1:
+        got = f"one {absolute[0]} for groups with different rates: {', '.join(f'{rate:g}' for rate in rates)}"
+        do = f"pass a list of {len(rates)} values in this order, or choose a scheduler that multiplies the rates"
+        where = hps.where("scheduler", absolute[0])
+        raise HyperParameterError(explain(where, got, "a rate for each group", do))
     length = _length(hps, total_steps, steps_per_epoch, num_epochs)
     parameters = parameters_of(factory)
     arguments = dict(hps.scheduler_kwargs)
@@ -160,17 +167,6 @@ def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParame
     got = "data without a length, so the number of steps is unknown"
     expected = f"a known number of steps, from which {argument} is computed"
     return HyperParameterError(explain(hps.where("scheduler"), got, expected, do))
-
-
-def _require_rates_of_groups(hps: HyperParameters, optimizer: Optimizer) -> None:
-    """Reject one rate for groups with different rates, which it would silently replace."""
-    rates = [group["lr"] for group in optimizer.param_groups if "name" in group]  # groups of `optim.groups` have a name
-    absolute = [name for name in ("max_lr", "base_lr") if isinstance(hps.scheduler_kwargs.get(name), int | float)]
-    if absolute and len(set(rates)) > 1:
-        got = f"one {absolute[0]} for groups with different rates: {', '.join(f'{rate:g}' for rate in rates)}"
-        do = f"pass a list of {len(rates)} values in this order, or choose a scheduler that multiplies the rates"
-        where = hps.where("scheduler", absolute[0])
-        raise HyperParameterError(explain(where, got, "a rate for each group", do))
 
 
 def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception) -> HyperParameterError:

@@ -169,21 +169,20 @@ class Feed:
         if "config" in content:
             return _Item(line, config=content["config"]) if self._replay.is_new(line) else None
         if "media" in content:
-            return self._media_item(line, content) if self._replay.is_media_wanted(line, content) else None
+            if not self._replay.is_media_wanted(line, content):
+                return None
+            media = Media.of_line(self._folder, content)
+            if self._spec.takes(self._tracker, media.kind):
+                is_file = media.kind == "artifact"
+                return _Item(line, media=media if is_file else replace(media, name=self._spec.clean_name(media.name)))
+            where, got = f"the tracker {self._spec.name}", f"{_PLURALS[media.kind]}, which it does not support"
+            do = f"nothing: the files are in {media.folder.parent.parent}; or add a tracker that supports them"
+            warn_once(explain(where, got, "a type that it supports", do), about=f"{media.kind} in {self._spec.name}")
+            return None
         values = self._replay.wanted(line, content) if "values" in content else {}
         if not values:
             return None
         return _Item(line, Row(content["step"], content["time"], self._names.rename(values)))
-
-    def _media_item(self, line: int, content: dict[str, Any]) -> _Item | None:
-        media = Media.of_line(self._folder, content)
-        if self._spec.takes(self._tracker, media.kind):
-            is_file = media.kind == "artifact"
-            return _Item(line, media=media if is_file else replace(media, name=self._spec.clean_name(media.name)))
-        where, got = f"the tracker {self._spec.name}", f"{_PLURALS[media.kind]}, which it does not support"
-        do = f"nothing: the files are in {media.folder.parent.parent}; or add a tracker that supports them"
-        warn_once(explain(where, got, "a type that it supports", do), about=f"{media.kind} in {self._spec.name}")
-        return None
 
     def _take_off(self, count: int) -> None:
         for _ in range(count):

@@ -158,22 +158,24 @@ class HistoryReader:
     def read(self, limit: int) -> list[tuple[int, dict[str, Any]]]:
         """Return up to `limit` further rows with their line numbers; empty if there are none yet."""
         rows: list[tuple[int, dict[str, Any]]] = []
-        while len(rows) < limit and (line := self._next_line()) is not None:
+        while len(rows) < limit:
+            line: bytes | None
+            if self.line >= self._history.num_written:
+                line = self._history.unwritten(self.line)
+                if line is None:
+                    break
+            else:
+                while self._line_in_file < self.line:
+                    self._file.readline()
+                    self._line_in_file += 1
+                self._line_in_file += 1
+                line = self._file.readline()
             rows.append((self.line, _as_row(read_json_line(line))))
             self.line += 1
         return rows
 
     def close(self) -> None:
         self._file.close()
-
-    def _next_line(self) -> bytes | None:
-        if self.line >= self._history.num_written:
-            return self._history.unwritten(self.line)
-        while self._line_in_file < self.line:
-            self._file.readline()
-            self._line_in_file += 1
-        self._line_in_file += 1
-        return self._file.readline()
 
 
 class Superseded:

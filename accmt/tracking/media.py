@@ -107,7 +107,18 @@ class MediaLog:
     def log_table(self, name: str, columns: Sequence[str], data: Iterable[Iterable[Any]], step: int) -> None:
         """Log a table; see `AcceleratorModule.log_table`."""
         _check("log_table", step, name)
-        content = dumps(_check_table(name, columns, data))
+        where = f"log_table({name!r}, ...)"
+        titles = [columns] if isinstance(columns, str) else list(columns)
+        if not titles or len(set(titles)) < len(titles) or not all(isinstance(title, str) for title in titles):
+            got, do = f"columns={columns!r:.200}", 'columns=["text", "label"]'
+            raise ArgumentError(explain(where, got, "unique column names", do))
+        plain = ([to_plain(cell) for cell in row] for row in data)
+        rows = [[dumps(cell) if isinstance(cell, dict | list) else cell for cell in row] for row in plain]
+        for number, row in enumerate(rows):
+            if len(row) != len(titles):
+                got = f"{len(row)} cells in row {number} for {len(titles)} columns"
+                raise ArgumentError(explain(where, got, "one cell per column", "data=[[text, label], ...]"))
+        content = dumps({"columns": titles, "data": rows})
         self._add("table", name, step, lambda target: (target / _TABLE_FILE).write_text(content, encoding="utf-8"))
 
     def log_artifact(self, path: str | PathLike[str], step: int) -> None:
@@ -165,21 +176,6 @@ def _check(where: str, step: Any, *names: Any) -> None:
     for name in names:
         if not isinstance(name, str) or not name.strip():
             raise ArgumentError(explain(where, f"the name {name!r}", "a non-empty string", f'{where}("samples", ...)'))
-
-
-def _check_table(name: str, columns: Sequence[str], data: Iterable[Iterable[Any]]) -> dict[str, Any]:
-    where = f"log_table({name!r}, ...)"
-    titles = [columns] if isinstance(columns, str) else list(columns)
-    if not titles or len(set(titles)) < len(titles) or not all(isinstance(title, str) for title in titles):
-        got, do = f"columns={columns!r:.200}", 'columns=["text", "label"]'
-        raise ArgumentError(explain(where, got, "unique column names", do))
-    plain = ([to_plain(cell) for cell in row] for row in data)
-    rows = [[dumps(cell) if isinstance(cell, dict | list) else cell for cell in row] for row in plain]
-    for number, row in enumerate(rows):
-        if len(row) != len(titles):
-            got = f"{len(row)} cells in row {number} for {len(titles)} columns"
-            raise ArgumentError(explain(where, got, "one cell per column", "data=[[text, label], ...]"))
-    return {"columns": titles, "data": rows}
 
 
 def to_images(name: str, images: Any) -> list[Image]:

@@ -144,14 +144,23 @@ class Replay:
     """
 
     def __init__(self, history: Path, account: Account, rewinding: Rewinding) -> None:
-        self._account = replace(account)  # a copy, because delivery continues meanwhile
+        self._account = account = replace(account)  # a copy, because delivery continues meanwhile
         self._rewinding = rewinding
         self._superseded = Superseded(read_rows(history))
         self._kept: dict[int, set[Hashable]] = defaultdict(set)
         self.start = account.delivered
         self.first_step: int | None = None
         if rewinding is not Rewinding.UNKNOWN and account.handed > account.first:
-            self._look_back(history)
+            for line, row in enumerate(read_rows(history)):  # what the tracker may have of a killed attempt
+                if "step" not in row or line < account.first:
+                    continue
+                if rewinding is Rewinding.KEEPS:
+                    if self._superseded.has(line) and line < account.handed:
+                        self._kept[row["step"]] |= _names_of(row)
+                elif line >= account.delivered or self._superseded.has(line, since=account.delivered):
+                    self.first_step = row["step"] if self.first_step is None else min(self.first_step, row["step"])
+            if self.first_step is not None:
+                self.start = account.first
         self.kept_steps = (min(self._kept), max(self._kept)) if self._kept else None
 
     def is_new(self, line: int) -> bool:
@@ -176,18 +185,6 @@ class Replay:
     def _kept_beside(self, line: int, row: Mapping[str, Any]) -> Set[Hashable]:
         """Return the names that the tracker keeps of a killed attempt at the step of a later row."""
         return frozenset() if self._superseded.has(line) else self._kept.get(row["step"], frozenset())
-
-    def _look_back(self, history: Path) -> None:
-        for line, row in enumerate(read_rows(history)):
-            if "step" not in row or line < self._account.first:
-                continue
-            if self._rewinding is Rewinding.KEEPS:
-                if self._superseded.has(line) and line < self._account.handed:
-                    self._kept[row["step"]] |= _names_of(row)
-            elif line >= self._account.delivered or self._superseded.has(line, since=self._account.delivered):
-                self.first_step = row["step"] if self.first_step is None else min(self.first_step, row["step"])
-        if self.first_step is not None:
-            self.start = self._account.first
 
 
 def _names_of(row: Mapping[str, Any]) -> Set[Hashable]:

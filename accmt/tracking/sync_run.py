@@ -72,7 +72,12 @@ def _sync(
     url = _find_url(account.server, server)
     if url is not None and HIDDEN in url:
         return Synced(key, 0, left_before, f"the secret in its URL {url} is not saved: pass the full URL with --server")
-    delivery = _build_delivery(key, folder, history, ledger, url)
+    # The folder may have been moved: a local store is expected next to its current location.
+    logging_dir = url or str(folder.absolute().parent.parent)
+    (spec,) = resolve_trackers(key)
+    place = RunPlace(logging_dir, ledger.track_name, ledger.run_name, folder.absolute())
+    start = RunStart(place, account.kwargs, is_quiet=True)
+    delivery = Delivery(spec, start, history, ledger, key=key, is_patient=False)
     delivery.begin(min(_START_S, timeout_s))
     wait_for_the_end([delivery], status, timeout_s if delivery.start_error is None else 0.0)
     delivery.detach(status)
@@ -88,13 +93,3 @@ def _find_url(written: str | None, server: str | None) -> str | None:
         return written
     known = (url for url in (server, *os.environ.values()) if url and hide_text(url) == written)
     return next(known, server or written)
-
-
-def _build_delivery(key: str, folder: Path, history: History, ledger: Ledger, url: str | None) -> Delivery:
-    account = ledger.accounts[key]
-    # The folder may have been moved: a local store is expected next to its current location.
-    logging_dir = url or str(folder.absolute().parent.parent)
-    (spec,) = resolve_trackers(key)
-    place = RunPlace(logging_dir, ledger.track_name, ledger.run_name, folder.absolute())
-    start = RunStart(place, account.kwargs, is_quiet=True)
-    return Delivery(spec, start, history, ledger, key=key, is_patient=False)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from accmt.errors import ArgumentError, MissingPackageError, SavingError, TrackerError, explain
 from accmt.files import FolderLock, FolderTakenError, current_folder, require_writable_folder
@@ -62,7 +62,10 @@ class Tracking:
         home: Path | None = None,
     ) -> None:
         self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, home=home or current_folder())
-        self._trackers = _name_each(trackers, kwargs_of_each(trackers, tracker_kwargs))
+        self._trackers: dict[str, tuple[TrackerSpec, dict[str, Any]]] = {}  # by unique names
+        for spec, kwargs in zip(trackers, kwargs_of_each(trackers, tracker_kwargs), strict=True):
+            number = sum(other.name == spec.name for other, _ in self._trackers.values())
+            self._trackers[f"{spec.name}_{number + 1}" if number else spec.name] = (spec, kwargs)
         self._is_main_process = is_main_process
         self._is_quiet = not verbose
         self._offline = offline
@@ -148,7 +151,13 @@ class Tracking:
         """
         if not self._is_main_process:
             return self.run_name
-        self._take_folder(hide(to_plain(config.get("model_path"))))
+        # If the folder belongs to another run, use the first free one of `<name>-2`, `<name>-3` ...
+        model_path, wanted, number = hide(to_plain(config.get("model_path"))), self._place, 1
+        while not self._lock_folder(model_path):
+            number += 1
+            self._place = replace(wanted, run_name=f"{wanted.run_name}-{number}")
+        if number > 1:
+            say(f"{wanted.shown_folder} belongs to another run: this run is named {self.run_name!r}")
         try:
             self._history = history = History(self._place.run_folder)
             history.is_ours_alone()  # keeps `accmt sync` away during the run
@@ -165,15 +174,6 @@ class Tracking:
     def call_run(self, name: str) -> None:
         """Set the run name that `start` returned on the main process."""
         self._place = replace(self._place, run_name=name)
-
-    def _take_folder(self, model_path: Any) -> None:
-        """Lock the run folder; if it belongs to another run, use the first free one of `<name>-2`, `<name>-3` ..."""
-        wanted, number = self._place, 1
-        while not self._lock_folder(model_path):
-            number += 1
-            self._place = replace(wanted, run_name=f"{wanted.run_name}-{number}")
-        if number > 1:
-            say(f"{wanted.shown_folder} belongs to another run: this run is named {self.run_name!r}")
 
     def _lock_folder(self, model_path: Any) -> bool:
         folder, holder = self._place.run_folder, "this process"
@@ -279,7 +279,13 @@ class Tracking:
         ledger = Ledger(self._place.run_folder, self._place.track_name, self._place.run_name)
         before = Ledger.read(self._place.run_folder)
         if before is not None and self._resumed is None:
-            _warn_of_rows_left_behind(history.path, before)
+            for key, account in before.accounts.items():  # which can no longer be delivered
+                left = count_rows_left(history.path, account)
+                if left:
+                    folder = history.path.parent
+                    got = f"{left} rows of an earlier run in {folder} were not delivered and no longer will be"
+                    do = "resume or `accmt sync` a run before you start another with the same run_name"
+                    warn(explain(f"the tracker {key}", got, "one folder per run", do))
             if not _came_to_its_end(history.path):
                 history.add_rewind(0, None, ledger.attempt)  # it had no checkpoint, so it starts over
         lines = history.num_lines
@@ -323,43 +329,21 @@ class Tracking:
             )
             self._deliveries.append(delivery)
             delivery.begin(_REMOTE_START_S if spec.is_remote(self._place, kwargs) else _START_S)
-            if delivery.start_error is not None:
-                self._raise_not_started(delivery, delivery.start_error)
-            delivery.attach()
-
-    def _raise_not_started(self, delivery: Delivery, error: BaseException) -> NoReturn:
-        self._deliveries.remove(delivery)
-        delivery.end("FAILED", 0.0)
-        delivery.join(_END_AFTER_A_FAILED_START_S)
-        if not isinstance(error, Exception):
-            raise error
-        name = delivery.spec.name
-        if isinstance(error, ImportError) and hasattr(delivery.spec, "package"):
-            expected, do = "a complete package", f"pip install --force-reinstall {delivery.spec.package}"
-            raise MissingPackageError(explain(f"the tracker {name}", name_error(error), expected, do)) from error
-        do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {name} out of log_with"
-        raise TrackerError(explain(f"the tracker {name}", name_error(error), "a tracker that starts", do)) from error
-
-
-def _name_each(
-    specs: Sequence[TrackerSpec], kwargs: Sequence[dict[str, Any]]
-) -> dict[str, tuple[TrackerSpec, dict[str, Any]]]:
-    """Return the trackers by unique names, even if two user trackers share a name."""
-    trackers: dict[str, tuple[TrackerSpec, dict[str, Any]]] = {}
-    for spec, own in zip(specs, kwargs, strict=True):
-        number = sum(other.name == spec.name for other, _ in trackers.values())
-        trackers[f"{spec.name}_{number + 1}" if number else spec.name] = (spec, own)
-    return trackers
-
-
-def _warn_of_rows_left_behind(history: Path, before: Ledger) -> None:
-    """Warn about undelivered rows of an earlier run in the same folder, which can no longer be delivered."""
-    for key, account in before.accounts.items():
-        left = count_rows_left(history, account)
-        if left:
-            got = f"{left} rows of an earlier run in {history.parent} were not delivered and no longer will be"
-            do = "resume or `accmt sync` a run before you start another with the same run_name"
-            warn(explain(f"the tracker {key}", got, "one folder per run", do))
+            error = delivery.start_error
+            if error is None:
+                delivery.attach()
+                continue
+            self._deliveries.remove(delivery)
+            delivery.end("FAILED", 0.0)
+            delivery.join(_END_AFTER_A_FAILED_START_S)
+            if not isinstance(error, Exception):
+                raise error
+            where, got = f"the tracker {spec.name}", name_error(error)
+            if isinstance(error, ImportError) and hasattr(spec, "package"):
+                expected, do = "a complete package", f"pip install --force-reinstall {spec.package}"
+                raise MissingPackageError(explain(where, got, expected, do)) from error
+            do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {spec.name} out of log_with"
+            raise TrackerError(explain(where, got, "a tracker that starts", do)) from error
 
 
 def _is_of_another(history: Path, model_path: Any) -> bool:
