@@ -27,7 +27,7 @@ from accmt.precision import autocast
 from accmt.processes import broadcast_object, data_index, gather_objects, num_processes, sum_over_data
 from accmt.run import TEST_LOSS, EvaluationRun, Run
 from accmt.saving import name_by_rules
-from accmt.state import Stage, TrainingState
+from accmt.state import Stage
 
 
 def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
@@ -43,15 +43,19 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
     """
     state = run.state
     run.require_equal_replicas()
-    with in_evaluation_mode(run.unwrapped_model), run.stepper.evaluating(), _evaluating(state):
-        call_hooks(run.hooks.on_evaluation_start)
-        state.begin_evaluation()
-        results = evaluate(run, "validate")
-        run.train_loader.source.set_epoch_again()  # the same data may be used for training and evaluation
-        state.metrics = dict(results)
-        if counts:
-            state.count_evaluation()
-        call_hooks(run.hooks.on_evaluation_end, metrics=state.metrics)
+    with in_evaluation_mode(run.unwrapped_model), run.stepper.evaluating():
+        state.now.is_evaluating = True  # marks log rows
+        try:
+            call_hooks(run.hooks.on_evaluation_start)
+            state.begin_evaluation()
+            results = evaluate(run, "validate")
+            run.train_loader.source.set_epoch_again()  # the same data may be used for training and evaluation
+            state.metrics = dict(results)
+            if counts:
+                state.count_evaluation()
+            call_hooks(run.hooks.on_evaluation_end, metrics=state.metrics)
+        finally:
+            state.now.is_evaluating = False
     return state.metrics
 
 
@@ -65,16 +69,6 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, is_training in modes:  # individually: the user may keep some in evaluation mode
             module.training = is_training
-
-
-@contextmanager
-def _evaluating(state: TrainingState) -> Iterator[None]:
-    """Mark log rows as rows of an evaluation."""
-    state.now.is_evaluating = True
-    try:
-        yield
-    finally:
-        state.now.is_evaluating = False
 
 
 @torch.no_grad()
@@ -113,37 +107,28 @@ class EvaluationResults(Callback):
         if self._has_user_hooks is None:
             self._has_user_hooks = bool(run.user_hooks("on_evaluation_end"))
         if self._has_user_hooks:
-            own = {name: _read_added(name, value) for name, value in metrics.items()}
+            own = {}
+            for name, value in metrics.items():
+                scalar = find_scalar(value)
+                if scalar is None:
+                    got = f"metrics[{name!r}] = {describe(value)}"
+                    do = f"metrics[{name!r}] = float(value), or store it on the module"
+                    raise ModuleContractError(explain("on_evaluation_end", got, "a number", do))
+                own[name] = float(scalar)
             agreed = broadcast_object(own)
             metrics.clear()
             metrics.update(agreed)
-        _log_results(run, metrics)
+        row = reported(run, metrics)
+        if not run.settings.evaluation.report_loss_after_eval:
+            row.pop(run.loss_name, None)
+        for hook in run.hooks.on_log if row else ():
+            hook(values=row, step=run.state.global_step)
         _step_on_plateau(run, metrics)
 
     def _count_writes(self) -> int | None:
         """Return how often weights were modified in place; None if an optimizer or sharding modifies them anyway."""
         run = self.trainer.run
         return None if run.stepper.trains_other_weights else run.engine.count_writes()
-
-
-def _read_added(name: str, value: Any) -> float:
-    scalar = find_scalar(value)
-    if scalar is None:
-        got, do = (
-            f"metrics[{name!r}] = {describe(value)}",
-            f"metrics[{name!r}] = float(value), or store it on the module",
-        )
-        raise ModuleContractError(explain("on_evaluation_end", got, "a number", do))
-    return float(scalar)
-
-
-def _log_results(run: Run, results: dict[str, float]) -> None:
-    loss_name, row = run.loss_name, reported(run, results)
-    if not run.settings.evaluation.report_loss_after_eval:
-        row.pop(loss_name, None)
-    if row:
-        for hook in run.hooks.on_log:
-            hook(values=row, step=run.state.global_step)
 
 
 def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
@@ -156,10 +141,8 @@ def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
     if watched is not None and watched.is_in(values):
         run.scheduler.step(watched.read(values))
     elif name != DEFAULT_MONITOR:  # an evaluation whose weights are all 0 has no loss
-        got, do = (
-            f"an evaluation with {sorted(results)}",
-            "return it from validation_step, or add it in on_evaluation_end",
-        )
+        got = f"an evaluation with {sorted(results)}"
+        do = "return it from validation_step, or add it in on_evaluation_end"
         raise ModuleContractError(explain(f"the scheduler's monitor {name!r}", got, f"{name!r} among them", do))
 
 
@@ -177,22 +160,25 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
     """
     run.engine.share_buffers()
     results: dict[str, float] = {}
+    is_silent = stage == "sanity_check"
     with without_training(run, stage):
         for key, loader in run.val_loaders.items():
-            outputs = _evaluate_set(run, stage, key, loader, max_batches)
+            call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
+            evaluation = _SetEvaluation(run, key, stage)
+            evaluation.take_all(loader, max_batches)
+            total = loader.source.num_micro_batches
+            is_cut = max_batches is not None and (total is None or total > max_batches)
+            outputs = evaluation.finish(partial(_judge_in_trial, is_cut=is_cut) if is_silent else None)
+            call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
             suffix = f"__{key}" if key else ""
             results |= {f"{name}{suffix}": value for name, value in outputs.items()}
-        return results | _consolidate(run, results)
-
-
-def _consolidate(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
-    settings = run.settings.evaluation.metric_options
-    choices, others = settings.averages, _without_losses(run, results)
-    if choices is None or not results:
-        return {}
-    if run.state.fn == "fit":  # a manual evaluation may use other sets
-        require_members(choices, list(others))
-    return consolidate(choices, settings.derived, others)
+        settings = run.settings.evaluation.metric_options
+        if settings.averages is not None and results:
+            metrics = _without_losses(run, results)
+            if run.state.fn == "fit":  # a manual evaluation may use other sets
+                require_members(settings.averages, list(metrics))
+            results |= consolidate(settings.averages, settings.derived, metrics)
+        return results
 
 
 def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
@@ -232,20 +218,6 @@ def taking_batches(run: EvaluationRun) -> Iterator[None]:
         run.state.now.in_evaluation_batches, run.state.now.sample_indices = False, None
 
 
-def _evaluate_set(
-    run: EvaluationRun, stage: Stage, key: str, loader: Loader, max_batches: int | None
-) -> dict[str, float]:
-    is_silent = stage == "sanity_check"
-    call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
-    evaluation = _SetEvaluation(run, key, stage)
-    evaluation.take_all(loader, max_batches)
-    total = loader.source.num_micro_batches
-    is_cut = max_batches is not None and (total is None or total > max_batches)
-    outputs = evaluation.finish(partial(_judge_in_trial, is_cut=is_cut) if is_silent else None)
-    call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
-    return outputs
-
-
 _MISTAKES = (AccmtError, AttributeError, ImportError, MemoryError, NameError, NotImplementedError, TypeError)
 
 
@@ -259,21 +231,6 @@ def _judge_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
     what = f"metric {name!r} cannot be checked before training: over the first batches it raises"
     do = "this is fine if it needs the whole set; num_sanity_val_steps=-1 checks it with the whole set"
     warn(f"{what} {type(error).__name__}: {error}\n{do}")
-
-
-def _first_batches(loader: Loader, max_batches: int | None, *, counts_empty: bool) -> Iterator[MicroBatch]:
-    """Yield micro-batches until `max_batches` readable ones were yielded.
-
-    Args:
-        counts_empty: Whether unreadable ones count too, so that all processes read equally many.
-    """
-    num_batches = 0
-    for micro_batch in loader.micro_batches(0):
-        yield micro_batch
-        if counts_empty or not micro_batch.is_unread:
-            num_batches += micro_batch.num_finished
-        if max_batches is not None and num_batches >= max_batches:
-            return
 
 
 class SetPass:
@@ -304,14 +261,19 @@ class SetPass:
         features = self._run.features
         for before_set in features.before_set:
             before_set()
+        num_batches, counts_unread = 0, num_processes() > 1  # then all processes read equally many
         with taking_batches(self._run):
-            for micro_batch in _first_batches(loader, max_batches, counts_empty=num_processes() > 1):
+            for micro_batch in loader.micro_batches(0):
                 self._run.state.now.sample_indices = loader.samples_in_batch(0, micro_batch)
                 for before_set_batch in features.before_set_batch:
                     before_set_batch(micro_batch)
                 taken = self._take(micro_batch)
                 self._run.state.count_validation_batch(micro_batch.num_finished)
                 self.after_batch(taken)
+                if counts_unread or not micro_batch.is_unread:
+                    num_batches += micro_batch.num_finished
+                if max_batches is not None and num_batches >= max_batches:
+                    break
         for after_set in features.after_set:
             after_set(self._key, has_batch=self._has_batch)
 
@@ -393,32 +355,35 @@ class _SetEvaluation(SetPass):
 
     def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> tuple[Any, Any]:
         """Collect the output of the step, and return the loss and its weight."""
-        with self.without_gradients():
-            return self._collect(micro_batch, batch, output)
-
-    def _collect(self, micro_batch: MicroBatch, batch: Any, output: Any) -> tuple[Any, Any]:
         run, loss_name = self._run, self._run.loss_name
-        entries, weight = read_validation_output(output, loss_name)
-        targets = None
-        if run.features.weigh:
-            found = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
-            targets = read_weight("validation_step", found)
-        loss_weight = targets if weight is None else weight
-        self._gave_weight.add(loss_weight is not None)
-        if weight is None:
-            weight = run.count_samples(micro_batch, batch, has_weight=targets is not None)
-        if loss_weight is None:
-            loss_weight = weight
-        position = micro_batch.places or micro_batch.index
-        self._collector.add(entries, weight, position, weights={loss_name: loss_weight})
-        for hook in self._hooks_after:
-            hook(batch=batch, outputs=output)
+        with self.without_gradients():
+            entries, weight = read_validation_output(output, loss_name)
+            targets = None
+            if run.features.weigh:
+                found = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
+                targets = read_weight("validation_step", found)
+            loss_weight = targets if weight is None else weight
+            self._gave_weight.add(loss_weight is not None)
+            if weight is None:
+                weight = run.count_samples(micro_batch, batch, has_weight=targets is not None)
+            if loss_weight is None:
+                loss_weight = weight
+            position = micro_batch.places or micro_batch.index
+            self._collector.add(entries, weight, position, weights={loss_name: loss_weight})
+            for hook in self._hooks_after:
+                hook(batch=batch, outputs=output)
         return entries.get(loss_name, 0.0), loss_weight
 
     def after_batch(self, taken: Any) -> None:
         """Report the loss over the batches of all processes, if requested."""
-        if self._reports_batches:
-            _report_batch(self._run, self._key, *(taken or (0.0, 0.0)))
+        run, step = self._run, self._run.state.eval_global_step
+        if not self._reports_batches or step % max(run.settings.tracking.log_steps, 1):
+            return
+        loss, weight = taken or (0.0, 0.0)
+        total, total_weight = sum_over_data((float(loss) * float(weight), float(weight)))
+        name = run.loss_name + (f"__{self._key}" if self._key else "")
+        for hook in run.hooks.on_log if total_weight else ():
+            hook(values={name: total / total_weight}, step=step)
 
     def finish(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
         """Return the averages and metrics over all samples of all processes.
@@ -428,22 +393,8 @@ class _SetEvaluation(SetPass):
         Args:
             on_error: As in `ValidationCollector.compute`.
         """
-        _require_one_kind(self._gave_weight.union(*gather_objects(self._gave_weight)))
+        if len(self._gave_weight.union(*gather_objects(self._gave_weight))) > 1:
+            got = '"weight" with the loss of some batches but not of others: tokens and samples cannot be added'
+            do = 'return {"loss": loss, "weight": weight} for every batch or for none'
+            raise ModuleContractError(explain("validation_step", got, "weights for all batches or for none", do))
         return self._collector.compute(on_error)
-
-
-def _require_one_kind(gave_weight: set[bool]) -> None:
-    if len(gave_weight) > 1:
-        got = '"weight" with the loss of some batches but not of others: tokens and samples cannot be added'
-        do = 'return {"loss": loss, "weight": weight} for every batch or for none'
-        raise ModuleContractError(explain("validation_step", got, "weights for all batches or for none", do))
-
-
-def _report_batch(run: EvaluationRun, key: str, loss: Any, weight: Any) -> None:
-    step = run.state.eval_global_step
-    if step % max(run.settings.tracking.log_steps, 1):
-        return
-    total, total_weight = sum_over_data((float(loss) * float(weight), float(weight)))
-    name = run.loss_name + (f"__{key}" if key else "")
-    for hook in run.hooks.on_log if total_weight else ():
-        hook(values={name: total / total_weight}, step=step)

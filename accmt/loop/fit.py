@@ -50,8 +50,14 @@ def fit(run: Run) -> None:
         stack.enter_context(_recording_outcome(run))
         stack.enter_context(listening(run.interruption, run.settings.failures.preempt_exit_code))
         stack.enter_context(watching(run))
-        if _is_complete(run):
-            run.state.now.status = "finished"
+        state = run.state
+        has_stages_left = run.snapshot.next_stage < TRAINING or run.cadence.is_evaluation_due_at_end(state)
+        has_stages_left |= bool(run.saver.selection.unsaved)  # missing models still have to be saved
+        if run.is_resumed and run.is_finished and not has_stages_left:
+            done = f"step {state.global_step}, epoch {state.epoch}"
+            left = "there is nothing left to train; raise epochs or max_steps to continue it"
+            say(f"this run is complete ({done}): {left}")
+            state.now.status = "finished"
             return
         _open(run)
         stack.enter_context(_handling_failures(run))
@@ -59,7 +65,19 @@ def fit(run: Run) -> None:
 
 
 def _train(run: Run) -> None:
-    _start_training(run)
+    run.saver.update_patience_left()
+    run.snapshot.capture(run, run.snapshot.next_stage)
+    for on_training_start in run.features.on_training_start:
+        on_training_start()
+    for hook in run.hooks.on_resume if run.is_resumed else ():
+        hook()
+    for hook in run.hooks.on_fit_start:
+        hook()
+    run.stepper.begin_training()
+    run.trained.begin()
+    try_largest(run)
+    evaluate_before_training(run)
+    run.stepper.zero_grad()  # hooks or an earlier, failed run may have left some
     resume_stages(run)
     is_only_saving = run.is_finished
     while not run.is_finished:
@@ -70,7 +88,10 @@ def _train(run: Run) -> None:
     elif is_only_saving and run.saver.lacks_best:
         say("a best model was not saved before: evaluating the weights again, and saving them if they are the best")
         evaluate_and_count(run, counts=False)
-    _print_early_end(run)
+    if run.interruption.ends_training:
+        say(f"training ends early at step {run.state.global_step}: stopped by {run.interruption.ended_by}")
+    elif run.saver.patience is not None and not run.cadence.is_finished(run.state):
+        say(f"early stopping at step {run.state.global_step}: {run.saver.patience.describe_exhausted()}")
     run.require_equal_replicas()
     if run.settings.saving.save_last:
         run.saver.save_last(run)
@@ -85,22 +106,6 @@ def _train_epoch(run: Run) -> bool:
     Returns:
         Whether the epoch's data is exhausted.
     """
-    state, is_used_up = run.state, True  # also if a checkpoint was written after the last step of an epoch
-    _start_epoch(run)
-    makers = run.features.make_steps
-    steps = makers[0]() if makers else AutomaticSteps(run)
-    for window in run.loaders.train.windows(state.epoch, first=state.train_step):
-        has_ended = steps.train(window)
-        is_used_up = state.now.is_last_training_batch
-        if has_ended and finish_step(run):
-            break
-    if state.train_step == 0:
-        expected, do = "at least one batch", "check the data, the sampler, and dataloader_drop_last"
-        raise DataError(explain("the training data", "an epoch without a batch", expected, do))
-    return is_used_up
-
-
-def _start_epoch(run: Run) -> None:
     state = run.state
     seed_generators(derive_seed(run.seed, "epoch", state.epoch), run.device)  # for data that is rebuilt
     run.loaders.reload_if_due()
@@ -112,22 +117,18 @@ def _start_epoch(run: Run) -> None:
     for hook in run.hooks.on_epoch_start:
         hook()
     run.trained.find_parameters()
-
-
-def _start_training(run: Run) -> None:
-    run.saver.update_patience_left()
-    run.snapshot.capture(run, run.snapshot.next_stage)
-    for on_training_start in run.features.on_training_start:
-        on_training_start()
-    for hook in run.hooks.on_resume if run.is_resumed else ():
-        hook()
-    for hook in run.hooks.on_fit_start:
-        hook()
-    run.stepper.begin_training()
-    run.trained.begin()
-    try_largest(run)
-    evaluate_before_training(run)
-    run.stepper.zero_grad()  # hooks or an earlier, failed run may have left some
+    makers = run.features.make_steps
+    steps = makers[0]() if makers else AutomaticSteps(run)
+    is_used_up = True  # also if a checkpoint was written after the last step of an epoch
+    for window in run.loaders.train.windows(state.epoch, first=state.train_step):
+        has_ended = steps.train(window)
+        is_used_up = state.now.is_last_training_batch
+        if has_ended and finish_step(run):
+            break
+    if state.train_step == 0:
+        expected, do = "at least one batch", "check the data, the sampler, and dataloader_drop_last"
+        raise DataError(explain("the training data", "an epoch without a batch", expected, do))
+    return is_used_up
 
 
 def _open(run: Run) -> None:
@@ -144,18 +145,6 @@ def _open(run: Run) -> None:
         on_start()
     if run.settings.failures.preflight:
         check_room(run)
-
-
-def _is_complete(run: Run) -> bool:
-    """Return whether a resumed run has nothing left to do; if so, log it."""
-    state = run.state
-    has_stages_left = run.snapshot.next_stage < TRAINING or run.cadence.is_evaluation_due_at_end(state)
-    has_stages_left |= bool(run.saver.selection.unsaved)  # missing models still have to be saved
-    if not run.is_resumed or not run.is_finished or has_stages_left:
-        return False
-    done = f"step {state.global_step}, epoch {state.epoch}"
-    say(f"this run is complete ({done}): there is nothing left to train; raise epochs or max_steps to continue it")
-    return True
 
 
 @contextmanager
@@ -222,13 +211,6 @@ def _close(run: Run) -> None:
         run.tracking.finish(
             _TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_delivery.flush_s
         )
-
-
-def _print_early_end(run: Run) -> None:
-    if run.interruption.ends_training:
-        say(f"training ends early at step {run.state.global_step}: stopped by {run.interruption.ended_by}")
-    elif run.saver.patience is not None and not run.cadence.is_finished(run.state):
-        say(f"early stopping at step {run.state.global_step}: {run.saver.patience.describe_exhausted()}")
 
 
 def _set_failed_status(run: Run, error: BaseException) -> None:

@@ -60,23 +60,27 @@ class Logs:
     ) -> None:
         """Log values; see `AcceleratorModule.log`."""
         require_choice("reduction", reduction, ("mean", "sum"))
-        values = _read_values(name, value)
-        phase = LoggedValues() if instant else self._phase()
+        values: Mapping[Any, Any] = name if isinstance(name, Mapping) else {name: value}
+        if isinstance(name, Mapping) and value is not None:
+            got, do = "a dict of values and a single value", "self.log(name, value), or self.log({name: value})"
+            raise ArgumentError(explain("log", got, "one of the two", do))
+        if self._state.stage == "predict" and not instant:
+            do = "return it from predict_step"
+            raise ModuleContractError(explain("log", "a call in prediction", "a call in training or evaluation", do))
+        phase = self.of_evaluation if self._state.stage in _EVALUATIONS else self.of_training
+        phase = LoggedValues() if instant else phase
         for own_name, own_value in values.items():
             self._check_name(own_name)
             phase.add(own_name, own_value, is_total=reduction == "sum")
         self._names_on_bar.update(values if prog_bar else ())
         self._names_not_logged.update(() if logger else values)
         if instant:
-            self._call_hooks(phase, step)
+            row = combine([phase.take()])
+            for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # otherwise, no log is open
+                hook(values=row, step=self._state.global_step if step is None else step)
         elif step is not None:
             expected = "step only with instant=True: other values are logged in the row of a step"
             raise ArgumentError(explain(f"log({name!r}, ...)", f"step={step!r}", expected, "remove step"))
-
-    def _call_hooks(self, logged: LoggedValues, step: int | None) -> None:
-        row = combine([logged.take()])
-        for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # otherwise, no log is open
-            hook(values=row, step=self._state.global_step if step is None else step)
 
     def media(self, method: str) -> MediaLog | None:
         """Return the current log of images, tables and files.
@@ -92,10 +96,8 @@ class Logs:
         run = self._trainer._run
         media = None if run is None else run.tracking.media
         if media is None:
-            got, do = (
-                "a call outside training: trackers are closed",
-                "call it before fit ends, for example in on_fit_end",
-            )
+            got = "a call outside training: trackers are closed"
+            do = "call it before fit ends, for example in on_fit_end"
             warn_once(explain(method, got, "a call during fit", do), about=f"{method} while nothing is trained")
         return media
 
@@ -113,12 +115,6 @@ class Logs:
     @property
     def _state(self) -> TrainingState:
         return self._trainer.state
-
-    def _phase(self) -> LoggedValues:
-        if self._state.stage == "predict":
-            do = "return it from predict_step"
-            raise ModuleContractError(explain("log", "a call in prediction", "a call in training or evaluation", do))
-        return self.of_evaluation if self._state.stage in _EVALUATIONS else self.of_training
 
     def _check_name(self, name: Any) -> None:
         if not isinstance(name, str) or not name.strip():
@@ -145,15 +141,6 @@ class SilentLogs(Logs):
 def _has_name(names: set[str], name: str) -> bool:
     """Return whether a value has one of these names, possibly followed by the key of a validation set."""
     return name in names or any(name.startswith(f"{own}__") for own in names)
-
-
-def _read_values(name: Any, value: Any) -> Mapping[Any, Any]:
-    if not isinstance(name, Mapping):
-        return {name: value}
-    if value is not None:
-        got, do = "a dict of values and a single value", "self.log(name, value), or self.log({name: value})"
-        raise ArgumentError(explain("log", got, "one of the two", do))
-    return name
 
 
 def logging_step(step: Callable[[Any], Any], logged: LoggedValues) -> Callable[[Any], Any]:

@@ -39,7 +39,14 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
             own = _SetPrediction(run, key, keeps=keeps)
             run.state.begin_evaluation()
             own.take_all(loader)
-            predictions[key] = _bring_together(run, own.kept) if keeps else None
+            predictions[key] = None
+            if not keeps:
+                continue
+            every = gather_on_main_process(own.kept, run.settings.evaluation.metric_options.chunk_bytes)
+            if is_main_process():
+                # Without sharding, the data of each process stays together.
+                parts, order = order_parts(every, are_shared=run.settings.data.shard_dataloaders)
+                predictions[key] = put_in_order(_join([part for _, part in parts]), order)
     return predictions
 
 
@@ -115,15 +122,6 @@ def _count_predictions(what: str, output: Any) -> int:
 def _reject(got: str, do: str = "for example, return the logits without the loss") -> NoReturn:
     expected = "one prediction per sample: a tensor [samples, ...], a list, or a dict or tuple of these"
     raise ModuleContractError(explain("predict_step", got, expected, do))
-
-
-def _bring_together(run: EvaluationRun, own: list[_Placed]) -> Any:
-    every = gather_on_main_process(own, run.settings.evaluation.metric_options.chunk_bytes)
-    if not is_main_process():
-        return None
-    # Without sharding, the data of each process stays together.
-    parts, order = order_parts(every, are_shared=run.settings.data.shard_dataloaders)
-    return put_in_order(_join([predictions for _, predictions in parts]), order)
 
 
 def _join(parts: list[Any]) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +53,10 @@ def try_largest(run: Run) -> None:
     what = "the largest micro-batch"
     try:
         with without_trace(run.unwrapped_model):
-            found = _find_largest(run)
+            why_not_tried = run.features.why_not_tried
+            found = why_not_tried[0]() if why_not_tried else run.loaders.make_largest_batch()
+            if run.engine.needs_all and any(gather_objects(isinstance(found, str))):  # either all have one or none
+                found = found if isinstance(found, str) else "another process cannot build one"
             if isinstance(found, LargestBatch):
                 what = f"{what}, {found.num_samples} samples of up to {found.longest} tokens"
                 _put_through(run, found.batch)
@@ -73,46 +74,24 @@ def try_largest(run: Run) -> None:
         say_once(f"{what} is not tried before training: {found}")
 
 
-def _find_largest(run: Run) -> LargestBatch | str:
-    """Return the batch, or why there is none; with a sharded model, either all processes have one or none."""
-    found = _make_largest(run)
-    if run.engine.needs_all and any(gather_objects(isinstance(found, str))):
-        return found if isinstance(found, str) else "another process cannot build one"
-    return found
-
-
-def _make_largest(run: Run) -> LargestBatch | str:
-    for why_not_tried in run.features.why_not_tried:
-        return why_not_tried()
-    return run.loaders.make_largest_batch()
-
-
 def _put_through(run: Run, batch: Any) -> None:
     module, model, logs, stage = run.module, run.unwrapped_model, run.module.logs, run.state.now.stage
     module.logs, run.state.now.stage = SilentLogs(module.trainer), "train"
     model.train()
     try:
-        with run.engine.unwrapped(trains=True), ExitStack() as stack:
-            if not run.engine.needs_all:
-                stack.enter_context(_reserving_optimizer_state(run))
-            stack.enter_context(run.engine.running("training_step", None))
-            with autocast(run.accelerator):
-                outputs = run.features.call_training_step(run.training_step, run.place(batch), read=batch)
-                output = read_training_output(outputs)
-            output.loss.backward()  # type: ignore[no-untyped-call]
+        with run.engine.unwrapped(trains=True):
+            optimizer, reserved = run.stepper.optimizer, None  # its first step will create its state: reserve memory
+            if not (run.engine.needs_all or optimizer.state or run.device.type == "cpu"):
+                reserved = torch.empty(estimate_state(optimizer), dtype=torch.uint8, device=run.device)
+            with run.engine.running("training_step", None):
+                with autocast(run.accelerator):
+                    outputs = run.features.call_training_step(run.training_step, run.place(batch), read=batch)
+                    output = read_training_output(outputs)
+                output.loss.backward()  # type: ignore[no-untyped-call]
+            del reserved
     finally:
         module.logs, run.state.now.stage = logs, stage
         logs.of_training.drop_batch()
-
-
-@contextmanager
-def _reserving_optimizer_state(run: Run) -> Iterator[None]:
-    """Reserve the memory of the optimizer's state, which its first step creates."""
-    optimizer = run.stepper.optimizer
-    size = 0 if optimizer.state or run.device.type == "cpu" else estimate_state(optimizer)
-    reserved = torch.empty(size, dtype=torch.uint8, device=run.device)
-    yield
-    del reserved
 
 
 def try_saving(run: Run) -> None:
@@ -150,16 +129,10 @@ def check_room(run: Run) -> None:
         shortage = find_shortage(size * ((settings.max_checkpoints or 1) + 1), run.checkpoints.folder)
         if shortage is not None:
             warn(shortage)
-    _check_model_folder(run)
-
-
-def _check_model_folder(run: Run) -> None:
     folder = run.settings.model_folder
     weights = run.unwrapped_model.state_dict().values()
-    needed = sum(tensor.nbytes for tensor in weights if isinstance(tensor, torch.Tensor)) * len(
-        run.saver.selection.names
-    )
-    room = free_space(folder)
+    size = sum(tensor.nbytes for tensor in weights if isinstance(tensor, torch.Tensor))
+    needed, room = size * len(run.saver.selection.names), free_space(folder)
     if needed > room:
         advice = "free space there, or pass a different `model_path`"
         warn(f"the model needs {format_bytes(needed)} in {folder}, but only {format_bytes(room)} are free: {advice}")

@@ -60,10 +60,20 @@ def _evaluate_epoch(run: Run) -> bool:
 
 
 def _count_epoch(run: Run) -> bool:
-    _require_progress(run)
-    if run.state.is_last_training_batch:  # otherwise, the run ends within the epoch, which is not counted
+    cadence, state = run.cadence, run.state
+    # An epoch without progress towards the run's only limit: the run would never end.
+    counts_tokens_only = cadence.max_target_tokens is not None and cadence.max_steps is cadence.max_samples is None
+    if cadence.epochs is None and counts_tokens_only and state.target_tokens_seen == 0:
+        got = "an epoch without target tokens: its batches are weighted by samples"
+        expected = "weights in tokens, from the loss of a transformers model or from the step"
+        do = 'return {"loss": mean, "weight": number_of_tokens} from training_step, or use max_samples'
+        raise DataError(explain("training until max_target_tokens", got, expected, do))
+    if cadence.epochs is None and state.epoch_step == 0 and run.accelerator.scaler is None:
+        got = "an epoch without an optimizer step: the weights of all its batches are 0"
+        raise DataError(explain("training until max_steps", got, "a batch with a positive weight", "check the data"))
+    if state.is_last_training_batch:  # otherwise, the run ends within the epoch, which is not counted
         step_scheduler(run, at_epoch_end=True)
-        run.state.count_epoch()
+        state.count_epoch()
         run.running_averages.end_epoch()
     return True
 
@@ -177,17 +187,3 @@ def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
             before_use()
     if is_due or checkpoints.requests or not checkpoints.is_prepared:
         checkpoints.save_requested(run, is_due=is_due)
-
-
-def _require_progress(run: Run) -> None:
-    """Raise if the run would never end because an epoch made no progress towards its only limit."""
-    cadence = run.cadence
-    counts_tokens_only = cadence.max_target_tokens is not None and cadence.max_steps is cadence.max_samples is None
-    if cadence.epochs is None and counts_tokens_only and run.state.target_tokens_seen == 0:
-        got = "an epoch without target tokens: its batches are weighted by samples"
-        expected = "weights in tokens, from the loss of a transformers model or from the step"
-        do = 'return {"loss": mean, "weight": number_of_tokens} from training_step, or use max_samples'
-        raise DataError(explain("training until max_target_tokens", got, expected, do))
-    if run.cadence.epochs is None and run.state.epoch_step == 0 and run.accelerator.scaler is None:
-        got = "an epoch without an optimizer step: the weights of all its batches are 0"
-        raise DataError(explain("training until max_steps", got, "a batch with a positive weight", "check the data"))

@@ -24,12 +24,15 @@ from accmt.state import Place
 # ---- The optimizer step: reduce, scale, clip, step, scheduler, zero_grad; each with its hooks
 
 
-def finish_window(run: Run, window: AccumulationWindow) -> None:
-    """Make the optimizer step of a finished window, and count it.
+def finish_window(run: Run, window: AccumulationWindow) -> tuple[int, bool]:
+    """Make the optimizer step of a finished window.
 
     The step is skipped if all weights are 0 or the gradient scaler found inf.
 
     Processes: collective.
+
+    Returns:
+        The samples of the window on all processes, and whether the step was made.
 
     Raises:
         Restart: A feature restarts the run.
@@ -46,8 +49,11 @@ def finish_window(run: Run, window: AccumulationWindow) -> None:
     if factor != 1.0:
         stepper.multiply_gradients(factor)
     allowing = run.features.allows_step
-    is_wanted = factor > 0 and (not allowing or all(allows_step(window) for allows_step in allowing))
-    made_step = step_optimizer(run) if is_wanted else _skip(run)
+    if factor > 0 and (not allowing or all(allows_step(window) for allows_step in allowing)):
+        made_step = step_optimizer(run)
+    else:
+        run.snapshot.invalidate()
+        made_step = stepper.skip()
     for on_skipped_step in () if made_step else run.features.on_skipped_step:
         on_skipped_step(window)
     if made_step and run.scheduler is not None:
@@ -57,27 +63,7 @@ def finish_window(run: Run, window: AccumulationWindow) -> None:
         run.state.count_target_tokens(round(window.total_weight))
     if window.skipped_batches:
         run.state.count_skipped_batches(window.skipped_batches)
-    _count(run, samples, made_step=made_step)
-
-
-def skip_window(run: Run, window: AccumulationWindow) -> None:
-    """Count a window that was not trained on as one without an optimizer step.
-
-    Processes: collective.
-    """
-    _, samples = run.weighting.close(window)
-    _count(run, samples, made_step=False)
-
-
-def _count(run: Run, samples: int, *, made_step: bool) -> None:
-    run.state.count_samples(samples)
-    run.state.count_step(is_skipped=not made_step)
-    run.snapshot.made_step = made_step
-
-
-def _skip(run: Run) -> bool:
-    run.snapshot.invalidate()
-    return run.stepper.skip()
+    return samples, made_step
 
 
 def step_optimizer(run: Run) -> bool:
@@ -186,7 +172,8 @@ class AutomaticSteps:
             for before_batch in run.features.before_batch:
                 before_batch(micro_batch)
             if window.is_skipped:
-                _count_only(run, window, micro_batch)
+                if micro_batch.batch is not None:
+                    window.add(0.0, run.count_samples(micro_batch, micro_batch.batch))
             elif self._may_leave:
                 self._try_batch(window, micro_batch)
             elif micro_batch.is_partial:
@@ -198,7 +185,13 @@ class AutomaticSteps:
                 with self._engine.no_sync():  # the last micro-batch of the window reduces all gradients
                     self._train_batch(window, micro_batch)
             state.count_batch(1 if micro_batch.cut is None else micro_batch.cut.num_finished)
-        (skip_window if window.is_skipped else finish_window)(run, window)
+        if window.is_skipped:  # counts as one without an optimizer step
+            samples, made_step = run.weighting.close(window)[1], False
+        else:
+            samples, made_step = finish_window(run, window)
+        state.count_samples(samples)
+        state.count_step(is_skipped=not made_step)
+        run.snapshot.made_step = made_step
         return True
 
     def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
@@ -211,8 +204,8 @@ class AutomaticSteps:
             if not any(recovers_from(error) for recovers_from in self._run.features.recovers_from):
                 raise
             window.is_left = True
-        if window.is_left and self._run.weighting.is_explicit is None:
-            self._run.weighting.decide(None, is_explicit=False)  # the other processes do this at their first batch
+        if window.is_left:
+            self._decide_without_weight()  # the other processes decide at their first batch
 
     def _train_together(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on this process's batch, or join the forward and backward of the others with a borrowed batch."""
@@ -258,7 +251,14 @@ class AutomaticSteps:
         factor = 1.0 if window.is_one_batch else run.weighting.loss_factor(window, weight)
         for scale_loss in run.features.scale_loss:
             factor = scale_loss(window, loss, factor)
-        self._backward(loss, factor)
+        is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device
+        is_zero = is_known and factor == 0.0
+        if is_zero and not self._is_alone:
+            _require_finite(loss)  # the other processes reduce gradients now, so this one must too
+        if not (is_zero and self._is_alone):
+            run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
+            if self._check_backward is not None and self._check_backward():  # before hooks, which may drop gradients
+                self._check_backward = None
         for hook in hooks.on_after_backward:
             hook(loss=loss)
         state = run.state
@@ -297,21 +297,6 @@ class AutomaticSteps:
     def _decide_without_weight(self) -> None:
         if self._run.weighting.is_explicit is None:
             self._run.weighting.decide(None, is_explicit=False)
-
-    def _backward(self, loss: torch.Tensor, factor: Weight) -> None:
-        is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device
-        if is_known and factor == 0.0:
-            if self._is_alone:
-                return
-            _require_finite(loss)  # the other processes reduce gradients now, so this one must too
-        self._run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
-        if self._check_backward is not None and self._check_backward():  # before hooks, which may drop gradients
-            self._check_backward = None
-
-
-def _count_only(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-    if micro_batch.batch is not None:
-        window.add(0.0, run.count_samples(micro_batch, micro_batch.batch))
 
 
 def _require_finite(loss: torch.Tensor) -> None:

@@ -303,15 +303,12 @@ class _Agreement:
         while len(notes := board.read(self._topic)) < board.count:
             time.sleep(_POLL_S)
             if time.monotonic() - asked_at > _PATIENCE_S:
-                self._require_alive()
+                gone = self._watch.find_silent() or list(self._watch.failures())
+                if gone:
+                    got = "no answer to the check of trained parameters"
+                    raise ProcessFailedError(explain(f"process {gone[0]}", got, "all processes alive", "check its log"))
                 asked_at = time.monotonic()
         return notes
-
-    def _require_alive(self) -> None:
-        gone = self._watch.find_silent() or list(self._watch.failures())
-        if gone:
-            got = "no answer to the check of trained parameters"
-            raise ProcessFailedError(explain(f"process {gone[0]}", got, "all processes alive", "check its log"))
 
     @staticmethod
     def _require_equal(notes: dict[int, Any]) -> None:
