@@ -147,7 +147,13 @@ class LossGuard(Feature):
         ]
         found = sorted(chain.from_iterable(gather_from_data(own)), key=lambda finding: finding.place.samples_before)
         skipped, self._skipped = self._skipped, {}
-        _warn_of_skipped([finding for finding in found if finding.place.samples_before in skipped], skipped)
+        of_skipped = [finding for finding in found if finding.place.samples_before in skipped]
+        for finding in of_skipped:
+            warn(f"{finding}: the step is skipped")
+        named = {finding.place.samples_before for finding in of_skipped}
+        for samples_before, step in skipped.items():
+            if samples_before not in named:
+                warn(f"the gradients of step {step} are not finite, although its losses are: the step is skipped")
         made = [finding for finding in found if finding.place.samples_before not in skipped]
         if made:
             self._react(made[0])
@@ -278,12 +284,3 @@ def _read(weights: list[Weight]) -> list[float]:
     on_device = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     values = iter(stack(on_device).tolist() if on_device else ())
     return [next(values) if isinstance(weight, torch.Tensor) else weight for weight in weights]
-
-
-def _warn_of_skipped(found: list[Finding], skipped: dict[int, int]) -> None:
-    for finding in found:
-        warn(f"{finding}: the step is skipped")
-    named = {finding.place.samples_before for finding in found}
-    for samples_before, step in skipped.items():
-        if samples_before not in named:
-            warn(f"the gradients of step {step} are not finite, although its losses are: the step is skipped")

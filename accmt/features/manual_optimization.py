@@ -160,7 +160,11 @@ class ManualSteps:
         run.engine.begin_window()
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
-        samples = self._count_over_processes(micro_batch, own)
+        if micro_batch.num_samples is None or run.counts_own_samples or num_data_processes() == 1:
+            samples = int(sum_over_data((float(own),))[0])  # not planned: the sum of what the batches hold
+        else:
+            require_planned(micro_batch, own)
+            samples = micro_batch.num_samples
         self._factor, self._depth = own * num_data_processes() / samples, 0
         self._last_factor, self._weighs_samples = self._factor, False
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
@@ -175,7 +179,9 @@ class ManualSteps:
         if isinstance(loss, torch.Tensor):
             given = read_weight("training_step", outputs.get("weight")) if is_mapping else None
             if given is not None and self._weighs_samples:
-                self._require_weight_in_backward()
+                got = '"weight" in the output of the step, after self.backward(loss): too late on several processes'
+                expected, do = "the weight in the call of backward", "self.backward(loss, weight=weight)"
+                raise ModuleContractError(explain("training_step", got, expected, do))
             targets = run.features.find_weight(loss, is_given=given is not None)
             weight = next(one for one in (given, targets, own) if one is not None)
             others = read_further_values(outputs) if is_mapping else None
@@ -287,16 +293,6 @@ class ManualSteps:
             step_scheduler(run, at_epoch_end=False)
         own.position, own.has_advanced = getattr(run.scheduler, "last_epoch", None), True
 
-    def _count_over_processes(self, micro_batch: MicroBatch, own: int) -> int:
-        """Return the samples of a micro-batch: those that were planned, or else the sum of what the batches hold.
-
-        Processes: collective where they were not planned.
-        """
-        if micro_batch.num_samples is None or self._run.counts_own_samples or num_data_processes() == 1:
-            return int(sum_over_data((float(own),))[0])
-        require_planned(micro_batch, own)
-        return micro_batch.num_samples
-
     def backward(self, loss: torch.Tensor, weight: Any = None) -> None:
         """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch.
 
@@ -307,9 +303,12 @@ class ManualSteps:
         factor = self._last_factor = self._find_factor(loss, weight)
         self.has_gradients = self._own_steps.has_called_backward = True
         self._own_steps.note_stale()
-        if self._has_stepped_on and not self._adds_to_stepped and self._holds_gradients():
-            self._adds_to_stepped = True
-            warn(_NOT_DROPPED)
+        if self._has_stepped_on and not self._adds_to_stepped:
+            gradients = (parameter.grad for parameter in run.unwrapped_model.parameters())
+            # The module may have dropped them by torch's own `zero_grad`.
+            if any(gradient is not None and bool(gradient.any()) for gradient in gradients):
+                self._adds_to_stepped = True
+                warn(_NOT_DROPPED)
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
         if self._calls is not None:
@@ -342,11 +341,6 @@ class ManualSteps:
         own = float(given)
         total = sum_over_data((own,))[0]
         return own * num_data_processes() / total if total > 0 else 0.0
-
-    def _require_weight_in_backward(self) -> None:
-        got = '"weight" in the output of the step, after self.backward(loss): too late on several processes'
-        expected, do = "the weight in the call of backward", "self.backward(loss, weight=weight)"
-        raise ModuleContractError(explain("training_step", got, expected, do))
 
     def step_optimizer(self, *, is_whole: bool = True) -> bool:
         """Unscale, clip and make the optimizer step.
@@ -390,11 +384,6 @@ class ManualSteps:
         self._num_acts += 1
         place = (*self._place_in_epoch, self._num_acts)
         seed_generators(derive_seed(self._run.seed, "step", *place), self._run.device)
-
-    def _holds_gradients(self) -> bool:
-        """Return whether gradients are there: the module may have dropped them by torch's own `zero_grad`."""
-        gradients = (parameter.grad for parameter in self._run.unwrapped_model.parameters())
-        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 class _OwnSteps:

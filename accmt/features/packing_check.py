@@ -180,15 +180,11 @@ def _compare(model: nn.Module, call: PackedCall) -> Verdict:
         return Verdict(failure="no tensor that it computes has one value per token")
     values = torch.stack([difference for _, difference in found]).tolist()
     worst = max(range(len(values)), key=lambda index: math.inf if math.isnan(values[index]) else values[index])
-    dtypes = {tensor.dtype for tensor in both.values()}
-    return Verdict(values[worst], _tolerance(dtypes, next(iter(both.values())).device), found[worst][0])
-
-
-def _tolerance(dtypes: set[torch.dtype], device: torch.device) -> float:
-    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    coarsest = max(torch.finfo(tensor.dtype).eps for tensor in both.values())
+    is_on_cuda = next(iter(both.values())).device.type == "cuda"
+    if is_on_cuda and torch.get_float32_matmul_precision() != "highest":
         coarsest = max(coarsest, 2.0**-10)  # TF32
-    return max(_TOLERANCE, _ROUNDINGS * coarsest)
+    return Verdict(values[worst], max(_TOLERANCE, _ROUNDINGS * coarsest), found[worst][0])
 
 
 def _differences(
@@ -424,7 +420,8 @@ class PackingCheck(Feature):
         return self._verdicts[call.key]
 
     def _try_together(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
-        if not _takes_positions(self._watched[model]):
+        takes = self._watched[model]
+        if "position_ids" not in takes and all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in takes.values()):
             return
         for rows in (1, 2):
             call = _plain_call(model, arguments, rows)
@@ -471,10 +468,6 @@ def _find_watched(model: nn.Module, *, is_compiled: bool) -> dict[nn.Module, Map
     if not found and "position_ids" in inspect.signature(model.forward).parameters:
         found = [model]
     return {part: inspect.signature(part.forward).parameters for part in found}
-
-
-def _takes_positions(takes: Mapping[str, inspect.Parameter]) -> bool:
-    return "position_ids" in takes or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
 
 
 def _positions_in(arguments: Mapping[str, Any]) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
         The predictions of each set by its key, on the CPU; None on all processes except the main one, or if not kept.
     """
     run.engine.share_buffers()
-    predictions = {}
+    predictions: dict[str, Any] = {}
     with without_training(run, "predict"):
         for key, loader in run.val_loaders.items():
             own = _SetPrediction(run, key, keeps=keeps)

@@ -69,13 +69,12 @@ class Checkpoints:
         is_on = options.every is not None and options.checkpointer is None
         self._group = new_cpu_group() if is_on else None
         self._store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints, group=self._group)
-        self._writer = self._build_writer() if is_on else None
+        self._writer: CheckpointWriter | None = None
+        if is_on:
+            is_async, on_failure = options.async_checkpointing, self._report_failure
+            self._writer = CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=on_failure)
         self._has_begun = False
         self._teacher: list[object] = []
-
-    def _build_writer(self) -> CheckpointWriter:
-        is_async = self._settings.checkpoints.async_checkpointing
-        return CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=self._report_failure)
 
     def continue_from(self, folder: Path) -> None:
         """Record the checkpoint that the run starts from."""
@@ -148,7 +147,12 @@ class Checkpoints:
             if is_due or self.requests:
                 warn_once(_UNFINISHED, about="unfinished step")
             return
-        self._prepare_once(run)
+        if not self.is_prepared:  # find what cannot be stored at the first step, not at the first checkpoint
+            if run.settings.failures.preflight and self.are_written:
+                run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
+            if self._writer is not None:
+                self._writer.prepare(collect_others(run))
+            self.is_prepared = True
         has_saved = self._serve_requests(run)
         if is_due and not has_saved:
             self._save(run, force=False)
@@ -159,14 +163,6 @@ class Checkpoints:
         for folder in dict.fromkeys(requests):
             self.save(run, folder)
         return None in requests
-
-    def _prepare_once(self, run: Run) -> None:
-        """Check at the first step, not at the first checkpoint, that the state can be stored and restored."""
-        if not self.is_prepared and run.settings.failures.preflight and self.are_written:
-            run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
-        if self._writer is not None and not self.is_prepared:
-            self._writer.prepare(collect_others(run))
-        self.is_prepared = True
 
     def save_last(self, run: Run) -> None:
         """Save the end of the run, unless the last checkpoint contains it.

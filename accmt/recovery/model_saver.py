@@ -8,7 +8,7 @@ import operator
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -235,14 +235,10 @@ def save_model(run: Run, *folders: Path) -> None:
     if not folders:
         return
     with run.stepper.evaluating():
-        _write_models(run, folders)
-
-
-def _write_models(run: Run, folders: Sequence[Path]) -> None:
-    run.engine.share_buffers()
-    weights = run.engine.weights()
-    for folder in folders:
-        weights.lend(partial(_write_model, run, folder, weights))
+        run.engine.share_buffers()
+        weights = run.engine.weights()
+        for folder in folders:
+            weights.lend(partial(_write_model, run, folder, weights))
 
 
 def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedState) -> None:

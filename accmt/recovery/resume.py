@@ -109,18 +109,14 @@ def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:
     if folder is not None or settings.checkpoints.resume is not True:
         return folder
     do = 'check the path; resume="auto" starts from the beginning if there is no checkpoint'
-    previous = _find_previous(settings.checkpoint_folder)
-    if previous is not None:
+    # A new run that was killed before it wrote a checkpoint may have moved the previous run's checkpoints.
+    own = settings.checkpoint_folder.resolve()
+    beside = own.parent.iterdir() if own.parent.is_dir() else ()
+    moved = [path for path in beside if path.name.startswith(f"{own.name}.previous")]
+    if moved:
+        previous = max(moved, key=lambda path: path.stat().st_mtime)
         do = f'resume="{previous}" continues the earlier run whose checkpoints were moved there; {do}'
     raise NoCheckpointError(explain("Trainer(resume=True)", got, "a checkpoint to continue from", do))
-
-
-def _find_previous(folder: Path) -> Path | None:
-    """Return where a new run, killed before it wrote a checkpoint, moved the previous run's checkpoints."""
-    folder = folder.resolve()
-    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-    moved = [path for path in beside if path.name.startswith(f"{folder.name}.previous")]
-    return max(moved, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -148,11 +144,8 @@ def _log_resume(resumed: Resumed, settings: Settings) -> None:
         )
     if settings.checkpoints.reset_optimizer_on_resume:
         say("optimizer and scheduler start over (reset_optimizer_on_resume=True)")
-    if manifest is not None:
-        _log_changed_launch(manifest)
-
-
-def _log_changed_launch(manifest: Manifest) -> None:
+    if manifest is None:
+        return
     saved = {
         "process(es)": manifest.processes,
         "CPU thread(s)": manifest.threads,

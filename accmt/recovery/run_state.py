@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,13 +37,15 @@ from accmt.state import Stateful
 
 def stateful_parts(run: Run) -> dict[str, Stateful]:
     """Return the parts of a run besides model, optimizer and scheduler, by their names in a checkpoint."""
+    module: Any = run.module
+    is_mixed = isinstance(module, nn.Module) and type(module).state_dict is nn.Module.state_dict
     parts: dict[str, Stateful] = {
         "state": run.state,
         "weighting": run.weighting,
         "running_averages": run.running_averages,
         "selection": run.saver.selection,
         "tracking": run.tracking,
-        "module": _state_of_module(run.module),
+        "module": _PartsBeside(module) if is_mixed else module,
         "trained": run.trained,
         "clock": run.clock,
     }
@@ -73,11 +74,6 @@ class _PartsBeside:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         nn.Module.load_state_dict(self._module, state, strict=False)
-
-
-def _state_of_module(module: Any) -> Stateful:
-    is_mixed = isinstance(module, nn.Module) and type(module).state_dict is nn.Module.state_dict
-    return _PartsBeside(module) if is_mixed else module
 
 
 def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -142,29 +138,24 @@ class LocalState:
         parts: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         parts["module"] = parts["module"] and copy_structure(parts["module"])
         parts["running_averages"] = run.running_averages.copy()
+        source, position = run.train_loader.source, None
+        # Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
+        # between two epochs, where the position still refers to the previous epoch. These positions are computed when a
+        # checkpoint is written.
+        if not (isinstance(source, UnshardedSource) or (state.train_step and isinstance(source, PlannedSource))):
+            position = source.position(state.epoch, state.train_step)
         return {
             "place": (state.epoch, state.train_step),
             "is_last_batch": state.now.is_last_training_batch,
             "metrics": dict(state.metrics),
             "best_metrics": dict(state.best_metrics),
             "lr": [deepcopy(group["lr"]) for group in run.stepper.optimizer.param_groups],  # may be tensors
-            "data": self._find_position(),
+            "data": position,
             "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
             "parts": parts,
             "callbacks": self._callbacks and {n: copy_structure(c.state_dict()) for n, c in self._callbacks.items()},
             "trainer": copy_structure(run.module.trainer.get_state()),
         }
-
-    def _find_position(self) -> dict[str, Any] | None:
-        """Return the data position; None if it is computed when a checkpoint is written.
-
-        Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
-        between two epochs, where the position still refers to the previous epoch.
-        """
-        source, state = self._run.train_loader.source, self._run.state
-        if isinstance(source, UnshardedSource) or (state.train_step and isinstance(source, PlannedSource)):
-            return None
-        return source.position(state.epoch, state.train_step)
 
 
 def copy_structure(value: Any) -> Any:
@@ -204,20 +195,16 @@ def restore(run: Run, resumed: Resumed) -> None:
             with nullcontext() if part is run.module else rejecting_other_forms(resumed.folder):
                 part.load_state_dict(others["parts"][name])
     with rejecting_other_forms(resumed.folder):
-        _restore_rest(run, others, resumed.folder)
+        run.saver.forget_missing(run.settings.model_folder, others["run_id"])
+        if run.checkpoints.owns(resumed.folder):
+            run.saver.run_id = others["run_id"]
+        run.features.load_state_dict(others["features"])
+        run.state.metrics, run.state.best_metrics = others["metrics"], others["best_metrics"]
+        run.state.now.is_last_training_batch = others["is_last_batch"]
+        run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]
+        run.checkpoints.continue_from(resumed.folder)
     _restore_callbacks(run, callbacks)
     run.module.trainer.update_state(of_trainer)
-
-
-def _restore_rest(run: Run, others: Mapping[str, Any], folder: Path) -> None:
-    run.saver.forget_missing(run.settings.model_folder, others["run_id"])
-    if run.checkpoints.owns(folder):
-        run.saver.run_id = others["run_id"]
-    run.features.load_state_dict(others["features"])
-    run.state.metrics, run.state.best_metrics = others["metrics"], others["best_metrics"]
-    run.state.now.is_last_training_batch = others["is_last_batch"]
-    run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]
-    run.checkpoints.continue_from(folder)
 
 
 def _with_own(others: dict[str, Any]) -> dict[str, Any]:

@@ -124,15 +124,12 @@ class DataModule:
     def _check_methods(self) -> None:
         for name in dir(self._own):
             if name in _METHODS:
-                self._check_callable(name)
+                value = getattr(self._own, name)
+                if value is not None and not callable(value):
+                    where, got = f"{type(self._own).__name__}.{name}", f"an object of {type(value).__name__}"
+                    raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
             elif not name.startswith("_"):
                 self._check_spelling(name)
-
-    def _check_callable(self, name: str) -> None:
-        value = getattr(self._own, name)
-        if value is not None and not callable(value):
-            where, got = f"{type(self._own).__name__}.{name}", f"an object of {type(value).__name__}"
-            raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
 
     def _check_spelling(self, name: str) -> None:
         meant = nearest(name, _METHODS, cutoff=0.9)
@@ -309,7 +306,10 @@ def build_train_loader(
     """
     data_settings = settings.data
     _reject_sampler_beside_loader(data, data_settings)
-    _reject_iterator(data, settings)
+    if isinstance(data, Iterator) and settings.hps.epochs != 1:
+        expected = "data that start again in each epoch"
+        do = "an IterableDataset, a list, or epochs: 1"
+        raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
     reject_other_cuts(module, settings)
     collate, pins_memory = _collate(module, settings, data, "collate_fn_train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
@@ -427,13 +427,6 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
     return settings.dataloader_pin_memory and device.type != "cpu"
 
 
-def _reject_iterator(data: Any, settings: Settings) -> None:
-    if isinstance(data, Iterator) and settings.hps.epochs != 1:
-        expected = "data that start again in each epoch"
-        do = "an IterableDataset, a list, or epochs: 1"
-        raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
-
-
 def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> int:
     count = settings.hps.train_batch_size // settings.hps.micro_batch_size_within(limit)
     if count > 1 and (isinstance(data, DataLoader) or settings.data.batch_sampler is not None):
@@ -447,16 +440,14 @@ def _shard(settings: DataSettings) -> Shard:
 
 
 def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: str) -> Callable[[Any], Any] | None:
-    collate, bucket = _users_collate(module, settings.data, phase), settings.running.compile_buckets
+    """Return the user's collate function: that of the module, of the phase, or of all data."""
+    of_phase, bucket = getattr(settings.data, phase), settings.running.compile_buckets
+    collate = getattr(module, phase) or module.collate_fn
+    if collate is None and of_phase is not None:
+        collate = build_collate(of_phase, phase)
+    elif collate is None:
+        collate = build_collate(settings.data.collate_fn, "collate_fn")
     return collate if bucket is None or isinstance(data, DataLoader) else in_buckets(collate, bucket)
-
-
-def _users_collate(module: AcceleratorModule, settings: DataSettings, phase: str) -> Callable[[Any], Any] | None:
-    of_module = getattr(module, phase) or module.collate_fn
-    if of_module is not None:
-        return of_module
-    of_phase = getattr(settings, phase)
-    return build_collate(of_phase, phase) if of_phase is not None else build_collate(settings.collate_fn, "collate_fn")
 
 
 def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
@@ -550,7 +541,11 @@ class Loaders:
             feature.check(settings, self._module, train_data)
         self._also_read = list(val_data.values())
         self.train = self.build_train_again()
-        _check_fraction(Cadence.of(settings), self.train)
+        every = Cadence.of(settings).evaluate_every
+        if isinstance(every, float) and self.train.source.num_micro_batches is None:
+            got = f"{every}, a fraction of an epoch whose length is unknown"
+            do = "evaluate_every_n_steps=100, say"
+            raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of steps", do))
         for name, data in val_data.items():
             self.validation[name] = build_evaluation_loader(
                 self._module,
@@ -631,11 +626,3 @@ def at_epoch_of_building(state: TrainingState, settings: DataSettings) -> Iterat
 def _epoch_of_building(epoch: int, settings: DataSettings) -> int:
     every = settings.reload_epochs
     return epoch - epoch % every if every else 0
-
-
-def _check_fraction(cadence: Cadence, loader: Loader) -> None:
-    every = cadence.evaluate_every
-    if isinstance(every, float) and loader.source.num_micro_batches is None:
-        got = f"{every}, a fraction of an epoch whose length is unknown"
-        do = "evaluate_every_n_steps=100, say"
-        raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of steps", do))

@@ -135,11 +135,26 @@ def prepare(
         callbacks: Those of the run, some of which models of PEFT need.
     """
     reject_unsaved_adapters(module.model, (module, *callbacks))
-    _make_ready(module.model, engine, settings)
+    require_library(module.model)
+    reject_injected_adapters(module.model)
+    reject_training_quantized_weights(module.model)
+    engine.require_trainable(settings)
+    if settings.running.gradient_checkpointing is not False:
+        asked = settings.running.gradient_checkpointing
+        enable_gradient_checkpointing(module.model, asked if isinstance(asked, Mapping) else None)
+    engine.distribute()
+    synchronize_if_asked(module.model, settings, engine.accelerator.device)
+    compile_if_asked(module.model, settings.running)
     own = module.get_optimizer()
     built = build_optimizer(settings.hps, module.model, as_trained=as_trained(module.model)) if own is None else own
     optimizer = require_optimizer(module, built)
-    _require_own_parameters(module, optimizer)
+    in_model = {id(parameter) for parameter in module.model.parameters()}
+    if not all(id(parameter) in in_model for group in optimizer.param_groups for parameter in group["params"]):
+        got = "an optimizer of parameters that are not in self.model: they would be neither reduced nor saved"
+        do = "put their modules into self.model, such as an nn.ModuleDict"
+        raise ModuleContractError(
+            explain(f"{type(module).__name__}.get_optimizer", got, "parameters of self.model", do)
+        )
     engine.require_optimizer(optimizer)
     scheduler = make_scheduler(module, optimizer, settings, cadence, length)
     hps = settings.hps
@@ -158,20 +173,6 @@ def prepare(
         around_backward=engine.around_backward(),
     )
     return Prepared(engine.model, engine.unwrapped_model, stepper, scheduler)
-
-
-def _make_ready(model: nn.Module, engine: Engine, settings: Settings) -> None:
-    """Check what a model is made of, and bring it to where, and into the precision in which, it is trained."""
-    require_library(model)
-    reject_injected_adapters(model)
-    reject_training_quantized_weights(model)
-    engine.require_trainable(settings)
-    if settings.running.gradient_checkpointing is not False:
-        asked = settings.running.gradient_checkpointing
-        enable_gradient_checkpointing(model, asked if isinstance(asked, Mapping) else None)
-    engine.distribute()
-    synchronize_if_asked(model, settings, engine.accelerator.device)
-    compile_if_asked(model, settings.running)
 
 
 def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer], **optim_kwargs: Any) -> Any:
@@ -257,16 +258,6 @@ def is_prepared(module: AcceleratorModule) -> bool:
     """Return whether a run works with the module's model."""
     model = getattr(module, "model", None)
     return model is not None and private_names.is_prepared(model)
-
-
-def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
-    own = {id(parameter) for parameter in module.model.parameters()}
-    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        got = "an optimizer of parameters that are not in self.model: they would be neither reduced nor saved"
-        do = "put their modules into self.model, such as an nn.ModuleDict"
-        raise ModuleContractError(
-            explain(f"{type(module).__name__}.get_optimizer", got, "parameters of self.model", do)
-        )
 
 
 def attach_run(
