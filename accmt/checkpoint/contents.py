@@ -401,7 +401,10 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     require_same_frozen(model, saved["frozen"])
     ours = {name: value for name, value in model_state(model).items() if name not in saved["frozen"]}
     _require_same_model(ours, saved["model"], stored)
-    _require_same_number(optimizers, saved["optimizers"])
+    if len(optimizers) != len(saved["optimizers"]):
+        expected = f"{len(saved['optimizers'])}, as in the checkpoint"
+        do = "build the same optimizers as in the saved run"
+        raise CheckpointError(explain("the optimizers", str(len(optimizers)), expected, do))
     fixed = {name: tensor for name, tensor in find_read_only(model).items() if name in ours}
     targets = _targets(ours, saved, stored, fixed)
     _read_tensors(targets, reader, folder)
@@ -523,10 +526,3 @@ def _describe(entry: Any) -> str:
     if isinstance(entry, TensorStorageMetadata):
         return f"{tuple(entry.size)} {entry.properties.dtype}"
     return "missing" if entry is None else "not a tensor"
-
-
-def _require_same_number(optimizers: Sequence[Optimizer], saved: Sequence[State]) -> None:
-    """Check that the number of optimizers matches the checkpoint."""
-    if len(optimizers) != len(saved):
-        expected, do = f"{len(saved)}, as in the checkpoint", "build the same optimizers as in the saved run"
-        raise CheckpointError(explain("the optimizers", str(len(optimizers)), expected, do))

@@ -242,10 +242,18 @@ def examine(folder: Path) -> Checkpoint | Damage:
 
 def find_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yield a description of each file that does not match the manifest."""
-    for name, entry in manifest.files.items():
-        fault = _find_fault(folder / name, name, entry)
-        if fault is not None:
-            yield fault
+    for name, expected in manifest.files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            found = FileEntry.of(path) if size == expected.size else None
+        except OSError as error:
+            yield _name_fault(path, name, error)
+            continue
+        if found is None:
+            yield f"{name} has {size} bytes instead of {expected.size}"
+        elif found != expected:
+            yield f"{name} has changed since it was written (its digest differs)"
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -268,17 +276,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(dumps(content).encode())
-
-
-def _find_fault(path: Path, name: str, expected: FileEntry) -> str | None:
-    try:
-        size = path.stat().st_size
-        found = FileEntry.of(path) if size == expected.size else None
-    except OSError as error:
-        return _name_fault(path, name, error)
-    if found is None:
-        return f"{name} has {size} bytes instead of {expected.size}"
-    return None if found == expected else f"{name} has changed since it was written (its digest differs)"
 
 
 def _name_fault(path: Path, name: str, error: OSError) -> str:

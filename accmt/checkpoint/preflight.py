@@ -53,9 +53,17 @@ def try_model(model: nn.Module) -> None:
     """
     left_out = find_frozen(model)
     kept = {name: tensor for name, tensor in _tensors_of(model).items() if name not in left_out}
-    _require_tensors(kept)
+    for name, tensor in kept.items():  # without data to store, or parameters that cannot be written in place
+        is_fixed = tensor.requires_grad and is_expanded(local_part(tensor))
+        if tensor.is_meta or tensor.layout != torch.strided or is_fixed:
+            raise _failure(name, f"a tensor that is expanded, sparse, or without data ({tensor.layout})")
     tried = _choose(kept)
-    replaced = {name: tensor for name, tensor in tried.items() if _is_replaceable(tensor)}
+    # Training leaves the memory of these to the model, so that another tensor can replace it.
+    replaced = {
+        name: tensor
+        for name, tensor in tried.items()
+        if not tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference()
+    }
     own = {id(tensor): tensor.detach() for tensor in replaced.values()}
     live = {name: plain_parts(local_part(tensor)) for name, tensor in tried.items() if name not in replaced}
     copies = {name: [part.detach().clone() for part in parts] for name, parts in live.items()}
@@ -70,7 +78,11 @@ def try_model(model: nn.Module) -> None:
         for tensor in replaced.values():
             inverted = _bits(own[id(tensor)].clone(memory_format=torch.contiguous_format)).bitwise_not_()
             tensor.data = inverted.view(tensor.dtype)
-        _overwrite(live)
+        inverted_memory = set()
+        for part in (part for parts in live.values() for part in parts):
+            if part.numel() and part.data_ptr() not in inverted_memory:  # tensors may share it
+                inverted_memory.add(part.data_ptr())
+                _bits(part).bitwise_not_()
         _load(model, join_tensors(copied, decode(text)))
         _require_same_bits(model, tried, copies)
     finally:
@@ -86,7 +98,10 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """
     state = optimizer_state(model, optimizer)
     _require_nothing_left_out(optimizer, state)
-    state["state"] = _one_of_each_kind(state["state"])
+    smallest: dict[str, str] = {}  # parameter by kind of state
+    for name, entry in sorted(state["state"].items(), key=lambda item: _size_of(item[1])):
+        smallest.setdefault(_kind_of(entry), name)
+    state["state"] = {name: state["state"][name] for name in smallest.values()}
     tensors, rest = split_tensors(state)
     copied = {name: _as_read(tensor) for name, tensor in tensors.items()}
     loaded = join_tensors(copied, decode(encode(rest, f"the state of {type(optimizer).__name__}")))
@@ -143,14 +158,6 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**plain_parameter_names(model), **kept_buffers(model)}
 
 
-def _require_tensors(kept: Mapping[str, Tensor]) -> None:
-    """Reject tensors without data to store, and parameters that cannot be written in place."""
-    for name, tensor in kept.items():
-        is_fixed = tensor.requires_grad and is_expanded(local_part(tensor))
-        if tensor.is_meta or tensor.layout != torch.strided or is_fixed:
-            raise _failure(name, f"a tensor that is expanded, sparse, or without data ({tensor.layout})")
-
-
 def _choose(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     trained = {name: tensor for name, tensor in kept.items() if tensor.requires_grad}
     room = max(0, _ROOM - sum(local_part(tensor).nbytes for tensor in trained.values()))
@@ -161,11 +168,6 @@ def _choose(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
             chosen[name] = tensor
             room -= size
     return chosen
-
-
-def _is_replaceable(tensor: Tensor) -> bool:
-    """Return whether training leaves the tensor's memory to the model, so that another tensor can replace it."""
-    return not tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference()
 
 
 def _overwrite(live: Mapping[str, list[Tensor]]) -> None:
@@ -204,13 +206,10 @@ def _require_same_bits(model: nn.Module, tried: Mapping[str, Tensor], copies: Ma
 
 def _has_bits(tensor: Tensor, copies: list[Tensor]) -> bool:
     parts = plain_parts(local_part(tensor))
-    return len(parts) == len(copies) and all(_same_tensor(*pair) for pair in zip(parts, copies, strict=True))
-
-
-def _same_tensor(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(_bits(one), _bits(other.to(one.device)))
+    return len(parts) == len(copies) and all(
+        one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other.to(one.device)))
+        for one, other in zip(parts, copies, strict=True)
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -219,13 +218,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _one_of_each_kind(states: Mapping[str, Any]) -> dict[str, Any]:
-    chosen: dict[str, str] = {}
-    for name, state in sorted(states.items(), key=lambda item: _size_of(item[1])):
-        chosen.setdefault(_kind_of(state), name)
-    return {name: states[name] for name in chosen.values()}
 
 
 def _size_of(value: Any) -> int:

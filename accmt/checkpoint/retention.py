@@ -18,7 +18,6 @@ from accmt.checkpoint.manifest import (
     SET_ASIDE,
     STEP,
     Damage,
-    Manifest,
     make_unfinished_name,
     read_manifest,
     step_name,
@@ -58,8 +57,11 @@ class Ages:
                 continue
             key = path.name, stat.st_ino, stat.st_mtime_ns
             if key not in known:
-                manifest = _read_ours(path)
-                if manifest is None:
+                try:
+                    manifest = read_manifest(path)
+                except CheckpointError:  # of a newer accmt, which may need it
+                    continue
+                if isinstance(manifest, Damage):
                     continue
                 known[key] = manifest.sequence
             self._known[key] = known[key]
@@ -146,14 +148,6 @@ def make_durable(folder: Path) -> None:
     make_durable(folder.parent)
     folder.mkdir(exist_ok=True)
     fsync_folder(folder.parent)
-
-
-def _read_ours(path: Path) -> Manifest | None:
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError:  # of a newer accmt, which may need it
-        return None
-    return None if isinstance(manifest, Damage) else manifest
 
 
 def _find_overtaken(folder: Path, newest: Path) -> Iterator[Path]:

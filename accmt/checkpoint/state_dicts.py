@@ -231,8 +231,12 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
         _require_storable(tensor, path)
         memory = _memory_of(tensor)
         if memory not in names:
-            names[memory] = _unused_name(path, tensors)
-            tensors[names[memory]] = tensor.detach()
+            name, count = path, 1
+            while name in tensors:  # {"a": {"b": x}, "a.b": y} results in the same path twice
+                count += 1
+                name = f"{path}~{count}"
+            names[memory] = name
+            tensors[name] = tensor.detach()
         return TensorReference(names[memory])
 
     return tensors, _replace(state, "", Tensor, refer)
@@ -324,15 +328,6 @@ def _replace(state: Any, path: str, kind: type | tuple[type, ...], replace: Call
     if type(state) in (list, tuple):
         return type(state)(_replace(item, f"{begin}{index}", kind, replace) for index, item in enumerate(state))
     return state
-
-
-def _unused_name(path: str, taken: Mapping[str, Tensor]) -> str:
-    # {"a": {"b": x}, "a.b": y} results in the same path twice.
-    name, count = path, 1
-    while name in taken:
-        count += 1
-        name = f"{path}~{count}"
-    return name
 
 
 def _memory_of(tensor: Tensor) -> Any:

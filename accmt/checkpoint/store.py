@@ -105,22 +105,19 @@ class Staging:
         try:
             own.mkdir()
             write(own)
-            self._take_over(own)
+            for path in sorted(path for path in own.rglob("*") if not path.is_dir()):
+                name = path.relative_to(own)
+                fsync_file(path)
+                self._files[name.as_posix()] = FileEntry.of(path)
+                target = self.folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target)
+            shutil.rmtree(own)
         except Exception as error:  # noqa: BLE001 - publish raises it on every process
             self.error = error
 
     def part(self) -> Part:
         return Part(self._files) if self.error is None else Part(failure=Failure.of(self.error))
-
-    def _take_over(self, own: Path) -> None:
-        for path in sorted(path for path in own.rglob("*") if not path.is_dir()):
-            name = path.relative_to(own)
-            fsync_file(path)
-            self._files[name.as_posix()] = FileEntry.of(path)
-            target = self.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(target)
-        shutil.rmtree(own)
 
 
 class CheckpointStore:

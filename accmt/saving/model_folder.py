@@ -155,7 +155,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _copy(folder: Path, target: Path) -> None:
-    weights = _find_weights(folder)
+    try:
+        weights = weight_files_in(folder)
+    except (ValueError, KeyError):  # an index that accmt did not write
+        weights = set()
     for name in _list_files(folder):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         source = (folder / name).resolve()  # a link may point into the folder that changes
@@ -165,13 +168,6 @@ def _copy(folder: Path, target: Path) -> None:
             if name not in weights:
                 raise
             shutil.copy2(source, target / name)  # a file system without hard links
-
-
-def _find_weights(folder: Path) -> set[str]:
-    try:
-        return weight_files_in(folder)
-    except (ValueError, KeyError):  # an index that accmt did not write
-        return set()
 
 
 def _list_files(folder: Path) -> set[str]:
@@ -254,14 +250,11 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, Monitor):
         return _to_plain(vars(value))
     if isinstance(value, Mapping):
-        return {_to_key(name): _to_plain(item) for name, item in value.items()}
+        # JSON keys are strings; `Trainer.from_config` converts them back.
+        return {str(name) if type(name) is int else name: _to_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [_to_plain(item) for item in value]
     return value
-
-
-def _to_key(name: Any) -> Any:
-    return str(name) if type(name) is int else name  # JSON keys are strings; `Trainer.from_config` converts them
 
 
 def _writable_part(name: str, value: Any) -> Any:
