@@ -779,14 +779,29 @@ class HuggingFaceModule(AcceleratorModule):
             return self.model(**batch)
         except (AttributeError, TypeError, ValueError) as error:
             lists = {name: value for name, value in batch.items() if isinstance(value, list)}
-            if lists:
-                raise _explain_lists(lists) from error
-            raise
+            if not lists:
+                raise
+            # torch's collate leaves strings, and transposes lists of numbers.
+            got, expected = f"lists under {', '.join(map(repr, lists))}", "a tensor for each name"
+            texts = [name for name, values in lists.items() if values and isinstance(values[0], str)]
+            steps = [f"dataset.remove_columns({texts})"] if texts else []
+            steps += ["Trainer(collate_fn=DataCollatorWithPadding(tokenizer))"] if len(texts) < len(lists) else []
+            do = f"write {', and '.join(steps)}"
+            raise DataError(explain("a batch for the transformers model", got, expected, do)) from error
 
     def _read_loss(self, outputs: Any, batch: Any) -> Any:
         loss = getattr(outputs, "loss", None)
         if loss is None:
-            raise _explain_missing_loss(self.unwrapped_model, batch)
+            model = self.unwrapped_model
+            expected = "a model with a head that computes its loss"
+            do = 'fit((path, "AutoModelForSequenceClassification"), ...), or `type:` in the `model` section of the '
+            do += 'YAML, with "labels" in each batch'
+            if "labels" not in batch and "labels" in signature(model.forward).parameters:
+                expected = '"labels" in each batch: the model computes its loss from them'
+                do = 'add the targets to the dataset as "labels", for example with '
+                do += 'dataset.rename_column("label", "labels")'
+            where, got = f"the transformers model {type(model).__name__}", f"no loss from a batch with {sorted(batch)}"
+            raise ModuleContractError(explain(where, got, expected, do))
         from accmt.huggingface.loss_targets import count_targets
 
         weight = count_targets(self.unwrapped_model, batch)
@@ -797,24 +812,3 @@ class HuggingFaceModule(AcceleratorModule):
         outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
         named = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return named.get("logits", named)
-
-
-def _explain_lists(lists: dict[str, list[Any]]) -> DataError:
-    """Return the error about lists in a batch: torch's collate leaves strings, and transposes lists of numbers."""
-    got, expected = f"lists under {', '.join(map(repr, lists))}", "a tensor for each name"
-    texts = [name for name, values in lists.items() if values and isinstance(values[0], str)]
-    steps = [f"dataset.remove_columns({texts})"] if texts else []
-    steps += ["Trainer(collate_fn=DataCollatorWithPadding(tokenizer))"] if len(texts) < len(lists) else []
-    do = f"write {', and '.join(steps)}"
-    return DataError(explain("a batch for the transformers model", got, expected, do))
-
-
-def _explain_missing_loss(model: nn.Module, batch: Any) -> ModuleContractError:
-    expected = "a model with a head that computes its loss"
-    do = 'fit((path, "AutoModelForSequenceClassification"), ...), or `type:` in the `model` section of the YAML, with '
-    do += '"labels" in each batch'
-    if "labels" not in batch and "labels" in signature(model.forward).parameters:
-        expected = '"labels" in each batch: the model computes its loss from them'
-        do = 'add the targets to the dataset as "labels", for example with dataset.rename_column("label", "labels")'
-    where, got = f"the transformers model {type(model).__name__}", f"no loss from a batch with {sorted(batch)}"
-    return ModuleContractError(explain(where, got, expected, do))

@@ -405,7 +405,11 @@ class Watch:
     def _end_if_apart(self, now: float) -> None:
         if self.has_failed or self._failure_seen_at is not None or self.board.count == 1:
             return
-        error = self._waits_of_all.look(now, self._find_stand(now))
+        frame = self._main_frame()
+        is_named = frame is not None and frame.f_code.co_filename.endswith(_FUNCTIONS)
+        function = frame.f_code.co_name if is_named and frame is not None else None
+        stand = Stand(self._waits(now), count_collectives(leaving_out=names_of_threads), function)
+        error = self._waits_of_all.look(now, stand)
         if error is not None:
             try:
                 raise error  # with a traceback for the launcher's summary
@@ -413,12 +417,6 @@ class Watch:
                 record_for_launcher(raised)
             self._post_failure(str(error), is_consequence=False)
             self._end(str(error))
-
-    def _find_stand(self, now: float) -> Stand:
-        frame = self._main_frame()
-        is_named = frame is not None and frame.f_code.co_filename.endswith(_FUNCTIONS)
-        function = frame.f_code.co_name if is_named and frame is not None else None
-        return Stand(self._waits(now), count_collectives(leaving_out=names_of_threads), function)
 
     def _main_frame(self) -> FrameType | None:
         return sys._current_frames().get(self._main_thread)

@@ -246,16 +246,15 @@ def combine(every: Iterable[Totals]) -> dict[str, float]:
     for totals in every:
         for name, pair in totals.items():
             pairs.setdefault(name, []).append(pair)
-    values = {name: _combine(of_one) for name, of_one in pairs.items()}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _combine(pairs: list[tuple[float, float | None]]) -> float | None:
-    total = exact_sum([total for total, _ in pairs])
-    if any(weight is None for _, weight in pairs):
-        return total
-    weight = exact_sum([weight for _, weight in pairs if weight is not None])
-    return total / weight if weight else None
+    values: dict[str, float] = {}
+    for name, of_one in pairs.items():
+        total = exact_sum([total for total, _ in of_one])
+        weights = [weight for _, weight in of_one if weight is not None]
+        if len(weights) < len(of_one):  # a sum
+            values[name] = total
+        elif weight := exact_sum(weights):
+            values[name] = total / weight
+    return values
 
 
 def _wrong_value(name: str, got: str, expected: str, do: str) -> ModuleContractError:

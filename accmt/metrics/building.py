@@ -90,15 +90,14 @@ def build_metrics(value: Any) -> tuple[Metric, ...]:
     if value is None:
         return ()
     items = value if isinstance(value, list | tuple) else [value]
-    pairs = [pair for item in items for pair in (item.items() if _has_names(item) else [(None, item)])]
+    pairs: list[tuple[Any, Any]] = []
+    for item in items:
+        has_names = isinstance(item, Mapping) and not is_torch_metric(item)
+        pairs += item.items() if has_names else [(None, item)]
     metrics = tuple(_build_one(item, name) for name, item in pairs)
     _require_distinct([metric.name for metric in metrics])
     _require_distinct([entry for metric in metrics for entry in metric.directions])
     return metrics
-
-
-def _has_names(value: Any) -> bool:
-    return isinstance(value, Mapping) and not is_torch_metric(value)
 
 
 def _build_one(value: Any, name: str | None) -> Metric:

@@ -220,7 +220,9 @@ class AUROC(_OfPairs):
             scores = _to_double(scores)
             scores = scores[:, 1] - scores[:, 0] if self._is_binary else scores.softmax(-1)
         _require_classes(self.name, self._num_classes, classes)
-        return _squash(scores) if self._is_binary else scores, classes.long()
+        if self._is_binary:
+            scores = scores.atan() / math.pi + 0.5  # from 0 to 1, in the same order
+        return scores, classes.long()
 
 
 class _Regression(_OfPairs):
@@ -329,11 +331,6 @@ def _load_of_classes(name: str, kind: str, num_classes: int, average: str) -> An
         return load_torch_metric(name, f"classification.Binary{kind}", validate_args=False)
     arguments = {"num_classes": num_classes, "average": average, "validate_args": False}
     return load_torch_metric(name, f"classification.Multiclass{kind}", **arguments)
-
-
-def _squash(scores: torch.Tensor) -> torch.Tensor:
-    """Map scores to the range 0 to 1 without changing their order."""
-    return scores.atan() / math.pi + 0.5
 
 
 def _to_double(scores: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,13 @@ class ValidationCollector:
         """
         self._scalars.close()
         every = gather_from_data((self._scalars.take(), set(self._num_entries)))
-        self._require_entries(set().union(*(names for _, names in every)))
+        returned: set[str] = set().union(*(names for _, names in every))
+        for name in (name for name in self._accumulations if name not in returned):
+            got = f"no predictions; validation_step returned {sorted(returned)}"
+            do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
+            do += f'; or pass metrics={{"{name}": "max"}} (or "min") if a step or a hook reports its value'
+            do += "; if you passed `fit` the path of a model, labels for tokens need a custom module"
+            raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
         results = combine(totals for totals, _ in every)
         for name, accumulation in self._accumulations.items():
             try:
@@ -108,15 +114,6 @@ class ValidationCollector:
                 raise metric_error(name, got, "unique names", do)
             results |= values
         return results
-
-    def _require_entries(self, returned: set[str]) -> None:
-        for name in self._accumulations:
-            if name not in returned:
-                got = f"no predictions; validation_step returned {sorted(returned)}"
-                do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
-                do += f'; or pass metrics={{"{name}": "max"}} (or "min") if a step or a hook reports its value'
-                do += "; if you passed `fit` the path of a model, labels for tokens need a custom module"
-                raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
 
 
 # ---- Averages of several results, such as the mean accuracy over validation sets

@@ -193,7 +193,12 @@ def _has_samples(joined: Any, number: int) -> bool:
 
 def _join(metric: OfPairs, parts: list[Any]) -> Any:
     if all(isinstance(part, Mapping) for part in parts):
-        return _join_mappings(metric, parts)
+        keys = sorted({tuple(part) for part in parts}, key=str)
+        if len({frozenset(of_part) for of_part in keys}) > 1:
+            got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
+            do = "return the same keys for every batch"
+            raise metric_error(metric.name, got, "the same keys in all batches", do)
+        return {key: _join(metric, [part[key] for part in parts]) for key in keys[0]}
     if not all(isinstance(part, torch.Tensor) for part in parts):
         return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
     parts = [part.reshape(1) if part.ndim == 0 else part for part in parts]
@@ -218,14 +223,6 @@ def _pad(part: torch.Tensor, widths: list[int], value: float) -> torch.Tensor:
     """Pad every dimension except the first at its end."""
     missing = [width - size for width, size in zip(widths, part.shape[1:], strict=True)]
     return torch.nn.functional.pad(part, [number for one in reversed(missing) for number in (0, one)], value=value)
-
-
-def _join_mappings(metric: OfPairs, parts: list[Mapping[Any, Any]]) -> dict[Any, Any]:
-    keys = sorted({tuple(part) for part in parts}, key=str)
-    if len({frozenset(of_part) for of_part in keys}) > 1:
-        got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
-        raise metric_error(metric.name, got, "the same keys in all batches", "return the same keys for every batch")
-    return {key: _join(metric, [part[key] for part in parts]) for key in keys[0]}
 
 
 # ---- Collecting outputs in callbacks and custom evaluations

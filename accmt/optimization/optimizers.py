@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from accmt.errors import ArgumentError, HyperParameterError, ModuleContractError, explain
 from accmt.optimization.parameter_groups import Assigned, assign
 from accmt.options import HyperParameters
-from accmt.options.grouping import Grouping
 from accmt.options.optimizer_and_scheduler_arguments import optimizer_arguments, parameters_of, read_grouping
 from accmt.sharded_tensors import by_mesh, make_whole, mesh_of
 
@@ -204,22 +203,14 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
     grouping, _ = read_grouping(hps.optimizer_class, hps.optim_kwargs)
     if not grouping:
         return _build(hps.optimizer_class, parameters, hps.optim_kwargs, as_trained, hps.where("optim"))
-    return _build_groups(hps, assign(model, grouping, hps), grouping, as_trained)
-
-
-def _build_groups(
-    hps: HyperParameters, assigned: Sequence[Sequence[Assigned]], grouping: Grouping, as_trained: AsTrained
-) -> Optimizer:
-    """Build the default optimizer over groups without a type, and one optimizer for each other group."""
-    numbered = list(enumerate(assigned))
-    mine = [part for number, parts in numbered for part in parts if part.optimizer_class is None]
+    # The default optimizer has the groups without a type; each other group has one of its own.
+    assigned = assign(model, grouping, hps)
+    mine = [part for parts in assigned for part in parts if part.optimizer_class is None]
     optimizers = [_build_grouped(hps.optimizer_class, mine, hps.optim_kwargs, as_trained, hps.where("optim"))]
-    for number, parts in numbered[1:]:
-        own_class = grouping.groups[number - 1].optimizer_class
-        if own_class is not None:
-            where = hps.where("optim", "groups", number - 1)
-            arguments = grouping.groups[number - 1].arguments
-            optimizers.append(_build_grouped(own_class, parts, arguments, as_trained, where))
+    for number, (group, parts) in enumerate(zip(grouping.groups, assigned[1:], strict=True)):
+        if group.optimizer_class is not None:
+            where = hps.where("optim", "groups", number)
+            optimizers.append(_build_grouped(group.optimizer_class, parts, group.arguments, as_trained, where))
     return optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
 
 

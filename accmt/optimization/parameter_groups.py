@@ -122,7 +122,11 @@ def assign(model: nn.Module, grouping: Grouping, hps: HyperParameters) -> list[l
     faults = [*_unused(chosen, names, kinds, grouping)]
     if faults:
         raise hps.reject(faults)
-    _warn_of_frozen(chosen, grouping, hps)
+    for number, group in enumerate(grouping.groups, 1):
+        if not any(parameter.requires_grad for parameter, own in chosen.items() if own == number):
+            where = hps.where(*_GROUPS, number - 1)
+            what = f"all parameters of {_label(group)} are frozen, so the group trains nothing until they are unfrozen"
+            warn_once(f"{where}: {what}", about=f"frozen parameters of group {number}")
     depth = _rates(model, grouping.layer_decay, hps)
     heads = [Assigned("default"), *(Assigned(_label(one), one.optimizer_class) for one in grouping.groups)]
     parts: list[dict[tuple[bool, float], Assigned]] = [{} for _ in heads]
@@ -136,14 +140,6 @@ def assign(model: nn.Module, grouping: Grouping, hps: HyperParameters) -> list[l
             parts[number][is_spared, rate] = Assigned(label, head.optimizer_class, arguments, {}, rate)
         parts[number][is_spared, rate].parameters[names[parameter][0]] = parameter
     return [sorted(part.values(), key=lambda one: ("no decay" in one.label, -one.rate)) for part in parts]
-
-
-def _warn_of_frozen(chosen: Mapping[nn.Parameter, int], grouping: Grouping, hps: HyperParameters) -> None:
-    for number, group in enumerate(grouping.groups, 1):
-        if not any(parameter.requires_grad for parameter, own in chosen.items() if own == number):
-            where = hps.where(*_GROUPS, number - 1)
-            what = f"all parameters of {_label(group)} are frozen, so the group trains nothing until they are unfrozen"
-            warn_once(f"{where}: {what}", about=f"frozen parameters of group {number}")
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

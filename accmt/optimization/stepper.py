@@ -129,7 +129,11 @@ class Stepper:
                     self._accelerator.backward(loss)
         except RuntimeError as error:
             if "storage of size 0" in str(error) and any(map(is_dtensor, self.parameters)):
-                raise _freed_shards(error) from error
+                got = f"a gradient of a gradient (create_graph=True), or a second backward of one forward: {error}"
+                expected = "one backward per forward: FSDP2 frees the gathered weights after it"
+                do = "train without `parallelism`: accmt launch --strat ddp"
+                where = "the backward of a model that FSDP2 shards"
+                raise ModuleContractError(explain(where, got, expected, do)) from error
             raise
 
     @property
@@ -252,10 +256,3 @@ class Stepper:
 def has_modes(optimizer: Any) -> bool:
     """Return whether an optimizer switches weights between training and evaluation with `train()` and `eval()`."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-
-
-def _freed_shards(error: Exception) -> ModuleContractError:
-    got = f"a gradient of a gradient (create_graph=True), or a second backward of one forward: {error}"
-    expected = "one backward per forward: FSDP2 frees the gathered weights after it"
-    do = "train without `parallelism`: accmt launch --strat ddp"
-    return ModuleContractError(explain("the backward of a model that FSDP2 shards", got, expected, do))
