@@ -113,8 +113,10 @@ class Options:
         hints = get_type_hints(type(self), include_extras=True)
         found = list(faults)
         for field in fields(self):
+            value = _read_unusual(getattr(self, field.name), hints[field.name], field.default)
+            set_field(self, field.name, value)
             try:
-                _require_kind(f"{name}.{field.name}", getattr(self, field.name), hints[field.name])
+                _require_kind(f"{name}.{field.name}", value, hints[field.name])
             except ArgumentError as error:
                 found.append(error)
         if not found:
@@ -163,9 +165,25 @@ def set_field(frozen: DataclassInstance, name: str, value: Any) -> None:
     object.__setattr__(frozen, name, value)
 
 
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+
+
+def _read_unusual(value: Any, hint: Any, default: Any) -> Any:
+    """Return None for False, or for 0 of a positive number, if None is off; and the default for None if it is not."""
+    members = _members(hint)
+    if NoneType not in members:
+        return default if value is None and Any not in members else value
+    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    if value is False and bool not in members and False not in choices:
+        return None
+    is_positive = any(require_positive in getattr(member, "__metadata__", ()) for member in members)
+    return None if is_positive and is_number(value) and value == 0 else value
+
+
 def _require_kind(name: str, value: Any, hint: Any) -> None:
     """Check a value against its annotation, if the annotation is one that can be checked."""
-    members = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    members = _members(hint)
     choices: list[Any] = []
     checks: list[Callable[[str, Any], None]] = []
     for member in members:

@@ -8,6 +8,7 @@ from enum import Enum
 from functools import partial
 from typing import Annotated, Any, Literal
 
+from accmt.messages import warn
 from accmt.options.checks import Options, raise_wrong_value, require_int, require_positive, set_field
 
 
@@ -93,10 +94,10 @@ class Failures(Options):
     compare_replicas: bool = True
 
     def check(self, name: str) -> None:
-        """Reject a spike guard that would have no effect."""
+        """Warn about a spike guard without effect."""
         if self.spike_guard is not None and self.on_nonfinite is None:
-            expected, do = "on_nonfinite other than None", 'Failures(spike_guard=6, on_nonfinite="rollback")'
-            raise_wrong_value(f"{name}.spike_guard", self.spike_guard, expected, do)
+            set_field(self, "spike_guard", None)
+            warn(f"{name}.spike_guard has no effect with on_nonfinite=None")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from accmt.options.unusual import is_off
 from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
 
 GROUPING = ("groups", "no_decay", "layer_decay")
@@ -62,7 +63,7 @@ class Grouping:
 def split_grouping(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the optimizer arguments and the grouping keys of `optim`."""
     arguments = {name: value for name, value in values.items() if name not in GROUPING}
-    return arguments, {name: values[name] for name in GROUPING if values.get(name) is not None}
+    return arguments, {name: values[name] for name in GROUPING if not is_off(values.get(name))}
 
 
 def read_kinds(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, ...]:
@@ -100,7 +101,9 @@ def read_layer_decay(path: KeyPath, value: Any, faults: list[Fault]) -> float:
 
 def group_entries(path: KeyPath, value: Any, faults: list[Fault]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
     """Yield each valid entry of `groups` with its path; invalid ones are added to `faults`."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+    if isinstance(value, Mapping):  # a single group
+        value = [value]
+    if not isinstance(value, Sequence) or isinstance(value, str):
         faults.append(Fault(path, describe(value), "a list of groups", f"write `{_EXAMPLE}`"))
         return
     for number, entry in enumerate(value):

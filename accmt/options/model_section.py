@@ -8,6 +8,7 @@ from typing import Any
 
 from accmt.errors import nearest
 from accmt.options.grouping import read_patterns
+from accmt.options.unusual import is_empty, is_off
 from accmt.options.yaml_reader import Fault, describe, suggest
 
 QUANTIZATIONS = ("int8", "nf4", "fp4")
@@ -76,7 +77,13 @@ def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
     if not isinstance(values, Mapping):
         got, do = describe(value), f"write `model: {{{_EXAMPLES['path']}}}`"
         return None, [Fault(("model",), got, "a path, or a mapping with `path`", do)]
-    values = {str(name): entry for name, entry in values.items() if entry is not None}
+    off = ("quantization", "adapter", "lora", "gradient_checkpointing", "freeze", "kernels")
+    on_if_empty = ("lora", "gradient_checkpointing")  # with default arguments
+    values = {
+        str(name): entry
+        for name, entry in values.items()
+        if not (entry is None or (name in off and is_off(entry) and not (name in on_if_empty and is_empty(entry))))
+    }
     faults = list(_faults(values))
     section = ModelSection(
         path=str(values.get("path")),

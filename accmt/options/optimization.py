@@ -32,8 +32,8 @@ class Clipping(Options):
     value: Annotated[float, require_clipping] | None = None
 
     def check(self, name: str) -> None:
-        """Require exactly one of the two."""
-        if (self.norm is None) == (self.value is None):
+        """Reject both at once; neither is off."""
+        if self.norm is not None and self.value is not None:
             raise_wrong_value(name, self.to_dict(), "either norm or value", "clip_grad=Clipping(value=0.5)")
 
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.errors import nearest
 from accmt.libraries.versions import without_tensors
+from accmt.messages import warn_once
 from accmt.options.checks import is_number, whole
 from accmt.options.grouping import (
     GROUPING,
@@ -83,8 +84,9 @@ def read_grouping(
         path = ("optim", "no_decay")
         read["no_decay"] = read_kinds(path, about_groups["no_decay"], faults)
         if "weight_decay" not in parameters_of(optimizer_class):
-            got = f"no_decay for {name_of(optimizer_class)}, which has no weight_decay"
-            faults.append(Fault(path, got, "an optimizer with weight decay", "remove `no_decay`"))
+            del read["no_decay"]
+            message = f"optim.no_decay has no effect: {name_of(optimizer_class)} has no weight_decay"
+            warn_once(message, about="no_decay")
     if "layer_decay" in about_groups:
         read["layer_decay"] = read_layer_decay(("optim", "layer_decay"), about_groups["layer_decay"], faults)
     grouping = Grouping(**read)
@@ -176,11 +178,18 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
         return _check_plateau(factory, values)
     call = _Call(("scheduler",), factory)
     warmup = {name: whole(values[name]) for name in ("warmup_ratio", "num_warmup_steps") if name in values}
+    if "num_warmup_steps" not in call.parameters or len(warmup) > 1:  # none, or no other, is as good as left out
+        values = {name: value for name, value in values.items() if name not in warmup or not _is_none(value)}
+        warmup = {name: value for name, value in warmup.items() if not _is_none(value)}
     if "num_warmup_steps" not in call.parameters or not warmup:
         return call.check(values)
     rest = {name: value for name, value in values.items() if name not in warmup}
     arguments, faults = call.check(rest)
     return {**warmup, **arguments}, [*_warmup_faults(warmup), *faults]
+
+
+def _is_none(warmup: Any) -> bool:
+    return warmup is None or (is_number(warmup) and warmup == 0)
 
 
 def watches_a_result(factory: Any) -> bool:

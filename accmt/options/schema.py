@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -16,10 +16,13 @@ from accmt.options.model_section import ModelSection, read_model_section
 from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
 from accmt.options.sft_section import SFTSection, read_sft_section
+from accmt.options.unusual import is_off
 from accmt.options.yaml_reader import Document, Fault, KeyPath, describe, suggest
 from accmt.registry import addon
 
 _OTHER_NAMES = {"optimizer": "optim"}
+_SECTIONS = ("optim", "optimizer", "scheduler", "model", "sft")
+_LIMITS = ("max_samples", "max_target_tokens", "max_tokens", "max_micro_batch_size")
 _NOTHING = "nothing"
 """The value shown for a missing key."""
 
@@ -134,7 +137,7 @@ def check(document: Document) -> Checked:
     Raises:
         HyperParameterError: Anything is invalid; the message lists every error.
     """
-    document, faults = _with_primary_spelling(document)
+    document, faults = _with_primary_spelling(replace(document, values=_without_unset(document.values)))
     schema, schema_faults = None, []
     try:
         schema = Schema.model_validate(dict(document.values))
@@ -152,6 +155,19 @@ def check(document: Document) -> Checked:
     if faults or schema is None:
         raise document.reject(_without_examples_of(faults))
     return Checked(document, schema, optim, scheduler, model, sft)
+
+
+def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without those that mean "not set", such as `scheduler: none` and `max_samples: -1`."""
+    kept = {
+        key: value
+        for key, value in values.items()
+        if not (key in _SECTIONS and is_off(value) or key in _LIMITS and (is_off(value) or value == -1))
+    }
+    sizes = kept.get("batch_size")
+    if isinstance(sizes, list | tuple) and sizes and sizes[0] is not None:
+        kept["batch_size"] = [size for size in sizes if size is not None]
+    return kept
 
 
 def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:

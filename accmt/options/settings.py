@@ -22,6 +22,7 @@ from accmt.options.optimization import OptimizationSettings
 from accmt.options.running import RunningSettings
 from accmt.options.saving import CheckpointSettings, SavingSettings
 from accmt.options.tracking import TrackingSettings
+from accmt.options.unusual import read_arguments
 from accmt.options.yaml_reader import FIELDS
 from accmt.registry import addon
 from accmt.secrets import remember
@@ -128,6 +129,8 @@ class Settings:
             CombinedError: Invalid hyper-parameters and other errors.
         """
         values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
+        every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
+        values = read_arguments(values, every)
         remember(values)
         if not current_folder().is_dir():
             _import_without_folder()

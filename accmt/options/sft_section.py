@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accmt.options.unusual import is_off
 from accmt.options.yaml_reader import Fault, describe, suggest
 
 _PATHS, _FLAGS = ("data", "validation"), ("per_turn", "merge")
@@ -46,7 +47,7 @@ def read_sft_section(value: Any) -> tuple[SFTSection | None, list[Fault]]:
     if not isinstance(values, Mapping):
         expected, do = "a path, or a mapping with `data`", f"write `sft: {{{_EXAMPLES['data']}}}`"
         return None, [Fault(("sft",), describe(value), expected, do)]
-    values = {str(name): entry for name, entry in values.items() if entry is not None}
+    values = {str(name): entry for name, entry in values.items() if not is_off(entry)}  # as unset: each default is off
     faults = [fault for name, entry in values.items() if (fault := _fault(name, entry)) is not None]
     if faults:
         return None, faults

@@ -325,7 +325,7 @@ def build_train_loader(
         limit=data_settings.limits.train,
         shuffle=data_settings.shuffle_train,
         sampler=find_sampler(module, data, settings, num_shards=shard.count),
-        groups=_find_groups(module, settings) if is_stream(data) else None,
+        groups=_find_groups(module, data, settings) if is_stream(data) else None,
         batch_sampler=data_settings.batch_sampler,
         drop_last=data_settings.dataloader_drop_last,
         collate=keep_samples if cutting else collate,
@@ -452,8 +452,7 @@ def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: st
 
 def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
     if isinstance(data, DataLoader) and settings.group_by_length:
-        got, do = "a DataLoader as training data, which has an order of its own", "pass its dataset to fit"
-        raise ArgumentError(explain("Trainer(group_by_length=True)", got, "a dataset or a stream", do))
+        warn("group_by_length has no effect on a DataLoader, which has its own order: pass its dataset to fit")
     if isinstance(data, DataLoader) and (settings.sampler is not None or settings.batch_sampler is not None):
         expected = "a dataset beside sampler=, or a DataLoader that has its own sampler"
         raise ArgumentError(
@@ -474,15 +473,15 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
         name = type(data.dataset).__name__
         got, do = f"a DataLoader around a {name}", f"pass the {name} itself to fit: it decides the order"
         raise ArgumentError(explain("the training data", got, f"the {name} alone", do))
-    groups = _find_groups(module, settings)
+    groups = _find_groups(module, data, settings)
     if groups is None or is_stream(data):
         return settings.data.sampler
     return group_dataset(data, groups.length_of, groups.batch_size, shuffle=settings.data.shuffle_train)
 
 
-def _find_groups(module: AcceleratorModule, settings: Settings) -> StreamGroups | None:
+def _find_groups(module: AcceleratorModule, data: Any, settings: Settings) -> StreamGroups | None:
     """Return how training samples are grouped by length; None where they are not."""
-    if not settings.data.group_by_length:
+    if not settings.data.group_by_length or isinstance(data, DataLoader):
         return None
     length_of = module.length_of if defines(module, "length_of") else None
     return StreamGroups(settings.hps.train_batch_size, length_of)
@@ -603,10 +602,10 @@ def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data
     asked, every = ("get_train_dataloader", "get_validation_dataloader"), settings.reload_epochs
     makes_data = user_data.has_datamodule or any(defines(module, name) for name in asked)
     if every and not makes_data:
-        where = f"Trainer(reload_dataloaders_every_n_epochs={every})"
-        got, expected = "data that you passed to fit, which stay the same", f"a module with {' or '.join(asked)}"
-        do = "def get_train_dataloader(self) in the module, fit(datamodule=...), or leave the argument out"
-        raise ArgumentError(explain(where, got, expected, do))
+        warn(
+            f"reload_dataloaders_every_n_epochs={every} has no effect: the data passed to fit stay the same; "
+            f"define {' or '.join(asked)} in the module, or pass a datamodule"
+        )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from accmt.addons.curricula import RatioCurriculum
 from accmt.data import Shard, SourceOptions, StreamGroups, build_source
@@ -217,8 +217,6 @@ class Known(Texts):
 def test_another_order_beside_it_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="a sampler, which already"):
         run(tmp_path, data=Known(), group_by_length=True, sampler=list(range(NUMBER)))
-    with pytest.raises(ArgumentError, match="pass its dataset to fit"):
-        run(tmp_path, data=DataLoader(Known(), 4), group_by_length=True)
 
 
 def test_a_curriculum_decides_the_order_itself(tmp_path: Path) -> None:

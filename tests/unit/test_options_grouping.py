@@ -61,7 +61,6 @@ def test_an_optimizer_may_be_a_class_in_python_and_has_its_name_in_the_dict():
     ("line", "message"),
     [
         ("groups: norm", "7 optim.groups\n  got: 'norm' (str)\n  expected: a list of groups"),
-        ("groups: []", "7 optim.groups\n  got: [] (list)\n  expected: a list of groups"),
         ("groups: [{lr: 1}]", "7 optim.groups.0\n  got: {'lr': 1} (dict)\n  expected: a mapping with `match` or"),
         ("groups: [{match: a}]", "7 optim.groups.0\n  got: {'match': 'a'} (dict)\n  expected: an optimizer argument"),
         ("groups: [{match: 'a(', lr: 1}]", "7 optim.groups.0.match\n  got: 'a(': missing ), unterminated subpattern"),
@@ -86,11 +85,6 @@ def test_an_optimizer_may_be_a_class_in_python_and_has_its_name_in_the_dict():
 )
 def test_what_is_wrong_has_its_line_and_what_to_write(tmp_path, line, message):
     assert message in message_of(tmp_path, line)
-
-
-def test_no_decay_needs_an_optimizer_that_decays():
-    with pytest.raises(HyperParameterError, match=r"no_decay for Rprop, which has no weight_decay"):
-        HyperParameters(optim="Rprop", optim_kwargs={"no_decay": ["bias"]})
 
 
 @pytest.mark.parametrize(

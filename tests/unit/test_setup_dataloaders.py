@@ -186,13 +186,6 @@ def test_workers_end_with_their_epochs_even_where_somebody_holds_the_loader():
 
 
 @pytest.mark.feature("L57")
-def test_data_that_cannot_be_asked_for_again_are_refused():
-    trainer = make_trainer(reload_dataloaders_every_n_epochs=1)
-    with pytest.raises(ArgumentError, match=r"(?s)reload_dataloaders_every_n_epochs=1\).*def get_train_dataloader"):
-        trainer.fit(Linear(), make_points(), make_points())
-
-
-@pytest.mark.feature("L57")
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
 def test_only_a_number_of_epochs_is_taken(value):
     with pytest.raises(ArgumentError, match="(?s)reload_dataloaders_every_n_epochs.*a whole number of epochs from 1"):
