@@ -41,8 +41,8 @@ An argument with parts, such as `failures`, is an object, `Failures(on_nonfinite
 names, or a dict with the same names, as in a file: `{{"on_nonfinite": "skip"}}`. `failures.on_nonfinite` below is such
 a part.
 
-An argument that can be off accepts None, False, `[]` and `{{}}` for it. Elsewhere None is the default, as a key without a value
-is in a YAML file.
+An argument that can be off accepts None, False, `[]` and `{{}}` for it. Where no meaning of None is listed, None is the
+default, as a key without a value is in a YAML file.
 
 Other spellings that are understood:
 
