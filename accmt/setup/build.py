@@ -263,7 +263,7 @@ def _settle_monitor(
     if not isinstance(scheduler, ReduceLROnPlateau):
         return
     if not val_loaders:
-        got = "ReduceLROnPlateau, which steps by the validation loss or a metric, and no validation data"
+        got = "no validation data for ReduceLROnPlateau, which monitors the validation loss or a metric"
         do = "pass them to fit, or choose another scheduler"
         raise ArgumentError(explain("scheduler", got, "validation data", do))
     name, kwargs = monitored_by(scheduler), settings.hps.scheduler_kwargs
@@ -276,7 +276,7 @@ def _settle_monitor(
         scheduler.load_state_dict({**scheduler.state_dict(), "mode": mode, "mode_worse": worst, "best": worst})
         return
     got = f"{scheduler.mode!r} for {name}, of which {'more' if is_rising else 'less'} is better"
-    do = f"mode: {mode}; for another value write `monitor: accuracy`, say, or set scheduler.monitor in get_scheduler"
+    do = f"mode: {mode}; or write for example `monitor: accuracy`, or set scheduler.monitor in get_scheduler"
     raise ArgumentError(explain(settings.hps.where("scheduler", "mode"), got, repr(mode), do))
 
 

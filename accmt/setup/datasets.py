@@ -82,7 +82,7 @@ class DataModule:
         self._check_methods()
         if not any(self._find(method) for method in _LOADERS.values()):
             expected = f"an object with {' or '.join(f'{method}()' for method in _LOADERS.values())}"
-            do = "give datasets and DataLoaders as train_dataset and val_dataset"
+            do = "pass datasets or DataLoaders as train_dataset and val_dataset"
             raise ArgumentError(explain("datamodule", type(own).__name__, expected, do))
 
     def load(self, purpose: Purpose) -> Any:
@@ -162,7 +162,7 @@ class UserData:
         self._datamodule: DataModule | None = None
         if datamodule is not None and self.has_any:
             got, do = "a dataset or a DataLoader, and a datamodule", "leave one of the two out"
-            raise ArgumentError(explain(f"{method}(datamodule=...)", got, "one that the data come from", do))
+            raise ArgumentError(explain(f"{method}(datamodule=...)", got, "one source of data", do))
         if datamodule is not None:
             self._datamodule = DataModule(datamodule)
 
@@ -307,7 +307,7 @@ def build_train_loader(
     data_settings = settings.data
     _reject_sampler_beside_loader(data, data_settings)
     if isinstance(data, Iterator) and settings.hps.epochs != 1:
-        expected = "data that start again in each epoch"
+        expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
     reject_other_cuts(module, settings)
@@ -430,7 +430,7 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
 def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> int:
     count = settings.hps.train_batch_size // settings.hps.micro_batch_size_within(limit)
     if count > 1 and (isinstance(data, DataLoader) or settings.data.batch_sampler is not None):
-        warn("max_micro_batch_size has no effect: a DataLoader or a batch sampler of yours decides the size of batches")
+        warn("max_micro_batch_size has no effect: your DataLoader or batch sampler sets the batch size")
         return 1
     return count
 
@@ -454,10 +454,10 @@ def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
     if isinstance(data, DataLoader) and settings.group_by_length:
         warn("group_by_length has no effect on a DataLoader, which has its own order: pass its dataset to fit")
     if isinstance(data, DataLoader) and (settings.sampler is not None or settings.batch_sampler is not None):
-        expected = "a dataset beside sampler=, or a DataLoader that has its own sampler"
+        expected = "a dataset together with sampler=, or a DataLoader with its own sampler"
         raise ArgumentError(
             explain(
-                "Trainer(sampler=...)", "a DataLoader as training data", expected, "give the sampler to the DataLoader"
+                "Trainer(sampler=...)", "a DataLoader as training data", expected, "pass the sampler to the DataLoader"
             )
         )
 
@@ -543,7 +543,7 @@ class Loaders:
         every = Cadence.of(settings).evaluate_every
         if isinstance(every, float) and self.train.source.num_micro_batches is None:
             got = f"{every}, a fraction of an epoch whose length is unknown"
-            do = "evaluate_every_n_steps=100, say"
+            do = "for example evaluate_every_n_steps=100"
             raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of steps", do))
         for name, data in val_data.items():
             self.validation[name] = build_evaluation_loader(
@@ -587,8 +587,8 @@ class Loaders:
         end_workers((self.train, *self.validation.values()))
         train_data, val_data = find_sets(self._module, self._user_data, self._trainer.settings)
         if val_data.keys() != self.validation.keys():
-            got, expected = f"the sets {list(val_data)}", f"those of the epoch before: {list(self.validation)}"
-            do = "return sets of the same names each time: metrics and saving go by them"
+            got, expected = f"the sets {list(val_data)}", f"the sets of the previous epoch: {list(self.validation)}"
+            do = "return sets with the same names each time: metrics and saving depend on them"
             raise DataError(explain("the reloaded validation data", got, expected, do))
         self.build(train_data, val_data)
 

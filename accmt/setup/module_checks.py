@@ -82,7 +82,7 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
     do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1)"
     if num_optimizers > 1:
         do = "return one optimizer with a group for each part; "
-        do += "to step each part by itself, derive from ExtendedAcceleratorModule"
+        do += "to step each part separately, derive from ExtendedAcceleratorModule"
     elif len(parts) > 1:
         do = "def get_optimizer(self): return optimizer, and " + _GET_SCHEDULER
     elif parts:
@@ -95,7 +95,7 @@ def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> 
     if module.uses_manual_optimization or not needs_closure(optimizer):
         return
     got = f"{type(optimizer).__name__}, which evaluates the loss several times in one step (it needs a closure)"
-    do = "choose an optimizer that takes one gradient a step, such as torch.optim.AdamW; or derive from "
+    do = "choose an optimizer that needs one gradient per step, such as torch.optim.AdamW; or derive from "
     do += "ExtendedAcceleratorModule, and call self.optimizer.step(closure) in training_step"
     raise ModuleContractError(explain(f"{type(module).__name__}.get_optimizer", got, "step() without a closure", do))
 
@@ -106,8 +106,8 @@ def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
         if isinstance(own, LRScheduler) or _accepts(own.step):
             return own
         got = f"a {type(own).__name__}, whose step{inspect.signature(own.step)} wants arguments"
-        do = "wrap it in a class whose step() counts and calls it, and has its state_dict and load_state_dict"
-        expected = "a scheduler whose step() takes none: it is called after each optimizer step"
+        do = "wrap it in a class with state_dict and load_state_dict, whose step() calls it with its step count"
+        expected = "a scheduler whose step() takes no arguments: it is called after each optimizer step"
         raise ModuleContractError(explain(f"{type(module).__name__}.get_scheduler", got, expected, do))
     is_several = isinstance(own, list | tuple) and all(isinstance(one, LRScheduler) for one in own)
     if own and is_several and module.uses_manual_optimization:
@@ -201,7 +201,7 @@ def _reject_foreign_methods(module: AcceleratorModule) -> None:
     faults = [
         explain(
             f"{type(module).__name__}.{name}",
-            f"a method of {owner}, which nothing calls here",
+            f"a method of {owner}, which accmt never calls",
             expected,
             f"{do}; or rename it, if it is called elsewhere",
         )
@@ -211,9 +211,9 @@ def _reject_foreign_methods(module: AcceleratorModule) -> None:
         raise ModuleContractError("\n\n".join(faults))
     is_manual = getattr(module, "automatic_optimization", True) is False
     if is_manual and not module.uses_manual_optimization:
-        where, got = f"{type(module).__name__}.automatic_optimization", "False, which nothing reads here"
+        where, got = f"{type(module).__name__}.automatic_optimization", "False, which has no effect"
         do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"
-        raise ModuleContractError(explain(where, got, "a class that says who makes the steps", do))
+        raise ModuleContractError(explain(where, got, "an ExtendedAcceleratorModule, which steps manually", do))
 
 
 def _check_model(module: AcceleratorModule) -> None:

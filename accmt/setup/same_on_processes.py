@@ -53,8 +53,8 @@ def find_same_data(find: Callable[[], Mapping[str, Any]], settings: DataSettings
 def _require_equal(what: str, every: list[str]) -> None:
     if len(set(every)) > 1:
         got = "; ".join(f"process {index}: {facts}" for index, facts in enumerate(every))
-        expected = "the same data on every process, of which each takes its part"
-        do = "give every process all of it; or shard_dataloaders=False, where each is to have data of its own"
+        expected = "the same data on every process, which accmt shards"
+        do = "pass all data on every process, or set shard_dataloaders=False if each process has its own data"
         raise DataError(explain(what.strip(), got, expected, do))
 
 
@@ -92,7 +92,7 @@ def require_same_settings(settings: Settings) -> None:
         values = [facts.get(name, "none") for facts in every]
         if len(set(values)) > 1:
             got = "; ".join(f"process {index}: {value}" for index, value in enumerate(values))
-            do = "do not let it depend on the process; seeds of processes differ by themselves"
+            do = "set the same value on every process; accmt derives a different seed for each process"
             raise ArgumentError(explain(name, got, "one value on all processes", do))
 
 
@@ -119,7 +119,7 @@ def reporting_failed_setup() -> Iterator[None]:
             raise
         index, text = note
         do = "fix that error; the other processes were waiting for it"
-        message = explain(f"process {index}", f"it failed while the run was set up:\n{text}", "no error", do)
+        message = explain(f"process {index}", f"failed while setting up the run:\n{text}", "no error", do)
         raise ProcessFailedError(message) from None
 
 
@@ -172,7 +172,7 @@ def require_shared_disk(settings: Settings) -> None:
         if not all(seen):
             blind = ", ".join(machine.name for machine in machines if not seen[machine.first])
             got = f"{blind} (process {seen.index(False)}) does not see what {machines[0].name} (process 0) writes there"
-            do = "model_path, and checkpoint where it is given, on such a disk (NFS, Lustre, a mounted volume)"
+            do = "put model_path and checkpoint on such a disk (NFS, Lustre, a mounted volume)"
             raise SavingError(explain(f"folder {folder}", got, "a folder on a disk that all machines share", do))
 
 

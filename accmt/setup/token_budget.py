@@ -96,7 +96,7 @@ class Cutting:
         what = f"max_tokens={budget.max_tokens}: the {step} samples of an optimizer step"
         lengths = self._draw_lengths(step)
         if lengths is None:
-            say_once(f"{what} are cut by their lengths, which show when they are read")
+            say_once(f"{what} are split by length, which is known once samples are loaded")
             return
         parts, padded = [], 0
         for start in range(0, len(lengths), step):
@@ -106,8 +106,9 @@ class Cutting:
             parts.append(max(map(len, cut)))
             padded += sum(kind.tokens_of(group, widths) for own in cut for group in own)
         say_once(
-            f"{what} are cut into about {statistics.mean(parts):.0f} micro-batches on each process, "
-            f"{1 - sum(lengths) / max(1, padded):.0%} of their tokens padding, by the lengths of {len(lengths)} samples"
+            f"{what} are split into about {statistics.mean(parts):.0f} micro-batches on each process, "
+            f"{1 - sum(lengths) / max(1, padded):.0%} of their tokens padding, "
+            f"estimated from the lengths of {len(lengths)} samples"
         )
 
     def _draw_lengths(self, step: int) -> list[int] | None:
@@ -127,7 +128,7 @@ def _warn_of_batch_norm(model: nn.Module) -> None:
     if named is not None:
         warn_once(
             f"max_tokens: batch norm ({named}) normalizes each micro-batch by itself, so its statistics are those of "
-            "fewer samples, of like length; a norm of each sample, such as LayerNorm, does not depend on the cut",
+            "fewer samples, of similar length; LayerNorm and other norms per sample are not affected",
             about="batch norm and max_tokens",
         )
 
@@ -158,10 +159,10 @@ def find_cutting(
     if isinstance(data, DataLoader):
         parts = take_apart(data)
         if parts is None and settings.hps.packing and kind == "training":
-            _reject("packing", "a DataLoader that makes its batches in its own way beside it")
+            _reject("packing", "together with a DataLoader that builds its own batches")
         if parts is None:
             warn_once(
-                f"max_tokens has no effect on your DataLoader of {kind} data, which makes its batches in its own way: "
+                f"max_tokens has no effect on your DataLoader of {kind} data, which builds its own batches: "
                 "pass its dataset instead",
                 about=f"max_tokens and a DataLoader: {kind}",
             )
@@ -183,16 +184,16 @@ def find_cutting(
 def reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
     """Reject what decides, beside a budget of tokens, on what goes through the model at once in training."""
     others = {
-        "a module that steps by itself": module.uses_manual_optimization,
-        "max_micro_batch_size: auto, which cuts by samples": settings.hps.halves_micro_batches,
+        "a module with manual optimization": module.uses_manual_optimization,
+        "max_micro_batch_size: auto, which splits by samples": settings.hps.halves_micro_batches,
     }
     for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
-        _reject("max_tokens", f"{got} beside it")
+        _reject("max_tokens", f"together with {got}")
     collates = module.collate_fn_train is not None or settings.data.collate_fn_train is not None
     if settings.hps.packing and collates:
-        _reject("packing", "collate_fn_train beside it")
+        _reject("packing", "together with collate_fn_train")
     if settings.hps.packing and settings.running.compile_buckets is not None:
-        _reject("packing", "compile={'buckets': ...} beside it, which pads")
+        _reject("packing", "together with compile={'buckets': ...}, which pads")
 
 
 def _reject(name: str, got: str) -> NoReturn:

@@ -28,8 +28,8 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
     for other_trainer, other_model in _running:
         if trainer is other_trainer or model is other_model:
             what = "Trainer" if trainer is other_trainer else "module"
-            got = f"a call within a run of the same {what}: from a callback, or from one of its steps"
-            do = "call it after `fit` has returned, or give a Trainer and a module of its own to what is trained within"
+            got = f"a call during a run of the same {what}, from a callback or a step"
+            do = "call it after `fit` has returned, or use another Trainer and module for the inner run"
             raise ModuleContractError(explain("fit", got, "one run at a time", do))
     _running.append((trainer, model))
     try:

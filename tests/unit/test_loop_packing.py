@@ -234,7 +234,7 @@ def test_labels_that_cross_documents_are_an_error_in_data_that_come_packed(tmp_p
 
 @pytest.mark.parametrize("settings", [{"collate_fn_train": list}, {"hps": {"max_micro_batch_size": "auto"}}])
 def test_what_else_would_make_batches_is_an_error(tmp_path: Path, settings: Any) -> None:
-    with pytest.raises(ArgumentError, match="in the hyper-parameters\n  got: .*beside it"):
+    with pytest.raises(ArgumentError, match="in the hyper-parameters\n  got: together with"):
         run(tmp_path, Own(), **settings)
 
 
@@ -243,7 +243,7 @@ def test_a_data_loader_that_makes_batches_in_its_own_way_is_an_error(tmp_path: P
         def __iter__(self) -> Any:
             return iter([])
 
-    with pytest.raises(ArgumentError, match="packing in the hyper-parameters\n  got: a DataLoader"):
+    with pytest.raises(ArgumentError, match="packing in the hyper-parameters\n  got: together with a DataLoader"):
         run(tmp_path, Own(), data=Ready(Texts(), batch_size=2))
 
 

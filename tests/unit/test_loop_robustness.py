@@ -49,7 +49,7 @@ def test_a_model_cannot_be_selected_by_validation_without_validation_data():
 
 @pytest.mark.feature("D17")
 def test_a_plateau_schedule_needs_validation_data():
-    with pytest.raises(ValueError, match="ReduceLROnPlateau, which steps by the validation loss"):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau, which monitors the validation loss"):
         make_trainer({"scheduler": "ReduceLROnPlateau"}).fit(Linear(), make_points())
 
 
@@ -373,7 +373,7 @@ def same_model(callback: Any) -> Any:
     ],
 )
 def test_a_run_within_a_run_of_the_same_trainer_or_module_is_refused(fit: Any, what: str) -> None:
-    with pytest.raises(ModuleContractError, match=f"a call within a run of the same {what}"):
+    with pytest.raises(ModuleContractError, match=f"a call during a run of the same {what}"):
         make_trainer(callbacks=FitsWithin(fit)).fit(Linear(), make_points())
     make_trainer().fit(Linear(), make_points())  # afterwards nothing is held
 

@@ -378,8 +378,8 @@ class WithLengths(Texts):
 @pytest.mark.parametrize(
     ("make_data", "said"),
     [
-        (Stream, "the 16 samples of an optimizer step are cut by their lengths"),
-        (Texts, "the 16 samples of an optimizer step are cut by their lengths"),
+        (Stream, "the 16 samples of an optimizer step are split by length"),
+        (Texts, "the 16 samples of an optimizer step are split by length"),
         (
             WithLengths,
             r"the 16 samples .* .* into about 6 micro-batches on each process, 8% of their tokens padding",
