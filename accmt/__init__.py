@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from accmt.errors import ProcessFailedError as ProcessFailedError
     from accmt.errors import ReplicasDifferError as ReplicasDifferError
     from accmt.errors import SavingError as SavingError
+    from accmt.errors import StepDiffersError as StepDiffersError
     from accmt.errors import TrackerError as TrackerError
     from accmt.errors import UnknownArgumentError as UnknownArgumentError
     from accmt.errors import WeightsError as WeightsError
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from accmt.options.saving import Checkpointer as Checkpointer
     from accmt.options.saving import PatienceOptions as PatienceOptions
     from accmt.options.tracking import Delivery as Delivery
+    from accmt.options.tracking import Ledger as Ledger
     from accmt.options.tracking import Monitor as Monitor
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
@@ -120,6 +122,7 @@ _HOMES = {
     "DVCLive": "accmt.addons.trackers.dvclive",
     "DataError": "accmt.errors",
     "Delivery": "accmt.options.tracking",
+    "Ledger": "accmt.options.tracking",
     "DeviceError": "accmt.errors",
     "EMA": "accmt.callbacks",
     "SWA": "accmt.addons.swa",
@@ -156,6 +159,7 @@ _HOMES = {
     "Preempted": "accmt.errors",
     "ProcessFailedError": "accmt.errors",
     "ReplicasDifferError": "accmt.errors",
+    "StepDiffersError": "accmt.errors",
     "PushToHub": "accmt.addons.hub",
     "R2": "accmt.metrics",
     "RMSE": "accmt.metrics",

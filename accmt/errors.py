@@ -103,6 +103,10 @@ class ReplicasDifferError(AccmtError, RuntimeError):
     """Replicated weights or optimizer states differ between processes; the message names the first difference."""
 
 
+class StepDiffersError(AccmtError, RuntimeError):
+    """A step that a resumed run made again has another result than before the interruption."""
+
+
 class ProcessFailedError(AccmtError, RuntimeError):
     """Another process of the run failed, exited or stopped responding; the message includes its report."""
 

@@ -29,6 +29,8 @@ EXTENSION_POINTS = (
 
 _ADDONS = "accmt.addons"
 
+ADDED_FEATURES = "accmt.features"
+
 _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
@@ -43,6 +45,9 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "other_hook_names": "accmt.compat:HOOK_NAMES",
         "profiler": "accmt.addons.profilers:build_profiler",
         "tune": "accmt.addons.tuning:tune",
+    },
+    ADDED_FEATURES: {
+        "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",
@@ -88,6 +93,11 @@ def names(group: str) -> list[str]:
     from importlib.metadata import entry_points
 
     return list(dict.fromkeys([*_BUILT_IN.get(group, ()), *(found.name for found in entry_points(group=group))]))
+
+
+def built_in(group: str) -> list[Any]:
+    """Return everything of a group that is accmt's own, in the order in which it is listed."""
+    return [find(group, name) for name in _BUILT_IN.get(group, ())]
 
 
 def is_built_in(group: str, name: str) -> bool:

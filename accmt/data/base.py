@@ -50,6 +50,12 @@ class Source(Protocol):
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return this process's sample indices in a micro-batch of the current epoch; None for data without indices."""
 
+    def digest_of_samples(self, first: int, last: int) -> str | None:
+        """Return a digest of the sample indices in micro-batches [first, last) of the current epoch, in their order.
+
+        They are those of all processes, or of this one if each has its own data; None for data without indices.
+        """
+
     def set_epoch_again(self) -> None:
         """Call the data's `set_epoch` with the current epoch: an evaluation of the same data may have changed it."""
 

@@ -162,6 +162,9 @@ class PlannedSource:
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return self._sampler.samples(self._plan.local_indices(index)) if epoch == self._epoch else None
 
+    def digest_of_samples(self, first: int, last: int) -> str | None:
+        return self._sampler.digest(first, last)
+
     def end_workers(self) -> None:
         end_workers(self.dataloader, self._reading)
 

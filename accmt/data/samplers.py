@@ -191,6 +191,7 @@ class Order:
         self._shuffle = shuffle
         self._drawn = None if sampler is None else UserSampler(sampler, seed, _read_indices)
         self._digest: tuple[int, int, str] | None = None
+        self._last: tuple[int, int, torch.Tensor] | None = None
 
     def digest(self, epoch: int) -> str:
         if self._digest is None or self._digest[:2] != (epoch, self.length):
@@ -207,10 +208,11 @@ class Order:
         """Return the order of `epoch` as a tensor of indices `[samples]`."""
         if self._drawn is not None:
             return self._drawn.at(epoch)
-        if not self._shuffle:
-            return torch.arange(self.length)
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-        return torch.randperm(self.length, generator=generator)
+        if self._last is None or self._last[:2] != (epoch, self.length):
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
+            order = torch.randperm(self.length, generator=generator) if self._shuffle else torch.arange(self.length)
+            self._last = epoch, self.length, order
+        return self._last[2]
 
 
 class Batches:
@@ -275,12 +277,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._order = order
         self._seed = seed
         self._purpose = purpose
+        self._drawn: Any = None
 
     def start_at(self, epoch: int, plan: Plan, micro_batches: range) -> None:
         """Set what the next iteration yields."""
         self._epoch = epoch
         self._plan = plan
         self._micro_batches = micro_batches
+        self._drawn = None
 
     def __iter__(self) -> Iterator[BatchIndices]:
         epoch, plan, drawn = self._epoch, self._plan, self._order.at(self._epoch)
@@ -293,6 +297,17 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         last = self._micro_batches[-1:]  # this process may have no part of it
         return len(self._micro_batches) - sum(not self._plan.local_indices(index) for index in last)
+
+    def digest(self, first: int, last: int) -> str:
+        """Return a digest of the indices in micro-batches [first, last) over all processes, in their order."""
+        if self._drawn is None:
+            drawn = self._order.at(self._epoch)
+            self._drawn = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn
+        plan = self._plan  # its arithmetic in place, since this runs once per step
+        size = plan.batch_size * plan.shard.count
+        start = plan.first_sample + (first - plan.first_micro_batch) * size
+        stop = min(plan.first_sample + (last - plan.first_micro_batch) * size, plan.num_samples)
+        return xxhash.xxh3_64_hexdigest(self._drawn[start:stop])
 
     def samples(self, part: range) -> list[int]:
         """Return the indices at these positions of the current epoch's order."""

@@ -154,6 +154,9 @@ class SequentialSource:
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return None  # streams have no indices
 
+    def digest_of_samples(self, first: int, last: int) -> str | None:
+        return None
+
     def set_epoch_again(self) -> None:
         if self._epoch is not None:
             self._randomness.call_set_epoch(self._epoch)

@@ -167,12 +167,27 @@ class Feature:
         Processes: all.
         """
 
+    def on_gradients(self) -> None:
+        """Act on the reduced gradients of a window, before they are clipped.
+
+        Processes: all.
+        """
+
     def allows_step(self, window: AccumulationWindow) -> bool:
         """Return whether to step with the reduced gradients of a window; must be the same on all processes."""
         return True
 
     def on_skipped_step(self, window: AccumulationWindow) -> None:
         """Called after a window that ended without an optimizer step."""
+
+    def after_window(self, *, made_step: bool) -> None:
+        """Act after a window was counted.
+
+        Processes: all.
+
+        Args:
+            made_step: Whether it ended in an optimizer step.
+        """
 
     def before_use(self) -> None:
         """Called before the weights are evaluated or saved; raise an error to prevent it.
@@ -248,8 +263,10 @@ class Features:
     after_batch: tuple[Callable[[torch.Tensor, Weight, Place], None], ...]
     recovers_from: tuple[Callable[[Exception], bool], ...]
     before_optimizer_step: tuple[Callable[[AccumulationWindow], None], ...]
+    on_gradients: tuple[Callable[[], None], ...]
     allows_step: tuple[Callable[[AccumulationWindow], bool], ...]
     on_skipped_step: tuple[Callable[[AccumulationWindow], None], ...]
+    after_window: tuple[Callable[..., None], ...]
     before_use: tuple[Callable[[], None], ...]
     before_row: tuple[Callable[[], None], ...]
     add_to_row: tuple[Callable[[dict[str, float]], None], ...]

@@ -13,8 +13,9 @@ from accmt.features.out_of_memory import OutOfMemory
 from accmt.features.own_loss import OwnLoss
 from accmt.features.packing_check import PackingCheck
 from accmt.features.quantized_weights import QuantizedWeights
+from accmt.registry import ADDED_FEATURES, built_in
 
-FEATURES: tuple[type[Feature], ...] = (
+_OF_CORE: tuple[type[Feature], ...] = (
     BadSampleCounts,
     OutOfMemory,
     LossGuard,
@@ -26,4 +27,8 @@ FEATURES: tuple[type[Feature], ...] = (
     Averages,
     CrashLoop,
 )
-"""All features, in the order in which their hooks are called."""
+
+
+def all_features() -> tuple[type[Feature], ...]:
+    """Return all features in the order in which their hooks are called: those of add-ons last."""
+    return (*_OF_CORE, *built_in(ADDED_FEATURES))

@@ -143,6 +143,8 @@ class ManualSteps:
         if self._has_stepped:
             run.state.count_step()
             run.snapshot.made_step = True
+        for after_window in run.features.after_window:
+            after_window(made_step=self._has_stepped)
         return self._has_stepped
 
     def _train_batch(self, micro_batch: MicroBatch) -> None:

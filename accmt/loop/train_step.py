@@ -48,6 +48,8 @@ def finish_window(run: Run, window: AccumulationWindow) -> tuple[int, bool]:
     factor, samples = run.weighting.close(window)
     if factor != 1.0:
         stepper.multiply_gradients(factor)
+    for on_gradients in run.features.on_gradients:
+        on_gradients()
     allowing = run.features.allows_step
     if factor > 0 and (not allowing or all(allows_step(window) for allows_step in allowing)):
         made_step = step_optimizer(run)
@@ -192,6 +194,8 @@ class AutomaticSteps:
         state.count_samples(samples)
         state.count_step(is_skipped=not made_step)
         run.snapshot.made_step = made_step
+        for after_window in run.features.after_window:
+            after_window(made_step=made_step)
         return True
 
     def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:

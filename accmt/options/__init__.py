@@ -9,7 +9,7 @@ from accmt.options.optimizer_and_scheduler_names import Optimizer, Scheduler
 from accmt.options.running import RunningSettings, TorchFlags
 from accmt.options.saving import Checkpointer, CheckpointSettings, SavingSettings
 from accmt.options.settings import Settings
-from accmt.options.tracking import Delivery, Monitor, TrackingSettings
+from accmt.options.tracking import Delivery, Ledger, Monitor, TrackingSettings
 
 __all__ = [
     "CheckpointSettings",
@@ -17,6 +17,7 @@ __all__ = [
     "Clipping",
     "DataSettings",
     "Delivery",
+    "Ledger",
     "EvaluationSettings",
     "FailureSettings",
     "Failures",

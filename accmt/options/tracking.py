@@ -170,6 +170,30 @@ class Delivery(Options):
     flush_s: Annotated[float, _require_seconds] = 30
 
 
+def _require_steps(name: str, value: Any) -> None:
+    read_every(name, value, ("step",), plain="step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger(Options):
+    """The ledger of a run: what each optimizer step computed, in `ledger.jsonl` in the run folder.
+
+    Args:
+        every: Optimizer steps between checksums of weights, gradients and optimizer state, such as "1000 steps"; None:
+            only at the first step of each start and at checkpoints.
+        on_difference: What to do if a resumed run computes a step differently than before it was interrupted, although
+            nothing that the ledger records has changed: "stop" raises an error, "warn" continues.
+    """
+
+    every: Annotated[int | str, _require_steps] | None = "1000 steps"
+    on_difference: Literal["stop", "warn"] = "stop"
+
+    @property
+    def steps(self) -> int | None:
+        """`every` as a number of optimizer steps."""
+        return None if self.every is None else int(read_every("every", self.every, ("step",), plain="step").number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings:
     """What to log, how often, and to which trackers.
@@ -189,6 +213,9 @@ class TrackingSettings:
         additional_tracker_config: Additional entries for the run's configuration.
         tracker_delivery: What to do if a tracker's server is unreachable, and how long to wait at the end of a run:
             `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
+        ledger: Whether to record what each step computed, from which `accmt replay` makes any step again; a
+            `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken. It is off where
+            `fast_dev_run` is on.
         tracker_kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes
             them to one tracker only.
     """
@@ -203,6 +230,7 @@ class TrackingSettings:
     monitor: Any = None
     additional_tracker_config: Mapping[str, Any] | None = None
     tracker_delivery: Delivery = None  # type: ignore[assignment]  # set in __post_init__
+    ledger: bool | Ledger | Mapping[str, Any] = True
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -218,8 +246,17 @@ class TrackingSettings:
             if getattr(self, name) is not None:
                 require_text(name, getattr(self, name))
         set_field(self, "tracker_delivery", Delivery.read("tracker_delivery", self.tracker_delivery))
+        if not isinstance(self.ledger, bool):
+            set_field(self, "ledger", Ledger.read("ledger", self.ledger, ", or True or False"))
         require_mapping("additional_tracker_config", self.additional_tracker_config)
         self.log_steps  # noqa: B018 - raises if invalid
+
+    @property
+    def ledger_options(self) -> Ledger | None:
+        """The options of the ledger; None if it is off."""
+        return (
+            (Ledger() if self.ledger else None) if isinstance(self.ledger, bool) else Ledger.read("ledger", self.ledger)
+        )
 
     @property
     def log_steps(self) -> int:

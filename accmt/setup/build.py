@@ -21,7 +21,7 @@ from accmt.engine.choice import choose_engine
 from accmt.engine.replicas import Replicas
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
-from accmt.features.listed import FEATURES
+from accmt.features.listed import all_features
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.evaluation import EvaluationResults
 from accmt.loop.logging import RowLogger, logging_step
@@ -142,7 +142,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         is_resumed=resumed is not None,
         length=length,
         seed=seed,
-        feature_kinds=FEATURES,
+        feature_kinds=all_features(),
     )
     if resumed is not None:
         restore(run, resumed)

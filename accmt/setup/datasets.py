@@ -29,7 +29,7 @@ from accmt.data.lengths import LargestBatch
 from accmt.data.seeding import seed_with_global
 from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, DataError, explain, nearest
-from accmt.features.listed import FEATURES
+from accmt.features.listed import all_features
 from accmt.loop.cadence import Cadence
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, defines
@@ -536,7 +536,7 @@ class Loaders:
         """
         settings = self._trainer.settings
         self._train_data = train_data
-        for feature in FEATURES:
+        for feature in all_features():
             feature.check(settings, self._module, train_data)
         self._also_read = list(val_data.values())
         self.train = self.build_train_again()

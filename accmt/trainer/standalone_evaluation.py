@@ -24,7 +24,7 @@ from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
 from accmt.engine.choice import choose_engine
 from accmt.errors import ArgumentError, NoCheckpointError, explain
-from accmt.features.listed import FEATURES
+from accmt.features.listed import all_features
 from accmt.files import dumps, require_writable_folder, write_text
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
 from accmt.loop.prediction import predict
@@ -380,7 +380,7 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
         state=trainer.state,
         seed=seed,
         counts_own_samples=defines(module, "get_batch_size"),
-        feature_kinds=FEATURES,
+        feature_kinds=all_features(),
     )
 
 

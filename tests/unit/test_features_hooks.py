@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from accmt.features.hooks import HOOKS, Feature, Features
-from accmt.features.listed import FEATURES
+from accmt.features.listed import all_features
 
 PACKAGE = Path(__file__).parents[2] / "accmt"
 KNOWS_NONE = [*sorted((PACKAGE / "loop").glob("*.py")), PACKAGE / "run.py", PACKAGE / "setup" / "build.py"]
@@ -25,7 +25,7 @@ NAMES = re.compile(
 
 
 def test_the_order_of_features() -> None:
-    assert [feature.name for feature in FEATURES] == [
+    assert [feature.name for feature in all_features()] == [
         "bad_samples",
         "out_of_memory",
         "loss_guard",
@@ -36,11 +36,12 @@ def test_the_order_of_features() -> None:
         "quantized_weights",
         "averages",
         "crash_loop",
+        "flight_recorder",
     ]
 
 
 def test_every_feature_defines_a_hook_and_nothing_that_looks_like_one() -> None:
-    for feature in FEATURES:
+    for feature in all_features():
         assert any(hook in vars(kind) for kind in feature.__mro__[:-2] for hook in HOOKS), feature
 
 

@@ -1,0 +1,178 @@
+"""The flight recorder: what the ledger holds, and that what a resumed run makes again is compared with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accmt import ArgumentError, Callback, Ledger, StepDiffersError, Trainer
+from accmt.addons.flight_recorder import checksums
+from accmt.addons.flight_recorder.ledger import LEDGER_FILE, read_ledger
+from tests.toys import Linear, logged, make_points, make_trainer
+
+HPS = {"epochs": 3, "optim": {"type": "AdamW", "lr": 0.1}}
+
+
+def trainer_of(**settings: Any) -> Trainer:
+    return make_trainer(HPS, run_name="run", **{"checkpoint_every": "3 steps", **settings})
+
+
+def lines_of(trainer: Trainer, kind: str = "batches") -> list[dict[str, Any]]:
+    ledger = read_ledger(Path(trainer.log_dir) / LEDGER_FILE)
+    assert ledger.fault is None
+    return [line for _, line in ledger.effective() if kind in line]
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_update_end(self) -> None:
+        if self.state.global_step == self.step:
+            raise RuntimeError("stop")
+
+
+def interrupt(step: int = 5, **settings: Any) -> None:
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer_of(callbacks=StopAt(step), **settings).fit(Linear(), make_points(8))
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_checksum_does_not_depend_on_where_a_tensor_is_cut() -> None:
+    tensor = torch.randn(37, 5, 411)
+    [whole] = checksums.sums_of([tensor])
+    bits = checksums._bits(tensor)
+    for cut in (1, 8191, 8192, 8193, 30000):
+        parts = checksums._add_run(bits[:cut], 0) + checksums._add_run(bits[cut:], cut)
+        assert sum(part.item() for part in parts) % 2**64 == whole
+    columns = [tensor[:, begin:end] for begin, end in ((0, 2), (2, 4), (4, 5))]
+    starts = [torch.arange(37) * 5 * 411 + begin * 411 for begin in (0, 2, 4)]
+    runs = [checksums._bits(part).view(37, -1) for part in columns]
+    sums = [checksums._add_runs(run, start)[0].item() for run, start in zip(runs, starts, strict=True)]
+    assert sum(sums) % 2**64 == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
+def test_a_checksum_shows_one_changed_bit_and_two_exchanged_values(dtype: torch.dtype) -> None:
+    tensor = torch.arange(20_000).remainder(7).to(dtype)
+    changed, exchanged = tensor.clone(), tensor.clone()
+    changed.view(torch.uint8)[-1] ^= 1
+    exchanged[[3, 15_004]] = tensor[[15_004, 3]]
+    sums = checksums.sums_of([tensor, changed, exchanged])
+    assert sums[0] != sums[1]
+    assert (sums[0] != sums[2]) == (tensor[3] != tensor[15_004])
+
+
+def test_each_step_has_a_line_with_the_bits_of_its_loss_and_its_samples() -> None:
+    trainer = trainer_of()
+    trainer.fit(Linear(), make_points(8))
+    lines = lines_of(trainer)
+    assert [(line["step"], line["epoch"], line["batches"]) for line in lines][:6] == [
+        (1, 0, [0, 1]), (2, 0, [1, 2]), (3, 0, [2, 3]), (4, 0, [3, 4]), (5, 1, [0, 1]), (6, 1, [1, 2]),
+    ]  # fmt: skip
+    assert [float.fromhex(line["loss"]) for line in lines] == [value for _, value in logged(trainer, "train_loss")]
+    assert len({line["samples"] for line in lines[:4]}) == 4
+    assert {line["at"] for line in lines_of(trainer, "sums")} == {"start", "step", "checkpoint"}
+
+
+def test_a_resumed_run_supersedes_the_lines_after_its_checkpoint_and_agrees_with_them() -> None:
+    interrupt()
+    resumed = trainer_of(resume=True)
+    resumed.fit(Linear(), make_points(8))
+    unbroken = trainer_of(model_path="out/unbroken")
+    unbroken.fit(Linear(), make_points(8))
+    ledger = read_ledger(Path(resumed.log_dir) / LEDGER_FILE)
+    assert [line["rewind"]["step"] for line in ledger.lines if "rewind" in line] == [3]
+    assert not any("differs" in line for line in ledger.lines)
+    keys = ("step", "epoch", "batches", "samples", "loss")
+    assert [[line[key] for key in keys] for line in lines_of(resumed)] == [
+        [line[key] for key in keys] for line in lines_of(unbroken)
+    ]
+
+
+class Drifting(Linear):
+    """Computes differently when `drift` is set, as a faulty machine does."""
+
+    drift = 0.0
+
+    def step(self, batch: Any) -> torch.Tensor:
+        return super().step(batch) + self.drift * (self.state.global_step == 3)
+
+
+@pytest.mark.parametrize("policy", ["stop", "warn"])
+def test_a_step_that_is_made_again_with_another_result_is_an_error_that_names_it(
+    policy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer_of(callbacks=StopAt(5)).fit(Drifting(), make_points(8))
+    module = Drifting()
+    module.drift = 1e-3
+    trainer = trainer_of(resume=True, ledger=Ledger(on_difference=policy), callbacks=StopAt(99))
+    if policy == "stop":
+        with pytest.raises(StepDiffersError, match=r"step 4, made again[\s\S]*the loss: "):
+            trainer.fit(module, make_points(8))
+    else:
+        trainer.fit(module, make_points(8))
+        assert "step 4, made again" in caplog.text
+
+
+def test_changed_settings_explain_a_difference() -> None:
+    interrupt()
+    changed = make_trainer(
+        {**HPS, "optim": {"type": "AdamW", "lr": 0.05}}, run_name="run", checkpoint_every="3 steps", resume=True
+    )
+    changed.fit(Linear(), make_points(8))
+    ledger = read_ledger(Path(changed.log_dir) / LEDGER_FILE)
+    [differs] = [line["differs"] for line in ledger.lines if "differs" in line]
+    assert any("lr" in change for change in differs["because"])
+
+
+@pytest.mark.parametrize("edit", ["edited", "removed"])
+def test_an_edited_or_removed_line_shows(edit: str) -> None:
+    trainer = trainer_of()
+    trainer.fit(Linear(), make_points(8))
+    path = Path(trainer.log_dir) / LEDGER_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    lines[5] = lines[5].replace('"epoch": 0', '"epoch": 7') if edit == "edited" else ""
+    path.write_text("".join(lines) + '{"an incomplete')
+    fault = read_ledger(path).fault
+    assert fault is not None
+    assert fault[0] == 6
+
+
+def test_a_resume_survives_a_ledger_that_is_missing_cut_or_not_writable() -> None:
+    for number, damage in enumerate(("missing", "cut", "folder")):
+        settings = {"model_path": f"out/{number}"}
+        interrupt(**settings)
+        path = Path("logs") / str(number) / "run" / LEDGER_FILE
+        content = path.read_text().splitlines(keepends=True)
+        path.unlink()
+        if damage == "cut":
+            path.write_text("".join(content[:3]))
+        elif damage == "folder":
+            path.mkdir()
+        trainer_of(resume=True, **settings).fit(Linear(), make_points(8))
+        if damage != "folder":
+            assert read_ledger(path).fault is None
+
+
+def test_the_ledger_can_be_off_and_its_arguments_are_checked() -> None:
+    trainer = trainer_of(ledger=False)
+    trainer.fit(Linear(), make_points(8))
+    assert not (Path(trainer.log_dir) / LEDGER_FILE).exists()
+    with pytest.raises(ArgumentError, match="ledger"):
+        trainer_of(ledger={"evry": 3})
+    with pytest.raises(ArgumentError, match="every"):
+        trainer_of(ledger=Ledger(every="2 epochs"))
+    trainer = trainer_of(ledger={"every": 2}, model_path="out/often")
+    trainer.fit(Linear(), make_points(8))
+    assert [line["step"] for line in lines_of(trainer, "sums") if line["at"] == "step"] == [1, 2, 4, 6, 8, 10, 12]
+    assert json.loads(json.dumps(trainer.config()))["ledger"] == {"every": 2}
