@@ -114,6 +114,9 @@ class UnshardedSource:
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return self._own.samples_of(epoch, index)
 
+    def digest_of_samples(self, first: int, last: int) -> str | None:
+        return self._own.digest_of_samples(first, last)
+
     def set_epoch_again(self) -> None:
         self._own.set_epoch_again()
 
