@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from accmt.data.base import length_of
+from accmt.files import current_folder
 from accmt.processes import gather_objects, num_data_processes, num_processes
 from accmt.run import Run
 from accmt.secrets import hide, hide_text
@@ -51,7 +52,7 @@ def describe_start(run: Run) -> dict[str, Any]:
             "step": run.state.global_step,
             "is_resumed": run.is_resumed,
             "argv": [hide_text(argument) for argument in sys.orig_argv],
-            "cwd": str(Path.cwd()),
+            "cwd": str(current_folder()),
             "environment": _environment(),
             "processes": num_processes(),
             "data_processes": num_data_processes(),
@@ -69,8 +70,8 @@ def describe_start(run: Run) -> dict[str, Any]:
             "data": {"samples": length_of(dataset), "kind": type(dataset).__name__},
             "seed": run.seed,
             "run_name": run.tracking.run_name,
-            "model_path": str(settings.model_folder.absolute()),
-            "checkpoints": str(settings.checkpoint_folder.absolute()),
+            "model_path": str(current_folder() / settings.model_folder),
+            "checkpoints": str(current_folder() / settings.checkpoint_folder),
             "lessons": run.recovery.lessons,
             "groups": [len(group["params"]) for group in optimizer.param_groups],
         }
@@ -96,19 +97,19 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 def _main_file() -> str | None:
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return None if file is None else str(Path(file).absolute())
+    return None if file is None else str(current_folder() / file)
 
 
 def _digest_program(kind: type) -> dict[str, str]:
     """Return a digest of each file of the user's program: the script, the module's file, and what lies beside them."""
     main = _main_file()
     of_module = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    files = {Path(file).absolute() for file in (main, of_module) if file}
+    files = {current_folder() / file for file in (main, of_module) if file}
     folders = {file.parent for file in files if not _is_installed(file)}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py") and not _is_installed(Path(file)):
-            path = Path(file).absolute()
+            path = current_folder() / file
             if any(folder in path.parents for folder in folders):
                 files.add(path)
     found = {}
@@ -128,7 +129,7 @@ def _is_installed(file: Path) -> bool:
 
 def _describe_git(folder: Path) -> dict[str, str] | None:
     """Return the commit of a folder and what differs from it; None where it is not in git."""
-    folder = folder.absolute()
+    folder = current_folder() / folder
     if _is_installed(folder / "file") or not any((one / ".git").exists() for one in (folder, *folder.parents)):
         return None
 

@@ -22,6 +22,7 @@ from accmt.checkpoint.state_dicts import plain_parameter_names
 from accmt.data import MicroBatch
 from accmt.errors import StepDiffersError, explain
 from accmt.features.hooks import Feature
+from accmt.files import current_folder
 from accmt.messages import say_once, warn_once
 from accmt.metrics.averages import Weight, exact_sum, stack
 from accmt.options import Ledger
@@ -88,7 +89,7 @@ class Recorder(Feature):
         start["tensors"] = self._names
         self._epoch, self._last = run.state.epoch, run.state.train_step
         if is_main_process():
-            self._open(run.tracking.run_folder.absolute(), start)
+            self._open(current_folder() / run.tracking.run_folder, start)
         self._is_comparing = broadcast_object(bool(self._before))
         self._is_started = True
         if not run.is_resumed:
