@@ -21,6 +21,8 @@ TRACKERS := wandb==0.31.0 comet-ml==3.58.8 aim==3.29.1 clearml==2.1.12 dvclive==
 QUANTIZED := bitsandbytes==0.50.2 torchao==0.18.0
 # It brings triton, and replaces functions of transformers.
 KERNELS := liger-kernel==0.8.5
+# An S3 in a process, and what speaks to it.
+OBJECT_STORAGE := 's3fs==2026.9.0' 'moto[s3,server]==5.2.5'
 # Its chat templates are files; nothing of it is imported.
 CHAT_TEMPLATES := --no-deps trl==1.16.0
 # How many conversations each of them renders.
@@ -35,7 +37,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels chat-templates beside release clean
+.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels object-storage chat-templates beside release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +95,9 @@ quantized: $(INSTALLED)  ## test quantized weights and low-bit optimizers in an 
 kernels: $(INSTALLED)  ## test Liger's kernels in an environment of its own, as far as a CPU goes
 	@tests/laid_over.sh .venv-kernels $(VENV) tests/kernels $(KERNELS)
 
+object-storage: $(INSTALLED)  ## test checkpoints in object storage against an S3 server, in an environment of its own
+	@WORKERS=2 tests/laid_over.sh .venv-object-storage $(VENV) tests/object_storage $(OBJECT_STORAGE)
+
 chat-templates: $(INSTALLED)  ## test what is trained of 500 conversations in each chat template of TRL (a few minutes)
 	@CONVERSATIONS=$(CONVERSATIONS) WORKERS=2 tests/laid_over.sh .venv-chat-templates $(VENV) tests/unit/test_chat_templates.py $(CHAT_TEMPLATES)
 
@@ -105,7 +110,7 @@ beside: $(INSTALLED)  ## test the built wheel beside trl, peft and lightning in 
 	@tests/laid_over.sh .venv-beside $(VENV) tests/beside $(BESIDE)
 
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-chat-templates .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
+	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-object-storage .venv-chat-templates .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -48,6 +48,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     },
     ADDED_FEATURES: {
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
+        "remote_checkpoints": "accmt.addons.remote_checkpoints:RemoteCheckpoints",
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",

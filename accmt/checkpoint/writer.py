@@ -7,7 +7,7 @@ checkpoints are kept, and the next save tries again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,12 @@ class CheckpointWriter:
         is_async: Whether a thread writes from a copy in host memory; otherwise training waits and nothing is copied.
         on_failure: Called on the main thread of every process with the same error when a checkpoint could not be
             written: immediately if not asynchronous, otherwise at the next `save` or `wait`.
+
+    Attributes:
+        on_published: Called with each checkpoint that was published, on the thread that writes.
     """
+
+    on_published: Sequence[Callable[[Path], None]] = ()
 
     def __init__(
         self,
@@ -98,7 +103,9 @@ class CheckpointWriter:
 
     def _write(self, staging: Staging, collected: CollectedState, info: Mapping[str, Any]) -> None:
         staging.write(partial(_write_files, collected))
-        self._store.publish(staging, info)
+        folder = self._store.publish(staging, info)
+        for on_published in self.on_published:
+            on_published(folder)
 
     def _report_failure(self, action: Callable[[], None]) -> None:
         try:

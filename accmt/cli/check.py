@@ -1,6 +1,9 @@
 """Verify every file of a checkpoint, or of all checkpoints in a folder, and print their contents.
 
 This does not write, rename or load anything. Exit code: 0 all are complete, 1 one is damaged, 2 there is no checkpoint.
+
+Of a remote folder (a URL such as s3://bucket/run), manifests and sizes are checked; a resume verifies every file after
+the download. `--clean` deletes what uploads that were never finished have left there.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="a checkpoint folder, or a folder of checkpoints")
+    parser.add_argument("path", help="a checkpoint folder, or a folder of checkpoints, possibly a URL")
+    parser.add_argument("--clean", action="store_true", help="delete what unfinished uploads have left; only for a URL")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -26,16 +30,42 @@ def run(options: argparse.Namespace) -> int:
     from accmt.checkpoint.store import find_resumable, inspect
     from accmt.files import dumps
 
-    found = inspect(options.path)
+    if "://" in options.path:
+        return _check_remote(options)
+    found = inspect(Path(options.path))
     resumable = find_resumable(found)
     if options.json:
         resume_from = str(resumable.folder) if resumable else None
         print(dumps({"checkpoints": [_describe(one) for one in found], "resume_from": resume_from}, indent=2))
     else:
         print("\n\n".join(_write(one) for one in found))
-        if found[0].folder != options.path:
+        if found[0].folder != Path(options.path):
             print(f"\nresume uses {resumable.folder.name if resumable else 'none of them'}")
     return 0 if all(one.is_complete for one in found) else DAMAGED
+
+
+def _check_remote(options: argparse.Namespace) -> int:
+    from accmt.addons.remote_checkpoints import RemoteFolder, clean, explaining
+    from accmt.errors import NoCheckpointError, explain
+    from accmt.files import dumps
+
+    if options.clean:
+        for name in clean(options.path):
+            print(f"deleted {name}: its upload was not finished")
+    with explaining(options.path):
+        remote = RemoteFolder(options.path)
+        found = remote.checkpoints()
+    if not found:
+        do = "check the URL"
+        raise NoCheckpointError(explain(remote.shown, "no checkpoints", "a folder of checkpoints", do))
+    if options.json:
+        rows = [{"name": one.name, "is_complete": not one.problem, "problem": one.problem} for one in found]
+        print(dumps({"checkpoints": rows}, indent=2))
+    else:
+        for one in found:
+            size = sum(one.sizes.values())
+            print(f"{one.name}: {one.problem or 'complete'}, {size:,} bytes{', pinned' if one.is_pinned else ''}")
+    return DAMAGED if any(one.problem for one in found) else 0
 
 
 def _describe(one: Inspection) -> dict[str, Any]:

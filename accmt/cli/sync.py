@@ -1,6 +1,7 @@
 """Deliver missing rows to the trackers of a run, and end the run there with its true status.
 
 Use this after the run, if its server was down, if it ran offline, or if it was killed (it then ends as KILLED).
+Of the checkpoint folder of a run with `checkpoint="s3://..."`, upload the newest checkpoint if the run could not.
 Exit code: 0 all rows are delivered, 1 some are not, 2 there is no run, or it is still running.
 """
 
@@ -17,19 +18,24 @@ LEFT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", type=Path, help="the folder with history.jsonl: logs/<track>/<run>")
+    parser.add_argument("run_folder", type=Path, help="the folder with history.jsonl, logs/<track>/<run>; or the checkpoint folder")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit per tracker (default 600)"
     )
-    parser.add_argument("--server", metavar="URL", help="a tracker's URL with its password, which is not saved")
+    parser.add_argument("--server", metavar="URL", help="a URL with its password, which is not saved")
 
 
 def run(options: argparse.Namespace) -> int:
     from accelerate.state import PartialState
 
+    from accmt.addons.remote_checkpoints import ORIGIN, upload_rest
     from accmt.cli.arguments import require_run
     from accmt.tracking import sync_run
 
+    if (options.run_folder / ORIGIN).is_file():
+        uploaded = upload_rest(options.run_folder, url=options.server)
+        print(f"uploaded {uploaded}" if uploaded else "nothing was left to upload")
+        return 0
     require_run(options.run_folder, "sync")
     PartialState(cpu=True)  # Accelerate's trackers read the process index from it
     trackers = sync_run(options.run_folder, timeout_s=options.timeout, server=options.server)

@@ -179,10 +179,13 @@ def _parts_of(value: Any) -> Iterator[Any]:
         name = type(value).__module__
         if name.partition(".")[0] in _LIBRARIES and not name.startswith(_OPEN_PARTS):
             return
-        yield from getattr(value, "__dict__", {}).values()
+        with suppress(Exception):  # a proxy of an object that is not there raises whatever it likes
+            yield from list(vars(value).values())
         for kind in type(value).__mro__:
             if kind.__module__.partition(".")[0] not in _LIBRARIES:
-                yield from (getattr(value, slot, None) for slot in getattr(kind, "__slots__", ()))
+                for slot in getattr(kind, "__slots__", ()):
+                    with suppress(Exception):
+                        yield getattr(value, slot)
                 yield from (function for function in vars(kind).values() if isinstance(function, FunctionType))
 
 

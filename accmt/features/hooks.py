@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from accmt.data import MicroBatch, Window
@@ -55,6 +57,14 @@ class Feature:
     @classmethod
     def check(cls, settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
         """Check, before a run is built, that the feature supports these settings."""
+
+    @classmethod
+    def before_resume(cls, settings: Settings) -> Path | None:
+        """Act before a run looks for the checkpoint to resume from; return one to use in place of `resume`.
+
+        Processes: collective.
+        """
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to store in checkpoints, as JSON values.
@@ -107,6 +117,12 @@ class Feature:
     def saving_last(self) -> AbstractContextManager[None]:
         """Return a context manager that is active while the weights at the end of the run are saved."""
         return nullcontext()
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """Act when a checkpoint was published in the run's folder; called on the thread that writes checkpoints.
+
+        Processes: all.
+        """
 
     def before_emergency_checkpoint(self) -> None:
         """Called before the step snapshot is saved after an error."""
@@ -252,6 +268,7 @@ class Features:
     make_steps: tuple[Callable[[], Steps], ...]
     has_unfinished_step: tuple[Callable[[], bool], ...]
     saving_last: tuple[Callable[[], AbstractContextManager[None]], ...]
+    on_checkpoint: tuple[Callable[[Path], None], ...]
     before_emergency_checkpoint: tuple[Callable[[], None], ...]
     before_batch: tuple[Callable[[MicroBatch], None], ...]
     before_forward: tuple[Callable[[Any], None], ...]
@@ -332,6 +349,6 @@ class Features:
         return next((weight for weight in found if weight is not None), None)
 
 
-_NO_HOOKS = ("name", "needs_snapshot", "for_run", "check", "state_dict", "load_state_dict")
+_NO_HOOKS = ("name", "needs_snapshot", "for_run", "check", "before_resume", "state_dict", "load_state_dict")
 HOOKS = tuple(name for name in vars(Feature) if not name.startswith("_") and name not in _NO_HOOKS)
 """The names of all hooks."""

@@ -219,9 +219,13 @@ class CheckpointSettings:
         if not isinstance(value, str | PathLike) or not str(value).strip():
             expected = "a folder" if name == "checkpoint" else 'False, True, "auto", None, or the path of a checkpoint'
             raise_wrong_value(name, value, expected, "resume=True" if name == "resume" else 'checkpoint="out/ck"')
-        if _URL.match(str(value)):
-            do = "mount the remote storage, or copy the folder"
-            raise_wrong_value(name, value, "a local folder", do)
+        if _URL.match(str(value)) and not (isinstance(value, str) and "://" in value):
+            raise_wrong_value(name, value, "a local folder, or a URL as a string", f'{name}="s3://bucket/run"')
+
+    @property
+    def url(self) -> str | None:
+        """`checkpoint` if it is a URL: checkpoints are written to the default local folder, and copied there."""
+        return self.checkpoint if isinstance(self.checkpoint, str) and _URL.match(self.checkpoint) else None
 
     @property
     def every(self) -> Every | None:

@@ -162,8 +162,8 @@ class Settings:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The checkpoint folder: as set, or `checkpoint-<name>` next to the model folder."""
-        if self.checkpoints.checkpoint is not None:
+        """The local checkpoint folder: as set, or `checkpoint-<name>` next to the model folder."""
+        if self.checkpoints.checkpoint is not None and self.checkpoints.url is None:
             return self.from_home(self.checkpoints.checkpoint)
         model = self.model_folder
         if model.name in ("", ".."):

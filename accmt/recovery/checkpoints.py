@@ -113,6 +113,7 @@ class Checkpoints:
         """
         self._teacher = _sample(run.module.teacher)
         if self._writer is not None:
+            self._writer.on_published = run.features.on_checkpoint
             self._store.claim()
             self._begin_folder(run, self._store)
 
@@ -194,6 +195,7 @@ class Checkpoints:
                 self._begin_folder(run, store)
                 collector = StateCollector(run.model, [run.stepper.optimizer])  # a new plan for these processes
                 self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
+                self._writer.on_published = run.features.on_checkpoint
             self._save(run, force=True, at=state)
         if self._writer is not None:
             self._writer.wait()

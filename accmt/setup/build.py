@@ -155,6 +155,9 @@ def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: R
     require_same_settings(trainer.settings)
     require_shared_disk(trainer.settings)
     folder = recovery.take_checkpoint() or find_relaunched(trainer.settings) or trainer.chosen_checkpoint
+    if folder is None:
+        brought = [feature.before_resume(trainer.settings) for feature in all_features()]
+        folder = next((one for one in brought if one is not None), None)
     resumed = find_resumed(trainer.settings, folder)
     if resumed is not None:
         recovery.learn(resumed.others["lessons"])

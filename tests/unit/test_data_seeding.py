@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accmt.data import derive_seed, draw_seed, preserve_generators, seed_generators, set_seed
-from accmt.data.seeding import BatchIndices, seeded_generators
+from accmt.data.seeding import BatchIndices, find_generators, seeded_generators
 
 
 def draw():
@@ -119,3 +119,17 @@ def test_indices_keep_their_seed_on_the_way_to_a_worker():
     indices = pickle.loads(pickle.dumps(BatchIndices([3, 1], 77)))
     assert indices == [3, 1]
     assert indices.seed == 77
+
+
+def test_an_object_that_raises_whatever_is_read_of_it_is_passed_over():
+    class Proxy:
+        @property
+        def __dict__(self):
+            raise RuntimeError("there is no request")
+
+    class Owner:
+        def __init__(self):
+            self.proxy, self.generator = Proxy(), torch.Generator()
+
+    owner = Owner()
+    assert find_generators(owner) == [owner.generator]

@@ -1,0 +1,665 @@
+"""Checkpoints in object storage: `Trainer(checkpoint="s3://bucket/run")`, or any other URL that fsspec understands.
+
+The local checkpoint folder stays what it is, so training pauses no longer than without a remote folder. A thread of the
+main process uploads each published checkpoint under a name of its own; its manifest goes last. A remote checkpoint is
+complete if its manifest is there and every file has the size and digest that the manifest lists. Older ones are deleted
+only after that, manifest first. A resume takes the newest checkpoint of both places.
+
+A store that fsspec does not know is a class derived from `fsspec.AbstractFileSystem`, registered by its package:
+https://filesystem-spec.readthedocs.io/en/latest/developer.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accmt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Checkpoint,
+    Damage,
+    Manifest,
+    examine,
+    make_unfinished_name,
+    read_manifest,
+    step_name,
+)
+from accmt.checkpoint.retention import PIN_NAME, dispose, list_published, make_durable
+from accmt.errors import AccmtError, CheckpointError, MissingPackageError, NoCheckpointError, explain
+from accmt.features.hooks import Feature
+from accmt.checkpoint.store import find_resumable, inspect
+from accmt.files import dumps, fsync_file, fsync_folder, loads, write_text
+from accmt.messages import say, warn, warn_once
+from accmt.processes import run_on_main_process
+from accmt.run import EvaluationRun, Run
+from accmt.secrets import hide_text
+
+if TYPE_CHECKING:
+    from accmt.options import Settings
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
+"""A remote checkpoint: its step, and what makes its name unique, because objects cannot be renamed."""
+
+_LEASE = "lease.json"
+
+ORIGIN = ".remote.json"
+"""In a local checkpoint folder: the URL that its checkpoints are uploaded to."""
+
+_ATTEMPTS = 5
+_FIRST_PAUSE_S = 0.5
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class RemoteCheckpoint:
+    """A checkpoint in a remote folder.
+
+    Attributes:
+        name: Its name in the folder.
+        manifest: Its manifest; None if the upload was never finished.
+        sizes: The size in bytes of each object, by its path in the checkpoint.
+        problem: What is wrong with it; "" if the manifest is there and all sizes agree.
+    """
+
+    name: str
+    manifest: Manifest | None
+    sizes: dict[str, int]
+    problem: str = ""
+
+    @property
+    def is_pinned(self) -> bool:
+        return PIN_NAME in self.sizes
+
+
+class RemoteFolder:
+    """A folder of checkpoints in object storage.
+
+    Requests that fail are repeated with growing, random pauses.
+
+    Args:
+        url: Its URL, such as "s3://bucket/run". Leave credentials to the environment or the library's own files.
+
+    Raises:
+        MissingPackageError: The package for this kind of URL is not installed.
+        CheckpointError: fsspec does not know this kind of URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs
+
+            self._fs, root = url_to_fs(self.url, use_listings_cache=False)
+        except ImportError as error:
+            extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}.get(url.partition(":")[0])
+            do = f"pip install 'accmt-trainer[{extra}]'" if extra else "install the package that the error names"
+            raise MissingPackageError(explain(self.shown, str(error), "an installed fsspec file system", do)) from error
+        except ValueError as error:
+            do = "use s3://, gs://, az://, hf://, file:// or another protocol that fsspec knows"
+            raise CheckpointError(explain(self.shown, str(error), "a URL that fsspec can open", do)) from error
+        self._root = str(root).rstrip("/")
+
+    @property
+    def shown(self) -> str:
+        """The URL for messages."""
+        return hide_text(self.url)
+
+    # ---- Requests
+
+    def _retry(self, request: Callable[[], T]) -> T:
+        for attempt in range(_ATTEMPTS):
+            try:
+                return request()
+            except (FileNotFoundError, FileExistsError, PermissionError):
+                raise
+            except Exception:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_FIRST_PAUSE_S * 2**attempt * (0.5 + random.random()))  # noqa: S311 - no secret
+        raise AssertionError
+
+    def _read(self, key: str) -> bytes:
+        content: bytes = self._retry(lambda: self._fs.cat_file(f"{self._root}/{key}"))
+        return content
+
+    def _write(self, key: str, content: bytes, **options: Any) -> None:
+        self._retry(lambda: self._fs.pipe_file(f"{self._root}/{key}", content, **options))
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                self._retry(partial(self._fs.rm_file, f"{self._root}/{key}"))
+
+    def _modified(self, key: str) -> float:
+        """Return when an object was written, by the clock of the store."""
+        modified: float = self._retry(lambda: self._fs.modified(f"{self._root}/{key}")).timestamp()
+        return modified
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the size of each object in the folder, by its path."""
+        self._fs.invalidate_cache()
+        with suppress(FileNotFoundError):
+            found = self._retry(lambda: self._fs.find(self._root, detail=True))
+            return {name.removeprefix(f"{self._root}/"): entry["size"] for name, entry in found.items()}
+        return {}
+
+    # ---- Checkpoints
+
+    def checkpoints(self) -> list[RemoteCheckpoint]:
+        """Return all checkpoints, finished or not, the newest last."""
+        objects: dict[str, dict[str, int]] = defaultdict(dict)
+        for key, size in self._sizes().items():
+            name, _, file = key.partition("/")
+            if _NAME.fullmatch(name) and file:
+                objects[name][file] = size
+        found = [self._inspect(name, sizes) for name, sizes in sorted(objects.items())]
+        return sorted(found, key=lambda one: -1 if one.manifest is None else one.manifest.sequence)
+
+    def newest_first(self) -> list[RemoteCheckpoint]:
+        """Return the checkpoints whose manifest and sizes agree, the newest first."""
+        return [one for one in reversed(self.checkpoints()) if not one.problem]
+
+    def _inspect(self, name: str, sizes: dict[str, int]) -> RemoteCheckpoint:
+        if MANIFEST_NAME not in sizes:
+            return RemoteCheckpoint(name, None, sizes, "its upload was not finished")
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / name
+            folder.mkdir()
+            (folder / MANIFEST_NAME).write_bytes(self._read(f"{name}/{MANIFEST_NAME}"))
+            manifest = read_manifest(folder)
+        if isinstance(manifest, Damage):
+            return RemoteCheckpoint(name, None, sizes, manifest.reason)
+        wrong = (
+            f"{file} has {sizes.get(file, 'no')} bytes instead of {entry.size}"
+            for file, entry in manifest.files.items()
+            if sizes.get(file) != entry.size
+        )
+        return RemoteCheckpoint(name, manifest, sizes, next(wrong, ""))
+
+    def upload(self, folder: Path) -> str:
+        """Upload a published checkpoint, and return its name in the remote folder."""
+        manifest = read_manifest(folder)
+        if isinstance(manifest, Damage):
+            raise CheckpointError(manifest.reason)
+        name = f"{step_name(manifest.step)}-{secrets.token_hex(4)}"
+        files = [*manifest.files, *([PIN_NAME] if (folder / PIN_NAME).exists() else [])]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="accmt-upload-file") as threads:
+            list(threads.map(lambda file: self._put(folder / file, f"{name}/{file}"), files))
+        self._put(folder / MANIFEST_NAME, f"{name}/{MANIFEST_NAME}")
+        return name
+
+    def _put(self, file: Path, key: str) -> None:
+        size = file.stat().st_size
+
+        def put() -> None:
+            self._fs.put_file(str(file), f"{self._root}/{key}")
+            self._fs.invalidate_cache()
+            stored = self._fs.info(f"{self._root}/{key}")["size"]
+            if stored != size:
+                raise OSError(f"{key} has {stored} bytes instead of {size}")
+
+        self._retry(put)
+
+    def download(self, one: RemoteCheckpoint, into: Path) -> Path:
+        """Download a checkpoint into a folder of checkpoints, verify every file, and publish it there.
+
+        Raises:
+            CheckpointError: A file does not have the digest that the manifest lists.
+        """
+        manifest = one.manifest
+        if manifest is None:
+            raise CheckpointError(one.problem)
+        make_durable(into)
+        staged = into / make_unfinished_name("tmp", manifest.step)
+        try:
+            for file in one.sizes:
+                (staged / file).parent.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="accmt-download") as threads:
+                list(threads.map(lambda file: self._get(f"{one.name}/{file}", staged / file), one.sizes))
+            found = examine(staged)
+            if not isinstance(found, Checkpoint):
+                raise CheckpointError(f"{self.shown}/{one.name}: {found.reason}")
+            fsync_folder(staged)
+            published = into / step_name(manifest.step)
+            if published.exists():
+                old = into / make_unfinished_name("old", manifest.step)
+                published.rename(old)
+                staged.rename(published)
+                dispose(old, step=manifest.step)
+            else:
+                staged.rename(published)
+            fsync_folder(into)
+            return published
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def _get(self, key: str, file: Path) -> None:
+        self._retry(lambda: self._fs.get_file(f"{self._root}/{key}", str(file)))
+        fsync_file(file)
+
+    def delete(self, one: RemoteCheckpoint) -> None:
+        """Delete a checkpoint; its manifest first, so that what a kill leaves is not complete."""
+        names = sorted(one.sizes, key=lambda file: file != MANIFEST_NAME)
+        self._delete([f"{one.name}/{file}" for file in names])
+
+    def prune(self, keep: int) -> None:
+        """Delete all complete checkpoints but the newest `keep` and pinned ones."""
+        surplus = [one for one in self.newest_first() if not one.is_pinned][keep:]
+        for one in surplus:
+            self.delete(one)
+
+    def clean(self) -> Sequence[str]:
+        """Delete what unfinished uploads have left, and return their names.
+
+        Only for the holder of the lease: an upload of somebody else looks the same until its manifest is there.
+        """
+        torn = [one for one in self.checkpoints() if MANIFEST_NAME not in one.sizes]
+        for one in torn:
+            self.delete(one)
+        return [one.name for one in torn]
+
+
+class Lease:
+    """The right to write to a remote folder: an object that its holder writes again and again.
+
+    Ages are differences between two times of the store, so clocks of machines do not matter. A store with conditional
+    writes (S3) gives a free lease to one of two runs that ask at the same time; elsewhere, the one that wrote first
+    finds at its next heartbeat that it has lost the lease, and uploads nothing more.
+    """
+
+    HEARTBEAT_S = 20.0
+    EXPIRES_AFTER_S = 90.0
+
+    def __init__(self, folder: RemoteFolder, run_name: str) -> None:
+        self._folder = folder
+        self._content = {
+            "token": secrets.token_hex(8),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "run": run_name,
+        }
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.is_lost = False
+
+    def take(self) -> None:
+        """Take the lease; wait until that of a run that no longer exists has expired.
+
+        Raises:
+            CheckpointError: Another run holds it.
+        """
+        folder = self._folder
+        holder = self._read()
+        if holder is not None and not self._is_ours(holder):
+            self._wait_for_expiry(holder)
+        if holder is not None:
+            folder._delete([_LEASE])
+        try:
+            folder._write(_LEASE, self._encoded, mode="create")
+        except FileExistsError:
+            self._refuse(self._read() or {})
+        except (NotImplementedError, TypeError):  # a store without conditional writes
+            folder._write(_LEASE, self._encoded)
+        self._thread = threading.Thread(target=self._renew, name="accmt-lease", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the lease back."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        with suppress(Exception):
+            if not self.is_lost and self._holds(self._read()):
+                self._folder._delete([_LEASE])
+
+    @property
+    def _encoded(self) -> bytes:
+        return json.dumps({**self._content, "beat": secrets.token_hex(4)}).encode()
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            content = json.loads(self._folder._read(_LEASE))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _holds(self, holder: dict[str, Any] | None) -> bool:
+        return holder is not None and holder.get("token") == self._content["token"]
+
+    def _is_ours(self, holder: dict[str, Any]) -> bool:
+        """Return whether this process, or a process of this machine that has ended, holds the lease."""
+        import psutil
+
+        if holder.get("host") != self._content["host"]:
+            return False
+        process = holder.get("process")
+        return process == os.getpid() or not (isinstance(process, int) and psutil.pid_exists(process))
+
+    def _wait_for_expiry(self, holder: dict[str, Any]) -> None:
+        has_said = False
+        while True:
+            probe = f"probe-{secrets.token_hex(4)}"
+            self._folder._write(probe, b"")
+            try:
+                age = self._folder._modified(probe) - self._folder._modified(_LEASE)
+            except FileNotFoundError:
+                return
+            finally:
+                self._folder._delete([probe])
+            if age >= self.EXPIRES_AFTER_S:
+                return
+            if self._read() != holder:  # it was renewed
+                self._refuse(holder)
+            if not has_said:
+                wait = self.EXPIRES_AFTER_S - age
+                say(f"{self._folder.shown} was in use {age:.0f} s ago; waiting up to {wait:.0f} s for its run to end")
+                has_said = True
+            time.sleep(min(self.HEARTBEAT_S / 4, max(self.EXPIRES_AFTER_S - age, 0.1)))
+
+    def _refuse(self, holder: dict[str, Any]) -> None:
+        got = f"in use by run {holder.get('run', '?')} (process {holder.get('process', '?')} on {holder.get('host')})"
+        expected = "a separate folder for each run: runs in one folder would delete each other's checkpoints"
+        do = "stop that run, or pass another `checkpoint` URL"
+        raise CheckpointError(explain(f"checkpoint folder {self._folder.shown}", got, expected, do))
+
+    def _renew(self) -> None:
+        while not self._stopping.wait(self.HEARTBEAT_S):
+            try:
+                if not self._holds(self._read()):
+                    self.is_lost = True
+                    warn(f"another run has taken over {self._folder.shown}: nothing more is uploaded there")
+                    return
+                self._folder._write(_LEASE, self._encoded)
+            except Exception as error:  # noqa: BLE001 - the store may be back at the next heartbeat
+                warn_once(f"{self._folder.shown} cannot be reached: {error}", about="lease of a remote folder")
+
+
+class RemoteCheckpoints(Feature):
+    """Uploads the checkpoints of a run whose `checkpoint` is a URL, and brings the newest one back for a resume."""
+
+    name = "remote_checkpoints"
+
+    def __init__(self, run: Run, url: str) -> None:
+        self._run = run
+        self._url = url
+        self._uploads: Uploads | None = None
+
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> RemoteCheckpoints | None:
+        url = run.settings.checkpoints.url
+        return cls(run, url) if url is not None and isinstance(run, Run) else None
+
+    @classmethod
+    def before_resume(cls, settings: Settings) -> Path | None:
+        """Download the checkpoint to resume from, unless the local folder has it."""
+        options, resume = settings.checkpoints, settings.checkpoints.resume
+        folder = settings.checkpoint_folder
+        if isinstance(resume, str) and is_url(resume):
+            return run_on_main_process(
+                lambda: _bring(resume, folder.with_name(f"{folder.name}.resumed"), is_asked=True)
+            )
+        if options.url is not None and resume is not False and resume in (True, None, "auto"):
+            run_on_main_process(partial(_bring, options.url, folder, is_asked=False))
+        return None
+
+    def on_start(self) -> None:
+        """Take the lease, so that missing credentials or a second run are errors before training."""
+        run_on_main_process(self._start)
+
+    def _start(self) -> None:
+        run = self._run
+        with explaining(self._url):
+            remote = RemoteFolder(self._url)
+            newest = next(iter(remote.newest_first()), None)
+            run_name = run.tracking.run_name
+            if newest is not None and newest.manifest is not None:
+                theirs = newest.manifest.info.get("run_name")
+                if not run.is_resumed or theirs != run_name:
+                    got = f"checkpoints of run {theirs}, the newest of step {newest.manifest.step}"
+                    do = 'resume="auto" continues that run; otherwise pass another `checkpoint` URL, or delete them'
+                    where = f"checkpoint folder {remote.shown}"
+                    raise CheckpointError(explain(where, got, "a folder without checkpoints of another run", do))
+            lease = Lease(remote, run_name)
+            lease.take()
+        try:
+            remote.clean()
+        except Exception as error:  # noqa: BLE001 - leftovers only take space
+            warn(f"the leftovers of unfinished uploads in {remote.shown} could not be deleted: {error}")
+        keep = run.settings.checkpoints.max_checkpoints or 1
+        origin = {"url": hide_text(self._url), "run": run_name, "keep": keep}
+        write_text(run.checkpoints.folder / ORIGIN, dumps(origin, indent=2) + "\n")
+        self._uploads = Uploads(remote, run.checkpoints.folder, keep, lease)
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """Upload a checkpoint that was published."""
+        if self._uploads is not None:
+            self._uploads.add(folder)
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Wait at the end of the run until the last checkpoint is uploaded."""
+        try:
+            yield
+        finally:
+            if self._uploads is not None:
+                self._uploads.close()
+                self._uploads = None
+
+
+def is_url(value: str) -> bool:
+    return "://" in value
+
+
+def upload_rest(folder: Path, *, url: str | None = None) -> str | None:
+    """Upload the newest checkpoint of a local folder, unless the remote folder has it.
+
+    Args:
+        folder: The local checkpoint folder.
+        url: The remote folder; None is the one that the run used. Needed if that has a password, which is not stored.
+
+    Returns:
+        The name of the uploaded checkpoint; None if nothing was left to upload.
+
+    Raises:
+        CheckpointError: A run is still writing there.
+    """
+    origin = loads((folder / ORIGIN).read_text(encoding="utf-8"))
+    url = url or origin["url"]
+    with explaining(url):
+        remote = RemoteFolder(url)
+        lease = Lease(remote, origin["run"])
+        lease.take()
+        try:
+            newest = find_resumable(inspect(folder))
+            if newest is None or any(one.manifest == newest.manifest for one in remote.newest_first()):
+                return None
+            name = remote.upload(newest.folder)
+            remote.prune(origin["keep"])
+            return name
+        finally:
+            lease.release()
+
+
+def clean(url: str) -> Sequence[str]:
+    """Delete what unfinished uploads have left in a remote folder, and return their names.
+
+    Raises:
+        CheckpointError: A run is writing there.
+    """
+    with explaining(url):
+        remote = RemoteFolder(url)
+        lease = Lease(remote, "accmt check --clean")
+        lease.take()
+        try:
+            return remote.clean()
+        finally:
+            lease.release()
+
+
+@contextmanager
+def explaining(url: str) -> Iterator[None]:
+    """Turn the error of a store into one that says what to do."""
+    try:
+        yield
+    except AccmtError:
+        raise
+    except Exception as error:
+        where, expected = (
+            f"checkpoint folder {hide_text(url)}",
+            "a bucket or folder that this program may read and write",
+        )
+        do = "check the URL, the credentials, the region and the endpoint, or pass a local `checkpoint` folder"
+        got = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CheckpointError(explain(where, f"{type(error).__name__}: {got}", expected, do)) from error
+
+
+def _bring(url: str, folder: Path, *, is_asked: bool) -> Path | None:
+    """Download the newest checkpoint that is newer than those in a local folder; damaged ones are passed over.
+
+    Args:
+        url: The remote folder, or one checkpoint in it.
+        folder: The local folder.
+        is_asked: Whether it is an error if there is none.
+    """
+    with explaining(url):
+        parent, _, name = url.rstrip("/").rpartition("/")
+        remote = RemoteFolder(parent if _NAME.fullmatch(name) else url)
+        found = [one for one in remote.newest_first() if one.name == name or not _NAME.fullmatch(name)]
+        for one in found:
+            manifest = one.manifest
+            local = None if manifest is None else _find_same(folder, manifest)
+            if local is not None or (not is_asked and manifest and manifest.sequence < _newest_sequence(folder)):
+                return local
+            say(f"downloading {remote.shown}/{one.name} to {folder}")
+            try:
+                return remote.download(one, folder)
+            except CheckpointError as error:
+                warn(f"a checkpoint is damaged, so the one before it is used: {error}")
+    if is_asked:
+        do = "check the URL: `accmt check URL` lists what is there"
+        raise NoCheckpointError(explain(f"Trainer(resume={hide_text(url)!r})", "no complete checkpoint", "one", do))
+    return None
+
+
+def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    for path in list_published(folder):
+        manifest = read_manifest(path)
+        if isinstance(manifest, Manifest):
+            yield path, manifest
+
+
+def _newest_sequence(folder: Path) -> int:
+    return max((manifest.sequence for _, manifest in _manifests(folder)), default=-1)
+
+
+def _find_same(folder: Path, manifest: Manifest) -> Path | None:
+    """Return the local copy of a remote checkpoint, if it is complete."""
+    same = (path for path, local in _manifests(folder) if local == manifest)
+    return next((path for path in same if isinstance(examine(path), Checkpoint)), None)
+
+
+class Uploads:
+    """A thread that uploads checkpoints, and keeps the files that it still needs.
+
+    Args:
+        remote: Where to.
+        local: The local checkpoint folder, where waiting checkpoints are kept as hard links.
+        keep: The number of checkpoints to keep in the remote folder.
+        lease: The lease on the remote folder.
+    """
+
+    WAIT_AT_END_S = 600.0
+
+    def __init__(self, remote: RemoteFolder, local: Path, keep: int, lease: Lease) -> None:
+        self._remote = remote
+        self._local = local
+        self._keep = keep
+        self._lease = lease
+        self._waiting: list[Path] = []
+        self._is_busy = False
+        self._is_ending = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="accmt-upload", daemon=True)
+        for leftover in local.glob(".upload-*"):  # of a killed run
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._thread.start()
+
+    def add(self, folder: Path) -> None:
+        """Upload a checkpoint, which may be deleted afterwards.
+
+        One that still waits is skipped, so that uploads do not fall further and further behind.
+        """
+        waiting = self._local / f".upload-{folder.name}-{secrets.token_hex(4)}"
+        shutil.copytree(folder, waiting, copy_function=_link_or_copy)
+        with self._changed:
+            skipped = [path for path in self._waiting if not (path / PIN_NAME).exists()]
+            self._waiting = [path for path in self._waiting if path not in skipped] + [waiting]
+            self._changed.notify_all()
+        for path in skipped:
+            shutil.rmtree(path, ignore_errors=True)
+            what = f"uploads to {self._remote.shown} are slower than checkpoints: some are skipped, the newest is not"
+            warn_once(f"{what}; raise checkpoint_every to upload each", about="skipped uploads")
+
+    def close(self) -> None:
+        """Wait for the uploads, at most `WAIT_AT_END_S`, and give the lease back."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+            if self._is_busy or self._waiting:
+                say(f"waiting for the upload of the last checkpoint to {self._remote.shown}")
+            is_done = self._changed.wait_for(
+                lambda: not (self._waiting or self._is_busy) or not self._thread.is_alive(), self.WAIT_AT_END_S
+            )
+        if is_done:
+            self._thread.join()
+            self._lease.release()
+        else:
+            warn(f"the last checkpoint is not in {self._remote.shown} yet: `accmt sync {self._local}` uploads it")
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_ending)
+                if not self._waiting:
+                    return
+                folder, self._is_busy = self._waiting.pop(0), True
+            try:
+                if not self._lease.is_lost:
+                    self._remote.upload(folder)
+                    self._remote.prune(self._keep)
+            except Exception as error:  # noqa: BLE001 - training goes on, and the next checkpoint is tried again
+                what = f"a checkpoint could not be uploaded to {self._remote.shown}: {type(error).__name__}: {error}"
+                warn(f"{what}\nTraining continues; local checkpoints are kept, and the next one is uploaded again.")
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+                with self._changed:
+                    self._is_busy = False
+                    self._changed.notify_all()
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)

@@ -1,0 +1,311 @@
+"""Checkpoints in object storage: a real S3 protocol (moto), with each request failing in each way in turn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+from accmt import Callback, Trainer
+from accmt.addons import remote_checkpoints
+from accmt.addons.remote_checkpoints import Lease, RemoteFolder
+from accmt.checkpoint.store import inspect
+from accmt.errors import ArgumentError, CheckpointError, MissingPackageError, NoCheckpointError
+from tests.toys import Linear, make_points, make_trainer
+
+URL = "s3://bucket/run"
+FILES_PER_CHECKPOINT = 3
+NEVER = 10**9
+
+
+class Proxy:
+    """Stands before the store, and does something else with some of its requests.
+
+    Attributes:
+        fault: What: "error" answers 500 before the store sees the request, "lost" after the store has carried it out,
+            "twice" carries it out twice, "cut" leaves out the second half of what a GET returns.
+        first, last: With which requests, counted from 0.
+        count: How many there have been.
+    """
+
+    def __init__(self, store: Callable[..., Any]) -> None:
+        self._store = store
+        self.reset()
+
+    def reset(self, fault: str = "", first: int = NEVER, last: int = NEVER) -> None:
+        self.fault, self.first, self.last, self.count = fault, first, last, 0
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        number, self.count = self.count, self.count + 1
+        if not self.first <= number <= self.last:
+            return self._store(environ, start_response)
+        if self.fault == "error":
+            return self._fail(start_response)
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        answers = [self._carry_out(environ, body) for _ in range(2 if self.fault == "twice" else 1)]
+        if self.fault == "lost":
+            return self._fail(start_response)
+        status, headers, content = answers[-1]
+        if self.fault == "cut" and environ["REQUEST_METHOD"] == "GET":
+            content = content[: len(content) // 2]
+            headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
+        start_response(status, headers)
+        return [content]
+
+    def _carry_out(self, environ: dict[str, Any], body: bytes) -> tuple[str, list[Any], bytes]:
+        import io
+
+        answer: list[Any] = []
+        parts = self._store({**environ, "wsgi.input": io.BytesIO(body)}, lambda *given: answer.extend(given))
+        return answer[0], answer[1], b"".join(parts)
+
+    def _fail(self, start_response: Callable[..., Any]) -> Any:
+        start_response("500 Internal Server Error", [("Content-Length", "0")])
+        return []
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, *_: Any) -> None:
+        """Log no requests."""
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+
+    proxy = Proxy(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, proxy, request_handler=_Quiet)
+    thread = threading.Thread(target=server.serve_forever, name="asyncio-moto")
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "planted-secret-value")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        fsspec.filesystem("s3").clear_instance_cache()
+        yield proxy
+        fsspec.filesystem("s3").clear_instance_cache()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def bucket(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return the file system of an empty bucket; pauses between attempts take no time."""
+    monkeypatch.setattr(remote_checkpoints, "_FIRST_PAUSE_S", 0.0)
+    files = fsspec.filesystem("s3", use_listings_cache=False)
+    files.mkdir("bucket")
+    yield files
+    proxy.reset()
+    files.rm("bucket", recursive=True)
+
+
+def train(module: Linear | None = None, epochs: int = 2, folder: str = "out/model", **settings: Any) -> Linear:
+    """Train with two steps an epoch, and a checkpoint after each step."""
+    module = module or Linear()
+    settings = {
+        "checkpoint": URL,
+        "checkpoint_every": "1 step",
+        "resume": "auto",
+        "seed": 0,
+        "verbose": True,
+    } | settings
+    make_trainer({"epochs": epochs, "batch_size": 4}, folder, **settings).fit(module, make_points())
+    return module
+
+
+def steps_in(remote: RemoteFolder) -> list[int]:
+    return [one.manifest.step for one in remote.checkpoints() if not one.problem and one.manifest]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The checkpoints of four steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    train(folder=str(folder / "model"), checkpoint=None, max_checkpoints=4)
+    return sorted((folder / "checkpoint-model").glob("step-*"))
+
+
+def test_a_run_whose_disk_is_wiped_goes_on_where_it_was(bucket: Any) -> None:
+    whole = train(epochs=4, folder="out/whole", checkpoint=None)
+    train(epochs=2)
+    assert steps_in(RemoteFolder(URL)) == [4]
+    shutil.rmtree("out")
+    resumed = train(epochs=4)
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert steps_in(RemoteFolder(URL)) == [8]
+    assert not bucket.exists("bucket/run/lease.json")
+
+
+def test_the_newest_of_both_places_is_taken(bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
+    train(epochs=1)
+    shutil.copytree("out", "elsewhere")
+    train(epochs=2)
+    shutil.rmtree("out")
+    Path("elsewhere").rename("out")  # an older local folder
+    caplog.clear()
+    train(epochs=3)
+    assert "downloading s3://bucket/run/step-00000004" in caplog.text
+    remote = RemoteFolder(URL)
+    remote.delete(remote.checkpoints()[0])  # an upload that never happened: the local one is newer
+    caplog.clear()
+    train(epochs=4)
+    assert "downloading" not in caplog.text
+    assert "step 6" in caplog.text
+    assert steps_in(remote) == [8]
+
+
+def test_another_run_resumes_from_a_url(bucket: Any) -> None:
+    train(epochs=1)
+    before = bucket.find("bucket")
+    other = Linear()
+    train(other, epochs=2, folder="out/other", checkpoint=None, resume=URL)
+    assert torch.equal(other.model.weight, train(epochs=2, folder="out/whole", checkpoint=None).model.weight)
+    assert bucket.find("bucket") == before
+    assert inspect(Path("out/checkpoint-other.resumed"))[0].is_complete
+
+
+def test_max_checkpoints_and_pins_hold_in_the_store(bucket: Any, saved: list[Path]) -> None:
+    remote = RemoteFolder(URL)
+    for number, folder in enumerate(saved):
+        copy = Path(shutil.copytree(folder, folder.name))
+        if number == 0:
+            (copy / "PINNED").touch()
+        remote.upload(copy)
+        remote.prune(2)
+    assert steps_in(remote) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("fault", ["error", "lost", "twice", "cut"])
+def test_each_request_in_turn_may_fail_once(bucket: Any, proxy: Proxy, saved: list[Path], fault: str) -> None:
+    proxy.reset()
+    first = RemoteFolder("s3://bucket/whole")
+    first.upload(saved[0])
+    first.prune(1)
+    first.download(first.newest_first()[0], Path("whole"))
+    requests = proxy.count
+    assert requests > 3 * FILES_PER_CHECKPOINT
+    for number in range(requests):
+        remote, folder = RemoteFolder(f"s3://bucket/{fault}-{number}"), Path(f"{fault}-{number}")
+        proxy.reset(fault, number, number)
+        remote.upload(saved[0])
+        remote.prune(1)
+        newest = remote.newest_first()
+        proxy.reset(fault, 0, 0)
+        assert inspect(remote.download(newest[0], folder))[0].is_complete
+        proxy.reset()
+        assert steps_in(remote) == [1]
+
+
+def test_the_store_may_go_away_at_each_request(bucket: Any, proxy: Proxy, saved: list[Path]) -> None:
+    """What a kill leaves is the same: nothing is cleaned up."""
+    number, is_done = 0, False
+    while not is_done:
+        remote = RemoteFolder(f"s3://bucket/away-{number}")
+        remote.upload(saved[0])
+        proxy.reset("error", number, NEVER)
+        try:
+            remote.upload(saved[1])
+            remote.prune(1)
+            is_done = proxy.count <= number
+        except OSError:
+            pass
+        proxy.reset()
+        assert steps_in(remote)[-1] in (1, 2)
+        assert inspect(remote.download(remote.newest_first()[0], Path(f"away-{number}")))[0].is_complete
+        remote.clean()
+        assert all(not one.problem for one in remote.checkpoints())
+        remote.upload(saved[2])
+        remote.prune(1)
+        assert steps_in(remote) == [3]
+        number += 1
+    assert number > FILES_PER_CHECKPOINT
+
+
+def test_a_damaged_checkpoint_is_passed_over(bucket: Any, saved: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    remote = RemoteFolder(URL)
+    remote.upload(saved[0])
+    name = remote.upload(saved[1])
+    content = bytearray(bucket.cat_file(f"bucket/run/{name}/state.json"))
+    content[-2] ^= 1
+    bucket.pipe_file(f"bucket/run/{name}/state.json", bytes(content))
+    train(epochs=2, folder="out/other", checkpoint=None, resume=URL)
+    assert "state.json has changed since it was written" in caplog.text
+    assert "continuing from out/checkpoint-other.resumed/step-00000001" in caplog.text
+
+
+def test_a_store_that_goes_away_does_not_stop_training(
+    bucket: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    class CutOff(Callback):
+        def on_fit_start(self) -> None:
+            proxy.reset("error", 0, NEVER)
+
+    train(callbacks=CutOff(), checkpoint_every="1 epoch")
+    assert "could not be uploaded to s3://bucket/run" in caplog.text
+    assert inspect(Path("out/checkpoint-model"))[-1].manifest.step == 4
+    proxy.reset()
+    assert steps_in(RemoteFolder(URL)) == []
+
+
+def test_a_second_run_is_refused_until_the_lease_has_expired(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lease, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(Lease, "EXPIRES_AFTER_S", 1.5)
+    remote = RemoteFolder(URL)
+    first = Lease(remote, "first")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    first.take()
+    second = Lease(remote, "second")
+    second._content["host"] = "here"
+    with pytest.raises(CheckpointError, match="in use by run first"):
+        second.take()
+    first._stopping.set()  # its machine is gone
+    first._thread.join()
+    second.take()
+    assert json.loads(bucket.cat_file("bucket/run/lease.json"))["run"] == "second"
+    second.release()
+    assert not bucket.exists("bucket/run/lease.json")
+
+
+def test_checkpoints_of_another_run_are_not_touched(bucket: Any) -> None:
+    train(epochs=1)
+    before = bucket.find("bucket", detail=True)
+    with pytest.raises(CheckpointError, match='resume="auto" continues that run'):
+        train(epochs=1, folder="out/other", resume=False)
+    assert bucket.find("bucket", detail=True).keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [("s3://missing/run", "bucket does not exist"), ("nothing://x/y", "Protocol not known: nothing")],
+)
+def test_a_url_that_cannot_be_used_is_an_error_before_training(bucket: Any, url: str, expected: str) -> None:
+    module = Linear()
+    with pytest.raises(CheckpointError, match=expected):
+        train(module, checkpoint=url, resume=False)
+
+
+def test_a_resume_from_an_empty_url_is_an_error(bucket: Any) -> None:
+    with pytest.raises(NoCheckpointError, match="no complete checkpoint"):
+        train(checkpoint=None, resume="s3://bucket/empty")
+
+
+def test_a_missing_package_is_an_error_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    with pytest.raises(MissingPackageError, match=r"accmt-trainer\[gcs\]"):
+        RemoteFolder("gs://bucket/run")
+
+
+def test_a_url_as_a_path_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="as a string"):
+        Trainer({"epochs": 1, "optim": {"type": "SGD", "lr": 0.1}}, "out/model", checkpoint=Path(URL))
