@@ -41,9 +41,9 @@ from accmt.checkpoint.manifest import (
     step_name,
 )
 from accmt.checkpoint.retention import PIN_NAME, dispose, list_published, make_durable
+from accmt.checkpoint.store import find_resumable, inspect
 from accmt.errors import AccmtError, CheckpointError, MissingPackageError, NoCheckpointError, explain
 from accmt.features.hooks import Feature
-from accmt.checkpoint.store import find_resumable, inspect
 from accmt.files import dumps, fsync_file, fsync_folder, loads, write_text
 from accmt.messages import say, warn, warn_once
 from accmt.processes import run_on_main_process
@@ -448,6 +448,7 @@ class RemoteCheckpoints(Feature):
             warn(f"the leftovers of unfinished uploads in {remote.shown} could not be deleted: {error}")
         keep = run.settings.checkpoints.max_checkpoints or 1
         origin = {"url": hide_text(self._url), "run": run_name, "keep": keep}
+        make_durable(run.checkpoints.folder)
         write_text(run.checkpoints.folder / ORIGIN, dumps(origin, indent=2) + "\n")
         self._uploads = Uploads(remote, run.checkpoints.folder, keep, lease)
 

@@ -18,7 +18,9 @@ LEFT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", type=Path, help="the folder with history.jsonl, logs/<track>/<run>; or the checkpoint folder")
+    parser.add_argument(
+        "run_folder", type=Path, help="the folder with history.jsonl, logs/<track>/<run>; or the checkpoint folder"
+    )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit per tracker (default 600)"
     )

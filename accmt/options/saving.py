@@ -167,10 +167,11 @@ class CheckpointSettings:
     """When and where to write checkpoints.
 
     Args:
-        checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`.
+        checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`. With a URL, such as
+            "s3://bucket/run", checkpoints are written to that default folder and uploaded from there.
         resume: False starts from scratch (checkpoints of an earlier run are moved to `<folder>.previous`, and moved
             back if the run ends before its first checkpoint); True resumes from the newest checkpoint; "auto" or None
-            resumes if there is one; a path resumes from that checkpoint, or from the newest one in that folder.
+            resumes if there is one; a path or URL resumes from that checkpoint, or from the newest one in that folder.
         checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
             or a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end
             of the run is saved too.

@@ -63,10 +63,11 @@ class Trainer(TrainerProperties):
         hps_config: The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object.
         model_path: Folder of the saved model; created on the first save.
         track_name: Name of the project or experiment; None is the base name of `model_path`.
-        checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`.
+        checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`. With a URL, such as
+            "s3://bucket/run", checkpoints are written to that default folder and uploaded from there.
         resume: False starts from scratch (checkpoints of an earlier run are moved to `<folder>.previous`, and moved
             back if the run ends before its first checkpoint); True resumes from the newest checkpoint; "auto" or None
-            resumes if there is one; a path resumes from that checkpoint, or from the newest one in that folder.
+            resumes if there is one; a path or URL resumes from that checkpoint, or from the newest one in that folder.
         model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
             evaluation), None for never, or a list of them, each with a separate folder in `model_path`. Without
             validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With several

@@ -18,9 +18,12 @@ from accmt import Callback, Trainer
 from accmt.addons import remote_checkpoints
 from accmt.addons.remote_checkpoints import Lease, RemoteFolder
 from accmt.checkpoint.store import inspect
+from accmt.cli.main import main
 from accmt.errors import ArgumentError, CheckpointError, MissingPackageError, NoCheckpointError
+from tests.launching import launch
 from tests.toys import Linear, make_points, make_trainer
 
+SCRIPT = Path(__file__).parent / "train_in.py"
 URL = "s3://bucket/run"
 FILES_PER_CHECKPOINT = 3
 NEVER = 10**9
@@ -309,3 +312,59 @@ def test_a_missing_package_is_an_error_with_the_extra(monkeypatch: pytest.Monkey
 def test_a_url_as_a_path_is_an_error() -> None:
     with pytest.raises(ArgumentError, match="as a string"):
         Trainer({"epochs": 1, "optim": {"type": "SGD", "lr": 0.1}}, "out/model", checkpoint=Path(URL))
+
+
+def test_accmt_check_lists_what_is_there_and_cleans_up(
+    bucket: Any, saved: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    remote = RemoteFolder(URL)
+    whole = remote.upload(saved[0])
+    bucket.pipe_file("bucket/run/step-00000007-0123abcd/state.json", b"half")
+    bucket.pipe_file("bucket/run/notes.txt", b"somebody's")
+    assert main(["check", URL]) == 1
+    printed = capsys.readouterr().out
+    assert f"{whole}: complete" in printed
+    assert "step-00000007-0123abcd: its upload was not finished" in printed
+    assert main(["check", URL, "--clean"]) == 0
+    assert "deleted step-00000007-0123abcd" in capsys.readouterr().out
+    assert [one.name for one in remote.checkpoints()] == [whole]
+    assert bucket.exists("bucket/run/notes.txt")
+    assert main(["check", "s3://bucket/empty"]) == 2
+
+
+def test_accmt_sync_uploads_what_the_run_could_not(
+    bucket: Any, proxy: Proxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class CutOff(Callback):
+        def on_fit_start(self) -> None:
+            proxy.reset("error", 0, NEVER)
+
+    train(callbacks=CutOff(), checkpoint_every="1 epoch")
+    proxy.reset()
+    assert main(["sync", "out/checkpoint-model"]) == 0
+    assert steps_in(RemoteFolder(URL)) == [4]
+    capsys.readouterr()
+    assert main(["sync", "out/checkpoint-model"]) == 0
+    assert capsys.readouterr().out == "nothing was left to upload\n"
+
+
+def test_secrets_in_a_url_are_written_nowhere(bucket: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
+    url = "s3://user:planted-password@bucket/run"
+    with pytest.raises(CheckpointError) as error:
+        train(checkpoint=url, resume="auto")
+    written = "".join(path.read_text(errors="replace") for path in Path().rglob("*") if path.is_file())
+    assert "planted-password" not in str(error.value) + caplog.text + written
+
+
+@pytest.mark.parametrize("processes", [2, "fsdp-2"])
+def test_processes_that_start_on_an_empty_disk_go_on_together(
+    bucket: Any, proxy: Proxy, tmp_path: Path, processes: int | str
+) -> None:
+    for place, epochs in (("whole", 3), ("first", 1), ("second", 3)):
+        folder = tmp_path / place
+        folder.mkdir()
+        checkpoint = "" if place == "whole" else f"s3://bucket/{processes}"
+        launch(SCRIPT, str(folder), checkpoint, str(epochs), processes=processes, result=folder / "weights.pt")
+    whole, second = (torch.load(tmp_path / place / "weights.pt") for place in ("whole", "second"))
+    assert all(torch.equal(whole[name], second[name]) for name in whole)
+    assert (tmp_path / "second" / "said").read_text() == "resumed at 2"

@@ -275,9 +275,9 @@ def test_checkpoints_are_on_unless_the_argument_says_no():
     "arguments",
     [
         {"checkpoint": ""},
-        {"checkpoint": "s3://bucket/ck"},
+        {"checkpoint": Path("s3://bucket/ck")},
         {"resume": 3},
-        {"resume": "s3://bucket/ck"},
+        {"resume": Path("s3://bucket/ck")},
         {"checkpointer": "a name"},
         {"checkpointer": type("Own", (), {"save": print, "load": print})},
         {"max_checkpoints": 0},
