@@ -43,6 +43,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hints_for_unused_methods": "accmt.addons.hints.methods:find_unused_foreign_methods",
         "notebook_curve": "accmt.addons.notebook:NotebookView",
         "other_hook_names": "accmt.compat:HOOK_NAMES",
+        "prove": "accmt.addons.prove:prove",
         "profiler": "accmt.addons.profilers:build_profiler",
         "tune": "accmt.addons.tuning:tune",
     },

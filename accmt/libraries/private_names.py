@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - exported
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
@@ -199,6 +200,11 @@ def is_compiled(model: nn.Module) -> bool:
     return model._compiled_call_impl is not None
 
 
+def arguments_of(operation: Any) -> list[str]:
+    """Return the names of the arguments of one of torch's operations."""
+    return [argument.name for argument in operation._schema.arguments]
+
+
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Hide computations in this context from observers of torch's operations, such as operation counters."""
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -360,6 +366,14 @@ def shared_state() -> dict[str, Any]:
 
     state: dict[str, Any] = AcceleratorState._shared_state
     return state
+
+
+def forget_accelerator() -> None:
+    """Forget the program's Accelerators, in a fork that joins other processes than the program did."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def share_other_precision(precision: str) -> None:

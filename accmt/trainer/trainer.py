@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile
     from torch.utils.data import Sampler
 
+    from accmt.addons.prove import Proof
     from accmt.addons.tuning import Search, Tuning
     from accmt.callbacks import Callback
     from accmt.checkpoint.manifest import Checkpoint
@@ -662,6 +663,43 @@ class Trainer(TrainerProperties):
         from accmt.trainer.resume_check import check_resume
 
         return check_resume(self, module, train_dataset, val_dataset)
+
+    def prove(
+        self,
+        module: AcceleratorModule,
+        train_dataset: Data | None = None,
+        val_dataset: Data | None = None,
+        *,
+        datamodule: object | None = None,
+        steps: int = 4,
+        samples: int = 64,
+    ) -> Proof:
+        """Check that a training computes the same on any number of processes, and name what is wrong if it does not.
+
+        Trains a few steps as one process with one batch per step, then with two processes, accumulation, loader
+        workers, a token budget, an interruption and other evaluation batches, on the CPU and in forks of this process:
+        the module, the data and the disk do not change. Random numbers of a step are the same for all its samples.
+
+        Args:
+            module: The module.
+            train_dataset: As for `fit`.
+            val_dataset: As for `fit`.
+            datamodule: As for `fit`.
+            steps: Optimizer steps of each launch.
+            samples: Maximum training samples of each launch.
+
+        Returns:
+            The result; printing it shows a table, and the causes of differences.
+
+        Raises:
+            ArgumentError: The program has several processes, has used a GPU, or the system cannot fork.
+        """
+        from accmt.registry import addon
+
+        proof: Proof = addon("prove")(
+            self, module, train_dataset, val_dataset, datamodule=datamodule, steps=steps, samples=samples
+        )
+        return proof
 
     def get_state(self) -> dict[str, Any]:
         """Return the Trainer's state for checkpoints; a subclass may add JSON values and tensors."""

@@ -608,3 +608,17 @@ def test_a_checkpoint_refuses_hooks_that_carry_something_from_step_to_step(alone
     assert "checkpoints do not include the state of the communication hook (dict)" in caplog.text
     with pytest.raises(CheckpointError, match=r"PowerSGDState\), which no checkpoint contains"):
         collect(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+
+
+def test_operations_name_their_arguments():
+    what = missing("torch", "_schema", "arguments_of")
+    assert names.arguments_of(torch.ops.aten.native_dropout.default) == ["input", "p", "train"], what
+
+
+def test_a_forked_process_forgets_accelerators(alone):
+    from accelerate import Accelerator, PartialState
+
+    Accelerator(cpu=True)
+    names.forget_accelerator()
+    assert not PartialState._shared_state, missing("accelerate", "_reset_state", "forget_accelerator")
+    assert not names.shared_state()

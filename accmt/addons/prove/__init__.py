@@ -1,0 +1,288 @@
+"""`Trainer.prove` and `accmt prove`: trains a few steps in several ways, compares them, and names what is wrong.
+
+The reference is one process whose step is one large batch. The same samples are then trained on with two processes,
+with accumulation, loader workers, a token budget and an interruption, and evaluated with other batch sizes. Where a
+launch differs, experiments (`experiments.py`) find the cause.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accmt.addons.prove import causes as find
+from accmt.addons.prove.causes import Cause, names_that_differ, relative_error
+from accmt.addons.prove.experiments import Findings, Laboratory
+from accmt.addons.prove.launches import (
+    Launch,
+    Outcome,
+    Subject,
+    has_batch_norm,
+    make_folder,
+    run_forked,
+    run_launch,
+    train_as,
+    variant_of,
+)
+from accmt.callbacks import build_callbacks
+from accmt.errors import ArgumentError, explain
+from accmt.processes import num_processes
+from accmt.setup.module_checks import require_module
+
+_METRIC = 1e-3
+
+REFERENCE = Launch("reference")
+REPEATED = Launch("the same again", saves=True)
+PROCESSES = Launch("2 processes", processes=2, divided_by=2)
+ACCUMULATION = Launch("4 accumulated batches", divided_by=4)
+WORKERS = Launch("2 loader workers", workers=2)
+RESUMED = Launch("interrupted and resumed", resumes=True)
+EVALUATION = Launch("evaluation with batches of 3", val_batch_size=3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A launch in the table.
+
+    Attributes:
+        name: The launch.
+        gradient: The largest relative error of a gradient or weight.
+        value: The largest relative error of a logged value or metric.
+        first: The first tensor or value that differs; "" if none does.
+        error: The error that ended the launch, or "".
+        is_skipped: Whether the launch is not possible with these data.
+    """
+
+    name: str
+    gradient: float = 0.0
+    value: float = 0.0
+    first: str = ""
+    error: str = ""
+    is_skipped: bool = False
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the launch equals the reference."""
+        return self.is_skipped or not (self.first or self.error)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of `Trainer.prove`.
+
+    Attributes:
+        rows: The launches.
+        causes: What is wrong; empty if nothing is, or if no cause was found.
+        steps: Optimizer steps of each launch.
+        batch_size: Samples of a step.
+    """
+
+    rows: tuple[Row, ...]
+    causes: tuple[Cause, ...]
+    steps: int
+    batch_size: int
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all launches equal the reference."""
+        return all(row.is_right for row in self.rows)
+
+    def __str__(self) -> str:
+        width = max(len(row.name) for row in self.rows)
+        title = f"{self.steps} steps of {self.batch_size} samples, compared with one process and one batch per step"
+        lines = [title, f"  {'launch':<{width}}  gradients  metrics  first difference"]
+        for row in self.rows:
+            first = (row.error or row.first or "-").partition("\n")[0]
+            numbers = (
+                f"{row.gradient:>9.1e}  {row.value:>7.1e}" if not (row.error or row.is_skipped) else f"{'':>9}  {'':>7}"
+            )
+            lines.append(f"  {row.name:<{width}}  {numbers}  {'not possible: ' if row.is_skipped else ''}{first}")
+        for cause in self.causes:
+            lines += ["", f"{cause.name}: {cause.got}", f"  {cause.do}"]
+        if self.is_right:
+            lines += ["", "all launches compute the same"]
+        elif not self.causes:
+            lines += ["", "no experiment explains the difference: begin with the first tensor that differs"]
+        return "\n".join(lines)
+
+
+def prove(
+    trainer: Any,
+    module: Any,
+    train_dataset: Any = None,
+    val_dataset: Any = None,
+    *,
+    datamodule: Any = None,
+    steps: int = 4,
+    samples: int = 64,
+    fit: Callable[..., Any] | None = None,
+) -> Proof:
+    """Implement `Trainer.prove`.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        train_dataset: As for `fit`.
+        val_dataset: As for `fit`.
+        datamodule: As for `fit`.
+        steps: Optimizer steps of each launch.
+        samples: Maximum training samples.
+        fit: The Trainer's `fit`, if it has been replaced.
+    """
+    require_module(module, "prove")
+    _require_possible(steps, samples)
+    for name in ("accelerate", "accmt.setup.build", "accmt.loop.fit", "torch._dynamo", "torch.nn.parallel"):
+        import_module(name)  # once here, instead of in every fork
+    hps = trainer.settings.hps
+    size = (
+        getattr(train_dataset, "batch_size", None) or hps.train_batch_size
+    ) * trainer.settings.optimization.accumulation_at(0)
+    size = max(8 if has_batch_norm(module.model) else 4, min(size, samples // steps) // 4 * 4)
+    with make_folder() as folder:
+        subject = Subject(
+            trainer, module, train_dataset, val_dataset, datamodule, steps, size, Path(folder), fit or type(trainer).fit
+        )
+        rows, causes = _Comparison(subject).run()
+    return Proof(tuple(rows), tuple(causes), steps, size)
+
+
+def _require_possible(steps: int, samples: int) -> None:
+    where = "Trainer.prove"
+    if not hasattr(os, "fork"):
+        raise ArgumentError(explain(where, "a system without fork", "Linux or macOS", "use WSL on Windows"))
+    if num_processes() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        do = "call it in one process: it starts the others itself"
+        raise ArgumentError(explain(where, "a program launched with several processes", "one process", do))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        do = "hide the GPU: CUDA_VISIBLE_DEVICES= accmt prove script.py; a proof computes on CPUs"
+        raise ArgumentError(explain(where, "a program that has used the GPU", "one that can be forked", do))
+    if steps < 2 or samples < 4 * steps:
+        got, expected = f"steps={steps}, samples={samples}", "at least 2 steps, and 4 samples for each"
+        raise ArgumentError(explain(where, got, expected, "steps=4, samples=64"))
+
+
+class _Comparison:
+    """Runs the launches of a proof, and then what explains their differences."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._findings: dict[int, Findings] = {}
+        self._reference = Outcome()
+
+    def run(self) -> tuple[list[Row], list[Cause]]:
+        """Return the table and the causes."""
+        self._reference = run_launch(self._subject, REFERENCE)
+        if self._reference.error:
+            return [Row(REFERENCE.name, error=self._reference.error)], [_cause_of_error(self._reference)]
+        is_manual = self._subject.module.uses_manual_optimization
+        launches = [REPEATED, PROCESSES, *([] if is_manual else [ACCUMULATION]), WORKERS]
+        if self._reference.tokens and not is_manual:
+            launches.append(Launch("max_tokens", max_tokens=-(-self._reference.tokens // 2)))
+        if self._reference.metrics:
+            launches.append(EVALUATION)
+        launches.insert(1, RESUMED)
+        rows, causes, differing = list[Row](), list[Cause](), list[tuple[Launch, Outcome, Row]]()
+        for launch in launches:
+            outcome = run_launch(self._subject, launch)
+            row = self._compare(launch, outcome)
+            rows.append(row)
+            if not row.is_right:
+                differing.append((launch, outcome, row))
+            if launch is REPEATED and not row.is_right and not row.error:
+                return rows, find.find_random(outcome, self._reference, self._experiment(1))
+        for launch, outcome, row in differing:
+            causes += [one for one in self._explain(launch, outcome, row, causes) if one not in causes]
+        return rows, causes
+
+    def _compare(self, launch: Launch, outcome: Outcome) -> Row:
+        if outcome.error:
+            is_skipped = launch.max_tokens is not None and outcome.is_refused
+            return Row(launch.name, error=outcome.error, is_skipped=is_skipped)
+        reference, first, value = self._reference, "", 0.0
+        of_evaluation = {name for metrics in reference.metrics for name in metrics}
+        for step, values in reference.values.items():
+            for name, number in values.items():
+                own = outcome.values.get(step, {}).get(name)
+                if own is not None and name not in of_evaluation and _is_compared(name):
+                    value = max(value, relative_error(own, number))
+                    if relative_error(own, number) > max(_METRIC, outcome.tolerance) and not first:
+                        first = f"{name} at step {step}: {own:.6g} instead of {number:.6g}"
+        for own_metrics, metrics in zip(outcome.metrics, reference.metrics, strict=False):
+            for name, number in metrics.items():
+                if name in own_metrics:
+                    value = max(value, relative_error(own_metrics[name], number))
+                    if relative_error(own_metrics[name], number) > max(_METRIC, outcome.tolerance) and not first:
+                        first = f"{name}: {own_metrics[name]:.6g} instead of {number:.6g}"
+        found = outcome.first or outcome.first_weight
+        if found is not None:
+            what = "gradient" if outcome.first else "weight"
+            first = f"the {what} of {found[1]} at step {found[0]}"
+        return Row(launch.name, max(outcome.gradient, min(outcome.weight, 1e9)), value, first)
+
+    def _explain(self, launch: Launch, outcome: Outcome, row: Row, known: list[Cause]) -> list[Cause]:
+        if row.error:
+            return [_cause_of_error(outcome)]
+        reference = self._reference
+        findings = self._experiment(1)
+        is_of_training = outcome.first is not None or outcome.first_weight is not None or "at step" in row.first
+        found: list[Cause] = []
+        if is_of_training:
+            if launch.resumes:
+                return find.find_resume(outcome, reference)
+            found = find.find_in_findings(findings)
+            if launch.workers:
+                of_data = [cause for cause in found if "data" in cause.name]
+                return of_data or find.find_in_workers(outcome, reference)
+            if launch.processes > 1:
+                found = found or find.find_on_processes(self._experiment(launch.processes))
+            found = found or self._find_callback(launch) or find.find_factor(launch, outcome)
+            if not found and self._without_batch_norm(launch):
+                got, do = "with the running statistics launches agree", "use group or layer norm; or accept it"
+                found = [Cause("batch norm", got, do)]
+        names = names_that_differ(outcome.metrics, reference.metrics, _METRIC)
+        if names and not is_of_training:
+            found += find.find_in_metrics(names, launch, findings)
+        return found
+
+    def _experiment(self, processes: int) -> Findings:
+        if processes not in self._findings:
+            launch = Launch("experiments", processes=processes, divided_by=processes, with_callbacks=())
+
+            def body() -> dict[str, Any]:
+                laboratory = Laboratory()
+                train_as(self._subject, launch, [laboratory])
+                return vars(laboratory.findings)
+
+            found = run_forked(processes, body, self._subject.folder)
+            self._findings[processes] = Findings() if found.get("error") else Findings(**found)
+        return self._findings[processes]
+
+    def _find_callback(self, launch: Launch) -> list[Cause]:
+        settings, module = self._subject.trainer.settings, self._subject.module
+        callbacks = [*build_callbacks(settings.running.callbacks), *build_callbacks(module.get_callbacks())]
+        names = [type(callback).__name__ for callback in callbacks]
+        return find.find_callback(names, lambda kept: self._differs(launch, with_callbacks=kept))
+
+    def _without_batch_norm(self, launch: Launch) -> bool:
+        return has_batch_norm(self._subject.module.model) and not self._differs(launch, freezes_batch_norm=True)
+
+    def _differs(self, launch: Launch, **changes: Any) -> bool:
+        variant = "-" + "-".join(f"{name}{value}" for name, value in changes.items())
+        reference = run_launch(self._subject, variant_of(REFERENCE, **changes), variant)
+        outcome = run_launch(self._subject, variant_of(launch, **changes), variant)
+        return bool(reference.error or outcome.error or outcome.first or outcome.first_weight)
+
+
+def _is_compared(name: str) -> bool:
+    return not any(word in name for word in ("second", "time", "padding", "memory"))
+
+
+def _cause_of_error(outcome: Outcome) -> Cause:
+    message = (outcome.error or "").partition(": ")[2] or str(outcome.error)
+    return Cause("an error", message, "see the message")

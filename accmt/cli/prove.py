@@ -1,0 +1,104 @@
+"""Check that a training script computes the same on any number of processes, and name what is wrong if it does not.
+
+The script runs up to its first `trainer.fit(...)`. Its module and data are then trained for a few steps in several
+ways, as `Trainer.prove` does. No model, checkpoint or log is written, except by the script itself before that.
+Exit code: 0 all launches compute the same, 1 one differs, 2 not possible.
+
+  accmt prove train.py -- --epochs 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accmt.errors import AccmtError, ArgumentError, explain
+
+if TYPE_CHECKING:
+    from accmt.addons.prove import Proof
+
+DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="NUMBER", help="optimizer steps of each launch; default: 4"
+    )
+    samples = "maximum training samples of each launch; default: 64"
+    parser.add_argument("--samples", type=int, default=64, metavar="NUMBER", help=samples)
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, after --")
+
+
+def run(options: argparse.Namespace) -> int:
+    script = Path(options.script)
+    if not script.is_file():
+        raise ArgumentError(explain("accmt prove", f"{script}: no such file", "a Python file", "accmt prove train.py"))
+    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    proof = _prove_script(script, arguments, options.steps, options.samples)
+    print(proof)
+    return 0 if proof.is_right else DIFFERENT
+
+
+class _Proven(BaseException):
+    """Ends the script at its `fit`; not an Exception, so that the script does not handle it."""
+
+    def __init__(self, proof: Proof) -> None:
+        self.proof = proof
+
+
+def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) -> Proof:
+    """Run a script with a `Trainer.fit` that proves instead, and return the first proof."""
+    from accmt.addons.prove import prove
+    from accmt.trainer import Trainer
+    from accmt.trainer.modules import as_module
+
+    original: Any = Trainer.fit
+
+    def fit(
+        self: Any,
+        module: Any,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        *,
+        datamodule: Any = None,
+        **kwargs: Any,
+    ) -> None:
+
+        module = as_module(module, kwargs, self.hps)
+        raise _Proven(
+            prove(
+                self,
+                module,
+                train_dataset,
+                val_dataset,
+                datamodule=datamodule,
+                steps=steps,
+                samples=samples,
+                fit=original,
+            )
+        )
+
+    before = sys.argv, sys.path[:]
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    Trainer.fit = fit  # type: ignore[method-assign, assignment]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except _Proven as end:
+        return end.proof
+    except AccmtError:
+        raise
+    except (Exception, SystemExit) as error:
+        got = f"the script ended before trainer.fit: {type(error).__name__}: {error}"
+        raise ArgumentError(
+            explain(f"accmt prove {script}", got, "a script that calls fit", "run it alone first")
+        ) from error
+    finally:
+        Trainer.fit = original  # type: ignore[method-assign]
+        sys.argv, sys.path[:] = before
+    got = "the script ended without trainer.fit"
+    raise ArgumentError(explain(f"accmt prove {script}", got, "a script that calls fit", "pass the arguments it needs"))
