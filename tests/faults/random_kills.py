@@ -7,12 +7,16 @@ with 0 and 2 loader workers, with and without asynchronous checkpoints. `--train
 transformers' Trainer; a run that cannot be continued counts as different. `--launch 2` kills runs of two processes, all
 at once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models, `--launch
 tp-2` with split ones.
+`--store s3` copies checkpoints to an S3 server (moto, which `make object-storage` installs), and wipes the disk at each
+kill; ACCMT_TEST_WIDTH=512 makes checkpoints of 3 MB.
 `--max-tokens 12` cuts the samples of each step by a token budget; `--trainer packed` packs documents into rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import random
 import shutil
 import sys
@@ -135,7 +139,10 @@ def kill(process: Running, folder: Path, after_s: float, rng: random.Random) -> 
     had_ended = process.poll() is not None
     process.kill(rng)
     checkpoints = folder / "run" / "checkpoint-model"
-    return any(checkpoints.glob(".tmp-*")) or any(checkpoints.glob(".old-*")), had_ended
+    was_saving = any(checkpoints.glob(".tmp-*")) or any(checkpoints.glob(".old-*"))
+    if "ACCMT_TEST_STORE" in os.environ:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+    return was_saving, had_ended
 
 
 def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random) -> Outcome:
@@ -150,8 +157,30 @@ def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random)
     return Outcome(result == expected, sum(hit for hit, _ in hits), sum(ended for _, ended in hits))
 
 
-def main(runs: int, seed: int, trainer: str = "accmt", launch: str = "1", max_tokens: str = "") -> bool:
+def start_store() -> None:
+    """Start an S3 server in this process, and let runs copy their checkpoints to it."""
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    os.environ["ACCMT_TEST_STORE"] = "s3://kills"
+    fsspec.filesystem("s3").mkdir("kills")
+
+
+def main(
+    runs: int, seed: int, trainer: str = "accmt", launch: str = "1", max_tokens: str = "", store: str = ""
+) -> bool:
     """Try so many runs; return whether all were the same as the unbroken one."""
+    if store:
+        start_store()
     rng = random.Random(seed)
     print(f"seed {seed}")
     variants = [Variant(trainer, *others, launch, max_tokens) for others in product(("0", "2"), ("1", "0"))]
@@ -180,4 +209,5 @@ if __name__ == "__main__":
     parser.add_argument("--trainer", choices=SCRIPT_OF, default="accmt")
     parser.add_argument("--launch", default="1", metavar="1, 2, fsdp-2, hsdp-4, tp-2, tpfsdp-4")
     parser.add_argument("--max-tokens", default="")
+    parser.add_argument("--store", choices=["s3"], default="")
     sys.exit(0 if main(**vars(parser.parse_args())) else 1)

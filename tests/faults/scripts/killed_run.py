@@ -81,9 +81,11 @@ def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None
 def train(
     module: AcceleratorModule, data: Dataset[Any], hps: dict[str, Any], folder: str, workers: str, is_async: str
 ) -> None:
+    store = os.environ.get("ACCMT_TEST_STORE")
     trainer = Trainer(
         hps,
         f"{folder}/model",
+        checkpoint=f"{store}/{Path.cwd().name}" if store else None,
         resume="auto",
         checkpoint_every="step",
         max_checkpoints=2,
