@@ -69,7 +69,8 @@ class Tokens(AcceleratorModule):
 
 
 def prove(module: AcceleratorModule, folder: Path, train: Any = None, val: Any = None, **settings: Any) -> Proof:
-    trainer = make_trainer({"batch_size": 8}, str(folder / "model"), logging_dir=str(folder / "logs"), **settings)
+    hps = {"batch_size": 8, "optim": {"type": "Adam" if isinstance(module, Attends) else "SGD", "lr": 0.1}}
+    trainer = make_trainer(hps, str(folder / "model"), logging_dir=str(folder / "logs"), **settings)
     return trainer.prove(module, train if train is not None else Points(), val)
 
 
@@ -284,10 +285,25 @@ class Augmented(Points):
         return self.inputs[index] + torch.randn(3) * random.random(), self.targets[index]  # noqa: S311
 
 
+class Attends(Linear):
+    """The gradient of its keys' bias is 0 but for rounding, of which Adam makes whole steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.queries = nn.Linear(1, 4), nn.Linear(1, 4)
+        self.model = nn.ModuleList([self.keys, self.queries, nn.Linear(1, 1)])
+
+    def step(self, batch: Any) -> torch.Tensor:
+        inputs = batch[0].unsqueeze(2)  # [samples, 3, 1]
+        scores = (self.queries(inputs) @ self.keys(inputs).mT).softmax(2)
+        return mse_loss(self.model[2](scores @ inputs).mean(1), batch[1])
+
+
 CORRECT: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any]]] = {
     "plain": (Linear, {"val": Points}),
     "random": (Dropped, {"train": Augmented, "val": Points}),
     "tokens": (Tokens, {**TEXTS, "val": Texts}),
+    "attention": (Attends, {}),
 }
 
 
