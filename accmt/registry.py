@@ -44,6 +44,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "notebook_curve": "accmt.addons.notebook:NotebookView",
         "other_hook_names": "accmt.compat:HOOK_NAMES",
         "prove": "accmt.addons.prove:prove",
+        "replay": "accmt.addons.flight_recorder.replay:replay_fit",
         "profiler": "accmt.addons.profilers:build_profiler",
         "tune": "accmt.addons.tuning:tune",
     },

@@ -18,6 +18,7 @@ COMMANDS = {
     "merge": "merge an adapter into its model",
     "params": "print the parameter groups of hyper-parameters",
     "prove": "check that a script computes the same on any number of processes",
+    "replay": "make steps of a run again, and compare them with its ledger",
     "report": "write an HTML page about one or more runs",
     "sft": "fine-tune a causal model on conversations, from one YAML file",
     "strats": "list the strategies for `accmt launch --strat`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -16,6 +17,7 @@ from accmt.options import HyperParameters, Settings
 from accmt.options.saving import RegisteredSaving
 from accmt.options.trainer_call import reports_at_call, resolve_aliases
 from accmt.options.trial_runs import apply_trials
+from accmt.registry import addon
 from accmt.state import TrainingState
 from accmt.trainer.modules import as_module
 from accmt.trainer.properties import TrainerProperties
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
     from accmt.recovery.restart import Recovery
     from accmt.setup.datasets import UserData
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
+
+
+FIT_VARIABLE = "ACCMT_FIT"
+"""Names an add-on that runs in place of `Trainer.fit`, in a program that a command of accmt starts."""
 
 
 class Trainer(TrainerProperties):
@@ -346,6 +352,10 @@ class Trainer(TrainerProperties):
             ArgumentError: Settings contradict each other, or there are unused keywords.
             KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
+        if FIT_VARIABLE in os.environ:
+            instead = addon(os.environ[FIT_VARIABLE])
+            state: TrainingState = instead(self, module, train_dataset, val_dataset, datamodule=datamodule, **kwargs)
+            return state
         from accmt.recovery.restart import Recovery, free_finished
         from accmt.setup.datasets import UserData
         from accmt.setup.torch_flags import running, working

@@ -1,0 +1,69 @@
+"""`accmt replay` makes steps again as they were, changes nothing, and says why where it cannot."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from accmt.cli.main import main
+from tests.launching import ENGINES, SCRIPTS, python, torchrun
+
+STEPS = {1: 20, 2: 10, "fsdp-2": 10}
+
+
+def train(folder: Path, processes: int | str = 1, mode: str = "") -> Path:
+    script = Path(shutil.copy(SCRIPTS / "replayed_run.py", folder / "program.py"))
+    if processes == 1:  # a real start: forks would record the command of the process that forks
+        assert python(script, folder, mode).returncode == 0
+    else:
+        torchrun(script, str(folder), mode, processes=2)
+    return folder / "logs" / "model" / "run"
+
+
+def content_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("processes", "mode"), [(1, ""), (1, "tokens"), (2, "bf16"), ("fsdp-2", "")])
+def test_a_replayed_step_is_identical_and_nothing_changes(
+    processes: int | str,
+    mode: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:  # of the launch only: a replay reads it from the ledger
+        for name, value in ENGINES["fsdp"].items() if processes == "fsdp-2" else ():
+            patch.setenv(name, value)
+        run = train(tmp_path, processes, mode)
+    before = content_of(tmp_path)
+    last = STEPS[processes]
+    assert main(["replay", str(run), "--step", str(last)]) == 0
+    assert "bit-for-bit identical" in capsys.readouterr().out
+    assert content_of(tmp_path) == before
+
+
+def test_what_differs_and_why_a_step_cannot_be_made_again_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(program.read_text().replace("SCALE = 1.0", "SCALE = 1.5"))
+    assert main(["replay", str(run), "--step", "2", "--to", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "changed since: " in printed
+    assert "different: step 1: the loss" in printed
+    assert main(["replay", str(run), "--step", "99"]) == 2
+    assert "1 to 20" in capsys.readouterr().err
+    program.unlink()
+    assert main(["replay", str(run), "--step", "2"]) == 2
+    assert "did not come to step 2" in capsys.readouterr().err
+    ledger = run / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join([*lines[:4], *lines[5:]]))
+    assert main(["replay", str(run), "--step", "2"]) == 2
+    assert "line 5" in capsys.readouterr().err
+    ledger.unlink()
+    assert main(["replay", str(run), "--step", "2"]) == 2
+    assert "no ledger.jsonl" in capsys.readouterr().err
