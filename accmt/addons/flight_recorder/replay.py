@@ -183,7 +183,7 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
     place, settings = Path(request["folder"]), trainer.settings
     model_path = str(current_folder() / settings.model_folder)
     if model_path != request["model_path"]:
-        sys.exit(f"the program first trains another model, {model_path}: only its first fit can be replayed")
+        raise SystemExit(f"the program first trains another model, {model_path}: only its first fit can be replayed")
     callbacks = [*build_callbacks(settings.running.callbacks), _EndAfter(request["to"])]
     again: Any = copy.copy(trainer)  # a subclass may have another constructor
     again.settings = replace(
@@ -213,4 +213,4 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
     if again.is_main and again.state.global_step >= request["to"]:
         Path(place, "done").touch()
     again.close()
-    sys.exit(0)
+    raise SystemExit(0)
