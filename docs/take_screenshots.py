@@ -1,4 +1,4 @@
-"""Train a small run and take pictures of it in headless Chromium: progress bar and report.
+"""Train a small run and take pictures of it in headless Chromium: progress bar, report and MLflow.
 
 python docs/take_screenshots.py
 """
@@ -8,17 +8,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import html
+import json
 import os
 import pty
 import re
 import shutil
+import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import termios
+import time
+from base64 import b64decode
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from PIL import Image
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -30,7 +36,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset, random_split
 
-from accmt import AcceleratorModule, Accuracy, Trainer, set_seed
+from accmt import AcceleratorModule, Accuracy, MLFlow, Trainer, set_seed
 
 
 class Digits(AcceleratorModule):
@@ -53,18 +59,23 @@ Trainer(
     "out/digits",
     metrics=Accuracy(),
     model_saving="best_accuracy",
-    monitor=["learning_rate", "grad_norm", "throughput", "checkpoint"],
+    monitor=["learning_rate", "grad_norm", "checkpoint"],
+    log_with=MLFlow,
     run_name="first",
     seed=0,
 ).fit(Digits(), train, validation)
 """
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars"
+    "--disable-component-update --disable-sync --hide-scrollbars --remote-debugging-pipe"
 )
-WAIT = "--virtual-time-budget=60000"
-"""For pages that scripts draw: time passes only while nothing is being loaded."""
+TIMEOUT_S = 180.0
+"""How long a server may take to answer, and a page to draw what the picture waits for."""
 
+TIDY_MLFLOW = """
+document.querySelector('[data-component-id="mlflow.assistant.chat_panel.close"]')?.click();
+document.head.insertAdjacentHTML("beforeend", "<style>.modebar { display: none }</style>");
+"""
 STYLE = "margin:0;padding:14px;background:#1e1e1e;color:#e4e4e4;font:14px/1.35 'DejaVu Sans Mono',monospace"
 
 
@@ -82,11 +93,13 @@ def main() -> None:
         page = folder / "terminal.html"
         coloured = html.escape(lines).replace("\x1b[32m", '<span style="color:#4ec94e">').replace("\x1b[0m", "</span>")
         page.write_text(f'<meta charset="utf-8"><body style="{STYLE}"><pre style="margin:0">{coloured}</pre>')
-        height = 28 + 19 * (lines.count("\n") + 1)
-        take(arguments.chromium, page.as_uri(), output / "terminal.png", (1110, 400))  # lower pages stay empty
-        Image.open(output / "terminal.png").crop((0, 0, 1110, height)).save(output / "terminal.png")
+        size = (1110, 28 + 19 * (lines.count("\n") + 1))
+        take(arguments.chromium, page.as_uri(), output / "terminal.png", "document.querySelector('pre')", size=size)
         run(folder, "-m", "accmt.cli.main", "report", "logs/digits/first", "-o", "report.html")
-        take(arguments.chromium, (folder / "report.html").as_uri(), output / "report.png", (1400, 900), WAIT)
+        charts = "document.querySelectorAll('.js-plotly-plot .xtick').length > 4"
+        take(arguments.chromium, (folder / "report.html").as_uri(), output / "report.png", charts)
+        with serve_mlflow(folder) as address:
+            take(arguments.chromium, address, output / "mlflow.png", charts, TIDY_MLFLOW)
 
 
 def run(folder: Path, *arguments: str) -> None:
@@ -126,19 +139,91 @@ def read_terminal(sent: str) -> str:
     return "\n".join(["$ python train.py", *above, shown[last]])
 
 
-def take(chromium: str, address: str, path: Path, size: tuple[int, int], *wait: str) -> None:
-    with tempfile.TemporaryDirectory() as profile:
-        window = "--window-size={},{}".format(*size)
-        command = [
-            chromium,
-            *FLAGS.split(),
-            f"--user-data-dir={profile}",
-            window,
-            *wait,
-            f"--screenshot={path}",
-            address,
-        ]
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=300)
+@contextlib.contextmanager
+def serve_mlflow(folder: Path) -> Iterator[str]:
+    """Serve MLflow, and yield the address of the run's metrics."""
+    database = folder / "logs" / "mlflow.db"
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        experiment, run_id = connection.execute("SELECT experiment_id, run_uuid FROM runs").fetchone()
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    options = f"--backend-store-uri sqlite:///{database} --port {port} --workers 1"
+    command = [sys.executable, "-m", "mlflow", "server", *options.split()]
+    server = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        page = f"experiments/{experiment}/runs/{run_id}/model-metrics?workflowType=machine_learning"
+        yield f"http://127.0.0.1:{port}/#/{page}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+class Browser:
+    """A page in Chromium, controlled over pipes by the DevTools protocol."""
+
+    def __init__(self, chromium: str, profile: str) -> None:
+        read_end, self._commands = os.pipe()
+        answers, write_end = os.pipe()
+        script = f'exec "$0" "$@" 3<&{read_end} 4>&{write_end}'  # where Chromium expects its pipes
+        command = ["bash", "-c", script, chromium, *FLAGS.split(), f"--user-data-dir={profile}"]
+        self.process = subprocess.Popen(command, pass_fds=(read_end, write_end), stderr=subprocess.DEVNULL)
+        os.close(read_end)
+        os.close(write_end)
+        self._answers = os.fdopen(answers, "rb")
+        self._count = 0
+        self._session: dict[str, str] = {}
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of the protocol, and return its result."""
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": parameters, **self._session}
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while (answer := self._read()).get("id") != self._count:
+            pass  # an event
+        if "error" in answer:
+            raise SystemExit(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression on the page."""
+        return self.call("Runtime.evaluate", expression=expression)["result"].get("value")
+
+    def _read(self) -> dict[str, Any]:
+        text = bytearray()
+        while (byte := self._answers.read(1)) != b"\0":
+            if not byte:
+                raise SystemExit("Chromium has exited")
+            text += byte
+        return json.loads(text)
+
+
+def wait_until(condition: Callable[[], bool], error: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{error} after {TIMEOUT_S:.0f} s")
+        time.sleep(1)
+
+
+def take(
+    chromium: str, address: str, path: Path, shown: str, then: str = "", size: tuple[int, int] = (1400, 900)
+) -> None:
+    """Take a picture of a page: when the JavaScript expression `shown` is true there, run `then` first."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(chromium, profile)
+        width, height = size
+        browser.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+        wait_until(lambda: "errorText" not in browser.call("Page.navigate", url=address), f"no answer from {address}")
+        wait_until(lambda: browser.evaluate(f"!!({shown})"), f"{address} does not show {shown}")
+        browser.evaluate(then)
+        time.sleep(2)  # until animations end
+        path.write_bytes(b64decode(browser.call("Page.captureScreenshot", format="png")["data"]))
+        browser.call("Browser.close")
+        browser.process.wait()
     print(f"{path.name}: {path.stat().st_size // 1000} kB")
 
 
