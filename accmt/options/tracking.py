@@ -213,9 +213,8 @@ class TrackingSettings:
         additional_tracker_config: Additional entries for the run's configuration.
         tracker_delivery: What to do if a tracker's server is unreachable, and how long to wait at the end of a run:
             `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
-        ledger: Whether to record what each step computed, from which `accmt replay` makes any step again; a
-            `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken. It is off where
-            `fast_dev_run` is on.
+        ledger: Whether to record what each step computed, with which `accmt replay` compares the step that it makes
+            again; a `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken.
         tracker_kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes
             them to one tracker only.
     """
@@ -230,7 +229,7 @@ class TrackingSettings:
     monitor: Any = None
     additional_tracker_config: Mapping[str, Any] | None = None
     tracker_delivery: Delivery = None  # type: ignore[assignment]  # set in __post_init__
-    ledger: bool | Ledger | Mapping[str, Any] = True
+    ledger: bool | Ledger | Mapping[str, Any] = False
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property

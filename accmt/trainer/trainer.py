@@ -184,9 +184,8 @@ class Trainer(TrainerProperties):
         additional_tracker_config: Additional entries for the run's configuration.
         tracker_delivery: What to do if a tracker's server is unreachable, and how long to wait at the end of a run:
             `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
-        ledger: Whether to record what each step computed, from which `accmt replay` makes any step again; a
-            `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken. It is off where
-            `fast_dev_run` is on.
+        ledger: Whether to record what each step computed, with which `accmt replay` compares the step that it makes
+            again; a `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
             an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
             the run folder.
@@ -286,7 +285,7 @@ class Trainer(TrainerProperties):
         run_name: str | None = None,
         additional_tracker_config: Mapping[str, Any] | None = None,
         tracker_delivery: Delivery | Mapping[str, Any] | None = None,
-        ledger: bool | Ledger | Mapping[str, Any] = True,
+        ledger: bool | Ledger | Mapping[str, Any] = False,
         profiler: Literal["simple", "advanced", "pytorch"] | ProfileKwargs | profile | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | int = False,

@@ -18,7 +18,7 @@ HPS = {"epochs": 3, "optim": {"type": "AdamW", "lr": 0.1}}
 
 
 def trainer_of(**settings: Any) -> Trainer:
-    return make_trainer(HPS, run_name="run", **{"checkpoint_every": "3 steps", **settings})
+    return make_trainer(HPS, run_name="run", **{"checkpoint_every": "3 steps", "ledger": True, **settings})
 
 
 def lines_of(trainer: Trainer, kind: str = "batches") -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def test_a_step_that_is_made_again_with_another_result_is_an_error_that_names_it
 def test_changed_settings_explain_a_difference() -> None:
     interrupt()
     changed = make_trainer(
-        {**HPS, "optim": {"type": "AdamW", "lr": 0.05}}, run_name="run", checkpoint_every="3 steps", resume=True
+        {**HPS, "optim": {"type": "AdamW", "lr": 0.05}}, run_name="run", checkpoint_every="3 steps", ledger=True, resume=True
     )
     changed.fit(Linear(), make_points(8))
     ledger = read_ledger(Path(changed.log_dir) / LEDGER_FILE)

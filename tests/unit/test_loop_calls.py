@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from count_calls import CASES, count_step
 
-BOUNDS = {"bare step": 87, "bare step, progress bar on": 87, "bare step, checkpoints on": 118}
+BOUNDS = {"bare step": 73, "bare step, progress bar on": 73, "bare step, checkpoints on": 104}
 
 
 @pytest.mark.parametrize("case", CASES)
