@@ -127,7 +127,11 @@ def test_a_step_that_is_made_again_with_another_result_is_an_error_that_names_it
 def test_changed_settings_explain_a_difference() -> None:
     interrupt()
     changed = make_trainer(
-        {**HPS, "optim": {"type": "AdamW", "lr": 0.05}}, run_name="run", checkpoint_every="3 steps", ledger=True, resume=True
+        {**HPS, "optim": {"type": "AdamW", "lr": 0.05}},
+        run_name="run",
+        checkpoint_every="3 steps",
+        ledger=True,
+        resume=True,
     )
     changed.fit(Linear(), make_points(8))
     ledger = read_ledger(Path(changed.log_dir) / LEDGER_FILE)
