@@ -12,6 +12,7 @@ from accmt.version import __version__
 
 COMMANDS = {
     "check": "verify checkpoints and print their contents",
+    "diff": "find the first step at which two runs part, and the cause",
     "example": "print or write an example script",
     "get": "write the weights of a checkpoint as a model folder",
     "launch": "start a training script on one or more processes",

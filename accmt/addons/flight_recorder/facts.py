@@ -7,7 +7,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -79,10 +79,10 @@ def describe_start(run: Run) -> dict[str, Any]:
     return facts
 
 
-def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def find_changes(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] = MATTER) -> list[str]:
     """Return what has changed between two starts, of what may change results: "torch 2.9 -> 2.10"."""
     changes = []
-    for name in MATTER:
+    for name in names:
         one, other = before.get(name), now.get(name)
         if one == other:
             continue

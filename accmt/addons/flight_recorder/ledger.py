@@ -26,7 +26,7 @@ from typing import Any
 
 import xxhash
 
-from accmt.errors import explain
+from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, read_json_line
 from accmt.messages import warn
 
@@ -167,6 +167,28 @@ def read_ledger(path: Path) -> Ledger:
     return Ledger(lines, chains, fault, size)
 
 
+def require_ledger(folder: Path, where: str) -> Ledger:
+    """Return the ledger of a run folder.
+
+    Args:
+        where: What needs it, for the message.
+
+    Raises:
+        ArgumentError: There is none, or a line of it was edited or removed.
+    """
+    where = f"{where} {folder}"
+    try:
+        ledger = read_ledger(folder / LEDGER_FILE)
+    except OSError as error:
+        do = "train with Trainer(ledger=True), and pass logs/<track>/<run>"
+        raise ArgumentError(explain(where, f"no {LEDGER_FILE}", "a run that was recorded", do)) from error
+    if ledger.fault is not None:
+        number, what = ledger.fault
+        got = f"line {number} of {LEDGER_FILE}: {what}"
+        raise ArgumentError(explain(where, got, "the ledger as it was written", "restore the file"))
+    return ledger
+
+
 def keep(entries: dict[tuple[Any, ...], dict[str, Any]], line: dict[str, Any]) -> None:
     """Add a line to lines by what they are about, so that a step that is made again finds its earlier line."""
     key = key_of(line)
@@ -181,21 +203,27 @@ def key_of(line: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return ("window", line["epoch"], line["batches"][0]) if "batches" in line else None
 
 
-def find_difference(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> str | None:
+def find_difference(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    names: Sequence[str],
+    called: tuple[str, str] = ("before", "now"),
+) -> str | None:
     """Return the first difference between two lines about the same thing, in the order in which one causes the next.
 
     Args:
         names: The names of the tensors whose checksums the lines hold.
+        called: How the message calls the two.
     """
     for name, said in (("batches", "batches"), ("samples", "order of samples"), ("content", "content of the batches")):
         if differ(before, now, name):
-            return f"the {said}: {_shown(before[name])} before, {_shown(now[name])} now"
+            return f"the {said}: {_shown(before[name])} {called[0]}, {_shown(now[name])} {called[1]}"
     if differ(before, now, "loss"):
         first, second = (float.fromhex(line["loss"]) for line in (before, now))
-        return f"the loss: {first!r} ({before['loss']}) before, {second!r} ({now['loss']}) now"
+        return f"the loss: {first!r} ({before['loss']}) {called[0]}, {second!r} ({now['loss']}) {called[1]}"
     if before.get("skipped", False) != now.get("skipped", False):
         how = ("an optimizer step", "no optimizer step")
-        return f"{how[before.get('skipped', False)]} before, {how[now.get('skipped', False)]} now"
+        return f"{how[before.get('skipped', False)]} {called[0]}, {how[now.get('skipped', False)]} {called[1]}"
     for kind in ("gradients", "weights", "optimizer") if now.get("at") == "step" else KINDS:
         one, other = before.get("sums", {}).get(kind), now.get("sums", {}).get(kind)
         if one and other and one != other:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, find_difference, read_ledger
+from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, find_difference, read_ledger, require_ledger
 from accmt.callbacks import Callback, build_callbacks
 from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
@@ -55,7 +55,7 @@ def replay(folder: Path, first: int, last: int) -> Replayed:
     Raises:
         ArgumentError: They cannot be made again.
     """
-    ledger = _read(folder)
+    ledger = require_ledger(folder, "replay of")
     windows = [(number, line) for number, line in ledger.effective() if "batches" in line]
     steps = [line["step"] for _, line in windows]
     if first not in steps or last not in steps or last < first:
@@ -77,18 +77,6 @@ def replay(folder: Path, first: int, last: int) -> Replayed:
     begin = f"the checkpoint of {checkpoint.name}" if checkpoint else "the beginning"
     num_compared, difference = _compare(ledger, again, start["tensors"], last)
     return Replayed(begin, _find_changed_files(start["program"]), num_compared, difference)
-
-
-def _read(folder: Path) -> Ledger:
-    try:
-        ledger = read_ledger(folder / LEDGER_FILE)
-    except OSError:
-        got = f"no {LEDGER_FILE}"
-        _fail(folder, got, "a run that was recorded", "train with Trainer(ledger=True), and pass logs/<track>/<run>")
-    if ledger.fault is not None:
-        number, what = ledger.fault
-        _fail(folder, f"line {number} of {LEDGER_FILE}: {what}", "the ledger as it was written", "restore the file")
-    return ledger
 
 
 def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: int) -> Path | None:
@@ -135,9 +123,9 @@ def _compare(ledger: Ledger, again: Ledger, names: Sequence[str], last: int) -> 
         if before is None:
             continue
         num_compared += 1
-        found = find_difference(before, line, names)
+        found = find_difference(before, line, names, ("recorded", "now"))
         if found is not None:
-            return num_compared, f"step {line['step']}: {found.replace(' before', ' recorded')}"
+            return num_compared, f"step {line['step']}: {found}"
     return num_compared, None
 
 

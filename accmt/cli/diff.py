@@ -1,0 +1,61 @@
+"""Find the first step at which two runs part, and what explains it.
+
+The ledgers of the runs are compared step by step. Of one folder, the steps that resumed runs made again are reported.
+Exit code: 0 identical in all common steps, 1 different, 2 not possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", type=Path, metavar="RUN_A", help="a folder with ledger.jsonl: logs/<track>/<run>")
+    parser.add_argument("second", type=Path, metavar="RUN_B", help="another one")
+
+
+def run(options: argparse.Namespace) -> int:
+    from accmt.addons.flight_recorder.compare import RELATIVE_TOLERANCE, compare_runs
+
+    if options.first.resolve() == options.second.resolve():
+        return _report_resumes(options.first)
+    found = compare_runs(options.first, options.second)
+    if found.is_tolerant:
+        print(
+            f"the numbers of processes differ: losses are compared to a relative tolerance of {RELATIVE_TOLERANCE:g}, "
+            "not bit for bit"
+        )
+    if found.difference is None:
+        print(f"no difference in {found.num_steps} common steps")
+    else:
+        what = f"step {found.step}" if found.step else "their start"
+        print(f"the runs part at {what}: {found.difference}")
+        for detail in found.details:
+            print(f"  {detail}")
+    if found.causes:
+        print("what the runs started with differs, the likeliest cause first:")
+        for cause in found.causes:
+            print(f"  {cause}")
+    if found.others:
+        width = max(len(name) for name, _, _ in found.others)
+        print("other differences:")
+        for name, one, other in found.others:
+            print(f"  {name:{width}}  {one}  |  {other}")
+    return 0 if found.difference is None else DIFFERENT
+
+
+def _report_resumes(folder: Path) -> int:
+    from accmt.addons.flight_recorder.ledger import require_ledger
+
+    ledger = require_ledger(folder, "accmt diff")
+    print("RUN_A and RUN_B are the same folder: the steps that its resumed runs made again are reported")
+    found = [line["differs"] for line in ledger.lines if "differs" in line]
+    for one in found:
+        because = f"; changed: {', '.join(one['because'])}" if one["because"] else ""
+        print(f"step {one['step']}: {one['what']}{because}")
+    if not found:
+        print(f"no difference after {sum('rewind' in line for line in ledger.lines)} return(s) to a checkpoint")
+    return DIFFERENT if found else 0
