@@ -259,6 +259,7 @@ MISTAKES: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any], str]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_named(name: str, tmp_path: Path) -> None:
     make, made, expected = MISTAKES[name]
