@@ -190,7 +190,6 @@ def test_the_engine_is_asked_for_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"fdsp": True}, "did you mean fsdp"),
         ({"shard": 0}, "from 1"),
-        ({"fsdp": False}, "leave `parallelism` out"),
         ({"fsdp": {"reshard_after_foward": True}}, "did you mean reshard_after_forward"),
         ("fsdp", "a dict with any of fsdp, shard, replicate, tp"),
     ],
