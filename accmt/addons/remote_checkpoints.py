@@ -293,6 +293,7 @@ class Lease:
         self._content = {
             "token": secrets.token_hex(8),
             "host": socket.gethostname(),
+            "machine": _describe_machine(),
             "process": os.getpid(),
             "run": run_name,
         }
@@ -351,7 +352,7 @@ class Lease:
         """Return whether this process, or a process of this machine that has ended, holds the lease."""
         import psutil
 
-        if holder.get("host") != self._content["host"]:
+        if holder.get("machine") != self._content["machine"]:
             return False
         process = holder.get("process")
         return process == os.getpid() or not (isinstance(process, int) and psutil.pid_exists(process))
@@ -393,6 +394,15 @@ class Lease:
                 self._folder._write(_LEASE, self._encoded)
             except Exception as error:  # noqa: BLE001 - the store may be back at the next heartbeat
                 warn_once(f"{self._folder.shown} cannot be reached: {error}", about="lease of a remote folder")
+
+
+def _describe_machine() -> str:
+    """Return what is the same for processes that see each other: machines and containers may share a host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux
+        return f"{socket.gethostname()} {secrets.token_hex(8)}"
 
 
 class RemoteCheckpoints(Feature):
