@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from accmt.options.running import ParallelismOptions as ParallelismOptions
     from accmt.options.running import TorchFlags as TorchFlags
     from accmt.options.saving import Checkpointer as Checkpointer
+    from accmt.options.saving import CheckpointOptions as CheckpointOptions
     from accmt.options.saving import PatienceOptions as PatienceOptions
     from accmt.options.tracking import Delivery as Delivery
     from accmt.options.tracking import Ledger as Ledger
@@ -115,6 +116,7 @@ _HOMES = {
     "CheckpointCorruptError": "accmt.errors",
     "CheckpointError": "accmt.errors",
     "ChainedOptimizer": "accmt.optimization",
+    "CheckpointOptions": "accmt.options.saving",
     "Checkpointer": "accmt.options.saving",
     "ClearML": "accmt.addons.trackers.clearml",
     "Clipping": "accmt.options.optimization",

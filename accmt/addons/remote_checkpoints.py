@@ -456,7 +456,7 @@ class RemoteCheckpoints(Feature):
             remote.clean()
         except Exception as error:  # noqa: BLE001 - leftovers only take space
             warn(f"the leftovers of unfinished uploads in {remote.shown} could not be deleted: {error}")
-        keep = run.settings.checkpoints.max_checkpoints or 1
+        keep = run.settings.checkpoints.checkpoint_options.max_checkpoints or 1
         origin = {"url": hide_text(self._url), "run": run_name, "keep": keep}
         make_durable(run.checkpoints.folder)
         write_text(run.checkpoints.folder / ORIGIN, dumps(origin, indent=2) + "\n")

@@ -187,7 +187,8 @@ def _require_same_groups(optimizer: Optimizer, got: list[list[str]], saved: list
 
 def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
     expected = "the same optimizer and parameter groups as in the saved run"
-    do = "build it as in the saved run, or start with a new optimizer: `reset_optimizer_on_resume=True`"
+    reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
+    do = f"build it as in the saved run, or start with a new optimizer: {reset}"
     return CheckpointError(explain(type(optimizer).__name__, got, expected, do))
 
 

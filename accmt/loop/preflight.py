@@ -126,7 +126,9 @@ def check_room(run: Run) -> None:
     settings = run.settings.checkpoints
     if settings.every is not None and settings.checkpointer is None:
         size = estimate_size(run.unwrapped_model, run.stepper.optimizer)
-        shortage = find_shortage(size * ((settings.max_checkpoints or 1) + 1), run.checkpoints.folder)
+        shortage = find_shortage(
+            size * ((settings.checkpoint_options.max_checkpoints or 1) + 1), run.checkpoints.folder
+        )
         if shortage is not None:
             warn(shortage)
     folder = run.settings.model_folder

@@ -198,7 +198,8 @@ def _begin(entry: Any, parameter: torch.Tensor, what: str) -> torch.Tensor:
     if isinstance(entry, torch.Tensor) and entry.shape == _PROBE and not entry.any():
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
     got = f"no {what}, which a changed argument requires"
-    do = "undo the change, or start with a new optimizer: `reset_optimizer_on_resume=True`"
+    reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
+    do = f"undo the change, or start with a new optimizer: {reset}"
     raise CheckpointError(explain("the optimizer's state", got, "all entries that the optimizer needs", do))
 
 

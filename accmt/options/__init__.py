@@ -7,11 +7,12 @@ from accmt.options.hyperparameters import HyperParameters
 from accmt.options.optimization import Clipping, OptimizationSettings
 from accmt.options.optimizer_and_scheduler_names import Optimizer, Scheduler
 from accmt.options.running import RunningSettings, TorchFlags
-from accmt.options.saving import Checkpointer, CheckpointSettings, SavingSettings
+from accmt.options.saving import Checkpointer, CheckpointOptions, CheckpointSettings, SavingSettings
 from accmt.options.settings import Settings
 from accmt.options.tracking import Delivery, Ledger, Monitor, TrackingSettings
 
 __all__ = [
+    "CheckpointOptions",
     "CheckpointSettings",
     "Checkpointer",
     "Clipping",

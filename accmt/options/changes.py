@@ -146,15 +146,15 @@ def require_allowed(changes: Iterable[Change], where: str) -> None:
     if rejected:
         expected = "the checkpoint's values, which match the saved optimizer and scheduler state"
         do = (
-            "restore the old values, reset optimizer and scheduler with `reset_optimizer_on_resume=True`, "
-            "or start a new run with `resume=False`"
+            "restore the old values, start a new run with `resume=False`, or reset optimizer and scheduler: "
+            'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
         )
         raise HyperParameterError(explain(where, f"changed since the checkpoint: {', '.join(rejected)}", expected, do))
 
 
 def rules_table() -> str:
     """Return the rules as a Markdown table for the documentation."""
-    rules = {"reject": "reject, unless `reset_optimizer_on_resume=True`"}
+    rules = {"reject": "reject, unless `reset_optimizer_on_resume`"}
     rows = [f"| {_name(item.pattern)} | {rules.get(item.rule, item.rule)} | {item.why} |" for item in RULES]
     return "\n".join(["| key | when it changed | why |", "|---|---|---|", *rows]) + "\n"
 

@@ -163,6 +163,24 @@ class SavingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(Options):
+    """How checkpoints are written, and how many are kept.
+
+    Args:
+        max_checkpoints: Number of checkpoints to keep; None keeps the newest.
+        max_previous_runs: Number of earlier runs whose models and checkpoints are kept (`<folder>.previous`,
+            `.previous-2` ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
+        async_checkpointing: Whether to write files while training continues.
+        reset_optimizer_on_resume: Whether to start optimizer and scheduler from scratch when resuming.
+    """
+
+    max_checkpoints: Annotated[int, partial(require_int, at_least=1)] | None = None
+    max_previous_runs: Annotated[int, partial(require_int, at_least=0)] | None = 3
+    async_checkpointing: bool = True
+    reset_optimizer_on_resume: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """When and where to write checkpoints.
 
@@ -175,31 +193,22 @@ class CheckpointSettings:
         checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
             or a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end
             of the run is saved too.
-        max_checkpoints: Number of checkpoints to keep; None keeps the newest.
-        max_previous_runs: Number of earlier runs whose models and checkpoints are kept (`<folder>.previous`,
-            `.previous-2` ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
+        checkpoint_options: How many checkpoints to keep, and how to write them:
+            `CheckpointOptions(max_checkpoints=3)`, or a dict of its arguments.
         checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of one
             from another package (an entry point in the group `accmt.checkpointers`).
-        async_checkpointing: Whether to write files while training continues.
-        reset_optimizer_on_resume: Whether to start optimizer and scheduler from scratch when resuming.
     """
 
     checkpoint: str | PathLike[str] | None = None
     resume: bool | str | PathLike[str] | None = False
     checkpoint_every: int | float | str | None = "epoch"
-    max_checkpoints: int | None = None
-    max_previous_runs: int | None = 3
+    checkpoint_options: CheckpointOptions = None  # type: ignore[assignment]  # set in __post_init__
     checkpointer: Checkpointer | None = None
-    async_checkpointing: bool = True
-    reset_optimizer_on_resume: bool = False
 
     def __post_init__(self) -> None:
-        require_flags(self)
         self.every  # noqa: B018 - raises if invalid
-        if self.max_checkpoints is not None:
-            require_int("max_checkpoints", self.max_checkpoints, at_least=1)
-        if self.max_previous_runs is not None:
-            require_int("max_previous_runs", self.max_previous_runs, at_least=0)
+        options = CheckpointOptions.read("checkpoint_options", self.checkpoint_options)
+        set_field(self, "checkpoint_options", options)
         if isinstance(self.resume, str) and self.resume != "auto":
             _reject_word(self.resume)
         for name in ("checkpoint", "resume"):

@@ -9,7 +9,8 @@ from typing import Any
 _OFF: Mapping[str, Any] = {
     **dict.fromkeys(
         (
-            *("accelerator", "additional_tracker_config", "callbacks", "checkpoint_every", "checkpointer"),
+            *("accelerator", "additional_tracker_config", "callbacks", "checkpoint_every", "checkpoint_options"),
+            "checkpointer",
             *("clip_grad", "collate_fn", "collate_fn_train", "collate_fn_val", "ddp_kwargs"),
             *("grad_accumulation_steps", "handlers", "log_with", "max_time", "metric_options", "metrics"),
             *("min_length", "model_saving", "model_saving_above", "model_saving_below"),

@@ -68,10 +68,12 @@ class Checkpoints:
         self.requests: list[Path | None] = []  # not yet served
         is_on = options.every is not None and options.checkpointer is None
         self._group = new_cpu_group() if is_on else None
-        self._store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints, group=self._group)
+        self._store = CheckpointStore(
+            self.folder, max_checkpoints=options.checkpoint_options.max_checkpoints, group=self._group
+        )
         self._writer: CheckpointWriter | None = None
         if is_on:
-            is_async, on_failure = options.async_checkpointing, self._report_failure
+            is_async, on_failure = options.checkpoint_options.async_checkpointing, self._report_failure
             self._writer = CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=on_failure)
         self._has_begun = False
         self._teacher: list[object] = []
@@ -191,7 +193,7 @@ class Checkpoints:
             return
         with snapshot.restored(run):
             if is_alone or (self._writer is None and self._checkpointer is None):
-                store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints)
+                store = CheckpointStore(self.folder, max_checkpoints=options.checkpoint_options.max_checkpoints)
                 self._begin_folder(run, store)
                 collector = StateCollector(run.model, [run.stepper.optimizer])  # a new plan for these processes
                 self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
@@ -279,13 +281,15 @@ class Checkpoints:
         elif self._previous is not None and self._latest is not None:
             self._remove_surplus()
         self._store.release()
-        self._store = CheckpointStore(self.folder, max_checkpoints=self._settings.checkpoints.max_checkpoints)
+        self._store = CheckpointStore(
+            self.folder, max_checkpoints=self._settings.checkpoints.checkpoint_options.max_checkpoints
+        )
         close_cpu_group(self._group)
         self._group = None
 
     def _remove_surplus(self, *, at_least: int = 0) -> None:
         """Delete the oldest earlier runs' checkpoints; the last run's are kept until this run has a result."""
-        keep = self._settings.checkpoints.max_previous_runs
+        keep = self._settings.checkpoints.checkpoint_options.max_previous_runs
         if keep is None or not is_main_process():
             return
         try:

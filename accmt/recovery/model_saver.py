@@ -267,7 +267,7 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedSta
 
 
 def _keep_previous(run: Run, folder: Path) -> None:
-    keep = run.settings.checkpoints.max_previous_runs
+    keep = run.settings.checkpoints.checkpoint_options.max_previous_runs
     if holds_model_of(folder, run.saver.run_id):
         return
     try:

@@ -51,7 +51,7 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     folder = override or _find_folder(settings)
     if folder is None:
         return None
-    resets_optimizer = settings.checkpoints.reset_optimizer_on_resume
+    resets_optimizer = settings.checkpoints.checkpoint_options.reset_optimizer_on_resume
     hps = settings.hps.to_dict()["hps"]
     with rejecting_other_forms(folder):
         # The data position includes the state that a stream returned.
@@ -142,7 +142,7 @@ def _log_resume(resumed: Resumed, settings: Settings) -> None:
         warn(
             f"seed={seed} is ignored: the run keeps its seed {saved_seed}, otherwise its order of samples would change"
         )
-    if settings.checkpoints.reset_optimizer_on_resume:
+    if settings.checkpoints.checkpoint_options.reset_optimizer_on_resume:
         say("optimizer and scheduler start over (reset_optimizer_on_resume=True)")
     if manifest is None:
         return

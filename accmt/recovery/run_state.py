@@ -180,7 +180,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     Raises:
         CheckpointError: The checkpoint is from another model or optimizer.
     """
-    resets_optimizer = run.settings.checkpoints.reset_optimizer_on_resume
+    resets_optimizer = run.settings.checkpoints.checkpoint_options.reset_optimizer_on_resume
     built = group_arguments(run.stepper.optimizer)
     with rejecting_other_forms(resumed.folder):
         others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
@@ -230,7 +230,8 @@ def _restore_scheduler(
     kind = _name_of(run.scheduler)
     if others["scheduler_class"] != kind:
         got, expected = f"a {kind}", f"the checkpoint's {others['scheduler_class']}"
-        do = "build it as in the saved run, or start with a new scheduler: `reset_optimizer_on_resume=True`"
+        reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
+        do = f"build it as in the saved run, or start with a new scheduler: {reset}"
         raise CheckpointError(explain("the learning-rate scheduler", got, expected, do))
     lines = restore_scheduler(
         run.stepper.optimizer,

@@ -192,7 +192,14 @@ CARD_NAME = "README.md"
 HPS_NAME = "hps.yaml"
 TRAINER_NAME = "trainer_config.json"
 _NOTHING = object()
-_JOINED_OPTIONS = ("metric_options", "failures", "torch_flags", "tracker_delivery", "limit_batches")
+_JOINED_OPTIONS = (
+    "checkpoint_options",
+    "failures",
+    "limit_batches",
+    "metric_options",
+    "torch_flags",
+    "tracker_delivery",
+)
 CARD_MARK = "<!-- accmt writes this file again at each save; without this line it is yours and stays as it is. -->"
 HPS_MARK = "# accmt writes this file again at each save; without this line it is yours and stays as it is."
 TRAINER_MARK = '"hps_config":'

@@ -85,7 +85,7 @@ def make_scheduler(
 
     A scheduler that starts again in a resumed run spans the steps that are left.
     """
-    begins_late = length.total is not None and settings.checkpoints.reset_optimizer_on_resume
+    begins_late = length.total is not None and settings.checkpoints.checkpoint_options.reset_optimizer_on_resume
     total = max(1, (length.total or 0) - length.done) if begins_late else length.total
     if defines(module, "get_scheduler"):
         epochs = cadence.epochs or (-(-total // length.per_epoch) if total and length.per_epoch else 1)

@@ -130,7 +130,7 @@ def _run(
         "logging_dir": folder / "logs",
         "checkpoint": folder / ("resumed" if resume else "checkpoints"),
         "checkpoint_every": f"{steps} steps",
-        "max_checkpoints": 2,
+        "checkpoint_options": {"max_checkpoints": 2},
         "model_saving": None,
         "resume": False,
         "seed": trainer.settings.running.seed or 0,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from accmt.checkpoint.manifest import Checkpoint
     from accmt.options import (
         Checkpointer,
+        CheckpointOptions,
         Clipping,
         Delivery,
         Failures,
@@ -165,13 +166,10 @@ class Trainer(TrainerProperties):
             arguments.
         sync_batchnorm: Whether batch norm uses the statistics of all processes during training; on GPUs only. No effect
             with one process.
-        max_checkpoints: Number of checkpoints to keep; None keeps the newest.
-        max_previous_runs: Number of earlier runs whose models and checkpoints are kept (`<folder>.previous`,
-            `.previous-2` ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
+        checkpoint_options: How many checkpoints to keep, and how to write them: `CheckpointOptions(max_checkpoints=3)`,
+            or a dict of its arguments.
         checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of one
             from another package (an entry point in the group `accmt.checkpointers`).
-        async_checkpointing: Whether to write files while training continues.
-        reset_optimizer_on_resume: Whether to start optimizer and scheduler from scratch when resuming.
         save_last: Whether to also save the last weights to `<model_path>/last`; with `EMA` or `SWA`, their average.
         metrics: Metrics over all samples of a validation set: `Metric` or `torchmetrics` objects, names such as "f1",
             metrics from `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set. In a
@@ -273,11 +271,8 @@ class Trainer(TrainerProperties):
         inference_mode: bool = True,
         gradient_checkpointing: bool | Mapping[str, Any] = False,
         sync_batchnorm: bool = False,
-        max_checkpoints: int | None = None,
-        max_previous_runs: int | None = 3,
+        checkpoint_options: CheckpointOptions | Mapping[str, Any] | None = None,
         checkpointer: Checkpointer | str | None = None,
-        async_checkpointing: bool = True,
-        reset_optimizer_on_resume: bool = False,
         save_last: bool = False,
         metrics: Metrics | None = None,
         metric_options: MetricOptions | Mapping[str, Any] | None = None,

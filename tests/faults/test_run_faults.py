@@ -17,7 +17,7 @@ from tests.faults.injection import SimulatedKill, error_at, error_from, exceptio
 from tests.faults.random_kills import main as kill_runs
 from tests.resume.unbroken import assert_same, state_of, train
 
-SETTINGS = {"checkpoint_every": "4 steps", "async_checkpointing": False, "model_saving": None}
+SETTINGS = {"checkpoint_every": "4 steps", "checkpoint_options": {"async_checkpointing": False}, "model_saving": None}
 FAULTS = {
     "the disk is full": lambda point: error_at(point, errno.ENOSPC),
     "a disk that stays away": lambda point: error_from(point, errno.EIO),
@@ -85,7 +85,7 @@ def test_a_save_that_fails_anywhere_changes_no_bit_of_the_run(fault, unbroken):
 @pytest.mark.parametrize("damage", [cut_in_half, flip, empty, delete], ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "tensors-00001-of-00001.safetensors"])
 def test_a_damaged_checkpoint_is_never_used(name, damage, unbroken, caplog):
-    settings = {**SETTINGS, "max_checkpoints": 2}
+    settings = {**SETTINGS, "checkpoint_options": {"max_checkpoints": 2, "async_checkpointing": False}}
     train("out/m", stop=9, **settings)
     damage(Path("out/checkpoint-m/step-00000008") / name)
     Path("out/checkpoint-m/my notes").mkdir()

@@ -70,7 +70,7 @@ def test_the_copies_are_queued_while_the_device_still_works(
 def test_a_checkpoint_that_is_written_during_training_is_that_of_its_step(
     optim: str, is_async: bool, settings: dict[str, Any]
 ) -> None:
-    others = {**settings, "checkpoint_every": "3 steps", "async_checkpointing": is_async}
+    others = {**settings, "checkpoint_every": "3 steps", "checkpoint_options": {"async_checkpointing": is_async}}
     hps = {"optim": {"type": optim, "lr": 1e-2}}
     unbroken = Classifier()
     train(unbroken, make_data(), others, folder="unbroken", hps=hps)

@@ -135,7 +135,7 @@ def steps_in(remote: RemoteFolder) -> list[int]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The checkpoints of four steps."""
     folder = tmp_path_factory.mktemp("saved")
-    train(folder=str(folder / "model"), checkpoint=None, max_checkpoints=4)
+    train(folder=str(folder / "model"), checkpoint=None, checkpoint_options={"max_checkpoints": 4})
     return sorted((folder / "checkpoint-model").glob("step-*"))
 
 

@@ -18,7 +18,11 @@ FOLDER = Path("out/checkpoint-model/step-00000002")
 
 def train(**settings: Any) -> Trainer:
     hps = {"max_steps": settings.pop("max_steps", 3), **settings.pop("hps", {})}
-    settings = {"checkpoint_every": "1 step", "async_checkpointing": False, "max_checkpoints": 9, **settings}
+    settings = {
+        "checkpoint_every": "1 step",
+        "checkpoint_options": {"async_checkpointing": False, "max_checkpoints": 9},
+        **settings,
+    }
     trainer = make_trainer(hps, failures={"preflight": False}, **settings)
     trainer.fit(Linear(), make_points())
     return trainer

@@ -38,7 +38,7 @@ def test_the_continued_run_ends_with_the_same_bits(unbroken, stop):
         {"checkpoint_every": "eval", "evaluate_every_n_steps": 4},
         {"checkpoint_every": "1 step", "grad_accumulation_steps": 3},
         {"checkpoint_every": "1 step", "log_every": -1},
-        {"checkpoint_every": "3 steps", "async_checkpointing": False},
+        {"checkpoint_every": "3 steps", "checkpoint_options": {"async_checkpointing": False}},
         {"checkpoint_every": "3 steps", "dataloader_num_workers": 2},
         {"checkpoint_every": "1 step", "clip_grad": 0.1, "grad_accumulation_steps": {0: 1, 1: 2}},
         {"checkpoint_every": "2 steps", "limit_batches": {"train": 4}},
@@ -111,7 +111,7 @@ def test_what_was_trained_on_is_not_read_again():
     ],
 )
 def test_checkpoints_come_as_often_as_told(every, settings, steps):
-    trainer, _ = train("out/m", checkpoint_every=every, max_checkpoints=100, **settings)
+    trainer, _ = train("out/m", checkpoint_every=every, checkpoint_options={"max_checkpoints": 100}, **settings)
     assert names_in(trainer.checkpoint_path) == [f"step-{step:08d}" for step in steps]
 
 
@@ -132,7 +132,7 @@ def test_the_folder_lies_beside_the_model():
 
 @pytest.mark.feature("N02")
 def test_the_newest_are_kept():
-    trainer, _ = train("out/m", max_checkpoints=2, checkpoint_every="4 steps")
+    trainer, _ = train("out/m", checkpoint_options={"max_checkpoints": 2}, checkpoint_every="4 steps")
     assert names_in(trainer.checkpoint_path) == ["step-00000016", "step-00000018"]
 
 
@@ -160,7 +160,7 @@ class TestWhereARunBegins:
 
     @pytest.mark.feature("P17", "L103")
     def test_a_path_is_a_checkpoint_or_a_folder_of_them(self):
-        train("out/m", max_checkpoints=10, stop=9)
+        train("out/m", checkpoint_options={"max_checkpoints": 10}, stop=9)
         for path in ("out/checkpoint-m/step-00000004", "out/checkpoint-m"):
             recorder = Recorder()
             trainer, _ = train("out/n", resume=path, callbacks=[recorder])
@@ -169,12 +169,12 @@ class TestWhereARunBegins:
         assert names_in(Path("out/checkpoint-m")) == [f"step-0000000{step}" for step in (2, 4, 6, 8)]
 
     def test_a_damaged_one_is_named_and_the_one_before_is_used(self, caplog, unbroken):
-        train("out/b", max_checkpoints=3, stop=9)
+        train("out/b", checkpoint_options={"max_checkpoints": 3}, stop=9)
         flip(next(Path("out/checkpoint-b/step-00000008").glob("*.safetensors")), 200)
         with pytest.raises(CheckpointCorruptError, match="its digest differs"):
             train("out/other", resume="out/checkpoint-b/step-00000008")
         with caplog.at_level(logging.WARNING):
-            trainer, module = train("out/b", max_checkpoints=3, resume=True)
+            trainer, module = train("out/b", checkpoint_options={"max_checkpoints": 3}, resume=True)
         assert "step-00000008 is damaged" in caplog.text
         assert_same(unbroken, state_of(trainer, module))
 
@@ -255,7 +255,10 @@ class TestWhatItHolds:
     def test_optimizer_and_schedule_can_begin_anew(self):
         train("out/m", stop=7)
         trainer, _ = train(
-            "out/m", resume=True, reset_optimizer_on_resume=True, hps={"optim": {"type": "SGD", "lr": 1e-3}}
+            "out/m",
+            resume=True,
+            checkpoint_options={"reset_optimizer_on_resume": True},
+            hps={"optim": {"type": "SGD", "lr": 1e-3}},
         )
         assert trainer.state.global_step == 18
         assert type(trainer.run.stepper.optimizer).__name__ == "SGD"
@@ -298,7 +301,9 @@ class TestSavingByHand:
                     self.trainer.save_checkpoint()
                     self.trainer.save_checkpoint("pinned")
 
-        trainer, _ = train("out/m", callbacks=[At3()], checkpoint_every="100 epochs", max_checkpoints=5)
+        trainer, _ = train(
+            "out/m", callbacks=[At3()], checkpoint_every="100 epochs", checkpoint_options={"max_checkpoints": 5}
+        )
         assert names_in(trainer.checkpoint_path) == ["step-00000003", "step-00000018"]
         assert names_in(Path("pinned")) == ["step-00000003"]
         whole = state_of(trainer, trainer.run.module)
@@ -311,7 +316,9 @@ class TestSavingByHand:
                 if self.state.global_step == 3:
                     self.trainer.save_checkpoint("pinned")
 
-        trainer, _ = train("out/m", callbacks=[At3()], checkpoint_every="3 steps", max_checkpoints=9)
+        trainer, _ = train(
+            "out/m", callbacks=[At3()], checkpoint_every="3 steps", checkpoint_options={"max_checkpoints": 9}
+        )
         assert names_in(trainer.checkpoint_path) == [f"step-{step:08}" for step in range(3, 19, 3)]
         assert names_in(Path("pinned")) == ["step-00000003"]
 
@@ -340,8 +347,8 @@ class TestSavingByHand:
 
     @pytest.mark.feature("P17")
     def test_the_next_run_continues_from_a_chosen_one(self, unbroken):
-        train("out/b", stop=7, max_checkpoints=9)
-        trainer = make("out/b", max_checkpoints=9)
+        train("out/b", stop=7, checkpoint_options={"max_checkpoints": 9})
+        trainer = make("out/b", checkpoint_options={"max_checkpoints": 9})
         assert trainer.load_checkpoint("out/checkpoint-b/step-00000002").step == 2
         module = Fragile()
         trainer.fit(module, Augmented(), Augmented(9))
@@ -445,7 +452,7 @@ class TestWhatHasChanged:
         assert_same(unbroken, state_of(*resumed))
 
     def test_without_a_seed_the_drawn_one_is_kept(self):
-        settings = {"seed": None, "checkpoint_every": "4 steps", "max_checkpoints": 9}
+        settings = {"seed": None, "checkpoint_every": "4 steps", "checkpoint_options": {"max_checkpoints": 9}}
         whole, module = train("out/a", **settings)
         resumed = train("out/b", resume="out/checkpoint-a/step-00000008", **settings)
         assert_same(state_of(whole, module), state_of(*resumed), but=("rows",))
@@ -493,7 +500,7 @@ class TestAFullDisk:
         usage = shutil.disk_usage(".")
         monkeypatch.setattr("accmt.files.atomic.shutil.disk_usage", lambda _: usage._replace(free=200))
         with caplog.at_level(logging.WARNING):
-            train("out/m", max_checkpoints=3)
+            train("out/m", checkpoint_options={"max_checkpoints": 3})
         assert "lower `max_checkpoints`" in caplog.text
         assert "the model needs 300 B in out/m" in caplog.text
         caplog.clear()

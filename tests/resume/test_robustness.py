@@ -125,7 +125,7 @@ class TestTheFolder:
 
     @pytest.mark.parametrize("end", [0, 1])
     def test_a_run_that_ends_before_its_first_checkpoint_gives_the_earlier_run_its_place_back(self, end, caplog):
-        train("out/m", stop=5, max_checkpoints=2)
+        train("out/m", stop=5, checkpoint_options={"max_checkpoints": 2})
         with caplog.at_level(logging.INFO):
             train("out/m", stop=end, verbose=True)
         assert "no checkpoint was written, so the earlier run's checkpoints were moved back to" in caplog.text
@@ -195,7 +195,7 @@ class TestTheFolder:
         assert trainer.run.saver.selection.state_dict()["chosen"] == []
 
     def test_a_model_of_another_branch_from_one_checkpoint_is_that_of_another_run(self):
-        settings = {"evaluate_every_n_steps": 3, "max_checkpoints": 9}
+        settings = {"evaluate_every_n_steps": 3, "checkpoint_options": {"max_checkpoints": 9}}
         train("out/m", stop=5, **settings)
         for step in (2, 4):
             train("out/b", resume=f"out/checkpoint-m/step-0000000{step}", checkpoint_every=None, **settings)
@@ -216,7 +216,7 @@ class TestTheFolder:
     def test_of_earlier_runs_the_newest_are_kept(self, caplog):
         firsts = []
         for seed in range(6):
-            trainer, module = train("out/m", seed=seed, max_previous_runs=2, verbose=True)
+            trainer, module = train("out/m", seed=seed, checkpoint_options={"max_previous_runs": 2}, verbose=True)
             firsts.append(state_of(trainer, module)["saved"]["0.weight"])
             Path("out/m.previous").mkdir(exist_ok=True)
             Path("out/m.previous/notes.txt").write_text("mine")
@@ -229,19 +229,24 @@ class TestTheFolder:
 
     def test_earlier_runs_are_overwritten_where_none_is_to_be_kept(self):
         first = state_of(*train("out/m"))["saved"]
-        train("out/m", stop=1, max_previous_runs=0)  # before it has a result of its own
+        train("out/m", stop=1, checkpoint_options={"max_previous_runs": 0})  # before it has a result of its own
         assert names_in(Path("out")) == ["checkpoint-m", "m"]
         assert names_in(Path("out/checkpoint-m")) == ["step-00000018"]
-        train("out/m", seed=4, max_previous_runs=0)
+        train("out/m", seed=4, checkpoint_options={"max_previous_runs": 0})
         assert names_in(Path("out")) == ["checkpoint-m", "m"]
         assert not torch.equal(load_file("out/m/model.safetensors")["0.weight"], first["0.weight"])
 
     def test_a_kept_folder_that_a_run_works_in_is_no_earlier_run(self):
         for _ in range(2):
-            train("out/m", max_previous_runs=None)
-        train("out/m.previous", checkpoint="out/checkpoint-m.previous", seed=4, max_previous_runs=None)
+            train("out/m", checkpoint_options={"max_previous_runs": None})
+        train(
+            "out/m.previous",
+            checkpoint="out/checkpoint-m.previous",
+            seed=4,
+            checkpoint_options={"max_previous_runs": None},
+        )
         saved = load_file("out/m.previous/model.safetensors")
-        train("out/m", max_previous_runs=0)
+        train("out/m", checkpoint_options={"max_previous_runs": 0})
         assert torch.equal(load_file("out/m.previous/model.safetensors")["0.weight"], saved["0.weight"])
 
     def test_a_folder_on_a_disk_of_its_own_keeps_the_earlier_run_inside(self, request):
@@ -265,7 +270,7 @@ class TestTheFolder:
                 if self.state.global_step == 3:
                     os.chdir("elsewhere")
 
-        train("out/m", callbacks=[Leave()], max_checkpoints=99)
+        train("out/m", callbacks=[Leave()], checkpoint_options={"max_checkpoints": 99})
         assert len(names_in(tmp_path / "out/checkpoint-m")) == 9
 
     def test_a_file_that_cannot_be_read_now_is_not_damaged(self, monkeypatch):
@@ -388,7 +393,9 @@ class TestAskingByHand:
                     self.step_optimizer()
                     self.zero_grad()
 
-        trainer = make("out/m", {"scheduler": None}, checkpoint_every="epoch", max_checkpoints=9)
+        trainer = make(
+            "out/m", {"scheduler": None}, checkpoint_every="epoch", checkpoint_options={"max_checkpoints": 9}
+        )
         trainer.fit(Rarely(), make_points(24))
         assert names_in(trainer.checkpoint_path) == ["step-00000001"]
 

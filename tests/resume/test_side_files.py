@@ -25,7 +25,9 @@ class Stop(Callback):
 
 def fit(**settings):
     module = Linear()
-    trainer = make_trainer(checkpoint_every="1 step", async_checkpointing=False, run_name="run", **settings)
+    trainer = make_trainer(
+        checkpoint_every="1 step", checkpoint_options={"async_checkpointing": False}, run_name="run", **settings
+    )
     trainer.fit(module, make_points(), make_points(4))
     return module.model.weight.tolist()
 
@@ -169,7 +171,7 @@ class WithTensor(IterableDataset):
 
 
 def test_a_stream_gets_the_tensors_of_its_state_back():
-    settings = {"checkpoint_every": "1 step", "async_checkpointing": False}
+    settings = {"checkpoint_every": "1 step", "checkpoint_options": {"async_checkpointing": False}}
     with pytest.raises(ValueError, match="stop"):
         make_trainer(callbacks=Stop(), **settings).fit(Linear(), WithTensor())
     data = WithTensor()

@@ -49,6 +49,6 @@ def test_a_run_needs_room_for_the_checkpoints_it_keeps_and_the_next_one_beside_t
     size = estimate_size(module.model, torch.optim.SGD(module.model.parameters(), lr=0.1))
     for missing in (0, 1):
         free(needed * size - missing)
-        settings = {"max_checkpoints": kept, "checkpoint_every": "100 steps"}
+        settings = {"checkpoint_options": {"max_checkpoints": kept}, "checkpoint_every": "100 steps"}
         make_trainer({"optim": "SGD"}, f"out/{missing}", **settings).fit(module, make_points(2))
         assert ("checkpoints will need" in caplog.text) == bool(missing)

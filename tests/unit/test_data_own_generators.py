@@ -200,7 +200,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_does(kind, sampler):
         callbacks = Shaken(make, stop)
         settings = {
             "checkpoint_every": "1 step",
-            "async_checkpointing": False,
+            "checkpoint_options": {"async_checkpointing": False},
             "collate_fn": collate,
             **own,
             **settings,

@@ -287,5 +287,5 @@ def test_every_argument_that_was_added_is_told_to_somebody_or_is_our_own():
         "batch_sampler",
         "batch_device_placement",
     }
-    ours |= {"async_checkpointing", "metric_options", "tracker_delivery", "failures", "callbacks", "ledger"}
+    ours |= {"metric_options", "tracker_delivery", "failures", "callbacks", "ledger"}
     assert [name for name in added if name not in told | ours] == []

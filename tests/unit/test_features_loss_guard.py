@@ -356,7 +356,12 @@ def test_rollback_without_checkpoints_is_refused(tmp_path: Any) -> None:
 def test_weights_that_gradients_made_nan_under_a_finite_loss_are_in_no_checkpoint(
     is_async: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {"shuffle_train": False, "log_every": 4, "checkpoint_every": "1 step", "async_checkpointing": is_async}
+    settings = {
+        "shuffle_train": False,
+        "log_every": 4,
+        "checkpoint_every": "1 step",
+        "checkpoint_options": {"async_checkpointing": is_async},
+    }
     module = InfiniteGradient()
     trainer = make_trainer(HPS, str(tmp_path / "model"), failures={"on_nonfinite": "rollback"}, **settings)
     trainer.fit(module, make_data({10: 99.0}))

@@ -255,7 +255,7 @@ def steps_of_checkpoints():
 
 
 def test_gradients_that_were_stepped_on_are_no_reason_against_a_checkpoint():
-    trainer = make_trainer(HPS, checkpoint_every="step", max_checkpoints=10)
+    trainer = make_trainer(HPS, checkpoint_every="step", checkpoint_options={"max_checkpoints": 10})
     trainer.fit(LightningOrder(), make_points(9), make_points(4))
     assert steps_of_checkpoints() == [1, 2, 3, 4, 5, 6]
 
@@ -280,7 +280,9 @@ def test_gradients_that_are_added_to_are_told_and_end_the_checkpoints(caplog):
             self.step()
             return loss
 
-    make_trainer(HPS, checkpoint_every="step", max_checkpoints=10).fit(NeverDropped(), make_points(9), make_points(4))
+    make_trainer(HPS, checkpoint_every="step", checkpoint_options={"max_checkpoints": 10}).fit(
+        NeverDropped(), make_points(9), make_points(4)
+    )
     assert steps_of_checkpoints() == [1]  # before the second backward showed it
     assert caplog.text.count("backward adds to gradients that were already used") == 1
 
@@ -371,7 +373,14 @@ def test_two_optimizers_may_step_as_in_torch_with_gradients_left_behind(caplog):
     def run(path, epochs, **settings):
         module = AsInDCGAN()
         hps = {"epochs": epochs, "batch_size": 4}
-        trainer = make_trainer(hps, path, checkpoint_every="1 step", max_checkpoints=9, shuffle_train=False, **settings)
+        trainer = make_trainer(
+            hps,
+            path,
+            checkpoint_every="1 step",
+            checkpoint_options={"max_checkpoints": 9},
+            shuffle_train=False,
+            **settings,
+        )
         state = trainer.fit(module, make_points(8))
         rates = [group["lr"] for one in module.optimizer.optimizers for group in one.param_groups]
         return trainer, state.global_step, rates, [weight.tolist() for weight in module.model.parameters()]

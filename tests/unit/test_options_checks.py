@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from accmt import (
+    CheckpointOptions,
     Clipping,
     Delivery,
     Failures,
@@ -280,7 +281,7 @@ def test_checkpoints_are_on_unless_the_argument_says_no():
         {"resume": Path("s3://bucket/ck")},
         {"checkpointer": "a name"},
         {"checkpointer": type("Own", (), {"save": print, "load": print})},
-        {"max_checkpoints": 0},
+        {"checkpoint_options": {"max_checkpoints": 0}},
     ],
     ids=str,
 )
@@ -297,6 +298,7 @@ def test_settings_cannot_be_changed_afterwards():
 
 AS_OBJECTS = [
     ("failures", Failures(on_nonfinite="skip", hang_timeout_s=60), {"on_nonfinite": "skip", "hang_timeout_s": 60}),
+    ("checkpoint_options", CheckpointOptions(max_previous_runs=None), {"max_previous_runs": None}),
     ("metric_options", MetricOptions(averages={"all": ["a"]}, gather_chunk_size=None), None),
     ("torch_flags", TorchFlags(deterministic="warn"), {"deterministic": "warn"}),
     ("tracker_delivery", Delivery(offline=False), {"offline": False}),

@@ -132,7 +132,7 @@ def test_an_entry_of_an_options_object_may_be_off_too(argument, value, entry, me
         ("limit_batches", 0),
         ("overfit_batches", 10.0),
         ("patience", 0),
-        ("max_checkpoints", 0),
+        ("checkpoint_options", {"max_checkpoints": 0}),
         ("max_time", 60),
         ("seed", False),
         ("monitor", False),

@@ -34,8 +34,9 @@ MATTER = ("versions", "hardware", "processes", "threads", "device", "precision",
 """The facts that explain why a step is computed differently."""
 _PLACES = {
     "model_path", "checkpoint", "resume", "logging_dir", "log_with", "run_name", "track_name", "verbose", "ledger",
-    "max_checkpoints", "keep_every", "max_previous_runs", "enable_progress_bar", "hps_config", "max_time",
+    "checkpoint_options", "enable_progress_bar", "hps_config", "max_time",
 }  # fmt: skip
+"""Arguments that change nothing of what a step computes."""
 
 
 def describe_start(run: Run) -> dict[str, Any]:
@@ -47,6 +48,8 @@ def describe_start(run: Run) -> dict[str, Any]:
     dataset = run.train_loader.source.dataloader.dataset
     own = {"host": socket.gethostname(), "device": _name_device(run.device)}
     arguments = {name: value for name, value in settings.to_arguments().items() if name not in _PLACES}
+    if settings.checkpoints.checkpoint_options.reset_optimizer_on_resume:
+        arguments["checkpoint_options"] = {"reset_optimizer_on_resume": True}
     facts: dict[str, Any] = hide(
         {
             "step": run.state.global_step,

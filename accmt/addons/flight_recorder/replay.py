@@ -89,7 +89,7 @@ def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: i
             if info.get("run_name") == start["run_name"] and info["global_step"] < first:
                 return path
     if any(one["is_resumed"] for one in ledger.starts()[:1]):
-        do = "keep more checkpoints: Trainer(max_checkpoints=10); or name one PINNED"
+        do = 'keep more checkpoints: Trainer(checkpoint_options={"max_checkpoints": 10}); or name one PINNED'
         _fail(folder, f"no checkpoint before step {first} in {place}", "a checkpoint before the step", do)
     return None
 

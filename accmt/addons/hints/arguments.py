@@ -13,6 +13,7 @@ from typing import Any, cast
 from accmt.addons.hints.table import ABOVE, FOREIGN, UP_TO, Row
 from accmt.options.checks import is_number
 from accmt.options.failures import Failures
+from accmt.options.saving import CheckpointOptions
 
 _ROWS: Mapping[str, Row] = {name: row for names in FOREIGN.values() for name, row in names.items()}
 _SECTIONS: Mapping[str, Mapping[str, str]] = {
@@ -52,6 +53,7 @@ JOINED: Mapping[str, tuple[str, str]] = {
     "additional_metric_consolidation": ("metric_options", "derived"),
     "report_all_metrics": ("metric_options", "report_all"),
     "gather_chunk_size": ("metric_options", "gather_chunk_size"),
+    **{name: ("checkpoint_options", name) for name in (field.name for field in fields(CheckpointOptions))},
     **{name: ("failures", name) for name in (field.name for field in fields(Failures))},
     **{name: ("torch_flags", name) for name in ("deterministic", "benchmark", "detect_anomaly")},
     "tracker_offline": ("tracker_delivery", "offline"),

@@ -279,7 +279,8 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "num_train_epochs": ("epochs: 3", _epochs),
         "optim_args": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.95]}",
         "output_dir": 'Trainer(model_path="<out/model>")',
-        "overwrite_output_dir": "Trainer(max_previous_runs=0) | the model of an earlier run is kept by default",
+        "overwrite_output_dir": 'Trainer(checkpoint_options={"max_previous_runs": 0})'
+        " | the model of an earlier run is kept by default",
         "per_device_eval_batch_size": "batch_size: [16, <32>] | batch_size is used for both",
         "per_device_train_batch_size": "batch_size: <16> | batch_size has no default",
         "push_to_hub": _UPLOAD,
@@ -297,7 +298,8 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
             "epoch": 'Trainer(checkpoint_every="epoch")',
             "no": "Trainer(checkpoint_every=None)",
         },
-        "save_total_limit": "Trainer(max_checkpoints=<2>) | max_checkpoints has a default",
+        "save_total_limit": 'Trainer(checkpoint_options={"max_checkpoints": <2>})'
+        " | the newest checkpoint is kept by default",
         "tf32": "accmt.allow_tf32() | torch's default is used",
         "train_sampling_strategy": {
             "group_by_length": "Trainer(group_by_length=True)",

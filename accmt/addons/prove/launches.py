@@ -346,7 +346,7 @@ def _arguments(subject: Subject, launch: Launch) -> dict[str, Any]:
         "logging_dir": folder / "logs",
         "checkpoint": folder / ("resumed" if launch.resumes else "checkpoints"),
         "checkpoint_every": f"{middle} steps" if launch.saves else None,
-        "max_checkpoints": 100,
+        "checkpoint_options": {"max_checkpoints": 100},
         "model_saving": None,
         "resume": False,
         "grad_accumulation_steps": accumulation,

@@ -88,7 +88,7 @@ def split_by_datasets(wrap: Callable[[Any], Any]) -> None:
 
 
 def resume_with_other_rows() -> None:
-    settings = {"path": "out/other", "checkpoint_every": "1 step", "async_checkpointing": False}
+    settings = {"path": "out/other", "checkpoint_every": "1 step", "checkpoint_options": {"async_checkpointing": False}}
     fit(POINTS, hps={"max_steps": 1}, **settings)
     fit(Subset(POINTS, range(len(POINTS))[::-1]), hps={"max_steps": 2}, resume=True, **settings)
 

@@ -99,7 +99,7 @@ def train(
         f"{folder}/model",
         resume="auto",
         checkpoint_every="epoch" if stop is None else f"{stop} steps",
-        max_checkpoints=2,
+        checkpoint_options={"max_checkpoints": 2},
         grad_accumulation_steps=accumulation,
         seed=5,
         model_saving=None,

@@ -52,7 +52,12 @@ def fit(data: Any, *others: Any, path: str = "model", steps: int = 2, **settings
 
 def resume(path: str, *, of: Callable[[Any], Any]) -> None:
     """Resume within an epoch with the same samples, which is fine, and then with others."""
-    settings = {"path": path, "checkpoint_every": "1 step", "async_checkpointing": False, "resume": "auto"}
+    settings = {
+        "path": path,
+        "checkpoint_every": "1 step",
+        "checkpoint_options": {"async_checkpointing": False},
+        "resume": "auto",
+    }
     fit(of(TEXTS), steps=1, **settings)
     fit(of(TEXTS), steps=2, **settings)
     fit(of(BACKWARDS), steps=3, **settings)

@@ -136,7 +136,7 @@ def main(part: dict[str, Any]) -> None:
         run_name="soak",
         resume="auto",
         checkpoint_every="7 steps",
-        max_checkpoints=2,
+        checkpoint_options={"max_checkpoints": 2},
         evaluate_every_n_steps=16,
         grad_accumulation_steps=1,
         dataloader_num_workers=part["workers"],
