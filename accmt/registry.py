@@ -31,6 +31,9 @@ _ADDONS = "accmt.addons"
 
 ADDED_FEATURES = "accmt.features"
 
+HPS_SECTIONS = "accmt.hps_sections"
+"""Sections of the hyper-parameters for add-ons: functions that return what the section says, and its errors."""
+
 _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
@@ -51,6 +54,10 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     ADDED_FEATURES: {
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
         "remote_checkpoints": "accmt.addons.remote_checkpoints:RemoteCheckpoints",
+    },
+    HPS_SECTIONS: {
+        "model": "accmt.addons.model_section:read_model_section",
+        "sft": "accmt.addons.sft.section:read_sft_section",
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",

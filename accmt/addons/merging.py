@@ -127,7 +127,7 @@ def require_mergeable(hps: HyperParameters) -> None:
     Raises:
         HyperParameterError: There is no adapter, or PEFT cannot merge its type.
     """
-    section = hps.model_section
+    section = hps.section("model")
     if section is None or not section.adapter:
         got, do = "true without an adapter in `model`", "remove `merge`: the folder then has the full model"
         raise HyperParameterError(explain(hps.where("sft", "merge"), got, "`model.lora` or `model.adapter`", do))

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
+from accmt.addons.model_section import INSTEAD, NAMES, SHORT, ModelSection
 from accmt.engine.shards import building_for
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain, nearest
 from accmt.huggingface.peft_adapters import read_base_name
@@ -25,7 +26,6 @@ from accmt.huggingface.pretrained import (
 )
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
-from accmt.options.model_section import INSTEAD, NAMES, SHORT, ModelSection
 from accmt.options.optimizer_and_scheduler_arguments import annotation_of, fits_as_written
 from accmt.options.yaml_reader import Fault, KeyPath, describe, names_like, suggest
 from accmt.saving.weights import ADAPTER_CONFIG
@@ -85,7 +85,7 @@ def load_tokenizer(hps: HyperParameters) -> Any:
         HyperParameterError: There is no `model`.
         FileNotFoundError: There is no tokenizer, or no such template.
     """
-    section, sft = _require_section(hps), hps.sft_section
+    section, sft = _require_section(hps), hps.section("sft")
     require("transformers", hps.where("model"))
     import transformers
 
@@ -110,10 +110,11 @@ def load_tokenizer(hps: HyperParameters) -> Any:
 
 
 def _require_section(hps: HyperParameters) -> ModelSection:
-    if hps.model_section is None:
+    section: ModelSection | None = hps.section("model")
+    if section is None:
         do = "add `model: {path: ..., type: AutoModelForCausalLM}` to it, or pass a module to fit"
         raise HyperParameterError(explain(hps.where("model"), "nothing", "which model is to be trained", do))
-    return hps.model_section
+    return section
 
 
 def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]) -> Any:

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from accmt.options.command_line import HPS_FLAGS
 
     hps = HyperParameters.from_config(options.hps, getattr(options, HPS_FLAGS, None))
-    section = hps.model_section
+    section = hps.section("model")
     if options.model is None and section is None:
         do = "add --model out/base"
         raise ArgumentError(explain("accmt params", f"no `model` in {options.hps}", "the model to show", do))

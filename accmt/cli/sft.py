@@ -58,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
     trainer.fit(module, rows, held_out or None)
     if trainer.is_main:
         print(f"{options.output}: {_describe(options.output)}")
-        if section.merge and hps.model_section is not None:
-            model = hps.model_section
+        if section.merge and (model := hps.section("model")) is not None:
             merge_adapter(options.output, options.output / "merged", model.type, **model.arguments)
             if (settings := getattr(module.unwrapped_model, "generation_config", None)) is not None:
                 settings.save_pretrained(options.output / "merged")  # has the end-of-sequence token
@@ -70,10 +69,11 @@ def run(options: argparse.Namespace) -> int:
 def _require_data(hps: HyperParameters) -> Any:
     from accmt.errors import HyperParameterError, explain
 
-    if hps.sft_section is None or not hps.sft_section.data:
+    section = hps.section("sft")
+    if section is None or not section.data:
         do = "add `sft: {data: train.jsonl}` to the file, or pass --data train.jsonl"
         raise HyperParameterError(explain(hps.where("sft"), "no training data", "the data to train on", do))
-    return hps.sft_section
+    return section
 
 
 def _describe(folder: Path) -> str:

@@ -123,7 +123,7 @@ def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
         if set(map(type, column)) != {torch.Tensor} or column[0].layout is not torch.strided or column[0].is_nested:
             return None
     try:
-        return [torch.stack(column) for column in columns]
+        return list(map(torch.stack, columns))
     except RuntimeError:  # e.g. unequal shapes: `default_collate` raises it again, with an explanation
         return None
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from accmt.options import Settings
 from accmt.options.units import Every
 from accmt.state import TrainingState
+
+StepsPerEpoch: TypeAlias = Callable[[int], int | None]
+"""Returns the optimizer steps of an epoch, or None if its length is unknown; only fractions of an epoch need them."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Cadence:
         """Return whether to log after the current step."""
         return self.log_every > 0 and state.global_step > 0 and state.global_step % self.log_every == 0
 
-    def is_evaluation_due(self, state: TrainingState, steps_per_epoch: int | None) -> bool:
+    def is_evaluation_due(self, state: TrainingState, steps_per_epoch: StepsPerEpoch) -> bool:
         """Return whether to evaluate after the current step; a window may have been skipped."""
         every = self.evaluate_every
         if every is None or state.epoch_step == 0 or state.last_evaluation_step == state.global_step:
@@ -108,12 +111,12 @@ class Cadence:
         return is_new and self.evaluate_at_end and self.evaluate_every is not None
 
     def is_checkpoint_due(
-        self, state: TrainingState, steps_per_epoch: int | None = None, *, epoch_ended: bool, evaluated: bool
+        self, state: TrainingState, steps_per_epoch: StepsPerEpoch, *, epoch_ended: bool, evaluated: bool
     ) -> bool:
         """Return whether to write a checkpoint here.
 
         Args:
-            steps_per_epoch: The optimizer steps of the epoch; None if its length is unknown.
+            steps_per_epoch: The optimizer steps of each epoch.
             epoch_ended: Whether an epoch was just counted, not a step.
             evaluated: Whether there was an evaluation since the step.
         """
@@ -130,10 +133,9 @@ class Cadence:
         return due[every.unit]
 
 
-def _is_fraction_done(state: TrainingState, fraction: float, steps_per_epoch: int | None) -> bool:
-    if steps_per_epoch is None:
-        return False
-    return state.epoch_step % max(1, int(round(fraction * steps_per_epoch, 6))) == 0
+def _is_fraction_done(state: TrainingState, fraction: float, steps_per_epoch: StepsPerEpoch) -> bool:
+    steps = steps_per_epoch(state.epoch)
+    return steps is not None and state.epoch_step % max(1, int(round(fraction * steps, 6))) == 0
 
 
 @dataclass(frozen=True)

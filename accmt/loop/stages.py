@@ -39,7 +39,7 @@ def _log_step(run: Run) -> bool:
 def _evaluate_step(run: Run) -> bool:
     if run.cadence.evaluate_every is None or not run.snapshot.made_step:
         return False
-    is_due = run.cadence.is_evaluation_due(run.state, run.steps_per_epoch(run.state.epoch))
+    is_due = run.cadence.is_evaluation_due(run.state, run.steps_per_epoch)
     if is_due:
         for before_use in run.features.before_use:
             before_use()
@@ -139,7 +139,7 @@ def _finish_step(run: Run) -> bool:
         _save_if_due(run, epoch_ended=False, evaluated=has_evaluated)
     ends_here = run.snapshot.next_stage == AFTER_EPOCH
     stop_if_requested(run)
-    return ends_here or run.ends_early
+    return ends_here or (run.interruption.ends_training and run.ends_early)  # its time may be up only now
 
 
 def finish_epoch(run: Run, *, is_used_up: bool) -> None:
@@ -180,7 +180,7 @@ def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
     """
     state, cadence, checkpoints = run.state, run.cadence, run.checkpoints
     is_due = cadence.checkpoint_every is not None and cadence.is_checkpoint_due(
-        state, run.steps_per_epoch(state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
+        state, run.steps_per_epoch, epoch_ended=epoch_ended, evaluated=evaluated
     )
     if is_due or checkpoints.requests:
         for before_use in run.features.before_use:

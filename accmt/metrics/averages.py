@@ -97,7 +97,7 @@ class WeightedSum:
 def _read(values: Sequence[Weight]) -> list[float]:
     """Return the numbers, with a single transfer for those on a device, which waits for it."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    if {tensor.device.type for tensor in tensors} <= {"cpu"}:
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
     return cast("list[float]", stack([torch.as_tensor(value) for value in values]).tolist())
 

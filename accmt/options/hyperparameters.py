@@ -168,10 +168,13 @@ class HyperParameters:
         self.max_tokens = schema.max_tokens
         self.packing = schema.packing
         self.model: str | dict[str, Any] | None = schema.model
-        self.model_section = checked.model
         self.sft: str | dict[str, Any] | None = schema.sft
-        self.sft_section = checked.sft
+        self._sections = checked.sections
         self._document = checked.document
+
+    def section(self, name: str) -> Any:
+        """Return what the add-on of a section, such as `model` or `sft`, read from it; None without the section."""
+        return self._sections.get(name)
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:

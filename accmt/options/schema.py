@@ -12,13 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, Validati
 
 from accmt.errors import nearest
 from accmt.options.checks import whole
-from accmt.options.model_section import ModelSection, read_model_section
 from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
-from accmt.options.sft_section import SFTSection, read_sft_section
 from accmt.options.unusual import is_off
 from accmt.options.yaml_reader import Document, Fault, KeyPath, describe, suggest
-from accmt.registry import addon
+from accmt.registry import HPS_SECTIONS, addon, find, is_built_in
 
 _OTHER_NAMES = {"optimizer": "optim"}
 _SECTIONS = ("optim", "optimizer", "scheduler", "model", "sft")
@@ -121,14 +119,17 @@ class Component:
 
 @dataclass(frozen=True)
 class Checked:
-    """Hyper-parameters that passed all checks; `document` uses `optim`, not its alias `optimizer`."""
+    """Hyper-parameters that passed all checks; `document` uses `optim`, not its alias `optimizer`.
+
+    Attributes:
+        sections: What add-ons read from their sections, by key; the core does not use it.
+    """
 
     document: Document
     schema: Schema
     optim: Component
     scheduler: Component
-    model: ModelSection | None
-    sft: SFTSection | None
+    sections: Mapping[str, Any]
 
 
 def check(document: Document) -> Checked:
@@ -149,12 +150,14 @@ def check(document: Document) -> Checked:
     faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
     faults += [*optim_faults, *scheduler_faults]
 
-    model, model_faults = read_model_section(document.values["model"]) if "model" in document.values else (None, [])
-    sft, sft_faults = read_sft_section(document.values["sft"]) if "sft" in document.values else (None, [])
-    faults += [*model_faults, *sft_faults]
+    sections: dict[str, Any] = {}
+    for name, value in document.values.items():
+        if is_built_in(HPS_SECTIONS, name):
+            sections[name], section_faults = find(HPS_SECTIONS, name)(value)
+            faults += section_faults
     if faults or schema is None:
         raise document.reject(_without_examples_of(faults))
-    return Checked(document, schema, optim, scheduler, model, sft)
+    return Checked(document, schema, optim, scheduler, sections)
 
 
 def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
         *profiled_first,
         *first,
         *summaries,
-        bar,
+        *([bar] if enable_bar else []),
         *([view] if view else []),
         EvaluationReport(loss_name),
         EvaluationResults(),

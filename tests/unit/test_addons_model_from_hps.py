@@ -119,7 +119,7 @@ def test_a_run_needs_no_other_code(tmp_path):
     assert any(parameter.abs().sum() > 0 for name, parameter in loaded.named_parameters() if "lora_B" in name)
     hps = HyperParameters.from_config("hps.json")
     assert HyperParameters.from_config(hps.to_dict()) == hps
-    assert HyperParameters.from_config("out/m/hps.yaml").model_section == hps.model_section
+    assert HyperParameters.from_config("out/m/hps.yaml").section("model") == hps.section("model")
 
 
 def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
@@ -277,7 +277,7 @@ def test_flags_reach_the_model_that_fit_builds_from_the_same_file():
         trainer = Trainer.from_argparse_args(args, verbose=False)
         trainer.fit(source or trainer.hps, data)
         assert json.loads(Path("out/m/adapter_config.json").read_text())["r"] == 4
-        assert HyperParameters.from_config("out/m/hps.yaml").model_section.adapter["r"] == 4
+        assert HyperParameters.from_config("out/m/hps.yaml").section("model").adapter["r"] == 4
     Path("other.json").write_text(json.dumps({"hps": hps}))
     with pytest.raises(ArgumentError, match=r"do: trainer\.fit\(trainer\.hps, data\)"):
         Trainer.from_argparse_args(args, verbose=False).fit("other.json", data)

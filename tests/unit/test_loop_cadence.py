@@ -27,7 +27,7 @@ class Played:
             state.count_step()
             if self.cadence.is_log_due(state):
                 self.logged.append(state.global_step)
-            self.evaluate_if(self.cadence.is_evaluation_due(state, self.known_updates))
+            self.evaluate_if(self.cadence.is_evaluation_due(state, lambda _: self.known_updates))
         self.evaluate_if(self.cadence.is_evaluation_due_at_epoch_end(state))
         if state.epoch_step == self.updates:
             state.count_epoch()
@@ -137,7 +137,7 @@ def test_nothing_is_due_before_the_first_update_even_if_windows_were_skipped(eve
     state.count_batch()
     state.count_step(is_skipped=True)
     assert not cadence.is_log_due(state)
-    assert not cadence.is_evaluation_due(state, 8)
+    assert not cadence.is_evaluation_due(state, lambda _: 8)
     assert not cadence.is_evaluation_due_at_end(state)
 
 
@@ -145,7 +145,7 @@ def test_a_skipped_first_window_of_an_epoch_is_not_evaluated_by_fraction():
     cadence = Cadence(epochs=2, max_steps=None, evaluate_every=0.5)
     state = TrainingState(epoch=1, global_step=7, last_evaluation_step=4)
     state.count_step(is_skipped=True)
-    assert not cadence.is_evaluation_due(state, 8)
+    assert not cadence.is_evaluation_due(state, lambda _: 8)
 
 
 @pytest.mark.parametrize("every", [2, 0.5, None])
@@ -153,7 +153,7 @@ def test_a_skipped_update_after_an_evaluation_is_not_evaluated_again(every):
     cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every)
     state = TrainingState(global_step=2, epoch_step=2, last_evaluation_step=2)
     state.count_step(is_skipped=True)
-    assert not cadence.is_evaluation_due(state, 4)
+    assert not cadence.is_evaluation_due(state, lambda _: 4)
     assert not cadence.is_evaluation_due_at_epoch_end(state)
     assert not cadence.is_evaluation_due_at_end(state)
 
@@ -192,12 +192,12 @@ def test_a_checkpoint_is_due_by_its_unit(every, due):
     for _ in range(2):
         for _ in range(3):
             state.count_step()
-            is_evaluated = cadence.is_evaluation_due(state, 3)
+            is_evaluated = cadence.is_evaluation_due(state, lambda _: 3)
             if is_evaluated:
                 state.count_evaluation()
-            if cadence.is_checkpoint_due(state, epoch_ended=False, evaluated=is_evaluated):
+            if cadence.is_checkpoint_due(state, lambda _: 3, epoch_ended=False, evaluated=is_evaluated):
                 seen.append((state.global_step, "update"))
         state.count_epoch()
-        if cadence.is_checkpoint_due(state, epoch_ended=True, evaluated=False):
+        if cadence.is_checkpoint_due(state, lambda _: 3, epoch_ended=True, evaluated=False):
             seen.append((state.global_step, "epoch"))
     assert seen == due

@@ -174,7 +174,7 @@ WARMING = {"type": "LinearWithWarmup", "warmup_ratio": 0.1}
 )
 def test_an_unusual_hyper_parameter_with_one_meaning_is_read_as_that(changes, meant):
     read, usual = HyperParameters.from_config({**SGD, **changes}), HyperParameters.from_config({**SGD, **meant})
-    assert read.model_section == usual.model_section
+    assert read.section("model") == usual.section("model")
     assert read.batch_size == usual.batch_size
     assert read.scheduler_class is usual.scheduler_class
     assert read.scheduler_kwargs == usual.scheduler_kwargs

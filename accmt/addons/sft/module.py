@@ -87,11 +87,11 @@ class SFTModule(HuggingFaceModule):
             MissingPackageError: A required package is not installed.
         """
         from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
+        from accmt.addons.sft.section import SFTSection
         from accmt.options import HyperParameters
-        from accmt.options.sft_section import SFTSection
 
         hps = HyperParameters.from_config(hps_config)
-        section = hps.sft_section or SFTSection()
+        section = hps.section("sft") or SFTSection()
         module = cls(
             partial(build_from_hps, hps),
             load_tokenizer(hps) if processor is None else processor,
