@@ -24,6 +24,7 @@ EXTENSION_POINTS = (
     "accmt.checkpointers",
     "accmt.engines",
     "accmt.precisions",
+    "accmt.window_makers",
 )
 """The groups in which other packages add something: docs/extending.md."""
 

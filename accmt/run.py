@@ -356,14 +356,15 @@ class Run(EvaluationRun):
         """Scheduler steps of the whole run: optimizer steps, or epochs if it is stepped per epoch."""
         return self.length.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_steps
 
-    def accumulation_at(self, epoch: int) -> int:
-        """Return the number of micro-batches per optimizer step in `epoch` (from 0)."""
-        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.source.micro_batches_per_batch
+    def accumulation_at(self, epoch: int) -> int | None:
+        """Return the number of micro-batches per optimizer step in `epoch` (from 0); None if a window maker decides."""
+        batches = self.settings.optimization.accumulation_at(epoch)
+        return None if batches is None else batches * self.train_loader.source.micro_batches_per_batch
 
     def steps_per_epoch(self, epoch: int) -> int | None:
         """Return the optimizer steps of an epoch; None if its length is unknown."""
-        micro_batches = self.train_loader.source.num_micro_batches
-        return None if micro_batches is None else -(-micro_batches // self.accumulation_at(epoch))
+        micro_batches, accumulation = self.train_loader.source.num_micro_batches, self.accumulation_at(epoch)
+        return None if micro_batches is None or accumulation is None else -(-micro_batches // accumulation)
 
     def require_equal_replicas(self) -> None:
         """Check that processes with the same part of the model have the same weights and optimizer state.

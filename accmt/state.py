@@ -47,7 +47,7 @@ class Status:
     stage: Stage | None = None
     status: Progress = "initializing"
     is_last_training_batch: bool = False
-    ends_step: bool | None = None  # of the current micro-batch; None if derived from the number of micro-batches
+    ends_step: bool | None = None  # of the current micro-batch; None if derived from `grad_accum_steps`
     is_evaluating: bool = False  # from `on_evaluation_start` to `on_evaluation_end`
     is_last_epoch: bool = False
     in_evaluation_batches: bool = False  # of an evaluation or prediction, during which no other can start
@@ -106,7 +106,8 @@ class TrainingState(Counters):
 
     Attributes:
         now: What the Trainer is currently doing.
-        grad_accum_steps: Micro-batches in an accumulation window of the current epoch.
+        grad_accum_steps: Micro-batches in an accumulation window of the current epoch; those of the current window if a
+            window maker decides.
         num_processes: Processes that train together.
         best: Best value so far of each quantity that models are saved by.
         metrics: Results of the last evaluation, by name.

@@ -73,8 +73,10 @@ class Curriculum(ConcatDataset[Any]):
         missed = [str(number) for number, count in enumerate(self.updates(max_steps), 1) if count == 0]
         if missed:
             warn(f"max_steps={max_steps} leaves no optimizer steps for stage {', '.join(missed)} of the curriculum")
-        per_process = settings.hps.train_batch_size * settings.optimization.accumulation_at(0)
-        return self.order(max_steps, samples_per_update=per_process * num_shards, shuffle=settings.data.shuffle_train)
+        samples = settings.samples_per_step(num_shards)
+        if samples is None:
+            _reject("a window maker, so the samples of a step are unknown", "set a number: grad_accumulation_steps=4")
+        return self.order(max_steps, samples_per_update=samples, shuffle=settings.data.shuffle_train)
 
     def order(self, max_steps: int, *, samples_per_update: int, shuffle: bool) -> StageOrder:
         """Return the order of all samples of a run, stage by stage."""

@@ -29,9 +29,11 @@ from accmt.data.token_budget import TokenBudget as TokenBudget
 from accmt.data.token_budget import cut_by_tokens as cut_by_tokens
 from accmt.data.token_budget import padded_tokens as padded_tokens
 from accmt.data.windows import ByCount as ByCount
+from accmt.data.windows import ByFunction as ByFunction
 from accmt.data.windows import ByPackedRows as ByPackedRows
 from accmt.data.windows import ByTokens as ByTokens
 from accmt.data.windows import ByTokensInEvaluation as ByTokensInEvaluation
+from accmt.data.windows import Grouping as Grouping
 from accmt.data.windows import Loader as Loader
 from accmt.data.windows import Window as Window
 from accmt.data.windows import keep_samples as keep_samples

@@ -1,7 +1,8 @@
 """Splits training data into accumulation windows, and evaluation data into micro-batches.
 
 A source reads micro-batches as planned, of the requested size or smaller if memory requires it. A maker turns them into
-windows: of a number of micro-batches, or of samples that are split by a token budget.
+windows: of a number of micro-batches, of as many as another package's function wants, or of samples that are split by a
+token budget.
 
 A token budget does not change the samples of an optimizer step, only how they are batched: they are sorted by length
 and split into micro-batches of at most `max_tokens` padded tokens (the longest sample times their number), or packed
@@ -18,7 +19,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -33,7 +34,8 @@ from accmt.data.token_budget import Groups, TokenBudget, cut_by_tokens, padded_t
 from accmt.errors import DataError, explain
 from accmt.libraries.private_names import pin_memory
 from accmt.messages import warn_once
-from accmt.processes import data_index, gather_from_data
+from accmt.processes import data_index, each_once, gather_from_data, gather_objects
+from accmt.state import TrainingState
 
 _FIRST_WINDOW = 2
 _SAMPLES_OF_WINDOW = 1024
@@ -66,6 +68,19 @@ class WindowMaker(Protocol):
         """Yield the windows of an epoch, starting with that of micro-batch `first`.
 
         Processes: collective if samples are split.
+        """
+
+
+class Grouping(Protocol):
+    """Decides which batches make an optimizer step."""
+
+    def groups(self, batches: Iterable[MicroBatch], epoch: int, *, per_batch: int = 1) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of each optimizer step.
+
+        Args:
+            batches: The micro-batches of an epoch, or of the rest of it.
+            epoch: The epoch.
+            per_batch: Micro-batches that make one batch of the requested size.
         """
 
 
@@ -130,12 +145,11 @@ class ByCount:
 
     keeps_batches = True
 
-    def __init__(self, batches_per_step: Callable[[int], int] | None = None) -> None:
+    def __init__(self, batches_per_step: Callable[[int], int | None] | None = None) -> None:
         self._batches_per_step = batches_per_step
 
     def windows(self, source: Source, epoch: int, first: int) -> Iterator[Window]:
-        batches_per_step = self._batches_per_step
-        number = 1 if batches_per_step is None else batches_per_step(epoch) * source.micro_batches_per_batch
+        number = self._micro_batches_per_step(epoch, source.micro_batches_per_batch)
         micro_batches = source.micro_batches(epoch, first)
         for begin in micro_batches:
             end = begin.index + number
@@ -147,6 +161,18 @@ class ByCount:
                 count = end - begin.index
                 yield Window(_until_full(begin, micro_batches, count), count, source.samples_in(begin.index, end))
 
+    def groups(self, batches: Iterable[MicroBatch], epoch: int, *, per_batch: int = 1) -> Iterator[list[MicroBatch]]:
+        number = self._micro_batches_per_step(epoch, per_batch)
+        group: list[MicroBatch] = []
+        for batch in batches:
+            group.append(batch)
+            if batch.is_last or len(group) == number:
+                yield group
+                group = []
+
+    def _micro_batches_per_step(self, epoch: int, per_batch: int) -> int:
+        return 1 if self._batches_per_step is None else (self._batches_per_step(epoch) or 1) * per_batch
+
 
 def _until_full(begin: MicroBatch, others: Iterator[MicroBatch], number: int) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a window; nothing is read after its last one, or the epoch's."""
@@ -157,6 +183,110 @@ def _until_full(begin: MicroBatch, others: Iterator[MicroBatch], number: int) ->
         yield micro_batch
         if micro_batch.is_last:
             return
+
+
+class WindowSoFar(NamedTuple):
+    """What a window maker of another package sees of an accumulation window; the same on every process.
+
+    Attributes:
+        num_batches: Batches of the requested size that each process has read for it.
+        num_samples: Samples in them, over all processes; None if a custom collate function may change their number.
+        num_tokens: Tokens in them, over all processes, without padding: those of `input_ids` that `attention_mask` does
+            not mask, or with `max_tokens` the lengths of the samples. None for data without `input_ids`.
+    """
+
+    num_batches: int
+    num_samples: int | None
+    num_tokens: int | None
+
+
+IsFull: TypeAlias = Callable[[WindowSoFar, TrainingState], bool]
+"""A window maker of another package: returns whether the window is complete, given the state before it."""
+
+
+class ByFunction:
+    """Makes windows that end where a function of another package says, which is asked after each batch.
+
+    A window is read whole before the first of its micro-batches is trained on. So its number of samples is known, the
+    last micro-batch is known to be the last, and the function depends on nothing that training on the window changes.
+
+    Args:
+        name: The name under which the package registered the function.
+        is_full: The function.
+        state: The run's state.
+        count_tokens: Counts the tokens of this process's batch; None if it shows none.
+    """
+
+    keeps_batches = True
+
+    def __init__(
+        self, name: str, is_full: IsFull, state: TrainingState, count_tokens: Callable[[Any], int | None] | None = None
+    ) -> None:
+        self._name = name
+        self._is_full = is_full
+        self._state = state
+        self._count_tokens = count_tokens or _tokens_in
+
+    def windows(self, source: Source, epoch: int, first: int) -> Iterator[Window]:
+        per_batch = source.micro_batches_per_batch
+        for group in self.groups(source.micro_batches(epoch, first), epoch, per_batch=per_batch):
+            yield Window(group, len(group), _samples_in(group))
+
+    def groups(self, batches: Iterable[MicroBatch], epoch: int, *, per_batch: int = 1) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of each optimizer step.
+
+        Processes: collective.
+        """
+        group: list[MicroBatch] = []
+        num_tokens: int | None = None
+        for batch in batches:
+            group.append(batch)
+            own = None if batch.batch is None else self._count_tokens(batch.batch)
+            found = [tokens for tokens in self._exchange(group, own, is_end=False) if tokens is not None]
+            num_tokens = sum(found, num_tokens or 0) if found else num_tokens
+            if not batch.is_last:
+                if len(group) % per_batch:
+                    continue  # a part of a batch: windows are the same with smaller micro-batches
+                if not self._is_full(WindowSoFar(len(group) // per_batch, _samples_in(group), num_tokens), self._state):
+                    continue
+            self._exchange(group, None, is_end=True)
+            yield group
+            group, num_tokens = [], None
+
+    def _exchange(self, group: list[MicroBatch], own_tokens: int | None, *, is_end: bool) -> list[int | None]:
+        """Return the tokens in each process's batch, and check that the window has the same end on all processes.
+
+        Processes: collective.
+
+        Raises:
+            DataError: It has ended on some processes only.
+        """
+        every = gather_objects((is_end, len(group) - 1 + is_end, own_tokens))
+        numbers = [number for has_ended, number, _ in every if has_ended]
+        if numbers and len(numbers) < len(every):
+            here = [index for index, (has_ended, _, _) in enumerate(every) if has_ended]
+            got = f"a window that ends after {min(numbers)} micro-batches on process {here[0]}, and not on all others"
+            expected = "the same answer on every process"
+            do = "decide from the arguments alone, which are the same on every process: not from random numbers, time, "
+            do += "or anything that only this process has"
+            raise DataError(explain(f"the window maker {self._name!r}", got, expected, do))
+        return each_once([tokens for _, _, tokens in every])
+
+
+def _samples_in(group: Iterable[MicroBatch]) -> int | None:
+    total = 0
+    for micro_batch in group:
+        if micro_batch.num_samples is None:
+            return None
+        total += micro_batch.num_samples
+    return total
+
+
+def _tokens_in(batch: Any) -> int | None:
+    ids, mask = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "attention_mask"))
+    if not isinstance(ids, torch.Tensor):
+        return None
+    return int(mask.sum()) if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else ids.numel()
 
 
 class _TokenCut:
@@ -246,7 +376,7 @@ class ByTokens(_TokenCut):
 
     Args:
         budget: As for the base, like all others.
-        batches_per_step: Returns the batches per optimizer step, by epoch.
+        grouping: Decides which batches make an optimizer step.
         collate: The collate function.
 
     Attributes:
@@ -254,28 +384,21 @@ class ByTokens(_TokenCut):
         padded_tokens: The same, including padding.
     """
 
-    def __init__(
-        self, budget: TokenBudget, *, collate: Collate, batches_per_step: Callable[[int], int], **others: Any
-    ) -> None:
+    def __init__(self, budget: TokenBudget, *, collate: Collate, grouping: Grouping, **others: Any) -> None:
         super().__init__(budget, collate=collate, purpose="train", **others)
         self.real_tokens = self.padded_tokens = 0
         self._knows_samples = keeps_number(collate)
-        self._batches_per_step = batches_per_step
+        self._grouping = grouping
 
     cut = staticmethod(cut_by_tokens)
     tokens_of = staticmethod(padded_tokens)
 
     def windows(self, source: Source, epoch: int, first: int) -> Iterator[Window]:
-        batches_per_step = self._batches_per_step(epoch)
-        batches: list[MicroBatch] = []
-        for batch in source.micro_batches(epoch, first):
-            batches.append(batch)
-            if batch.is_last or len(batches) == batches_per_step:
-                yield self._make_window(epoch, batches)
-                batches = []
+        for batches in self._grouping.groups(_unpacked(source.micro_batches(epoch, first)), epoch):
+            yield self._make_window(epoch, batches)
 
     def _make_window(self, epoch: int, batches: list[MicroBatch]) -> Window:
-        samples = [sample for batch in batches for sample in _unpack(batch.batch)]
+        samples = [sample for batch in batches for sample in batch.batch]
         every = gather_from_data([find_length(sample, self._length_of) for sample in samples])
         lengths = list(chain(*every))
         self._check_longest(lengths)
@@ -332,7 +455,7 @@ class ByTokensInEvaluation(_TokenCut):
     def windows(self, source: Source, epoch: int, first: int) -> Iterator[Window]:
         batches: list[MicroBatch] = []
         num_batches = min(_FIRST_WINDOW, self._largest_window)
-        for batch in source.micro_batches(epoch, first):
+        for batch in _unpacked(source.micro_batches(epoch, first)):
             batches.append(batch)
             if batch.is_last or len(batches) == num_batches:
                 yield self._make_window(source, epoch, batches)
@@ -343,7 +466,7 @@ class ByTokensInEvaluation(_TokenCut):
         places: list[tuple[int, int]] = []
         indices: list[int | None] = []
         for batch in batches:
-            read = _unpack(batch.batch)
+            read = batch.batch
             samples += read
             found = _indices_of(batch, source.samples_of(epoch, batch.index))
             indices += [None] * len(read) if found is None or len(found) != len(read) else found
@@ -405,9 +528,11 @@ def take_apart(user_loader: DataLoader[Any]) -> tuple[DataLoader[Any], Collate] 
     return reader, user_loader.collate_fn
 
 
-def _unpack(batch: Any) -> list[Any]:
-    samples: list[Any] = pickle.loads(batch) if isinstance(batch, bytes) else batch or []  # noqa: S301 - a worker's
-    return samples
+def _unpacked(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield batches of uncollated samples as lists, also those that a worker has sent as bytes."""
+    for batch in batches:
+        batch.batch = pickle.loads(batch.batch) if isinstance(batch.batch, bytes) else batch.batch or []  # noqa: S301
+        yield batch
 
 
 def _exchange(samples: list[Any], first: int, cut: list[Groups]) -> list[list[Any]]:

@@ -109,7 +109,7 @@ def _train_epoch(run: Run) -> bool:
     state = run.state
     seed_generators(derive_seed(run.seed, "epoch", state.epoch), run.device)  # for data that is rebuilt
     run.loaders.reload_if_due()
-    state.grad_accum_steps = run.accumulation_at(state.epoch)
+    state.grad_accum_steps = run.accumulation_at(state.epoch) or 1
     state.now.stage = "train"
     state.now.is_last_epoch = run.cadence.is_last_epoch(state, run.steps_per_epoch(state.epoch))
     if not run.unwrapped_model.training:  # else the user's choice of modes is kept
@@ -253,7 +253,7 @@ def describe(run: Run) -> dict[str, Any]:
     from accmt.version import __version__
 
     settings = run.settings
-    accumulation = settings.optimization.accumulation_at(0)
+    samples = settings.samples_per_step(num_data_processes())
     metrics = {
         name: HIGHER_IS_BETTER if is_better(1.0, 0.0) else LOWER_IS_BETTER
         for name, is_better in run.saver.selection.directions.items()
@@ -261,8 +261,8 @@ def describe(run: Run) -> dict[str, Any]:
     }
     return {
         **settings.hps.get_config(),
-        "effective_batch_size": settings.hps.train_batch_size * accumulation * num_data_processes(),
-        "grad_accumulation_steps": accumulation,
+        **({} if samples is None else {"effective_batch_size": samples}),
+        "grad_accumulation_steps": settings.optimization.window_maker or settings.optimization.accumulation_at(0),
         "num_processes": run.state.num_processes,
         "mixed_precision": str(run.accelerator.mixed_precision),
         "seed": run.seed,

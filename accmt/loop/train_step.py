@@ -139,8 +139,11 @@ class AutomaticSteps:
         self._may_leave_out = may_return_none(run.module)
         self._calls: list[None] | None = None
         engine.begin_epoch(reduces_at_end=self._may_leave)
+        self._varies = run.accumulation_at(run.state.epoch) is None
         if run.settings.hps.max_tokens is not None:
             engine.require_accumulating("max_tokens, which splits")
+        elif self._varies:
+            engine.require_accumulating(f"as many batches as {run.settings.optimization.window_maker!r} decides")
         elif run.state.grad_accum_steps > 1:
             engine.require_accumulating(f"{run.state.grad_accum_steps} micro-batches")
 
@@ -160,6 +163,8 @@ class AutomaticSteps:
         run, state, num_micro_batches = self._run, self._run.state, planned.num_micro_batches
         run.trained.update()
         self._engine.begin_window()
+        if self._varies:
+            state.grad_accum_steps = num_micro_batches
         samples_before, skips_window = state.samples_seen, run.features.skips_window
         window = AccumulationWindow(
             known_samples=None if run.counts_own_samples or self._may_leave_out else planned.num_samples,
@@ -170,7 +175,7 @@ class AutomaticSteps:
         for number, micro_batch in enumerate(planned.micro_batches, 1):
             is_full = micro_batch.is_last or number == num_micro_batches
             state.now.is_last_training_batch = micro_batch.is_last
-            state.now.ends_step = None if micro_batch.cut is None else is_full
+            state.now.ends_step = is_full if self._varies or micro_batch.cut is not None else None
             for before_batch in run.features.before_batch:
                 before_batch(micro_batch)
             if window.is_skipped:

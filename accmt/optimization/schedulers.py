@@ -164,7 +164,7 @@ def _filled(
 
 
 def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParameterError:
-    got = "data without a length, so the number of steps is unknown"
+    got = "data without a length, or a window maker: the number of steps is unknown"
     expected = f"a known number of steps, from which {argument} is computed"
     return HyperParameterError(explain(hps.where("scheduler"), got, expected, do))
 

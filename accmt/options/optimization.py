@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from accmt.options.checks import Options, raise_wrong_value, require_flags, require_int, require_positive, set_field
+from accmt.options.checks import (
+    Options,
+    raise_wrong_value,
+    require_choice,
+    require_flags,
+    require_int,
+    require_positive,
+    set_field,
+)
+from accmt.registry import names
 
 
 def require_clipping(name: str, value: Any) -> None:
@@ -42,14 +51,15 @@ class OptimizationSettings:
     """Gradient accumulation, clipping and optimizer steps.
 
     Args:
-        grad_accumulation_steps: Batches per process and optimizer step: a number, or `{epoch: number}` with the epoch
-            (from 0) at which each number starts to apply. None is 1.
+        grad_accumulation_steps: Batches per process and optimizer step: a number; `{epoch: number}` with the epoch
+            (from 0) at which each number starts to apply; or the name of a window maker from another package
+            (entry-point group `accmt.window_makers`), which decides after each batch. None is 1.
         clip_grad: Largest gradient norm of an optimizer step: the whole gradient is scaled. `Clipping(value=0.5)`
             clamps each entry instead. None or 0 is off. For sparse gradients, only the stored values count.
         set_to_none: Whether to free gradients after a step instead of setting them to zero.
     """
 
-    grad_accumulation_steps: int | Mapping[int, int] | None = None
+    grad_accumulation_steps: int | Mapping[int, int] | str | None = None
     clip_grad: float | Clipping | Mapping[str, float] | None = None
     set_to_none: bool = True
 
@@ -64,6 +74,8 @@ class OptimizationSettings:
             for epoch, number in steps.items():
                 require_int("grad_accumulation_steps (epoch)", epoch, at_least=0)
                 require_int(f"grad_accumulation_steps[{epoch}]", number, at_least=1)
+        elif isinstance(steps, str) and (makers := names("accmt.window_makers")):
+            require_choice("grad_accumulation_steps", steps, makers)
         elif steps is not None:
             require_int("grad_accumulation_steps", steps, at_least=1, also=", or {epoch: number}")
 
@@ -79,9 +91,16 @@ class OptimizationSettings:
         limit: float | None = getattr(clip, self.clip_type) if isinstance(clip, Clipping) else clip
         return limit
 
-    def accumulation_at(self, epoch: int) -> int:
-        """Return the batches per process and optimizer step in `epoch` (from 0)."""
+    @property
+    def window_maker(self) -> str | None:
+        """The name of the window maker; None if the number of batches is set."""
+        return self.grad_accumulation_steps if isinstance(self.grad_accumulation_steps, str) else None
+
+    def accumulation_at(self, epoch: int) -> int | None:
+        """Return the batches per process and optimizer step in `epoch` (from 0); None if a window maker decides."""
         steps = self.grad_accumulation_steps
+        if isinstance(steps, str):
+            return None
         if isinstance(steps, Mapping):
             begun = [start for start in steps if start <= epoch]
             return steps[max(begun)] if begun else 1

@@ -151,6 +151,16 @@ class Settings:
         """How the run reacts to failures."""
         return self.handling.failures
 
+    def samples_per_step(self, num_parts: int, epoch: int = 0) -> int | None:
+        """Return the samples of a full optimizer step of an epoch; None if a window maker decides.
+
+        Args:
+            num_parts: The number of processes, or groups of processes, that train on different data.
+            epoch: The epoch, from 0.
+        """
+        batches = self.optimization.accumulation_at(epoch)
+        return None if batches is None else self.hps.train_batch_size * batches * num_parts
+
     def from_home(self, path: str | PathLike[str]) -> Path:
         """Return a path unchanged while `home` is the working folder, and an absolute one otherwise."""
         return Path(path) if is_current(self.home) else self.home / path

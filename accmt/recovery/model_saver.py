@@ -366,13 +366,13 @@ def _describe_loss(run: Run) -> dict[str, float]:
 
 def _describe_training(run: Run) -> dict[str, Any]:
     state, settings = run.state, run.settings
-    accumulation = settings.optimization.accumulation_at(state.epoch)
+    samples = settings.samples_per_step(num_data_processes(), state.epoch)
     return {
         "steps": state.global_step,
         # An evaluation at the end of an epoch happens before the epoch is counted.
         "epochs finished": state.epoch + int(state.train_step > 0 and state.is_last_training_batch),
         "training samples seen": state.samples_seen,
-        "samples of a step": settings.hps.train_batch_size * accumulation * num_data_processes(),
+        "samples of a step": f"decided by {settings.optimization.window_maker}" if samples is None else samples,
         "processes": state.num_processes,
         "mixed precision": str(run.accelerator.mixed_precision),
         "seed": run.seed,

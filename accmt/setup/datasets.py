@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accmt.data import (
     ByCount,
+    ByFunction,
     Loader,
     MicroBatch,
     Shard,
@@ -37,6 +38,7 @@ from accmt.options import DataSettings, Settings
 from accmt.processes import data_index, num_data_processes, run_on_every_process
 from accmt.recovery.restart import Recovery
 from accmt.recovery.shutdown import stopping_if_asked
+from accmt.registry import find
 from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.token_budget import find_cutting, make_largest, reject_other_cuts
 from accmt.state import TrainingState
@@ -294,6 +296,7 @@ def build_train_loader(
     module: AcceleratorModule,
     data: Any,
     settings: Settings,
+    state: TrainingState,
     *,
     seed: int,
     device: torch.device,
@@ -337,10 +340,16 @@ def build_train_loader(
         agrees_each_batch=data_settings.shard_dataloaders and num_data_processes() > 1,
     )
     source = build_source(cutting.data if cutting else data, options)
-    if cutting:
-        return Loader(source, cutting.of_training())
-    steps_itself = module.uses_manual_optimization
-    return Loader(source, ByCount(None if steps_itself else settings.optimization.accumulation_at))
+    maker: ByCount | ByFunction
+    if (name := settings.optimization.window_maker) is not None:
+        if module.uses_manual_optimization:
+            got = f"{name!r}, and a module with manual optimization"
+            do = "leave it out: the module decides when to step"
+            raise ArgumentError(explain("Trainer(grad_accumulation_steps=...)", got, "one of the two", do))
+        maker = ByFunction(name, find("accmt.window_makers", name), state, cutting.count_tokens if cutting else None)
+    else:
+        maker = ByCount(None if module.uses_manual_optimization else settings.optimization.accumulation_at)
+    return Loader(source, cutting.of_training(maker) if cutting else maker)
 
 
 def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
@@ -540,11 +549,14 @@ class Loaders:
             feature.check(settings, self._module, train_data)
         self._also_read = list(val_data.values())
         self.train = self.build_train_again()
-        every = Cadence.of(settings).evaluate_every
-        if isinstance(every, float) and self.train.source.num_micro_batches is None:
-            got = f"{every}, a fraction of an epoch whose length is unknown"
-            do = "for example evaluate_every_n_steps=100"
-            raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of steps", do))
+        cadence = Cadence.of(settings)
+        is_unknown = self.train.source.num_micro_batches is None or settings.optimization.window_maker is not None
+        saved = None if cadence.checkpoint_every is None else cadence.checkpoint_every.number
+        for name, every in (("evaluate_every_n_steps", cadence.evaluate_every), ("checkpoint_every", saved)):
+            if isinstance(every, float) and is_unknown:
+                got = f"{every}, a fraction of an epoch whose length is unknown"
+                do = f"for example {name}=100"
+                raise ArgumentError(explain(f"Trainer({name}=...)", got, "a whole number of steps", do))
         for name, data in val_data.items():
             self.validation[name] = build_evaluation_loader(
                 self._module,
@@ -567,6 +579,7 @@ class Loaders:
             self._module,
             self._train_data,
             settings,
+            self._trainer.state,
             seed=self._seed,
             device=self._engine.accelerator.device,
             max_micro_batch_size=lessons.get("max_micro_batch_size"),

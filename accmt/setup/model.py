@@ -53,15 +53,17 @@ def measure_run(
     """Count what is done, what the current epoch still has, and the epochs after it."""
 
     def steps(epoch: int, micro_batches: int) -> int:
-        return -(-micro_batches // (settings.optimization.accumulation_at(epoch) * source.micro_batches_per_batch))
+        accumulation = settings.optimization.accumulation_at(epoch) or 1
+        return -(-micro_batches // (accumulation * source.micro_batches_per_batch))
 
     done = counters.global_step + counters.skipped_steps
-    samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_data_processes()
+    samples = settings.samples_per_step(num_data_processes())
     max_steps = cadence.max_steps
-    if cadence.max_samples is not None:  # in full batches: the same number in a run that is resumed within an epoch
+    if cadence.max_samples is not None and samples is not None:
+        # In full batches: the same number in a run that is resumed within an epoch.
         max_steps = min(-(-cadence.max_samples // samples), max_steps or sys.maxsize)
     basis = [cadence.epochs, max_steps, samples]
-    if micro_batches_per_epoch is None or source.num_micro_batches is None:
+    if samples is None or micro_batches_per_epoch is None or source.num_micro_batches is None:
         return RunLength(max_steps, None, done, basis, cadence.epochs)
     per_epoch = steps(0, micro_batches_per_epoch)
     num_epochs = cadence.epochs

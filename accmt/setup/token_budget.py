@@ -17,6 +17,7 @@ from accmt.data import (
     ByPackedRows,
     ByTokens,
     ByTokensInEvaluation,
+    Grouping,
     TokenBudget,
     in_buckets,
     known_lengths,
@@ -52,12 +53,15 @@ class Cutting:
     data: Any
     options: dict[str, Any]
 
-    def of_training(self) -> ByTokens:
+    def of_training(self, grouping: Grouping) -> ByTokens:
         """Return what cuts the samples of optimizer steps."""
         self._say_what_is_expected(self.training_budget)
         _warn_of_batch_norm(self.module.model)
-        batches_per_step = self.settings.optimization.accumulation_at
-        return self._training_kind(self.training_budget, batches_per_step=batches_per_step, **self.training_options)
+        return self._training_kind(self.training_budget, grouping=grouping, **self.training_options)
+
+    def count_tokens(self, samples: list[Any]) -> int:
+        """Return the tokens of samples, without padding."""
+        return sum(find_length(sample, self.module.length_of) for sample in samples)
 
     def of_evaluation(self, purpose: str, *, batch_size: int) -> ByTokensInEvaluation:
         """Return what cuts the samples of an evaluation."""
@@ -88,9 +92,9 @@ class Cutting:
     def _say_what_is_expected(self, budget: TokenBudget) -> None:
         """Say into how many micro-batches a step is cut, by the lengths of a few steps of samples drawn at random."""
         batch_size = self.data.batch_size if isinstance(self.data, DataLoader) else self.settings.hps.train_batch_size
-        if batch_size is None:
-            return
         number, count = num_data_processes(), self.settings.optimization.accumulation_at(0)
+        if batch_size is None or count is None:
+            return
         step = batch_size * count * number
         kind = self._training_kind
         what = f"max_tokens={budget.max_tokens}: the {step} samples of an optimizer step"
@@ -229,7 +233,7 @@ def make_largest(
     budget = None if cutting is None else cutting.training_budget
     collate = (collate or collate_or_explain) if cutting is None else cutting.training_options["collate"]
     if cutting is not None:
-        size = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_data_processes()
+        size = settings.samples_per_step(num_data_processes()) or len(dataset)
     if size is None or len(dataset) == 0:
         return "batches have no common size"
     length_of = module.length_of if defines(module, "length_of") else None

@@ -92,8 +92,9 @@ class Trainer(TrainerProperties):
             `GeneralTracker`. `history.jsonl` is always written.
         log_every: Optimizer steps between rows of training values: a number, or a string such as "10 steps"; -1 or
             "epoch" is one row at the end of each epoch.
-        grad_accumulation_steps: Batches per process and optimizer step: a number, or `{epoch: number}` with the epoch
-            (from 0) at which each number starts to apply. None is 1.
+        grad_accumulation_steps: Batches per process and optimizer step: a number; `{epoch: number}` with the epoch
+            (from 0) at which each number starts to apply; or the name of a window maker from another package (entry-
+            point group `accmt.window_makers`), which decides after each batch. None is 1.
         clip_grad: Largest gradient norm of an optimizer step: the whole gradient is scaled. `Clipping(value=0.5)`
             clamps each entry instead. None or 0 is off. For sparse gradients, only the stored values count.
         set_to_none: Whether to free gradients after a step instead of setting them to zero.
@@ -226,7 +227,7 @@ class Trainer(TrainerProperties):
         logging_dir: str | PathLike[str] = "logs",
         log_with: Trackers | None = None,
         log_every: int | str = 1,
-        grad_accumulation_steps: int | Mapping[int, int] | None = None,
+        grad_accumulation_steps: int | Mapping[int, int] | str | None = None,
         clip_grad: float | Clipping | Mapping[str, float] | None = None,
         set_to_none: bool = True,
         shuffle_train: bool = True,

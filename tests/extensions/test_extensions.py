@@ -66,6 +66,7 @@ def test_names_that_no_package_adds_are_errors_that_name_the_nearest(monkeypatch
         ({"log_with": "text_fil"}, "text_file"),
         ({"mixed_precision": "coars"}, "coarse"),
         ({"parallelism": {"engine": "compresed"}}, "compressed"),
+        ({"grad_accumulation_steps": "growin"}, "growing"),
     ):
         with pytest.raises(AccmtError, match=nearest):
             Trainer(hps, "out/model", **wrong)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
-from accmt.data import ByTokens, Loader, SourceOptions, TokenBudget, build_source, keep_samples
+from accmt.data import ByCount, ByTokens, Loader, SourceOptions, TokenBudget, build_source, keep_samples
 from accmt.errors import ArgumentError, DataError
 
 NUMBER = 45
@@ -359,7 +359,7 @@ def test_micro_batches_are_pinned_as_batches_are(pins: bool) -> None:
         length_of=None,
         seed=0,
         pins_memory=pins,
-        batches_per_step=lambda epoch: 1,
+        grouping=ByCount(lambda epoch: 1),
     )
     assert {micro_batch.batch.is_pinned for micro_batch in Loader(source, maker).micro_batches(0)} == {pins}
 

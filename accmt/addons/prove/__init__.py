@@ -140,9 +140,9 @@ def prove(
     for name in ("accelerate", "accmt.setup.build", "accmt.loop.fit", "torch._dynamo", "torch.nn.parallel"):
         import_module(name)  # once here, instead of in every fork
     hps = trainer.settings.hps
-    size = (
-        getattr(train_dataset, "batch_size", None) or hps.train_batch_size
-    ) * trainer.settings.optimization.accumulation_at(0)
+    size = (getattr(train_dataset, "batch_size", None) or hps.train_batch_size) * (
+        trainer.settings.optimization.accumulation_at(0) or 1
+    )
     size = max(8 if has_batch_norm(module.model) else 4, min(size, samples // steps) // 4 * 4)
     with make_folder() as folder:
         subject = Subject(
