@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from accmt.options import HyperParameters as HyperParameters
     from accmt.options import Optimizer as Optimizer
     from accmt.options import Scheduler as Scheduler
+    from accmt.options.data import DataOptions as DataOptions
     from accmt.options.data import Limits as Limits
     from accmt.options.evaluation import MetricOptions as MetricOptions
     from accmt.options.failures import Failures as Failures
@@ -123,6 +124,7 @@ _HOMES = {
     "CometML": "accmt.addons.trackers.comet_ml",
     "DVCLive": "accmt.addons.trackers.dvclive",
     "DataError": "accmt.errors",
+    "DataOptions": "accmt.options.data",
     "Delivery": "accmt.options.tracking",
     "Ledger": "accmt.options.tracking",
     "DeviceError": "accmt.errors",

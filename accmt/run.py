@@ -142,7 +142,7 @@ class EvaluationRun:
 
         The copy is asynchronous if the batch is in pinned memory.
         """
-        if self.device.type == "cpu" or not self.settings.data.batch_device_placement:
+        if self.device.type == "cpu" or not self.settings.data.data_options.device_placement:
             return batch
         if is_dataclass(batch) and not isinstance(batch, type) and not hasattr(batch, "to"):
             placed = copy.copy(batch)

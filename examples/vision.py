@@ -115,7 +115,7 @@ def main() -> None:
         model_path=options.output,
         model_saving="best_accuracy",
         metrics=[Accuracy()],
-        collate_fn_train=None if options.plain else mixup,
+        collate_fn={"train": None if options.plain else mixup},
         callbacks=[] if options.plain else [EMA(decay=0.99)],
         seed=SEED,
     )

@@ -233,10 +233,10 @@ def _check_run(module: Any, settings: Settings) -> None:
     data = settings.data
     if module.uses_manual_optimization:
         _reject("a module with manual optimization", "use an accmt.AcceleratorModule with automatic optimization")
-    if data.group_by_length:
-        _reject("group_by_length=True", "leave it out: a curriculum decides the order")
-    if data.sampler is not None or data.batch_sampler is not None:
-        _reject("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
+    if data.data_options.group_by_length:
+        _reject("group_by_length", "leave it out: a curriculum decides the order")
+    if data.sampler_of("train") is not None or data.data_options.batch_sampler is not None:
+        _reject("a sampler or batch_sampler", "leave it out: a curriculum decides the order")
     is_limited = isinstance(data.limits.train, int) or data.limits.train < 1.0  # 1 is one batch
     if is_limited and not settings.running.fast_dev_run:
         _reject("limit_batches= or overfit_batches=", "leave it out: max_steps sets the length of the run")

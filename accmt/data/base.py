@@ -163,7 +163,7 @@ class SourceOptions:
     def without_second_sharding(self, *samplers: Any) -> SourceOptions:
         """Return the options for these samplers; data that one of them already shards is not sharded again.
 
-        Each process then has its own data, as with `shard_dataloaders=False`, and its own seed.
+        Each process then has its own data, as with `shard` off, and its own seed.
         """
         parts = [part for sampler in samplers for part in (sampler, getattr(sampler, "sampler", None))]
         sharding = next((part for part in parts if isinstance(part, DistributedSampler)), None)
@@ -218,8 +218,8 @@ def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
     got = f"different samples on process {other} and process {index} at the same indices"
     expected = "the complete data on every process: accmt shards it"
     do = (
-        "pass the complete data on every process, or Trainer(shard_dataloaders=False) if your script splits it. If "
-        "only the augmentation differs, draw its random numbers from torch, numpy or random, which are seeded, not "
+        'pass the complete data on every process, or Trainer(data_options={"shard": False}) if your script splits it. '
+        "If only the augmentation differs, draw its random numbers from torch, numpy or random, which are seeded, not "
         "from the operating system"
     )
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
@@ -261,7 +261,7 @@ def require_same_everywhere(options: SourceOptions, has: str, order: str) -> Non
     if first == second:
         got = f"{first}, in different orders on process {other} and process {index}"
     expected = "the same data in the same order on every process: accmt shards it"
-    do = "build the data the same way on every process (one seed), or pass Trainer(shard_dataloaders=False)"
+    do = 'build the data the same way on every process (one seed), or pass Trainer(data_options={"shard": False})'
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
@@ -275,7 +275,7 @@ def require_same_end(options: SourceOptions, read: str) -> None:
         index, other, first, second = found
         got = f"{first} on process {index}, {second} on process {other}"
         expected = "the same stream on every process: accmt shards it"
-        do = "read the same files in the same order on every process, or pass Trainer(shard_dataloaders=False)"
+        do = 'read the same files in the same order on every process, or pass Trainer(data_options={"shard": False})'
         raise DataError(explain(f"the {options.kind} data, which can only be read from the start", got, expected, do))
 
 

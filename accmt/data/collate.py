@@ -80,14 +80,14 @@ def keeps_number(collate: Collate) -> bool:
     return is_known and kind.__name__ != "DataCollatorWithFlattening"
 
 
-def build_collate(value: Any, argument: str) -> Collate | None:
+def build_collate(value: Any) -> Collate | None:
     """Return the collate function for the user's value: None, a function, or a list of functions."""
     if value is None:
         return None
     functions = list(value) if isinstance(value, list | tuple) else [value]
     if not functions or not all(callable(function) for function in functions):
         expected = "a function that takes a list of samples, or a list of such functions"
-        raise ArgumentError(explain(f"Trainer({argument}=...)", repr(value), expected, f"{argument}=my_function"))
+        raise ArgumentError(explain("Trainer(collate_fn=...)", repr(value), expected, "collate_fn=my_function"))
     return functions[0] if len(functions) == 1 else CollateChain(functions)
 
 

@@ -210,10 +210,12 @@ def group_dataset(
         got = f"a {type(data).__name__}, all of whose samples would have to be read first"
         expected = 'a datasets.Dataset with a column "length" or "input_ids", a list of samples, or `lengths`'
         do = "set the dataset's attribute `lengths`, one per sample; or use max_tokens, which does not need lengths"
-        raise DataError(explain("Trainer(group_by_length=True)", got, expected, do))
+        raise DataError(explain('Trainer(data_options={"group_by_length": True})', got, expected, do))
     if len(lengths) != len(data):
         got, expected = f"{len(lengths)} lengths", f"{len(data)} lengths, one per sample"
-        raise DataError(explain("Trainer(group_by_length=True)", got, expected, "correct the dataset's `lengths`"))
+        raise DataError(
+            explain('Trainer(data_options={"group_by_length": True})', got, expected, "correct the dataset's `lengths`")
+        )
     return LengthGroupedSampler(lengths, batch_size, shuffle=shuffle)
 
 

@@ -133,7 +133,7 @@ class UnshardedSource:
             if len(positions) != num_processes():
                 got = f"{num_processes()} processes, but the position is of {len(positions)}"
                 expected = "the same number of processes as before: each has its own data, which no other can resume"
-                do = "resume on the same number of processes, with the same shard_dataloaders"
+                do = "resume on the same number of processes, with the same data_options"
                 raise DataError(explain("the data of each process in a resumed epoch", got, expected, do))
             own = positions[process_index()]
         self._own.resume_from(epoch, first_micro_batch, own)

@@ -33,10 +33,10 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
         got = f"a model already split over {size} processes, and FSDP2 over all"
         do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'
         raise ArgumentError(explain("Trainer(parallelism=...)", got, "FSDP2 over the others", do))
-    if size > 1 and not settings.data.shard_dataloaders:
+    if size > 1 and not settings.data.data_options.shard:
         got = f"separate data for each process, but groups of {size} processes must see the same: they hold one model"
-        do = "leave shard_dataloaders out: every process passes the same data, which accmt shards"
-        raise ArgumentError(explain("Trainer(shard_dataloaders=False)", got, "data that all processes share", do))
+        do = "leave `shard` out: every process passes the same data, which accmt shards"
+        raise ArgumentError(explain('Trainer(data_options={"shard": False})', got, "data that all processes share", do))
     if settings.running.parallelism and settings.running.parallelism.engine:
         added: type[Engine] = find("accmt.engines", settings.running.parallelism.engine)
         return added(module, accelerator)

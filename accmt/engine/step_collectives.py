@@ -116,10 +116,10 @@ def _check(step: str, name: str, tensors: list[Tensor], *, is_partial: bool) -> 
         got = f"a collective of shapes {', '.join(map(str, every))} on processes 0 to {len(every) - 1}"
         expected = "equal shapes: the last samples of the data are divided as evenly as possible, so sizes differ by 1"
         do = "accmt.gather_with_gradients(tensor) accepts unequal sizes, like self.accelerator.gather_for_metrics; "
-        do += "metrics=... gathers automatically; or set dataloader_drop_last=True"
+        do += 'metrics=... gathers automatically; or set data_options={"drop_last": True}'
         raise ModuleContractError(explain(step, got, expected, do))
     if is_partial and name in GATHERING:
-        way_out = "accmt.gather_with_gradients and dataloader_drop_last=True avoid this"
+        way_out = 'accmt.gather_with_gradients and data_options={"drop_last": True} avoid this'
         if step != "training_step":
             way_out = "metrics=... and self.accelerator.gather_for_metrics avoid this"
         what = f"{step} gathers over processes although there are fewer last batches than processes"

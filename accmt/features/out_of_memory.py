@@ -38,7 +38,7 @@ class OutOfMemory(Feature):
         if module.uses_manual_optimization:
             got, do = "a module with manual optimization", "set a number, or remove it"
             raise ArgumentError(explain(where, got, expected, do))
-        if isinstance(train_data, DataLoader) or settings.data.batch_sampler is not None:
+        if isinstance(train_data, DataLoader) or settings.data.data_options.batch_sampler is not None:
             got = "batches from your DataLoader or batch sampler"
             do = "pass the dataset, and set the batch size in the hyper-parameters"
             raise ArgumentError(explain(where, got, expected, do))

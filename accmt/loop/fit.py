@@ -126,7 +126,7 @@ def _train_epoch(run: Run) -> bool:
         if has_ended and finish_step(run):
             break
     if state.train_step == 0:
-        expected, do = "at least one batch", "check the data, the sampler, and dataloader_drop_last"
+        expected, do = "at least one batch", "check the data, the sampler, and drop_last in data_options"
         raise DataError(explain("the training data", "an epoch without a batch", expected, do))
     return is_used_up
 

@@ -45,7 +45,7 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
             every = gather_on_main_process(own.kept, run.settings.evaluation.metric_options.chunk_bytes)
             if is_main_process():
                 # Without sharding, the data of each process stays together.
-                parts, order = order_parts(every, are_shared=run.settings.data.shard_dataloaders)
+                parts, order = order_parts(every, are_shared=run.settings.data.data_options.shard)
                 predictions[key] = put_in_order(_join([part for _, part in parts]), order)
     return predictions
 

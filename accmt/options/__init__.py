@@ -1,6 +1,6 @@
 """User options: the hyper-parameters and the Trainer's arguments, each documented once, in its group."""
 
-from accmt.options.data import DataSettings, Limits
+from accmt.options.data import DataOptions, DataSettings, Limits
 from accmt.options.evaluation import EvaluationSettings, MetricOptions
 from accmt.options.failures import Failures, FailureSettings, Handler
 from accmt.options.hyperparameters import HyperParameters
@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointSettings",
     "Checkpointer",
     "Clipping",
+    "DataOptions",
     "DataSettings",
     "Delivery",
     "Ledger",

@@ -23,14 +23,10 @@ from accmt.options.yaml_reader import split_flags
 NOT_TEXT = frozenset(
     {
         "metric_options",
-        "batch_sampler",
         "callbacks",
         "checkpointer",
         "collate_fn",
-        "collate_fn_train",
-        "collate_fn_val",
         "sampler",
-        "sampler_val",
         "tracker_kwargs",
     }
 )

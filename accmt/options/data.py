@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from accmt.errors import ArgumentError, explain
 from accmt.options.checks import (
@@ -45,6 +45,42 @@ class Limits(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataOptions(Options):
+    """Further options for data loading.
+
+    Args:
+        batch_sampler: A torch batch sampler for training. Batch i goes to process i modulo the number of processes.
+        group_by_length: Whether to build training batches from samples of similar length: about 50 batches at a time
+            of shuffled samples are sorted by length. This changes which samples share a step; `max_tokens` in the
+            hyper-parameters does not.
+        drop_last: Whether to drop the last training batch if it is not full. Validation data are never dropped.
+        persistent_workers: Whether workers stay alive between epochs, which saves restarting them. Their copies of the
+            dataset then do not see changes made between epochs. No effect on streams or on a dataset with `set_epoch`.
+        shard: Whether to shard the data across processes. False: every process sees all of it.
+        device_placement: Whether to move batches to the device before a step.
+    """
+
+    batch_sampler: Any = None
+    group_by_length: bool = False
+    drop_last: bool = False
+    persistent_workers: bool = False
+    shard: bool = True
+    device_placement: bool = True
+
+    def check(self, name: str) -> None:
+        """Check the batch sampler."""
+        _require_object(f"{name}.batch_sampler", self.batch_sampler, "my_sampler")
+        if self.group_by_length and self.batch_sampler is not None:
+            do = "drop one of them: a batch sampler decides the order"
+            raise_wrong_value(name, "group_by_length and batch_sampler", "one of the two", do)
+
+
+def _require_object(name: str, value: Any, example: str) -> None:
+    if isinstance(value, str | bool | int | float):
+        raise_wrong_value(name, value, "a Python object, not a name", write_argument(name, example))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """Data loading and batching.
 
@@ -52,21 +88,14 @@ class DataSettings:
         shuffle_train: Whether to shuffle the training data every epoch, based on (seed, epoch). Ignored with a sampler.
         shuffle_validation: Whether to shuffle validation data; results do not depend on it.
         sampler: The order of training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
-            indices.
-        sampler_val: The same for validation data.
-        batch_sampler: A torch batch sampler for training. Batch i goes to process i modulo the number of processes.
+            indices; `{"train": ..., "val": ...}` sets that of validation data too.
         collate_fn: Turns a list of samples into a batch, for all data; a list of functions is applied one after the
-            other. None uses torch's default. A `collate_fn` method of the module takes precedence.
-        collate_fn_train: Like `collate_fn`, but for training data only; takes precedence over it.
-        collate_fn_val: Like `collate_fn`, but for validation data only; takes precedence over it.
+            other; `{"train": ..., "val": ...}` sets separate ones, that of "val" also for test and prediction data.
+            None uses torch's default. A `collate_fn` method of the module takes precedence.
         dataloader_pin_memory: Whether to put batches into pinned memory; no effect without an accelerator device.
         dataloader_num_workers: Number of data-loading processes per training process; 0 loads in the training process.
-        dataloader_persistent_workers: Whether workers stay alive between epochs, which saves restarting them. Their
-            copies of the dataset then do not see changes made between epochs. No effect on streams or on a dataset
-            with `set_epoch`.
-        dataloader_drop_last: Whether to drop the last training batch if it is not full. Validation data are never
-            dropped.
-        shard_dataloaders: Whether to shard the data across processes. False: every process sees all of it.
+        data_options: Batches of similar length, a batch sampler, and how data are loaded and sharded:
+            `DataOptions(drop_last=True)`, or a dict of its arguments.
         reload_dataloaders_every_n_epochs: Rebuilds the loaders from the module (`get_train_dataloader`,
             `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string
             such as "2 epochs"; 0 builds them once.
@@ -75,30 +104,18 @@ class DataSettings:
             val turns validation off.
         overfit_batches: Trains and validates on this many training batches (or this fraction of them), unshuffled; 0
             is off.
-        batch_device_placement: Whether to move batches to the device before a step.
-        group_by_length: Whether to build training batches from samples of similar length: about 50 batches at a time
-            of shuffled samples are sorted by length. This changes which samples share a step; `max_tokens` in the
-            hyper-parameters does not.
     """
 
     shuffle_train: bool = True
     shuffle_validation: bool = False
     sampler: Any = None
-    sampler_val: Any = None
-    batch_sampler: Any = None
     collate_fn: Any = None
-    collate_fn_train: Any = None
-    collate_fn_val: Any = None
     dataloader_pin_memory: bool = True
     dataloader_num_workers: int = 0
-    dataloader_persistent_workers: bool = False
-    dataloader_drop_last: bool = False
-    shard_dataloaders: bool = True
+    data_options: DataOptions = None  # type: ignore[assignment]  # set in __post_init__
     reload_dataloaders_every_n_epochs: int | str = 0
     limit_batches: int | float | Limits | Mapping[str, int | float] = 1.0
     overfit_batches: int | float = 0.0
-    batch_device_placement: bool = True
-    group_by_length: bool = False
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -109,22 +126,31 @@ class DataSettings:
             set_field(self, "limit_batches", Limits.read("limit_batches", self.limit_batches))
         else:
             require_limit("limit_batches", self.limit_batches, at_least=1)
-        for name in ("sampler", "sampler_val", "batch_sampler", "collate_fn", "collate_fn_train", "collate_fn_val"):
-            if isinstance(getattr(self, name), str | bool | int | float):
-                do = f"{name}={'my_function' if 'collate' in name else 'my_sampler'}"
-                raise_wrong_value(name, getattr(self, name), "a Python object, not a name", do)
-        if self.group_by_length and (self.sampler is not None or self.batch_sampler is not None):
-            got = "a sampler, which already decides the order"
-            raise ArgumentError(explain("Trainer(group_by_length=True)", got, "one of the two", "drop one of them"))
-        if self.sampler is not None and self.batch_sampler is not None:
-            raise ArgumentError(
-                explain(
-                    "Trainer(sampler=..., batch_sampler=...)",
-                    "both",
-                    "one of them",
-                    "drop `sampler`: a batch sampler decides the order",
-                )
-            )
+        set_field(self, "data_options", DataOptions.read("data_options", self.data_options))
+        for name, example in (("sampler", "my_sampler"), ("collate_fn", "my_function")):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                _require_object(name, value, example)
+                continue
+            for phase, one in value.items():
+                if phase not in ("train", "val"):
+                    do = f'{name}={{"train": {example}, "val": {example}}}'
+                    raise_wrong_value(name, f"the key {phase!r}", 'the keys "train" and "val"', do)
+                _require_object(f"{name}.{phase}", one, example)
+        options = self.data_options
+        if self.sampler_of("train") is not None and (options.group_by_length or options.batch_sampler is not None):
+            other = "group_by_length" if options.group_by_length else "batch_sampler"
+            where = f'Trainer(sampler=..., data_options={{"{other}": ...}})'
+            raise ArgumentError(explain(where, "both", "one of the two", "drop one of them: both decide the order"))
+
+    def sampler_of(self, phase: Literal["train", "val"]) -> Any:
+        """Return the order of the samples of a phase; one that is not in a dict is that of training."""
+        by_phase = self.sampler if isinstance(self.sampler, Mapping) else {"train": self.sampler}
+        return by_phase.get(phase)
+
+    def collate_fn_of(self, phase: Literal["train", "val"]) -> Any:
+        """Return the collate function of a phase; one that is not in a dict is that of all data."""
+        return self.collate_fn.get(phase) if isinstance(self.collate_fn, Mapping) else self.collate_fn
 
     @property
     def reload_epochs(self) -> int:

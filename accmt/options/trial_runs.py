@@ -58,6 +58,5 @@ def _for_overfitting(settings: Settings) -> Settings:
         shuffle_train=False,
         shuffle_validation=False,
         sampler=None,
-        sampler_val=None,
     )
     return replace(settings, data=data)

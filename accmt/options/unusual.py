@@ -11,7 +11,7 @@ _OFF: Mapping[str, Any] = {
         (
             *("accelerator", "additional_tracker_config", "callbacks", "checkpoint_every", "checkpoint_options"),
             "checkpointer",
-            *("clip_grad", "collate_fn", "collate_fn_train", "collate_fn_val", "ddp_kwargs"),
+            *("clip_grad", "collate_fn", "data_options", "ddp_kwargs"),
             *("grad_accumulation_steps", "handlers", "log_with", "max_time", "metric_options", "metrics"),
             *("min_length", "model_saving", "model_saving_above", "model_saving_below"),
             *("parallelism", "patience", "profiler", "torch_flags"),

@@ -194,6 +194,7 @@ TRAINER_NAME = "trainer_config.json"
 _NOTHING = object()
 _JOINED_OPTIONS = (
     "checkpoint_options",
+    "data_options",
     "failures",
     "limit_batches",
     "metric_options",

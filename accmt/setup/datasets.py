@@ -314,7 +314,7 @@ def build_train_loader(
         do = "an IterableDataset, a list, or epochs: 1"
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
     reject_other_cuts(module, settings)
-    collate, pins_memory = _collate(module, settings, data, "collate_fn_train"), _pins_memory(data_settings, device)
+    collate, pins_memory = _collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
     cutting = find_cutting(module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training")
     micro_batches_per_batch = 1 if cutting else _count_micro_batches(data, settings, max_micro_batch_size)
@@ -329,15 +329,15 @@ def build_train_loader(
         shuffle=data_settings.shuffle_train,
         sampler=find_sampler(module, data, settings, num_shards=shard.count),
         groups=_find_groups(module, data, settings) if is_stream(data) else None,
-        batch_sampler=data_settings.batch_sampler,
-        drop_last=data_settings.dataloader_drop_last,
+        batch_sampler=data_settings.data_options.batch_sampler,
+        drop_last=data_settings.data_options.drop_last,
         collate=keep_samples if cutting else collate,
         num_workers=data_settings.dataloader_num_workers,
-        persistent_workers=data_settings.dataloader_persistent_workers,
+        persistent_workers=data_settings.data_options.persistent_workers,
         pin_memory=pins_memory and not cutting,
         skips_bad=settings.failures.on_bad_sample == "skip",
         also_read=also_read,
-        agrees_each_batch=data_settings.shard_dataloaders and num_data_processes() > 1,
+        agrees_each_batch=data_settings.data_options.shard and num_data_processes() > 1,
     )
     source = build_source(cutting.data if cutting else data, options)
     maker: ByCount | ByFunction
@@ -354,12 +354,12 @@ def build_train_loader(
 
 def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
     """Return the largest micro-batch that training data can bring, or why it is not known."""
-    collate = _collate(module, settings, data, "collate_fn_train")
+    collate = _collate(module, settings, data, "train")
     cutting = find_cutting(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
     size: int | None = settings.hps.train_batch_size // loader.source.micro_batches_per_batch
     if isinstance(data, DataLoader):
         collate, size = data.collate_fn, data.batch_size
-    if settings.data.batch_sampler is not None:
+    if settings.data.data_options.batch_sampler is not None:
         size = None
     return make_largest(module, data, settings, collate=collate, cutting=cutting, size=size)
 
@@ -382,7 +382,7 @@ def build_evaluation_loader(
     is_validation = purpose == "validate"
     # Losses that are logged batch by batch are those of batches as read.
     logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
-    collate = _collate(module, settings, data, "collate_fn_val")
+    collate = _collate(module, settings, data, "val")
     pins_memory = _pins_memory(data_settings, engine.accelerator.device)
     _seed_own_generators(data, collate)
     cutting = None
@@ -391,7 +391,7 @@ def build_evaluation_loader(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
     skips_bad = settings.failures.on_bad_sample == "skip"
-    agrees_on_bad = skips_bad and data_settings.shard_dataloaders and num_data_processes() > 1
+    agrees_on_bad = skips_bad and data_settings.data_options.shard and num_data_processes() > 1
     options = SourceOptions(
         purpose=purpose,
         batch_size=_evaluation_batch_size(settings, purpose),
@@ -399,10 +399,10 @@ def build_evaluation_loader(
         seed=seed,
         limit=getattr(data_settings.limits, _DATA[purpose].limit),
         shuffle=is_validation and data_settings.shuffle_validation,
-        sampler=data_settings.sampler_val if is_validation else None,
+        sampler=data_settings.sampler_of("val") if is_validation else None,
         collate=keep_samples if cutting else collate,
         num_workers=data_settings.dataloader_num_workers,
-        persistent_workers=data_settings.dataloader_persistent_workers,
+        persistent_workers=data_settings.data_options.persistent_workers,
         pin_memory=pins_memory and not cutting,
         skips_bad=skips_bad,
         agrees_each_batch=engine.needs_all or agrees_on_bad,
@@ -438,31 +438,31 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
 
 def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> int:
     count = settings.hps.train_batch_size // settings.hps.micro_batch_size_within(limit)
-    if count > 1 and (isinstance(data, DataLoader) or settings.data.batch_sampler is not None):
+    if count > 1 and (isinstance(data, DataLoader) or settings.data.data_options.batch_sampler is not None):
         warn("max_micro_batch_size has no effect: your DataLoader or batch sampler sets the batch size")
         return 1
     return count
 
 
 def _shard(settings: DataSettings) -> Shard:
-    return Shard(data_index(), num_data_processes()) if settings.shard_dataloaders else Shard()
+    return Shard(data_index(), num_data_processes()) if settings.data_options.shard else Shard()
 
 
-def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: str) -> Callable[[Any], Any] | None:
-    """Return the user's collate function: that of the module, of the phase, or of all data."""
-    of_phase, bucket = getattr(settings.data, phase), settings.running.compile_buckets
-    collate = getattr(module, phase) or module.collate_fn
-    if collate is None and of_phase is not None:
-        collate = build_collate(of_phase, phase)
-    elif collate is None:
-        collate = build_collate(settings.data.collate_fn, "collate_fn")
+def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Literal["train", "val"]) -> Any:
+    """Return the user's collate function for a phase: that of the module, of the Trainer, or None."""
+    bucket = settings.running.compile_buckets
+    collate = getattr(module, f"collate_fn_{phase}") or module.collate_fn
+    if collate is None:
+        collate = build_collate(settings.data.collate_fn_of(phase))
     return collate if bucket is None or isinstance(data, DataLoader) else in_buckets(collate, bucket)
 
 
 def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
-    if isinstance(data, DataLoader) and settings.group_by_length:
+    if isinstance(data, DataLoader) and settings.data_options.group_by_length:
         warn("group_by_length has no effect on a DataLoader, which has its own order: pass its dataset to fit")
-    if isinstance(data, DataLoader) and (settings.sampler is not None or settings.batch_sampler is not None):
+    if isinstance(data, DataLoader) and (
+        settings.sampler_of("train") is not None or settings.data_options.batch_sampler is not None
+    ):
         expected = "a dataset together with sampler=, or a DataLoader with its own sampler"
         raise ArgumentError(
             explain(
@@ -484,13 +484,13 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
         raise ArgumentError(explain("the training data", got, f"the {name} alone", do))
     groups = _find_groups(module, data, settings)
     if groups is None or is_stream(data):
-        return settings.data.sampler
+        return settings.data.sampler_of("train")
     return group_dataset(data, groups.length_of, groups.batch_size, shuffle=settings.data.shuffle_train)
 
 
 def _find_groups(module: AcceleratorModule, data: Any, settings: Settings) -> StreamGroups | None:
     """Return how training samples are grouped by length; None where they are not."""
-    if not settings.data.group_by_length or isinstance(data, DataLoader):
+    if not settings.data.data_options.group_by_length or isinstance(data, DataLoader):
         return None
     length_of = module.length_of if defines(module, "length_of") else None
     return StreamGroups(settings.hps.train_batch_size, length_of)

@@ -40,7 +40,7 @@ def find_same_data(find: Callable[[], Mapping[str, Any]], settings: DataSettings
 
     def describe() -> dict[str, str]:
         found.update(find())
-        return {name: _describe(data) for name, data in found.items()} if settings.shard_dataloaders else {}
+        return {name: _describe(data) for name, data in found.items()} if settings.data_options.shard else {}
 
     every = run_on_every_process(describe)
     for name in every[0] if set(every[0]) == set.union(*map(set, every)) else ():
@@ -54,7 +54,7 @@ def _require_equal(what: str, every: list[str]) -> None:
     if len(set(every)) > 1:
         got = "; ".join(f"process {index}: {facts}" for index, facts in enumerate(every))
         expected = "the same data on every process, which accmt shards"
-        do = "pass all data on every process, or set shard_dataloaders=False if each process has its own data"
+        do = 'pass all data on every process, or data_options={"shard": False} if each process has its own data'
         raise DataError(explain(what.strip(), got, expected, do))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -193,9 +193,10 @@ def reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
     }
     for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
         _reject("max_tokens", f"together with {got}")
-    collates = module.collate_fn_train is not None or settings.data.collate_fn_train is not None
+    collate_fn = settings.data.collate_fn
+    collates = module.collate_fn_train or (isinstance(collate_fn, Mapping) and collate_fn.get("train"))
     if settings.hps.packing and collates:
-        _reject("packing", "together with collate_fn_train")
+        _reject("packing", "together with a collate function of training data")
     if settings.hps.packing and settings.running.compile_buckets is not None:
         _reject("packing", "together with compile={'buckets': ...}, which pads")
 

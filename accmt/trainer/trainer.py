@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.utils import ProfileKwargs
     from torch.profiler import profile
-    from torch.utils.data import Sampler
 
     from accmt.addons.prove import Proof
     from accmt.addons.tuning import Search, Tuning
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
         Checkpointer,
         CheckpointOptions,
         Clipping,
+        DataOptions,
         Delivery,
         Failures,
         Handler,
@@ -101,11 +101,12 @@ class Trainer(TrainerProperties):
         shuffle_train: Whether to shuffle the training data every epoch, based on (seed, epoch). Ignored with a sampler.
         shuffle_validation: Whether to shuffle validation data; results do not depend on it.
         sampler: The order of training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
-            indices.
+            indices; `{"train": ..., "val": ...}` sets that of validation data too.
         model_saving_below: Saves only if the monitored value is below this; a dict sets it by name.
         model_saving_above: Saves only if the monitored value is above this; a dict sets it by name.
         collate_fn: Turns a list of samples into a batch, for all data; a list of functions is applied one after the
-            other. None uses torch's default. A `collate_fn` method of the module takes precedence.
+            other; `{"train": ..., "val": ...}` sets separate ones, that of "val" also for test and prediction data.
+            None uses torch's default. A `collate_fn` method of the module takes precedence.
         max_shard_size: Largest weight file: bytes, or a string such as "5GB".
         safe_serialization: True writes safetensors, including tied weights; False writes `pytorch_model*.bin`.
         compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. With "buckets": 64,
@@ -125,16 +126,8 @@ class Trainer(TrainerProperties):
         verbose: False silences messages and progress bars.
         monitor: What else to measure and log: a `Monitor`, a dict of its fields, a list of fields to enable, or the
             path of a file with one of these; None logs losses and metrics.
-        sampler_val: The same for validation data.
-        batch_sampler: A torch batch sampler for training. Batch i goes to process i modulo the number of processes.
-        collate_fn_train: Like `collate_fn`, but for training data only; takes precedence over it.
-        collate_fn_val: Like `collate_fn`, but for validation data only; takes precedence over it.
-        dataloader_persistent_workers: Whether workers stay alive between epochs, which saves restarting them. Their
-            copies of the dataset then do not see changes made between epochs. No effect on streams or on a dataset with
-            `set_epoch`.
-        dataloader_drop_last: Whether to drop the last training batch if it is not full. Validation data are never
-            dropped.
-        shard_dataloaders: Whether to shard the data across processes. False: every process sees all of it.
+        data_options: Batches of similar length, a batch sampler, and how data are loaded and sharded:
+            `DataOptions(drop_last=True)`, or a dict of its arguments.
         reload_dataloaders_every_n_epochs: Rebuilds the loaders from the module (`get_train_dataloader`,
             `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string such
             as "2 epochs"; 0 builds them once.
@@ -145,10 +138,6 @@ class Trainer(TrainerProperties):
             off.
         fast_dev_run: Runs this many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
             to test a script.
-        batch_device_placement: Whether to move batches to the device before a step.
-        group_by_length: Whether to build training batches from samples of similar length: about 50 batches at a time of
-            shuffled samples are sorted by length. This changes which samples share a step; `max_tokens` in the hyper-
-            parameters does not.
         min_length: Training does not end early before this: "2 epochs", "100 steps", or a list of both.
         max_time: Training ends at the first optimizer step after this time: "DD:HH:MM:SS" or "1h30m", a timedelta, or a
             dict of its arguments. Time between interrupted runs does not count, and `min_length` takes precedence.
@@ -232,10 +221,10 @@ class Trainer(TrainerProperties):
         set_to_none: bool = True,
         shuffle_train: bool = True,
         shuffle_validation: bool = False,
-        sampler: Samplers | None = None,
+        sampler: Samplers | Mapping[str, Samplers | None] | None = None,
         model_saving_below: Bound | None = None,
         model_saving_above: Bound | None = None,
-        collate_fn: Collate | None = None,
+        collate_fn: Collate | Mapping[str, Collate | None] | None = None,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
         compile: bool | Mapping[str, Any] = False,  # noqa: A002 - the documented name
@@ -250,19 +239,11 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         monitor: Monitor | Mapping[str, bool | float | str] | Sequence[str] | str | PathLike[str] | None = None,
         *,
-        sampler_val: Samplers | None = None,
-        batch_sampler: Sampler[list[int]] | Iterable[list[int]] | None = None,
-        collate_fn_train: Collate | None = None,
-        collate_fn_val: Collate | None = None,
-        dataloader_persistent_workers: bool = False,
-        dataloader_drop_last: bool = False,
-        shard_dataloaders: bool = True,
+        data_options: DataOptions | Mapping[str, Any] | None = None,
         reload_dataloaders_every_n_epochs: int | str = 0,
         limit_batches: float | Limits | Mapping[str, float] = 1.0,
         overfit_batches: float = 0.0,
         fast_dev_run: bool | int = False,
-        batch_device_placement: bool = True,
-        group_by_length: bool = False,
         min_length: str | Sequence[str] | None = None,
         max_time: str | timedelta | Mapping[str, float] | None = None,
         num_sanity_val_steps: int = 2,

@@ -34,5 +34,5 @@ def test_only_data_that_differ_between_processes_which_share_them_are_an_error(t
             else "different samples on process 1"
         )
         if name in ON_PURPOSE:  # processes that share batches have no data of their own
-            said = "Trainer(shard_dataloaders=False)" if way.startswith("tp") else ""
+            said = 'Trainer(data_options={"shard": False})' if way.startswith("tp") else ""
         assert all((said in message) if said else not message for message in messages), (name, messages)

@@ -119,7 +119,7 @@ def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outc
     said = outcomes["tp-2"]["refused"]
     assert "which shards any model" in said["adapter"]
     assert "whole heads on each" in said["heads"]
-    assert "leave shard_dataloaders out" in said["own_data"]
+    assert "leave `shard` out" in said["own_data"]
     assert "'model.layers.1.self_attn.q_proj.weight' is missing on process 0" in said["other_model"]
 
 

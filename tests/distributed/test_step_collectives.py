@@ -110,4 +110,4 @@ def test_unequal_shapes_are_an_error_that_names_the_ways_out(found) -> None:
     if found["processes"] != 2:
         pytest.skip("only two processes get batches of unequal shapes")
     assert "[(2, 2, 4)], [(1, 2, 4)] on processes 0 to 1" in found["plain"]
-    assert all(name in found["plain"] for name in ("gather_with_gradients", "metrics=", "dataloader_drop_last"))
+    assert all(name in found["plain"] for name in ("gather_with_gradients", "metrics=", "drop_last"))

@@ -123,7 +123,7 @@ def test_the_arguments_in_the_folder_hold_neither_objects_nor_secrets():
         def log(self, values, step, **kwargs):
             pass
 
-    told = {"callbacks": [Callback()], "collate_fn_val": list, "grad_accumulation_steps": {0: 2}}
+    told = {"callbacks": [Callback()], "collate_fn": {"val": list}, "grad_accumulation_steps": {0: 2}}
     told |= {"log_with": [Own(), "tensorboard"], "flush_secs": 5}
     make_trainer(model_saving="always", **told).fit(Linear(), make_points())
     names = set(json.loads(Path("out/model/trainer_config.json").read_text()))

@@ -42,7 +42,7 @@ def test_the_continued_run_ends_with_the_same_bits(unbroken, stop):
         {"checkpoint_every": "3 steps", "dataloader_num_workers": 2},
         {"checkpoint_every": "1 step", "clip_grad": 0.1, "grad_accumulation_steps": {0: 1, 1: 2}},
         {"checkpoint_every": "2 steps", "limit_batches": {"train": 4}},
-        {"checkpoint_every": "2 steps", "dataloader_drop_last": True},
+        {"checkpoint_every": "2 steps", "data_options": {"drop_last": True}},
         {"checkpoint_every": "2 steps", "hps": {"max_micro_batch_size": 2}},
         {
             "checkpoint_every": "2 steps",

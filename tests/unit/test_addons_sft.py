@@ -162,7 +162,11 @@ def test_a_run_on_a_stream_resumes_with_equal_bits(tmp_path: Path, kind: Any, pe
 
 @pytest.mark.parametrize("group_by_length", [False, True])
 def test_a_stream_that_keeps_its_position_is_not_read_again(tmp_path: Path, group_by_length: bool):
-    settings = {"checkpoint_every": "2 steps", "dataloader_num_workers": 0, "group_by_length": group_by_length}
+    settings = {
+        "checkpoint_every": "2 steps",
+        "dataloader_num_workers": 0,
+        "data_options": {"group_by_length": group_by_length},
+    }
     with pytest.raises(InterruptionError):
         fit(tmp_path / "model", Resuming(rows(300)), callbacks=InterruptAt(60), **settings)
     stream = Resuming(rows(300))

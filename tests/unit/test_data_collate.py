@@ -26,37 +26,37 @@ def add_one(batch):
 
 @pytest.mark.feature("A33")
 def test_none_leaves_the_choice_to_torch_and_a_function_stays_itself():
-    assert build_collate(None, "collate_fn") is None
-    assert build_collate(double, "collate_fn") is double
-    assert build_collate([double], "collate_fn") is double
+    assert build_collate(None) is None
+    assert build_collate(double) is double
+    assert build_collate([double]) is double
 
 
 @pytest.mark.feature("A35")
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_several_functions_are_applied_one_after_the_other(kind):
-    collate = build_collate(kind([default_collate, double, add_one]), "collate_fn")
+    collate = build_collate(kind([default_collate, double, add_one]))
     assert torch.equal(collate([1, 2, 3]), torch.tensor([3, 5, 7]))
 
 
 @pytest.mark.feature("A35")
 def test_a_chain_does_not_follow_later_changes_of_the_list():
     functions = [default_collate, double]
-    collate = build_collate(functions, "collate_fn")
+    collate = build_collate(functions)
     functions.append(add_one)
     assert torch.equal(collate([1, 2]), torch.tensor([2, 4]))
 
 
 @pytest.mark.feature("A35")
 def test_a_chain_travels_to_loader_workers():
-    collate = pickle.loads(pickle.dumps(build_collate([double, add_one], "collate_fn")))
+    collate = pickle.loads(pickle.dumps(build_collate([double, add_one])))
     assert collate(3) == 7
 
 
 @pytest.mark.feature("A33", "A35")
 @each("value", ["pad", 3, [], (), [double, 3], [double, None]])
 def test_what_cannot_be_called_is_rejected_by_the_name_of_its_argument(value):
-    with pytest.raises(ArgumentError, match=r"Trainer\(collate_fn_train=\.\.\.\)(.|\n)*collate_fn_train=my_function"):
-        build_collate(value, "collate_fn_train")
+    with pytest.raises(ArgumentError, match=r"Trainer\(collate_fn=\.\.\.\)(.|\n)*collate_fn=my_function"):
+        build_collate(value)
 
 
 def make_tokenizer(side="right"):
@@ -145,14 +145,14 @@ def test_it_is_known_which_collate_functions_keep_the_number_of_samples():
     ours = SourceOptions(purpose="train", batch_size=1).torch_options([1])["collate_fn"]
     keeping = [default_collate, default_convert, ours, DefaultDataCollator(), default_data_collator]
     keeping += [DataCollatorForLongestSequence(make_tokenizer()), partial(default_data_collator, return_tensors="pt")]
-    assert all(map(keeps_number, [*keeping, build_collate(keeping, "collate_fn")]))
+    assert all(map(keeps_number, [*keeping, build_collate(keeping)]))
 
     class Own(DefaultDataCollator):
         pass
 
     others = [double, lambda samples: samples, Own(), partial(double), DataCollatorWithFlattening(), list]
     assert not any(map(keeps_number, others))
-    assert not keeps_number(build_collate([double, default_collate], "collate_fn"))
+    assert not keeps_number(build_collate([double, default_collate]))
 
 
 def test_plain_tuples_are_stacked_as_torch_does_and_everything_else_is_left_to_it():

@@ -151,7 +151,11 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
     tmp_path: Path, kind: str, after: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accmt.data.lengths._BATCHES", 2)  # buffers of 4 samples
-    settings = {"dataloader_num_workers": workers, "checkpoint_every": "1 step", "group_by_length": True}
+    settings = {
+        "dataloader_num_workers": workers,
+        "checkpoint_every": "1 step",
+        "data_options": {"group_by_length": True},
+    }
     settings |= {"hps": {"max_tokens": None, "batch_size": 2}, "collate_fn": noisy_pad}
     limits = {"limit_batches": {"train": 7}}
     whole, _ = run(tmp_path / "whole", module=Shaky(), data=KINDS[kind](), **settings, **limits)
@@ -169,7 +173,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
 
 
 def test_a_stateful_stream_reads_only_its_buffer_again(tmp_path: Path) -> None:
-    settings = {"checkpoint_every": "1 step", "group_by_length": True}
+    settings = {"checkpoint_every": "1 step", "data_options": {"group_by_length": True}}
     settings |= {"hps": {"max_tokens": None, "batch_size": 1, "epochs": 1}, "limit_batches": {"train": 12}}
     long = Stateful()
     long.number, long.texts = 240, Repeated()
@@ -189,7 +193,7 @@ def test_training_uses_like_lengths(tmp_path: Path, max_tokens: int | None) -> N
     data = [Texts()[index] for index in range(NUMBER)]
     hps = {"max_tokens": max_tokens, "batch_size": 4}
     plain, _ = run(tmp_path / "plain", data=data, hps=hps)
-    module, recorder = run(tmp_path / "grouped", data=data, hps=hps, group_by_length=True)
+    module, recorder = run(tmp_path / "grouped", data=data, hps=hps, data_options={"group_by_length": True})
     assert sorted(index for batch in module.batches for index in batch) == sorted(2 * list(range(NUMBER)))
     if max_tokens is None:
         assert sum(r * w for r, w in module.shapes) < 0.9 * sum(r * w for r, w in plain.shapes)
@@ -199,13 +203,13 @@ def test_training_uses_like_lengths(tmp_path: Path, max_tokens: int | None) -> N
 
 def test_data_whose_lengths_are_not_known_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="all of whose samples would have to be read first"):
-        run(tmp_path, data=Texts(), group_by_length=True)
+        run(tmp_path, data=Texts(), data_options={"group_by_length": True})
 
     class Wrong(Texts):
         lengths = (1, 2)
 
     with pytest.raises(DataError, match="45 lengths, one per sample"):
-        run(tmp_path, data=Wrong(), group_by_length=True)
+        run(tmp_path, data=Wrong(), data_options={"group_by_length": True})
 
 
 class Known(Texts):
@@ -215,11 +219,11 @@ class Known(Texts):
 
 
 def test_another_order_beside_it_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a sampler, which already"):
-        run(tmp_path, data=Known(), group_by_length=True, sampler=list(range(NUMBER)))
+    with pytest.raises(ArgumentError, match="both decide the order"):
+        run(tmp_path, data=Known(), data_options={"group_by_length": True}, sampler=list(range(NUMBER)))
 
 
 def test_a_curriculum_decides_the_order_itself(tmp_path: Path) -> None:
     curriculum = RatioCurriculum([(0.5, Known()), (0.5, Known())])
     with pytest.raises(ArgumentError, match="a curriculum decides the order"):
-        run(tmp_path, data=curriculum, group_by_length=True, hps={"epochs": -1, "max_steps": 4})
+        run(tmp_path, data=curriculum, data_options={"group_by_length": True}, hps={"epochs": -1, "max_steps": 4})

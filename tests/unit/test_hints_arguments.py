@@ -126,7 +126,7 @@ class WandbLogger:
 LEAVE = "leave "
 BY_VALUE = [
     ("replace_sampler_ddp", True, LEAVE),
-    ("replace_sampler_ddp", False, "Trainer(shard_dataloaders=False)"),
+    ("replace_sampler_ddp", False, 'Trainer(data_options={"shard": False})'),
     ("use_distributed_sampler", True, LEAVE),
     ("gradient_clip_val", 0.0, LEAVE),
     ("gradient_clip_val", 0, LEAVE),

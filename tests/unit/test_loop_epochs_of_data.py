@@ -143,7 +143,7 @@ def levels(workers, **settings):
 @pytest.mark.feature("A42")
 def test_workers_see_what_changed_in_the_dataset_between_epochs():
     assert levels(0) == levels(1) == [0, 0, 1, 1, 2, 2]
-    assert levels(1, dataloader_persistent_workers=True) == [0] * 6  # as was asked for
+    assert levels(1, data_options={"persistent_workers": True}) == [0] * 6  # as was asked for
 
 
 class Drawing(IterableDataset):

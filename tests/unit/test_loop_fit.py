@@ -387,7 +387,7 @@ def test_empty_data_are_refused():
     with pytest.raises(ValueError, match="a dataset of length 0"):
         make_trainer().fit(Linear(), Numbers(0))
     with pytest.raises(ValueError, match="8 samples for batches of 16"):
-        make_trainer({"batch_size": 16}, dataloader_drop_last=True).fit(Linear(), make_points(8))
+        make_trainer({"batch_size": 16}, data_options={"drop_last": True}).fit(Linear(), make_points(8))
 
 
 @pytest.mark.feature("L71", "A60")
@@ -590,9 +590,9 @@ def test_collate_functions_and_who_wins():
 
     assert run(Scripted(), collate_fn=double) == ([[2, 4]], [[6]])
     assert run(Scripted(), collate_fn=[double, torch.neg]) == ([[-2, -4]], [[-6]])
-    assert run(Scripted(), collate_fn=double, collate_fn_val=torch.stack) == ([[2, 4]], [[3]])
+    assert run(Scripted(), collate_fn={"train": double, "val": torch.stack}) == ([[2, 4]], [[3]])
     assert run(Own(), collate_fn=double) == ([[101, 102]], [[103]])
-    assert run(OwnTrain(), collate_fn_train=double) == ([[1001, 1002]], [[103]])
+    assert run(OwnTrain(), collate_fn={"train": double}) == ([[1001, 1002]], [[103]])
 
 
 @pytest.mark.feature("A28", "A29", "A30")
@@ -722,7 +722,8 @@ def test_micro_batches_cannot_cut_the_batches_that_a_user_cuts(cuts: str, caplog
     if cuts == "loader":
         data = torch.utils.data.DataLoader(data, batch_size=4)
     else:
-        settings["batch_sampler"] = torch.utils.data.BatchSampler(range(8), batch_size=4, drop_last=False)
+        batches = torch.utils.data.BatchSampler(range(8), batch_size=4, drop_last=False)
+        settings["data_options"] = {"batch_sampler": batches}
     state = make_trainer({"batch_size": 4, "max_micro_batch_size": 1}, **settings).fit(Scripted(), data)
     assert state.global_step == 2
     assert "max_micro_batch_size has no effect" in caplog.text

@@ -232,7 +232,7 @@ def test_labels_that_cross_documents_are_an_error_in_data_that_come_packed(tmp_p
     run(tmp_path / "apart", HuggingFaceModule(build("llama")), data=data)
 
 
-@pytest.mark.parametrize("settings", [{"collate_fn_train": list}, {"hps": {"max_micro_batch_size": "auto"}}])
+@pytest.mark.parametrize("settings", [{"collate_fn": {"train": list}}, {"hps": {"max_micro_batch_size": "auto"}}])
 def test_what_else_would_make_batches_is_an_error(tmp_path: Path, settings: Any) -> None:
     with pytest.raises(ArgumentError, match="in the hyper-parameters\n  got: together with"):
         run(tmp_path, Own(), **settings)

@@ -432,7 +432,7 @@ def test_the_monitor_logs_real_tokens_and_the_share_of_padding(tmp_path: Path) -
 
 def test_batches_of_a_batch_sampler_are_cut_too(tmp_path: Path) -> None:
     sampler = [list(range(start, min(start + 9, NUMBER))) for start in range(0, NUMBER, 9)]
-    module, recorder = run(tmp_path, batch_sampler=sampler, hps={"epochs": 1})
+    module, recorder = run(tmp_path, data_options={"batch_sampler": sampler}, hps={"epochs": 1})
     assert recorder.steps == [set(batch) for batch in sampler]
     assert all(rows * width <= TOKENS for rows, width in module.shapes)
 

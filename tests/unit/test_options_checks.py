@@ -11,6 +11,7 @@ import pytest
 from accmt import (
     CheckpointOptions,
     Clipping,
+    DataOptions,
     Delivery,
     Failures,
     Limits,
@@ -221,6 +222,11 @@ def test_how_often_is_written_in_one_grammar_or_as_the_number_it_always_was():
         ("enable_checkpointing", False, "checkpoint_every=None"),
         ("evaluate_every_n_epochs", 2, 'evaluate_every_n_steps="2 epochs"'),
         ("min_steps", 9, 'min_length="9 steps"'),
+        ("max_checkpoints", 3, 'checkpoint_options={"max_checkpoints": 3}'),
+        ("dataloader_drop_last", True, 'data_options={"drop_last": True}'),
+        ("batch_sampler", [[0]], 'data_options={"batch_sampler": ...}'),
+        ("collate_fn_val", list, "collate_fn={'val': ...}"),
+        ("sampler_val", [0], "sampler={'val': ...}"),
     ],
 )
 def test_what_is_part_of_another_argument_here_is_refused_with_the_line_to_write(name, value, line):
@@ -230,8 +236,14 @@ def test_what_is_part_of_another_argument_here_is_refused_with_the_line_to_write
 
 @pytest.mark.feature("N13")
 def test_a_sampler_beside_a_batch_sampler_is_one_too_many():
-    with pytest.raises(ArgumentError, match="a batch sampler decides the order"):
-        Trainer(HPS, "out", sampler=[0, 1], batch_sampler=[[0], [1]])
+    with pytest.raises(ArgumentError, match="both decide the order"):
+        Trainer(HPS, "out", sampler=[0, 1], data_options={"batch_sampler": [[0], [1]]})
+
+
+@pytest.mark.parametrize("name", ["sampler", "collate_fn"])
+def test_a_phase_that_does_not_exist_is_an_error(name):
+    with pytest.raises(ArgumentError, match=rf"Trainer\({name}=\.\.\.\)\n  got: .*'test'.*\n.*\"train\" and \"val\""):
+        Trainer(HPS, "out", **{name: {"test": list}})
 
 
 @pytest.mark.feature("L25")
@@ -299,6 +311,7 @@ def test_settings_cannot_be_changed_afterwards():
 AS_OBJECTS = [
     ("failures", Failures(on_nonfinite="skip", hang_timeout_s=60), {"on_nonfinite": "skip", "hang_timeout_s": 60}),
     ("checkpoint_options", CheckpointOptions(max_previous_runs=None), {"max_previous_runs": None}),
+    ("data_options", DataOptions(drop_last=True, shard=False), {"drop_last": True, "shard": False}),
     ("metric_options", MetricOptions(averages={"all": ["a"]}, gather_chunk_size=None), None),
     ("torch_flags", TorchFlags(deterministic="warn"), {"deterministic": "warn"}),
     ("tracker_delivery", Delivery(offline=False), {"offline": False}),

@@ -13,8 +13,8 @@ from tests.toys import Linear, make_points, make_trainer
     [
         ({"monitor": "nope.yaml"}, FileNotFoundError, "no such file; the working directory is"),
         ({"sampler": "random"}, ArgumentError, "do: sampler=my_sampler"),
-        ({"batch_sampler": 8}, ArgumentError, "got: 8 (int)"),
-        ({"collate_fn_val": "pad"}, ArgumentError, "do: collate_fn_val=my_function"),
+        ({"data_options": {"batch_sampler": 8}}, ArgumentError, "got: 8 (int)"),
+        ({"collate_fn": {"val": "pad"}}, ArgumentError, 'do: collate_fn={"val": my_function}'),
         ({"max_time": "1 moon"}, ArgumentError, 'do: max_time="1h"'),
         ({"failures": {"on_nonfinite": True}}, ArgumentError, """do: failures={"on_nonfinite": 'stop'}?"""),
         ({"early_stopping": 3}, UnknownArgumentError, "do: write Trainer(patience=3)"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import accmt.run
+from accmt import DataOptions
 from accmt.run import EvaluationRun
 
 
@@ -35,7 +36,7 @@ class _Pair:
 def test_a_dataclass_is_placed_field_by_field():
     class OnDevice(EvaluationRun):
         device = torch.device("meta")
-        settings = SimpleNamespace(data=SimpleNamespace(batch_device_placement=True))
+        settings = SimpleNamespace(data=SimpleNamespace(data_options=DataOptions()))
 
     batch = _Pair(torch.ones(2), {"targets": [torch.ones(3)], "name": "x"})
     placed = object.__new__(OnDevice).place(batch)

@@ -154,8 +154,8 @@ class ByHand(ExtendedAcceleratorModule):
     ("got", "data", "settings"),
     [
         ("a run without max_steps", STAGES["steps"], {"hps": {}}),
-        ("sampler= or batch_sampler=", STAGES["steps"], {"sampler": [0, 1]}),
-        ("sampler= or batch_sampler=", STAGES["steps"], {"batch_sampler": [[0, 1]]}),
+        ("a sampler or batch_sampler", STAGES["steps"], {"sampler": [0, 1]}),
+        ("a sampler or batch_sampler", STAGES["steps"], {"data_options": {"batch_sampler": [[0, 1]]}}),
         ("limit_batches= or overfit_batches=", STAGES["steps"], {"limit_batches": {"train": 0.5}}),
         ("limit_batches= or overfit_batches=", STAGES["steps"], {"limit_batches": {"train": 1}}),
         ("limit_batches= or overfit_batches=", STAGES["steps"], {"overfit_batches": 1}),

@@ -742,7 +742,7 @@ def test_data_of_the_module_come_before_those_that_are_given():
 
 def test_a_sampler_for_validation_data_is_not_used_for_others():
     module = Scripted()
-    trainer = make_trainer(sampler_val=[2, 0])
+    trainer = make_trainer(sampler={"val": [2, 0]})
     trainer.validate(module, Numbers(3))
     trainer.test(module, Numbers(3))
     assert module.validated == [[2, 0], [0, 1], [2]]
@@ -750,7 +750,7 @@ def test_a_sampler_for_validation_data_is_not_used_for_others():
 
 def test_data_are_collated_as_validation_data_are():
     module = Scripted()
-    trainer = make_trainer(collate_fn_val=lambda samples: torch.stack(samples) + 10)
+    trainer = make_trainer(collate_fn={"val": lambda samples: torch.stack(samples) + 10})
     trainer.test(module, Numbers(2))
     assert module.validated == [[10, 11]]
 

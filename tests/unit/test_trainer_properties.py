@@ -120,7 +120,7 @@ def test_an_accelerator_of_ones_own_class_is_the_one_that_works():
 @pytest.mark.feature("N19")
 @pytest.mark.parametrize("is_placed", [True, False])
 def test_batches_reach_the_device_unless_told_otherwise(is_placed):
-    trainer = make_trainer(batch_device_placement=is_placed)
+    trainer = make_trainer(data_options={"device_placement": is_placed})
     trainer.fit(Linear(), make_points())
     elsewhere = replace(trainer.run, accelerator=SimpleNamespace(device=torch.device("meta")))
     batch = {"inputs": [torch.ones(2)]}
@@ -138,8 +138,8 @@ def test_rows_are_updates_whatever_the_batches_of_an_update():
 def test_samplers_for_training_and_validation():
     module = Scripted()
     train, val = Numbers(6), Numbers(4)
-    samplers = {"sampler": SubsetRandomSampler([1, 3, 5]), "sampler_val": SequentialSampler(val)}
-    make_trainer({"batch_size": 1}, num_sanity_val_steps=0, **samplers).fit(module, train, val)
+    samplers = {"train": SubsetRandomSampler([1, 3, 5]), "val": SequentialSampler(val)}
+    make_trainer({"batch_size": 1}, num_sanity_val_steps=0, sampler=samplers).fit(module, train, val)
     assert sorted(module.seen) == [[1.0], [3.0], [5.0]]
     assert module.validated == [[0.0], [1.0], [2.0], [3.0]]
 

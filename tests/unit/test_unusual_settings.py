@@ -188,7 +188,7 @@ def test_one_group_need_not_be_in_a_list(tmp_path):
 
 
 def test_what_has_no_effect_is_a_warning(tmp_path, caplog):
-    arguments = {"group_by_length": True, "reload_dataloaders_every_n_epochs": 1}
+    arguments = {"data_options": {"group_by_length": True}, "reload_dataloaders_every_n_epochs": 1}
     failures = {"spike_guard": 6, "on_nonfinite": None}
     hps = {"optim": {"type": "Rprop", "lr": 0.1, "no_decay": "bias"}}
     trainer = Trainer({**HPS, **hps}, tmp_path / "model", logging_dir=tmp_path, failures=failures, **arguments)

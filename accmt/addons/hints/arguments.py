@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any, cast
@@ -56,6 +57,11 @@ JOINED: Mapping[str, tuple[str, str]] = {
     **{name: ("checkpoint_options", name) for name in (field.name for field in fields(CheckpointOptions))},
     **{name: ("failures", name) for name in (field.name for field in fields(Failures))},
     **{name: ("torch_flags", name) for name in ("deterministic", "benchmark", "detect_anomaly")},
+    "dataloader_drop_last": ("data_options", "drop_last"),
+    "dataloader_persistent_workers": ("data_options", "persistent_workers"),
+    "shard_dataloaders": ("data_options", "shard"),
+    "batch_device_placement": ("data_options", "device_placement"),
+    **{name: ("data_options", name) for name in ("group_by_length", "drop_last", "persistent_workers")},
     "tracker_offline": ("tracker_delivery", "offline"),
     "tracker_flush_s": ("tracker_delivery", "flush_s"),
 }
@@ -63,6 +69,12 @@ JOINED: Mapping[str, tuple[str, str]] = {
 
 REPLACED: Mapping[str, Callable[[Any], str]] = {
     "hooks": lambda value: "callbacks=[...]",
+    "batch_sampler": lambda value: 'data_options={"batch_sampler": ...}',
+    **{
+        f"{name}_{phase}": partial("{0}={{{1!r}: ...}}".format, name, phase)
+        for name in ("collate_fn", "sampler")
+        for phase in ("train", "val")
+    },
     "clip_grad_type": lambda value: f"clip_grad={{{value!r}: 0.5}}",
     "compile_kwargs": lambda value: f"compile={value!r}",
     "enable_checkpointing": lambda value: "checkpoint_every=" + ('"epoch"' if value else "None"),

@@ -169,7 +169,7 @@ _PRECISION = "the launcher sets the precision, unless you set mixed_precision"
 _UPLOAD = 'Trainer(callbacks=accmt.PushToHub("user/name")) | nothing is uploaded by default'
 _ON_CPU = 'Trainer(accelerator={"cpu": True}) | the launcher selects the device'
 _SAMPLER: Row = {
-    False: "Trainer(shard_dataloaders=False)",
+    False: 'Trainer(data_options={"shard": False})',
     True: "leave it out: samples are distributed over the processes by default",
 }
 _CLIP = "gradients are not clipped by default"
@@ -302,7 +302,7 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         " | the newest checkpoint is kept by default",
         "tf32": "accmt.allow_tf32() | torch's default is used",
         "train_sampling_strategy": {
-            "group_by_length": "Trainer(group_by_length=True)",
+            "group_by_length": 'Trainer(data_options={"group_by_length": True})',
             "random": "leave it out: every epoch is shuffled",
             "sequential": "Trainer(shuffle_train=False)",
         },

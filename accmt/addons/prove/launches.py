@@ -297,7 +297,6 @@ _LEFT_OUT = (
     "eval_when_start",
     "evaluate_every_n_steps",
     "fast_dev_run",
-    "group_by_length",
     "handlers",
     "limit_batches",
     "log_with",
@@ -336,8 +335,9 @@ def _arguments(subject: Subject, launch: Launch) -> dict[str, Any]:
         "packing": None,
         "batch_size": [size, launch.val_batch_size],
     }
-    if arguments.get("batch_sampler") is not None:
-        batches = itertools.chain.from_iterable(arguments.pop("batch_sampler"))
+    options = arguments["data_options"] = {**arguments.get("data_options", {}), "group_by_length": False}
+    if options.get("batch_sampler") is not None:
+        batches = itertools.chain.from_iterable(options.pop("batch_sampler"))
         arguments["sampler"] = list(itertools.islice(batches, subject.steps * subject.batch_size))
     accumulation = launch.divided_by // launch.processes
     return arguments | {

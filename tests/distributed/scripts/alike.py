@@ -120,12 +120,12 @@ CASES: dict[str, Callable[[], Any]] = {
         POINTS, sampler=lambda data: list(range(len(data)))[:: 1 - 2 * (RANK % 2)]
     ),
     "other rows at a resume": resume_with_other_rows,
-    "every other on purpose": lambda: fit(EveryOther(), shard_dataloaders=False),
+    "every other on purpose": lambda: fit(EveryOther(), data_options={"shard": False}),
     "split by datasets": lambda: split_by_datasets(lambda stream: stream),
     "split by datasets, in a loader": lambda: split_by_datasets(lambda stream: DataLoader(stream, 2)),
     "augmented": lambda: fit(Augmented(is_seeded=True), Augmented(is_seeded=True)),
     "augmented without a seed": lambda: fit(Augmented(is_seeded=False), NoisyStream()),
-    "data of their own": lambda: fit(make_points(8 + 4 * RANK), shard_dataloaders=False),
+    "data of their own": lambda: fit(make_points(8 + 4 * RANK), data_options={"shard": False}),
     "the same": lambda: fit(make_points(), {"a": make_points(4), "b": DataLoader(make_points(3), 2)}),
 }
 

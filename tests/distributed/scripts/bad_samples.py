@@ -116,7 +116,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         logging_dir=folder,
         grad_accumulation_steps=case.accumulation,
         shuffle_train=False,
-        shard_dataloaders=case.data != "unshared",
+        data_options={"shard": case.data != "unshared"},
         dataloader_num_workers=case.workers,
         callbacks=recorder,
         verbose=False,

@@ -180,8 +180,8 @@ def predict_otherwise(folder: Path) -> dict[str, Any]:
 def predict_alone(folder: Path, module: AcceleratorModule) -> dict[str, Any]:
     """Predict data that each process has for itself."""
     own = Texts(7 + data_index())
-    alone = make_trainer(folder, shard_dataloaders=False).predict(module, own)
-    alone_cut = make_trainer(folder, MAX_TOKENS, shard_dataloaders=False).predict(module, own)
+    alone = make_trainer(folder, data_options={"shard": False}).predict(module, own)
+    alone_cut = make_trainer(folder, MAX_TOKENS, data_options={"shard": False}).predict(module, own)
     return {"alone": plain(alone), "alone cut": plain(alone_cut)}
 
 

@@ -139,7 +139,9 @@ class Unequal(Normed):
 
 def reload(folder: Path) -> list[int]:
     """Reload loaders of unequal length."""
-    trainer = Trainer(HPS, folder / "reload", reload_dataloaders_every_n_epochs=1, shard_dataloaders=False, **QUIET)
+    trainer = Trainer(
+        HPS, folder / "reload", reload_dataloaders_every_n_epochs=1, data_options={"shard": False}, **QUIET
+    )
     state = trainer.fit(Unequal())
     return [state.global_step, state.samples_seen]
 

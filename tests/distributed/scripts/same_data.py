@@ -77,8 +77,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "the same": lambda: fit(TEXTS, TEXTS),
     "the same stream": lambda: fit(Stream(TEXTS), Stream(TEXTS)),
     "the same loader": lambda: fit(DataLoader(Stream(TEXTS), 2)),
-    "a part of each on purpose": lambda: fit(part_of(GROUP, GROUPS), part_of(GROUP, GROUPS), shard_dataloaders=False),
-    "a stream of each on purpose": lambda: fit(Stream(part_of(GROUP, GROUPS)), shard_dataloaders=False),
+    "a part of each on purpose": lambda: fit(
+        part_of(GROUP, GROUPS), part_of(GROUP, GROUPS), data_options={"shard": False}
+    ),
+    "a stream of each on purpose": lambda: fit(Stream(part_of(GROUP, GROUPS)), data_options={"shard": False}),
     "a sampler that divides them": lambda: fit(TEXTS, sampler=DistributedSampler(TEXTS, GROUPS, GROUP, seed=3)),
     "a stream that datasets divides": split_by_datasets,
     "a part of each": lambda: fit(part_of(RANK, WORLD)),

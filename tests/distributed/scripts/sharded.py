@@ -553,7 +553,7 @@ def refused(folder: Path) -> Any:
         "tied": lambda place: fit(Texts(make_bert(BertForMaskedLM)), place),
         "heads": lambda place: fit(Texts(make_llama(num_attention_heads=1)), place),
         "other_model": lambda place: fit(Texts(make_llama(num_hidden_layers=1 + process_index())), place),
-        "own_data": lambda place: fit(Texts(), place, shard_dataloaders=False),
+        "own_data": lambda place: fit(Texts(), place, data_options={"shard": False}),
     }
     if "ACCELERATE_USE_FSDP" in os.environ and not is_split():
         asked["other_type"] = lambda place: fit(Texts(), place, [ToHalf()])

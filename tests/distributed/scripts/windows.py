@@ -231,7 +231,7 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
         logging_dir=folder,
         grad_accumulation_steps=case.accumulation,
         shuffle_train=False,
-        shard_dataloaders=case.data != "unshared",
+        data_options={"shard": case.data != "unshared"},
         collate_fn=CollateOthers(case.data) if case.data in COLLATED else None,
         clip_grad=case.clip,
         callbacks=recorder,
