@@ -54,7 +54,8 @@ test: $(INSTALLED)  ## run the tests, the slow ones aside
 test-slow: $(INSTALLED)  ## run the tests that are left: examples, notebooks, the wheel, browsers, kills at random moments
 	$(BIN)/python -m pytest -m slow
 
-test-all: test test-slow  ## run all tests
+test-all: $(INSTALLED)  ## run all tests, those of `make test` and the slow ones
+	$(BIN)/python -m pytest
 
 test-lowest: $(LOWEST)/.installed  ## run unit, resume and distributed tests with the oldest versions that are allowed
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)

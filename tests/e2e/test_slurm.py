@@ -54,7 +54,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 def start(env: dict[str, str], output: str, log: Path) -> subprocess.Popen[str]:
-    command = ["bash", str(SCRIPT), "--epochs", "8", "--output", output]
+    command = ["bash", str(SCRIPT), "--epochs", "4", "--output", output]
     with log.open("a") as file:  # as --open-mode=append
         return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, text=True)
 
@@ -67,7 +67,7 @@ def wait_for(text: str, log: Path, timeout_s: float = 120) -> None:
 
 
 def weights_in(log: Path) -> str:
-    found = re.search(r"finished  232 updates, weights (\w+)", log.read_text())
+    found = re.search(r"finished  116 updates, weights (\w+)", log.read_text())
     assert found, log.read_text()[-3000:]
     return found[1]
 
@@ -77,7 +77,7 @@ def test_a_job_that_gets_the_signal_is_requeued_and_goes_on_with_the_same_bits(c
     unbroken, broken = tmp_path / "unbroken.log", tmp_path / "broken.log"
     assert start(cluster, "out/unbroken", unbroken).wait(120) == 0
     job = start(cluster, "out/broken", broken)
-    wait_for("epoch 2", broken)
+    wait_for("epoch 1", broken)
     os.kill(int(Path("srun.pid").read_text()), signal.SIGUSR1)
     assert job.wait(120) == 143
     assert "SIGUSR1: the run stops at step" in broken.read_text()
