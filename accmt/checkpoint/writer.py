@@ -16,6 +16,7 @@ from typing import Any
 from accmt.checkpoint.contents import CollectedState, HostSnapshot, StateCollector, require_numbers, write_state
 from accmt.checkpoint.store import CheckpointStore, Staging
 from accmt.errors import CheckpointError
+from accmt.options.saving import Checkpointer
 
 
 class CheckpointWriter:
@@ -64,10 +65,16 @@ class CheckpointWriter:
         if self._thread is not None:
             self._in_flight = self._thread.submit(self._snapshot.reserve, collected.pieces.tensors)
 
-    def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any], *, force: bool = False) -> None:
         """Save the current state of the run; training may change all of it when this returns.
 
         Raises an error that names what cannot be stored. Processes: collective, after an optimizer step.
+
+        Args:
+            step: The optimizer step.
+            others: The states besides model and optimizer.
+            info: What is readable without loading the checkpoint.
+            force: Unused: every checkpoint is written. Custom storage may leave out those that are not forced.
         """
         self.wait()
         collected = self._collector.collect(others)
@@ -112,6 +119,45 @@ class CheckpointWriter:
             action()
         except CheckpointError as error:
             self._on_failure(error)
+
+
+class CustomWriter:
+    """Passes the checkpoints of a run to custom storage, with the interface of `CheckpointWriter`; training waits.
+
+    Args:
+        checkpointer: The storage.
+        collector: Collects the states of model and optimizer.
+
+    Attributes:
+        on_published: Unused: the folder is gone once it is stored.
+    """
+
+    on_published: Sequence[Callable[[Path], None]] = ()
+
+    def __init__(self, checkpointer: Checkpointer, collector: StateCollector) -> None:
+        self._storage = checkpointer
+        self._collector = collector
+
+    def prepare(self, others: Mapping[str, Any]) -> None:
+        """Check early that the state can be stored.
+
+        Processes: collective.
+        """
+        self._collector.collect(others)
+
+    def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any], *, force: bool = False) -> None:
+        """Store the current state of the run.
+
+        Processes: collective, after an optimizer step.
+        """
+        collected = self._collector.collect(others)
+        self._storage.save(lambda folder: write_state(collected, folder), step, force=force)
+
+    def wait(self) -> None:
+        """Do nothing: what is saved is stored."""
+
+    def close(self) -> None:
+        """Do nothing: what is saved is stored."""
 
 
 def _write_files(collected: CollectedState, folder: Path) -> None:

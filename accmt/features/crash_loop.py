@@ -42,8 +42,7 @@ class CrashLoop(Feature):
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> CrashLoop | None:
-        settings = run.settings.checkpoints
-        is_recorded = settings.every is not None and settings.checkpointer is None and is_main_process()
+        is_recorded = run.settings.checkpoints.writes_to_folder and is_main_process()
         return cls(run) if is_recorded and isinstance(run, Run) else None
 
     def on_start(self) -> None:

@@ -124,7 +124,7 @@ def check_room(run: Run) -> None:
     This is not an error: space may become free during training, and a full disk does not stop training.
     """
     settings = run.settings.checkpoints
-    if settings.every is not None and settings.checkpointer is None:
+    if settings.writes_to_folder:
         size = estimate_size(run.unwrapped_model, run.stepper.optimizer)
         shortage = find_shortage(
             size * ((settings.checkpoint_options.max_checkpoints or 1) + 1), run.checkpoints.folder

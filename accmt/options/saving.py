@@ -238,6 +238,11 @@ class CheckpointSettings:
         return self.checkpoint if isinstance(self.checkpoint, str) and _URL.match(self.checkpoint) else None
 
     @property
+    def writes_to_folder(self) -> bool:
+        """Whether regular checkpoints go to the checkpoint folder: they are on, and there is no custom storage."""
+        return self.checkpoint_every is not None and self.checkpointer is None
+
+    @property
     def every(self) -> Every | None:
         """How often to write a checkpoint; None is never."""
         if self.checkpoint_every is None:

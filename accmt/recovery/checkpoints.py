@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from accmt.checkpoint.contents import StateCollector, write_state
+from accmt.checkpoint.contents import StateCollector
 from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.manifest import MANIFEST_NAME, step_name
 from accmt.checkpoint.preflight import try_optimizer
 from accmt.checkpoint.retention import move_back
 from accmt.checkpoint.state_dicts import split_tensors
 from accmt.checkpoint.store import CheckpointStore
-from accmt.checkpoint.writer import CheckpointWriter
+from accmt.checkpoint.writer import CheckpointWriter, CustomWriter
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.messages import say, warn, warn_once
 from accmt.options import Settings
-from accmt.options.saving import Checkpointer
 from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run_on_every_process
 from accmt.recovery.restart import describe_launch
+from accmt.recovery.resume import find_newest
 from accmt.recovery.run_state import collect_others
 from accmt.run import Run
 from accmt.secrets import hide
@@ -57,7 +57,6 @@ class Checkpoints:
         self._launch = describe_launch()
         self._settings = settings
         self._collector = StateCollector(model, [optimizer])
-        self._checkpointer: Checkpointer | None = options.checkpointer
         self._is_failing = False
         self.is_prepared = False
         self._saved: tuple[dict[str, Any], int] | None = None
@@ -66,13 +65,14 @@ class Checkpoints:
         self._latest: Path | None = None
         self._previous: Path | None = None
         self.requests: list[Path | None] = []  # not yet served
-        is_on = options.every is not None and options.checkpointer is None
-        self._group = new_cpu_group() if is_on else None
+        self._group = new_cpu_group() if options.writes_to_folder else None
         self._store = CheckpointStore(
             self.folder, max_checkpoints=options.checkpoint_options.max_checkpoints, group=self._group
         )
-        self._writer: CheckpointWriter | None = None
-        if is_on:
+        custom = options.checkpointer
+        self._custom = None if custom is None else CustomWriter(custom, self._collector)
+        self._writer: CheckpointWriter | CustomWriter | None = self._custom
+        if options.writes_to_folder:
             is_async, on_failure = options.checkpoint_options.async_checkpointing, self._report_failure
             self._writer = CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=on_failure)
         self._has_begun = False
@@ -86,9 +86,7 @@ class Checkpoints:
     def owns(self, folder: Path) -> bool:
         """Return whether a checkpoint is or was in this run's folder; if not, the run is a branch."""
         place, parent = str(self.folder), str(folder.absolute().parent)
-        return (
-            self._checkpointer is not None or parent == place or parent.startswith((f"{place}.previous", f"{place}/"))
-        )
+        return self._custom is not None or parent == place or parent.startswith((f"{place}.previous", f"{place}/"))
 
     @property
     def are_written(self) -> bool:
@@ -116,6 +114,7 @@ class Checkpoints:
         self._teacher = _sample(run.module.teacher)
         if self._writer is not None:
             self._writer.on_published = run.features.on_checkpoint
+        if self._settings.checkpoints.writes_to_folder:
             self._store.claim()
             self._begin_folder(run, self._store)
 
@@ -192,7 +191,11 @@ class Checkpoints:
         if self._saved == (state["parts"]["state"], snapshot.next_stage):
             return
         with snapshot.restored(run):
-            if is_alone or (self._writer is None and self._checkpointer is None):
+            if is_alone and self._custom is not None:
+                name = type(options.checkpointer).__name__
+                where = f"the emergency checkpoint is in {self.folder}: resume={str(self.folder)!r} continues from it"
+                warn(f"{name} needs all processes, of which some have exited; {where}")
+            if is_alone or self._writer is None:
                 store = CheckpointStore(self.folder, max_checkpoints=options.checkpoint_options.max_checkpoints)
                 self._begin_folder(run, store)
                 collector = StateCollector(run.model, [run.stepper.optimizer])  # a new plan for these processes
@@ -207,7 +210,7 @@ class Checkpoints:
 
         Processes: collective.
         """
-        if folder is None and (self._writer is not None or self._checkpointer is not None):
+        if folder is None and self._writer is not None:
             self._save(run, force=True)
             return
         run.require_equal_replicas()
@@ -225,11 +228,8 @@ class Checkpoints:
             warn_once(_CHANGED_TEACHER, about="teacher")
         counters = others["parts"]["state"]
         step = counters["global_step"]
-        if self._checkpointer is not None:
-            collected = self._collector.collect(others)
-            self._checkpointer.save(lambda folder: write_state(collected, folder), step, force=force)
-        elif self._writer is not None:
-            self._writer.save(step, others, self._describe(run, counters))
+        if self._writer is not None:
+            self._writer.save(step, others, self._describe(run, counters), force=force)
         self._saved = counters, run.snapshot.next_stage
         self._note(run, self.folder / step_name(step))
 
@@ -258,11 +258,7 @@ class Checkpoints:
         Processes: collective.
         """
         self.wait()
-        if self._checkpointer is not None:
-            folder = self._checkpointer.load()
-        else:
-            newest = CheckpointStore(self.folder).newest()
-            folder = None if newest is None else newest.folder
+        folder = find_newest(self._settings)
         if folder is None:
             do = "see above why it could not be written"
             raise NoCheckpointError(explain("resuming from a checkpoint", f"none in {self.folder}", "one", do))
@@ -275,7 +271,7 @@ class Checkpoints:
         """
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+            self._writer = self._custom  # which has nothing to close
         if not has_result and self._previous is not None and is_main_process():
             self._put_back(self._previous)
         elif self._previous is not None and self._latest is not None:

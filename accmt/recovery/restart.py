@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accmt.checkpoint.manifest import STEP, Manifest, read_manifest
-from accmt.checkpoint.store import CheckpointStore
 from accmt.messages import say
 from accmt.options import Settings
 from accmt.processes import gather_objects, is_main_process, run_on_main_process
+from accmt.recovery.resume import find_newest
 from accmt.run import Run
 
 
@@ -109,15 +109,13 @@ def find_relaunched(settings: Settings) -> Path | None:
 
     Processes: collective.
     """
-    options = settings.checkpoints
-    if not _may_start_again() or options.every is None or options.checkpointer is not None:
+    if not (_may_start_again() and settings.checkpoints.writes_to_folder):
         return None
     own = describe_launch()
     folder = settings.checkpoint_folder
     if not run_on_main_process(lambda: any(_is_of(path, own) for path in folder.glob("step-*"))):
         return None
-    newest = CheckpointStore(folder).newest()
-    return None if newest is None else newest.folder
+    return find_newest(settings)
 
 
 def describe_launch() -> dict[str, Any] | None:

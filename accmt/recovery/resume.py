@@ -95,19 +95,13 @@ def _find_folder(settings: Settings) -> Path | None:
     options = settings.checkpoints
     if options.resume is False:
         return None
-    if options.checkpointer is not None:
-        return _require(
-            options.checkpointer.load(), settings, f"the checkpointer {type(options.checkpointer).__name__}"
-        )
-    if options.resume is None or options.resume in (True, "auto"):
-        newest = CheckpointStore(settings.checkpoint_folder).newest()
-        return _require(newest.folder if newest else None, settings, f"no checkpoint in {settings.checkpoint_folder}")
-    return find_checkpoint(settings.from_home(str(options.resume))).folder
-
-
-def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:
-    if folder is not None or settings.checkpoints.resume is not True:
+    if options.resume is not None and options.resume not in (True, "auto"):
+        return find_checkpoint(settings.from_home(str(options.resume))).folder
+    folder = find_newest(settings)
+    if folder is not None or options.resume is not True:
         return folder
+    custom = options.checkpointer
+    got = f"no checkpoint in {settings.checkpoint_folder if custom is None else type(custom).__name__}"
     do = 'check the path; resume="auto" starts from the beginning if there is no checkpoint'
     # A new run that was killed before it wrote a checkpoint may have moved the previous run's checkpoints.
     own = settings.checkpoint_folder.resolve()
@@ -117,6 +111,17 @@ def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:
         previous = max(moved, key=lambda path: path.stat().st_mtime)
         do = f'resume="{previous}" continues the earlier run whose checkpoints were moved there; {do}'
     raise NoCheckpointError(explain("Trainer(resume=True)", got, "a checkpoint to continue from", do))
+
+
+def find_newest(settings: Settings) -> Path | None:
+    """Return the run's newest checkpoint: from custom storage, or in its folder with every file verified; or None.
+
+    Processes: collective.
+    """
+    if settings.checkpoints.checkpointer is not None:
+        return settings.checkpoints.checkpointer.load()
+    newest = CheckpointStore(settings.checkpoint_folder).newest()
+    return None if newest is None else newest.folder
 
 
 def find_checkpoint(path: Path) -> Checkpoint:

@@ -178,7 +178,7 @@ def require_shared_disk(settings: Settings) -> None:
 
 def _folders(settings: Settings) -> Iterator[Path]:
     yield settings.model_folder.absolute()
-    if settings.checkpoints.every is not None and settings.checkpoints.checkpointer is None:
+    if settings.checkpoints.writes_to_folder:
         yield settings.checkpoint_folder.absolute()
 
 

@@ -18,7 +18,6 @@ from torch import nn
 from accmt.callbacks.averaging import WeightAverage
 from accmt.callbacks.progress import draw_batches
 from accmt.checkpoint.contents import load_state
-from accmt.checkpoint.store import CheckpointStore
 from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
@@ -32,7 +31,7 @@ from accmt.messages import say
 from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings
 from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process, serving
-from accmt.recovery.resume import find_checkpoint
+from accmt.recovery.resume import find_checkpoint, find_newest
 from accmt.recovery.shutdown import watching_evaluation
 from accmt.run import EvaluationRun, Run
 from accmt.saving.weights import find_entry
@@ -126,13 +125,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _find_last(settings: Settings, where: str) -> Path:
-    checkpoints, saved_last = settings.checkpoints, settings.model_folder / "last"
-    newest: Path | None = None
-    if checkpoints.checkpointer is not None:
-        newest = checkpoints.checkpointer.load()
-    elif checkpoints.every is not None:
-        checkpoint = CheckpointStore(settings.checkpoint_folder).newest()
-        newest = None if checkpoint is None else checkpoint.folder
+    saved_last = settings.model_folder / "last"
+    newest = None if settings.checkpoints.every is None else find_newest(settings)
     if newest is not None:
         return newest
     return saved_last if run_on_main_process(partial(_has_weights, saved_last)) else _reject_path(where, saved_last)

@@ -144,6 +144,31 @@ def test_what_a_checkpointer_keeps_is_named_by_its_class(ended):
     assert "so the same program starts from the beginning" in ended(1, checkpointer=Shelf())[1]
 
 
+def test_an_emergency_checkpoint_of_one_process_is_not_passed_to_a_checkpointer_that_needs_all(caplog):
+    class Shelf:
+        saved: list[int] = []
+
+        def save(self, write, step, *, force):
+            self.saved.append(step)
+
+        def load(self):
+            return None
+
+    class SaveAlone(Callback):
+        def on_update_end(self):
+            if self.state.global_step == 2:
+                self.trainer.run.checkpoints.save_snapshot(self.trainer.run, is_alone=True)
+
+    arguments = {"checkpointer": Shelf(), "checkpoint_every": "100 steps", "verbose": True}
+    with caplog.at_level(logging.INFO, logger="accmt"):
+        make_trainer({"epochs": 1}, callbacks=SaveAlone(), **arguments).fit(Linear(), make_points())
+        assert "Shelf needs all processes, of which some have exited" in caplog.text
+        folders = list(Path("out/checkpoint-model").glob("step-*"))
+        assert folders
+        make_trainer({"epochs": 2}, resume=str(folders[0]), **arguments).fit(Linear(), make_points())
+    assert f"continuing from {folders[0]}" in caplog.text
+
+
 def test_training_that_ends_early_says_it_too_and_a_run_at_its_end_does_not(caplog):
     class Stop(Callback):
         def on_update_end(self):
