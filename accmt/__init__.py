@@ -89,9 +89,9 @@ if TYPE_CHECKING:
     from accmt.options.saving import Checkpointer as Checkpointer
     from accmt.options.saving import CheckpointOptions as CheckpointOptions
     from accmt.options.saving import PatienceOptions as PatienceOptions
-    from accmt.options.tracking import Delivery as Delivery
     from accmt.options.tracking import Ledger as Ledger
     from accmt.options.tracking import Monitor as Monitor
+    from accmt.options.tracking import TrackerOptions as TrackerOptions
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
     from accmt.processes import on_local_main_process as on_local_main_process
@@ -125,7 +125,6 @@ _HOMES = {
     "DVCLive": "accmt.addons.trackers.dvclive",
     "DataError": "accmt.errors",
     "DataOptions": "accmt.options.data",
-    "Delivery": "accmt.options.tracking",
     "Ledger": "accmt.options.tracking",
     "DeviceError": "accmt.errors",
     "EMA": "accmt.callbacks",
@@ -180,6 +179,7 @@ _HOMES = {
     "TensorBoard": "accmt.tracking.trackers.tensorboard",
     "TorchFlags": "accmt.options.running",
     "TrackerError": "accmt.errors",
+    "TrackerOptions": "accmt.options.tracking",
     "Trackio": "accmt.addons.trackers.trackio",
     "Trainer": "accmt.trainer",
     "TrainingState": "accmt.state",

@@ -225,9 +225,10 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
             _reject("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
         is_own = settings.mixed_precision in PRECISIONS
         arguments["mixed_precision"] = settings.mixed_precision if is_own else "no"
-    if settings.ddp_kwargs is not None:
+    ddp = settings.parallelism and settings.parallelism.ddp
+    if ddp:
         handlers = list(arguments.get("kwargs_handlers") or [])
-        arguments["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**settings.ddp_kwargs)]
+        arguments["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**ddp)]
     if not torch.accelerator.is_available() and int(os.environ.get("LOCAL_RANK", -1)) >= 0:
         arguments.setdefault("cpu", True)
     return arguments
@@ -237,8 +238,9 @@ def _check_user_accelerator(accelerator: Accelerator, settings: RunningSettings)
     expected = settings.mixed_precision if settings.mixed_precision in (None, *PRECISIONS) else "no"
     if expected not in (None, accelerator.mixed_precision):
         _reject("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
-    if settings.ddp_kwargs is not None:
-        _reject("ddp_kwargs", settings.ddp_kwargs, "its own kwargs_handlers")
+    ddp = settings.parallelism and settings.parallelism.ddp
+    if ddp:
+        _reject("ddp", ddp, "its own kwargs_handlers")
     if accelerator.gradient_accumulation_steps != 1:
         _reject("grad_accumulation_steps", "the Trainer's", accelerator.gradient_accumulation_steps)
 

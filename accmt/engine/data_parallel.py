@@ -146,7 +146,7 @@ class DataParallel(Engine):
                 "one backward per optimizer step: a static graph cannot skip the reduction of a micro-batch's gradients"
             )
             do = "drop static_graph, or do not accumulate (grad_accumulation_steps, max_micro_batch_size, max_tokens)"
-            raise ArgumentError(explain("Trainer(ddp_kwargs=...)", got, expected, do))
+            raise ArgumentError(explain('Trainer(parallelism={"ddp": ...})', got, expected, do))
 
     def first_backward_check(self) -> Callable[[], bool] | None:
         model = self._wrapper

@@ -77,7 +77,7 @@ def find_parallelism(settings: RunningSettings) -> Parallelism:
     _reject_not_built(user)
     if settings.parallelism and settings.parallelism.engine:
         found = Parallelism()  # an engine of another package spreads the model itself
-    elif settings.parallelism:
+    elif settings.parallelism and settings.parallelism.ddp is None:
         _reject_two_places(user)
         found = _of_argument(settings.parallelism)
     else:

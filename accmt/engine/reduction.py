@@ -190,7 +190,9 @@ def require_all_gradients(model: DistributedDataParallel) -> None:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         got = f"no gradient for {', '.join(names[:_SHOWN])}{more}: the loss does not depend on them"
         expected = "a gradient for every trained parameter, because several processes average gradients together"
-        do = 'freeze them (requires_grad_(False)), or set Trainer(ddp_kwargs={"find_unused_parameters": True})'
+        do = (
+            'freeze them (requires_grad_(False)), or set Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
+        )
         raise ModuleContractError(explain("training_step", got, expected, do))
 
 
@@ -199,7 +201,7 @@ def add_note_of_unused(error: Exception, model: nn.Module) -> None:
     if reduces_only_whole(model) and "find_unused_parameters" in str(error):
         error.add_note(
             "[accmt] the previous step's loss did not depend on all trained parameters, so gradients were not "
-            'averaged: set Trainer(ddp_kwargs={"find_unused_parameters": True})'
+            'averaged: set Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
         )
 
 

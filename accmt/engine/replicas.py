@@ -25,7 +25,7 @@ _CAUSES = (
     "look for differences between processes: weights or gradients changed by random numbers in a "
     "training step, in on_after_backward or in a hook of the optimizer itself (use on_before_optimizer_step instead); "
     "weights changed in a forward pass, or on one process only; a second backward in a training step; a loss that "
-    "does not depend on all trained parameters in some steps (ddp_kwargs={'find_unused_parameters': True})"
+    'does not depend on all trained parameters in some steps (parallelism={"ddp": {"find_unused_parameters": True}})'
 )
 
 Replica = dict[str, dict[str, object]]

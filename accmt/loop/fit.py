@@ -209,7 +209,7 @@ def _close(run: Run) -> None:
     finally:
         run.saver.release()
         run.tracking.finish(
-            _TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_delivery.flush_s
+            _TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_options.flush_s
         )
 
 
@@ -270,5 +270,5 @@ def describe(run: Run) -> dict[str, Any]:
         **({"model_saving": run.saver.selection.rule} if run.saver.selection.rule else {}),
         **({"metrics": metrics} if metrics else {}),
         "accmt_version": __version__,
-        **(settings.tracking.additional_tracker_config or {}),
+        **(settings.tracking.tracker_options.config or {}),
     }

@@ -329,7 +329,7 @@ def require_mapping(name: str, value: Any) -> None:
         ArgumentError: `value` is neither None nor a mapping.
     """
     if value is not None and not isinstance(value, Mapping):
-        raise_wrong_value(name, value, "a dict", f"{name}={{...}}")
+        raise_wrong_value(name, value, "a dict", write_argument(name, "{...}"))
 
 
 def require_keywords(name: str, value: Mapping[str, Any] | None, function: Callable[..., Any], owner: str) -> None:
@@ -349,7 +349,7 @@ def require_keywords(name: str, value: Mapping[str, Any] | None, function: Calla
         if keyword not in known:
             do = f"did you mean {meant}?" if (meant := nearest(keyword, known)) else f"leave {keyword!r} out"
             expected = f"an argument of {owner}: {', '.join(known)}"
-            raise ArgumentError(explain(f"Trainer({name}={{...}})", f"{keyword!r}", expected, do))
+            raise ArgumentError(explain(write_place(name), f"{keyword!r}", expected, do))
 
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)

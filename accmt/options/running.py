@@ -47,17 +47,17 @@ def require_precision(value: Any) -> None:
     raise ArgumentError(explain(where, got, expected, do))
 
 
-def require_ddp_kwargs(value: Any) -> None:
-    """Check `ddp_kwargs`; imports Accelerate only for a dict.
+def require_ddp(name: str, value: Any) -> None:
+    """Check arguments of DDP; imports Accelerate only for a dict.
 
     Raises:
         ArgumentError: It is neither None nor a dict with valid arguments.
     """
-    require_mapping("ddp_kwargs", value)
+    require_mapping(name, value)
     if value:
         from accelerate import DistributedDataParallelKwargs
 
-        require_keywords("ddp_kwargs", value, DistributedDataParallelKwargs, "accelerate.DistributedDataParallelKwargs")
+        require_keywords(name, value, DistributedDataParallelKwargs, "accelerate.DistributedDataParallelKwargs")
 
 
 def require_fsdp(name: str, value: Any) -> None:
@@ -125,6 +125,8 @@ class ParallelismOptions(Options):
         replicate: Number of model replicas; None is one.
         tp: Number of processes over which the model is split by its tensor-parallel plan; they process the same
             batches. None does not split.
+        ddp: Arguments of `accelerate.DistributedDataParallelKwargs`, for a model that is not sharded. It replaces the
+            options above.
         engine: Name of an engine from another package (entry-point group `accmt.engines`). It replaces the other
             options.
     """
@@ -133,15 +135,20 @@ class ParallelismOptions(Options):
     shard: Annotated[int, partial(require_int, at_least=1)] | None = None
     replicate: Annotated[int, partial(require_int, at_least=1)] | None = None
     tp: Annotated[int, partial(require_int, at_least=1)] | None = None
+    ddp: Mapping[str, Any] | None = None
     engine: str | None = None
 
     def check(self, name: str) -> None:
-        """Check FSDP's arguments; imports Accelerate only for a dict."""
+        """Check arguments of FSDP and DDP; imports Accelerate only for a dict."""
         require_fsdp(f"{name}.fsdp", self.fsdp)
+        require_ddp(f"{name}.ddp", self.ddp)
         if self.engine is not None:
             require_choice(f"{name}.engine", self.engine, names("accmt.engines"))
-            if (self.shard, self.replicate, self.tp) != (None, None, None):
+            if (self.shard, self.replicate, self.tp, self.ddp) != (None, None, None, None):
                 raise_wrong_value(name, self.to_dict(), "only `engine`", f'parallelism={{"engine": {self.engine!r}}}')
+        if self.ddp is not None and (self.fsdp, self.shard, self.replicate, self.tp) != (True, None, None, None):
+            do = f'parallelism={{"ddp": {dict(self.ddp)!r}}}, or leave "ddp" out to shard the model'
+            raise_wrong_value(name, self.to_dict(), "`ddp`, or how the model is sharded", do)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +159,8 @@ class RunningSettings:
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch settings.
         mixed_precision: "no", "fp16" or "bf16", or the name of a precision from another package (entry-point group
             `accmt.precisions`); None uses the launch setting.
-        ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
-        parallelism: Distributes the model over processes: `ParallelismOptions(fsdp=True)`, or a dict of its arguments.
+        parallelism: Shards the model over processes, or sets DDP's arguments: `ParallelismOptions(fsdp=True)`, or a
+            dict of its arguments.
         compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. With "buckets": 64,
             batches are padded to multiples of 64, which limits the number of graphs; each new graph is logged. With
             "regional": True, only the repeated layers are compiled, one by one, which takes a fraction of the time.
@@ -181,7 +188,6 @@ class RunningSettings:
 
     accelerator: Any = None
     mixed_precision: str | None = None
-    ddp_kwargs: Mapping[str, Any] | None = None
     parallelism: ParallelismOptions | None = None
     compile: bool | Mapping[str, Any] = False
     seed: int | None = None
@@ -222,7 +228,6 @@ class RunningSettings:
             require_int("compile.buckets", self.compile_buckets, at_least=1)
         if isinstance(self.compile, Mapping):
             require_choice("compile.regional", self.compile.get("regional", False), (False, True))
-        require_ddp_kwargs(self.ddp_kwargs)
         asked: Any = self.parallelism
         set_field(
             self, "parallelism", None if asked is None or asked == {} else ParallelismOptions.read("parallelism", asked)

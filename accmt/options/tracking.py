@@ -157,15 +157,17 @@ def _require_seconds(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivery(Options):
-    """Delivery of rows to trackers.
+class TrackerOptions(Options):
+    """What trackers get, and how rows are delivered to them.
 
     Args:
+        config: Additional entries for the run's configuration.
         offline: What to do if a tracker's server is unreachable: "auto" continues and delivers later, False raises an
             error at the start, True does not connect until `accmt sync`.
         flush_s: Seconds to wait for trackers at the end of a run; `accmt sync` delivers the rest.
     """
 
+    config: Annotated[Mapping[str, Any], require_mapping] | None = None
     offline: bool | Literal["auto"] = "auto"
     flush_s: Annotated[float, _require_seconds] = 30
 
@@ -210,9 +212,8 @@ class TrackingSettings:
         val_loss_metric_name: Name of the validation loss in the logs.
         monitor: What else to measure and log: a `Monitor`, a dict of its fields, a list of fields to enable, or the
             path of a file with one of these; None logs losses and metrics.
-        additional_tracker_config: Additional entries for the run's configuration.
-        tracker_delivery: What to do if a tracker's server is unreachable, and how long to wait at the end of a run:
-            `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
+        tracker_options: Additional entries for the run's configuration, and what to do if a tracker's server is
+            unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
         ledger: Whether to record what each step computed, with which `accmt replay` compares the step that it makes
             again; a `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken.
         tracker_kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes
@@ -227,8 +228,7 @@ class TrackingSettings:
     train_loss_metric_name: str = "train_loss"
     val_loss_metric_name: str = "val_loss"
     monitor: Any = None
-    additional_tracker_config: Mapping[str, Any] | None = None
-    tracker_delivery: Delivery = None  # type: ignore[assignment]  # set in __post_init__
+    tracker_options: TrackerOptions = None  # type: ignore[assignment]  # set in __post_init__
     ledger: bool | Ledger | Mapping[str, Any] = False
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -244,10 +244,9 @@ class TrackingSettings:
         for name in ("track_name", "run_name"):
             if getattr(self, name) is not None:
                 require_text(name, getattr(self, name))
-        set_field(self, "tracker_delivery", Delivery.read("tracker_delivery", self.tracker_delivery))
+        set_field(self, "tracker_options", TrackerOptions.read("tracker_options", self.tracker_options))
         if not isinstance(self.ledger, bool):
             set_field(self, "ledger", Ledger.read("ledger", self.ledger, ", or True or False"))
-        require_mapping("additional_tracker_config", self.additional_tracker_config)
         self.log_steps  # noqa: B018 - raises if invalid
 
     @property

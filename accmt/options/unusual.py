@@ -9,12 +9,12 @@ from typing import Any
 _OFF: Mapping[str, Any] = {
     **dict.fromkeys(
         (
-            *("accelerator", "additional_tracker_config", "callbacks", "checkpoint_every", "checkpoint_options"),
+            *("accelerator", "callbacks", "checkpoint_every", "checkpoint_options"),
             "checkpointer",
-            *("clip_grad", "collate_fn", "data_options", "ddp_kwargs"),
+            *("clip_grad", "collate_fn", "data_options"),
             *("grad_accumulation_steps", "handlers", "log_with", "max_time", "metric_options", "metrics"),
             *("min_length", "model_saving", "model_saving_above", "model_saving_below"),
-            *("parallelism", "patience", "profiler", "torch_flags"),
+            *("parallelism", "patience", "profiler", "torch_flags", "tracker_options"),
         )
     ),
     "mixed_precision": "no",

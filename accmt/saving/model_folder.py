@@ -199,7 +199,7 @@ _JOINED_OPTIONS = (
     "limit_batches",
     "metric_options",
     "torch_flags",
-    "tracker_delivery",
+    "tracker_options",
 )
 CARD_MARK = "<!-- accmt writes this file again at each save; without this line it is yours and stays as it is. -->"
 HPS_MARK = "# accmt writes this file again at each save; without this line it is yours and stays as it is."

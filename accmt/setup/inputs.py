@@ -196,5 +196,5 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
         tracker_kwargs=logging.tracker_kwargs,
         is_main_process=is_main_process() and not settings.running.fast_dev_run,  # elsewhere nothing is written
         verbose=settings.running.verbose,
-        offline=logging.tracker_delivery.offline,
+        offline=logging.tracker_options.offline,
     )

@@ -82,8 +82,8 @@ def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, 
         return
     if is_needed:
         where = f"the tracker {spec.name}"
-        expected = 'an API key, because of tracker_delivery={"offline": False}'
-        raise TrackerError(explain(where, "no API key", expected, f'{how}, or tracker_delivery={{"offline": "auto"}}'))
+        expected = 'an API key, because of tracker_options={"offline": False}'
+        raise TrackerError(explain(where, "no API key", expected, f'{how}, or tracker_options={{"offline": "auto"}}'))
     command = spec.upload_command(place)
     say(f"the tracker {spec.name} has no API key ({how}) and writes files; upload them with `{command}`")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
     from accmt.protocols import TrainerProtocol
 
-_LEFT_OUT = ("checkpointer", "run_name", "log_with", "additional_tracker_config")
+_LEFT_OUT = ("checkpointer", "run_name", "log_with", "tracker_options")
 
 
 @dataclass

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
         CheckpointOptions,
         Clipping,
         DataOptions,
-        Delivery,
         Failures,
         Handler,
         Ledger,
         Limits,
         MetricOptions,
         Monitor,
+        TrackerOptions,
     )
     from accmt.options.running import ParallelismOptions, TorchFlags
     from accmt.options.saving import PatienceOptions
@@ -169,9 +169,8 @@ class Trainer(TrainerProperties):
             of its arguments.
         callbacks: A `Callback` or a list of them.
         run_name: Name of this run; None generates one from the time and a few letters.
-        additional_tracker_config: Additional entries for the run's configuration.
-        tracker_delivery: What to do if a tracker's server is unreachable, and how long to wait at the end of a run:
-            `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
+        tracker_options: Additional entries for the run's configuration, and what to do if a tracker's server is
+            unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
         ledger: Whether to record what each step computed, with which `accmt replay` compares the step that it makes
             again; a `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
@@ -184,8 +183,8 @@ class Trainer(TrainerProperties):
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch settings.
         mixed_precision: "no", "fp16" or "bf16", or the name of a precision from another package (entry-point group
             `accmt.precisions`); None uses the launch setting.
-        ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
-        parallelism: Distributes the model over processes: `ParallelismOptions(fsdp=True)`, or a dict of its arguments.
+        parallelism: Shards the model over processes, or sets DDP's arguments: `ParallelismOptions(fsdp=True)`, or a
+            dict of its arguments.
         failures: How to react to a loss that is not finite, an unreadable sample, a hanging process and the like:
             `Failures(on_nonfinite="skip")`, or a dict of its arguments.
         **kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes them to
@@ -260,15 +259,13 @@ class Trainer(TrainerProperties):
         metric_options: MetricOptions | Mapping[str, Any] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         run_name: str | None = None,
-        additional_tracker_config: Mapping[str, Any] | None = None,
-        tracker_delivery: Delivery | Mapping[str, Any] | None = None,
+        tracker_options: TrackerOptions | Mapping[str, Any] | None = None,
         ledger: bool | Ledger | Mapping[str, Any] = False,
         profiler: Literal["simple", "advanced", "pytorch"] | ProfileKwargs | profile | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | int = False,
         accelerator: Accelerator | Mapping[str, Any] | None = None,
         mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
-        ddp_kwargs: Mapping[str, Any] | None = None,
         parallelism: ParallelismOptions | Mapping[str, Any] | None = None,
         failures: Failures | Mapping[str, Any] | None = None,
         **kwargs: Any,

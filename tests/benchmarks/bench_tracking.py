@@ -121,7 +121,7 @@ def time_run(settings: dict[str, Any], folder: Path) -> tuple[float, float]:
         model_saving=None,
         checkpoint_every=None,
         verbose=False,
-        tracker_delivery={"flush_s": 1.0},
+        tracker_options={"flush_s": 1.0},
         callbacks=stopwatch,
         seed=0,
         **settings,

@@ -66,7 +66,7 @@ def test_four_two_three_and_one_process_see_every_sample_once_in_one_order(tmp_p
     assert parts[-1]["ended"]["samples_seen"] == EPOCHS * SAMPLES
 
 
-KEPT_GRADIENTS = {"set_to_none": False, "ddp_kwargs": {"gradient_as_bucket_view": True}}
+KEPT_GRADIENTS = {"set_to_none": False, "parallelism": {"ddp": {"gradient_as_bucket_view": True}}}
 
 
 def num_data_of(processes: int | str) -> int:

@@ -92,7 +92,7 @@ def test_the_arguments_in_the_folder_make_the_same_trainer_again():
         handlers=[Handler.KEYBOARD, "any"],
         monitor=Monitor(learning_rate=True),
         max_time=timedelta(hours=1),
-        additional_tracker_config={"note": "x"},
+        tracker_options={"config": {"note": "x"}},
     )
     trainer.fit(first, make_points())
     again = Trainer.from_config("out/model/always/trainer_config.json", verbose=False)
@@ -131,13 +131,13 @@ def test_the_arguments_in_the_folder_hold_neither_objects_nor_secrets():
     assert names == {*told_by_text, "grad_accumulation_steps"}
     secrets = {"tensorboard": {"api_key": "abc"}, "logging_dir": "https://me:abc@server", "wandb_token": "abc"}
     secrets |= {
-        "additional_tracker_config": {"hosts": ["https://me:abc@h", "https://h"], "note": "https://h/?api_key=a"}
+        "tracker_options": {"config": {"hosts": ["https://me:abc@h", "https://h"], "note": "https://h/?api_key=a"}}
     }
     write_trainer_config(Path("out"), {"hps_config": {}, **secrets})
     assert json.loads(Path("out/trainer_config.json").read_text()) == {
         "hps_config": {},
         "tensorboard": {},
-        "additional_tracker_config": {"hosts": ["https://h"]},
+        "tracker_options": {"config": {"hosts": ["https://h"]}},
     }
 
 

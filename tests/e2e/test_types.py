@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import accmt
-from accmt import AcceleratorModule, Callback, Delivery, EMA, ExtendedAcceleratorModule, Failures, Handler, MLFlow
+from accmt import AcceleratorModule, Callback, TrackerOptions, EMA, ExtendedAcceleratorModule, Failures, Handler, MLFlow
 from accmt import Monitor, Trainer
 
 
@@ -75,7 +75,7 @@ trainer = Trainer(
     torch_flags={"deterministic": "warn"},
     callbacks=[Watcher(), EMA(decay=0.9)],
     failures=Failures(on_nonfinite="rollback", spike_guard=8),
-    tracker_delivery=Delivery(offline=True),
+    tracker_options=TrackerOptions(offline=True),
     parallelism={"shard": 2},
     mixed_precision="bf16",
     profiler="simple",

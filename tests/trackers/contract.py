@@ -150,7 +150,7 @@ class TrackerContract:
             model_path=str(tmp_path / "model"),
             log_with=self.kind,
             logging_dir=tmp_path,
-            tracker_delivery={"flush_s": FLUSH_S},
+            tracker_options={"flush_s": FLUSH_S},
         )
         trainer.fit(Linear(), make_points(8), make_points(4))
         tracking = trainer.run.tracking

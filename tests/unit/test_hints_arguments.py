@@ -145,7 +145,7 @@ BY_VALUE = [
     ("gpus", None, "accmt launch train.py"),
     ("num_nodes", 1, LEAVE),
     ("num_nodes", 4, "accelerate launch --num_machines 4 "),
-    ("strategy", "ddp_find_unused_parameters_true", 'Trainer(ddp_kwargs={"find_unused_parameters": True})'),
+    ("strategy", "ddp_find_unused_parameters_true", 'Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'),
     ("strategy", "deepspeed_stage_2", 'Trainer(parallelism={"fsdp": True})'),
     ("strategy", "fsdp", 'Trainer(parallelism={"fsdp": True})'),
     ("strategy", "auto", LEAVE),

@@ -219,7 +219,7 @@ def test_an_error_reaches_the_caller_after_hooks_and_trackers_were_told(error, s
 
 @pytest.mark.feature("D27")
 def test_a_finished_run_is_marked_finished_and_tells_its_configuration():
-    trainer = make_trainer({"batch_size": 4}, grad_accumulation_steps=2, additional_tracker_config={"note": "x"})
+    trainer = make_trainer({"batch_size": 4}, grad_accumulation_steps=2, tracker_options={"config": {"note": "x"}})
     trainer.fit(Linear(), make_points())
     config = next(row["config"] for row in read_history(trainer.log_dir) if "config" in row)
     assert status_of(trainer) == "FINISHED"

@@ -88,7 +88,7 @@ READ = {
     ("enable_model_summary", "-1"): -1,
     ("grad_accumulation_steps", "{0: 2, 4: 8}"): {0: 2, 4: 8},
     ("model_saving", "[best_accuracy, best_valid_loss]"): ["best_accuracy", "best_valid_loss"],
-    ("ddp_kwargs", "{bucket_cap_mb: 1e1}"): {"bucket_cap_mb": 10.0},
+    ("parallelism", "{ddp: {bucket_cap_mb: 1e1}}"): {"ddp": {"bucket_cap_mb": 10.0}},
     ("max_shard_size", "1GB"): "1GB",
     ("max_shard_size", "1000"): 1000,
 }
@@ -109,7 +109,7 @@ def test_a_text_is_read_as_the_argument_may_be(name, text):
         ("dataloader_num_workers", "1.5", r"expected int, got '1.5'"),
         ("clip_grad", "nan", r"expected float\|mapping\|none, got 'nan'"),
         ("set_to_none", "1", r"expected true\|false, got '1'"),
-        ("ddp_kwargs", "{a: ", r"'\{a: ' is not valid YAML"),
+        ("parallelism", "{a: ", r"'\{a: ' is not valid YAML"),
         ("seed", "[1]", r"expected int\|none, got '\[1\]'"),
     ],
 )

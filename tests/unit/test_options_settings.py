@@ -53,7 +53,7 @@ def round_trip(trainer):
         {"evaluate_every_n_steps": 1.0, "seed": 0, "log_every": -1},
         {"grad_accumulation_steps": {0: 2}, "collate_fn": [len], "sampler": [1, 0]},
         {"log_with": "tensorboard", "tensorboard": {"flush_secs": 1}, "tags": ["a"]},
-        {"checkpoint_every": None, "verbose": False, "additional_tracker_config": {"a": 1}},
+        {"checkpoint_every": None, "verbose": False, "tracker_options": {"config": {"a": 1}}},
     ],
     ids=lambda arguments: ",".join(arguments) or "defaults",
 )

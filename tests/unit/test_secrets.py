@@ -190,7 +190,7 @@ def test_forty_secrets_in_every_entrance_are_in_no_file_row_line_or_error(monkey
     settings = {
         "log_with": Rows,
         "rows": {"api_key": plant(), "headers": {"X": plant()}, "store": in_url()},
-        "additional_tracker_config": extra,
+        "tracker_options": {"config": extra},
         "model_saving": "best_valid_loss",
         "checkpoint_every": "epoch",
         "run_name": "one",

@@ -93,7 +93,7 @@ def test_should_stop_waits_for_every_minimum_that_is_given(minimum, updates):
 @pytest.mark.feature("L46", "P33", "L63")
 def test_handlers_of_accelerate_reach_the_accelerator():
     handler = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
-    trainer = make_trainer(accelerator={"kwargs_handlers": [handler]}, ddp_kwargs={"static_graph": True})
+    trainer = make_trainer(accelerator={"kwargs_handlers": [handler]}, parallelism={"ddp": {"static_graph": True}})
     trainer.fit(Linear(), make_points())
     accelerator = trainer.run.accelerator
     assert accelerator.init_handler.timeout == timedelta(seconds=77)

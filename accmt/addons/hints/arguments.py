@@ -62,8 +62,8 @@ JOINED: Mapping[str, tuple[str, str]] = {
     "shard_dataloaders": ("data_options", "shard"),
     "batch_device_placement": ("data_options", "device_placement"),
     **{name: ("data_options", name) for name in ("group_by_length", "drop_last", "persistent_workers")},
-    "tracker_offline": ("tracker_delivery", "offline"),
-    "tracker_flush_s": ("tracker_delivery", "flush_s"),
+    "additional_tracker_config": ("tracker_options", "config"),
+    "ddp_kwargs": ("parallelism", "ddp"),
 }
 """Separate arguments in other trainers that are entries of one argument in accmt."""
 

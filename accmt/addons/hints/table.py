@@ -103,7 +103,7 @@ def _strategy(value: Any) -> str | None:
     if any(engine in text for engine in ("xla", "tpu", "megatron")):
         return f"there is no {text} in this version; for DDP: `accmt launch --strat ddp train.py`"
     if "find_unused_parameters_true" in text:
-        return 'Trainer(ddp_kwargs={"find_unused_parameters": True})'
+        return 'Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
     return "accmt launch --strat ddp train.py"
 
 
@@ -231,10 +231,10 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "bf16": f'Trainer(mixed_precision="bf16") | {_PRECISION}',
         "data_seed": "Trainer(seed=0)",
         "ddp_broadcast_buffers": f"leave it out: {_DDP}",
-        "ddp_bucket_cap_mb": f'Trainer(ddp_kwargs={{"bucket_cap_mb": <25>}}) | {_DDP}',
-        "ddp_find_unused_parameters": 'Trainer(ddp_kwargs={"find_unused_parameters": True})'
+        "ddp_bucket_cap_mb": f'Trainer(parallelism={{"ddp": {{"bucket_cap_mb": <25>}}}}) | {_DDP}',
+        "ddp_find_unused_parameters": 'Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
         " | all parameters must be used by default",
-        "ddp_static_graph": f'Trainer(ddp_kwargs={{"static_graph": True}}) | {_DDP}',
+        "ddp_static_graph": f'Trainer(parallelism={{"ddp": {{"static_graph": True}}}}) | {_DDP}',
         "ddp_timeout": _HANDLER.replace("handler]", "InitProcessGroupKwargs(timeout=timedelta(seconds=<1800>))]")
         + f" | {_DDP}",
         "deepspeed": f"{_DEEPSPEED} | several processes use DDP by default",

@@ -290,7 +290,6 @@ def _without_loader(train: Any, subject: Subject) -> tuple[Any, dict[str, Any]]:
 
 _LEFT_OUT = (
     "accelerator",
-    "additional_tracker_config",
     "checkpointer",
     "clip_grad",
     "compile",
@@ -314,6 +313,7 @@ _LEFT_OUT = (
     "reload_dataloaders_every_n_epochs",
     "run_name",
     "save_last",
+    "tracker_options",
 )
 
 

@@ -84,7 +84,7 @@ CASES = {
     "static graph": Case(
         make_sequence,
         lambda model, batch: mse_loss(model(batch[0]), batch[1]),
-        settings={"ddp_kwargs": {"static_graph": True}},
+        settings={"parallelism": {"ddp": {"static_graph": True}}},
         accumulation=1,
     ),
     "sparse": Case(
@@ -187,7 +187,9 @@ def main(result: str, folder: str) -> None:
     results["normalized"] = train(Normalized(), place / "norm", Case(Parts, mse_loss, samples=12))
     by_parts = Case(make_sequence, lambda model, batch: mse_loss(model[2](model[1](model[0](batch[0]))), batch[1]))
     results["refusals"] = [refusal(Module(by_parts), place / "parts"), refusal(AroundTheWrapper(), place / "around")]
-    results["static"] = refusal(Module(CASES["static graph"]), place / "static", ddp_kwargs={"static_graph": True})
+    results["static"] = refusal(
+        Module(CASES["static graph"]), place / "static", parallelism={"ddp": {"static_graph": True}}
+    )
     if is_main_process():
         Path(result).write_text(json.dumps(results))
 

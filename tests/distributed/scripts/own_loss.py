@@ -20,7 +20,7 @@ from tests.unit.test_features_own_loss import Inside, Own, make_model, make_rows
 CASES: dict[str, tuple[type[Own], dict[str, Any]]] = {
     "own": (Own, {}),
     "inside": (Inside, {}),
-    "unused": (Own, {"ddp_kwargs": {"find_unused_parameters": True}}),
+    "unused": (Own, {"parallelism": {"ddp": {"find_unused_parameters": True}}}),
 }
 
 

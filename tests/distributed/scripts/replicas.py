@@ -139,7 +139,7 @@ class UnusedLater(Points):
 
 
 RARE: dict[str, Any] = {"checkpoint_every": None, "evaluate_every_n_steps": "6 steps"}  # when replicas are compared
-FINDING = {"ddp_kwargs": {"find_unused_parameters": True}}
+FINDING = {"parallelism": {"ddp": {"find_unused_parameters": True}}}
 
 
 class Manual(ExtendedAcceleratorModule):

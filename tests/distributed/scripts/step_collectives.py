@@ -204,7 +204,7 @@ def main() -> None:
         for count in SIZES
     }
     unused = {"find_unused_parameters": True}
-    detection = fit(Detection(), folder / "detection", 7, collate_fn=collate, ddp_kwargs=unused)
+    detection = fit(Detection(), folder / "detection", 7, collate_fn=collate, parallelism={"ddp": unused})
     found["detection"] = [weights_of(detection), detection.results]
     for count in SIZES:
         gathered = fit(Gathered(), folder / f"gathered{count}", count, num_sanity_val_steps=0)

@@ -33,9 +33,9 @@ PLANS: dict[str, Plan] = {
 }
 MOMENTS = {"unfrozen": "on_update_end", "frozen": "on_epoch_end", "swapped": "on_epoch_start"}
 SETTINGS = {
-    "unfrozen": {"ddp_kwargs": {"gradient_as_bucket_view": True}},
+    "unfrozen": {"parallelism": {"ddp": {"gradient_as_bucket_view": True}}},
     "frozen": {"set_to_none": False},
-    "swapped": {"ddp_kwargs": {"find_unused_parameters": True}},
+    "swapped": {"parallelism": {"ddp": {"find_unused_parameters": True}}},
 }
 
 
