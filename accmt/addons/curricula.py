@@ -32,13 +32,13 @@ class Curriculum(ConcatDataset[Any]):
     def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
         self._where = type(self).__name__
         if isinstance(stages, Mapping | str) or not isinstance(stages, Iterable):
-            got = f"an object of {type(stages).__name__}"
-            raise self._wrong(got, "a list of pairs of a length and a dataset", self._example)
+            got = f"an object of type {type(stages).__name__}"
+            raise self._wrong(got, "a list of (length, dataset) pairs", self._example)
         stages = list(stages)
         for number, stage in enumerate(stages, 1):
             self._check_stage(number, stage)
         if not stages:
-            raise self._wrong("no stages", "at least one pair of a length and a dataset", self._example)
+            raise self._wrong("no stages", "at least one (length, dataset) pair", self._example)
         self._lengths = [length for length, _ in stages]
         self._check_lengths()
         super().__init__([dataset for _, dataset in stages])
@@ -51,7 +51,7 @@ class Curriculum(ConcatDataset[Any]):
         """
         ends = self._ends(max_steps)
         if ends[-1] < max_steps:
-            got, do = f"stages with {ends[-1]} steps in total", "use a longer last stage, or reduce max_steps"
+            got, do = f"stages with {ends[-1]} steps in total", "extend the last stage, or reduce max_steps"
             raise self._wrong(got, f"{max_steps} steps (max_steps)", do)
         return [min(end, max_steps) - min(begin, max_steps) for begin, end in pairwise([0, *ends])]
 
@@ -72,7 +72,7 @@ class Curriculum(ConcatDataset[Any]):
             _reject("a run without max_steps", "set max_steps, for example max_steps: 1000; epochs is then optional")
         missed = [str(number) for number, count in enumerate(self.updates(max_steps), 1) if count == 0]
         if missed:
-            warn(f"max_steps={max_steps} leaves no optimizer steps for stage {', '.join(missed)} of the curriculum")
+            warn(f"max_steps={max_steps} leaves no steps for stage {', '.join(missed)} of the curriculum")
         samples = settings.samples_per_step(num_shards)
         if samples is None:
             _reject("a window maker, so the samples of a step are unknown", "set a number: grad_accumulation_steps=4")
@@ -93,7 +93,7 @@ class Curriculum(ConcatDataset[Any]):
 
     def _check_stage(self, number: int, stage: Any) -> None:
         if not isinstance(stage, tuple | list) or len(stage) != 2:
-            expected = "a pair of a length and a dataset"
+            expected = "a (length, dataset) pair"
             raise self._wrong(f"stage {number} is a {type(stage).__name__}", expected, self._example)
         dataset = stage[1]
         is_stream = isinstance(dataset, IterableDataset)

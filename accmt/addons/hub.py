@@ -61,7 +61,7 @@ class PushToHub(MainProcessCallback):
 
     def on_fit_start(self) -> None:
         """Create the repository if it does not exist."""
-        with self._noting_unreachable_hub("The run continues; accmt tries again at the end."):
+        with self._noting_unreachable_hub("The run continues; accmt will try again at the end."):
             self._ask_hub()
 
     def on_fit_end(self) -> None:

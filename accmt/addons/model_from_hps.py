@@ -1,4 +1,4 @@
-"""The model that the section `model` of hyper-parameters describes: each key is an argument of who does the work."""
+"""Builds the model from the section `model` of the hyper-parameters; keys are passed on to the libraries."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _TASKS = {
     "ForSeq2SeqLM": "SEQ_2_SEQ_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
-"""What PEFT calls the task of a class of transformers, by the end of the name."""
+"""PEFT's name for the task of a transformers class, by the end of the class name."""
 
 _ALL = "all-linear"
-_PARTS = "names of parts that the model has"
+_PARTS = "names of the model's layers"
 
 _BITSANDBYTES: Mapping[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
@@ -51,11 +51,11 @@ _BITSANDBYTES: Mapping[str, dict[str, Any]] = {
 
 
 def build_from_hps(hps: HyperParameters) -> Any:
-    """Build the model of `hps`: quantized as it is loaded, frozen in parts, with an adapter around it.
+    """Build the model of `hps`, including quantization, frozen parameters and an adapter.
 
     Raises:
-        HyperParameterError: There is no `model`, or a library refuses one of its arguments.
-        MissingPackageError: PEFT, bitsandbytes, torchao or liger-kernel is asked for and not installed.
+        HyperParameterError: The section `model` is missing, or a library rejects an argument.
+        MissingPackageError: PEFT, bitsandbytes, torchao or liger-kernel is needed but not installed.
     """
     section = _require_section(hps)
     arguments = dict(section.arguments)
@@ -79,11 +79,11 @@ def build_from_hps(hps: HyperParameters) -> Any:
 
 
 def load_tokenizer(hps: HyperParameters) -> Any:
-    """Return the tokenizer of the model of `hps`, with the chat template of their section `sft`.
+    """Return the tokenizer of the model in `hps`, with the chat template of the section `sft`.
 
     Raises:
-        HyperParameterError: There is no `model`.
-        FileNotFoundError: There is no tokenizer, or no such template.
+        HyperParameterError: The section `model` is missing.
+        FileNotFoundError: The tokenizer or the chat template does not exist.
     """
     section, sft = _require_section(hps), hps.section("sft")
     require("transformers", hps.where("model"))
@@ -98,13 +98,16 @@ def load_tokenizer(hps: HyperParameters) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         why, _, _ = str(error).partition("\n")
-        expected, do = "the files of a tokenizer beside the model", f'tokenizer.save_pretrained("{path}"), once'
-        raise FileNotFoundError(explain(f"the tokenizer of {path}", why, expected, do)) from error
+        expected, do = "tokenizer files next to the model", f'call tokenizer.save_pretrained("{path}") once'
+        raise FileNotFoundError(explain(f"tokenizer of {path}", why, expected, do)) from error
     if sft is not None and sft.chat_template is not None:
         template = Path(sft.chat_template)
         if not template.is_file():
-            got, where = f"{template}: no such file, seen from {Path.cwd()}", hps.where("sft", "chat_template")
-            raise FileNotFoundError(explain(where, got, "a file with a chat template", "correct the path"))
+            got, where = (
+                f"{template}: no such file; the working directory is {Path.cwd()}",
+                hps.where("sft", "chat_template"),
+            )
+            raise FileNotFoundError(explain(where, got, "a chat template file", "correct the path"))
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     return tokenizer
 
@@ -113,7 +116,7 @@ def _require_section(hps: HyperParameters) -> ModelSection:
     section: ModelSection | None = hps.section("model")
     if section is None:
         do = "add `model: {path: ..., type: AutoModelForCausalLM}` to it, or pass a module to fit"
-        raise HyperParameterError(explain(hps.where("model"), "nothing", "which model is to be trained", do))
+        raise HyperParameterError(explain(hps.where("model"), "nothing", "a model to train", do))
     return section
 
 
@@ -122,20 +125,20 @@ def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]
         require_model_folder(section.path, hps.where("model", "path"))
     kind = find_model_class(section.type, hps.where("model", "type"))
     try:
-        with building_for(None) if section.adapter else nullcontext():  # an adapter is sharded with its model, or not
+        with building_for(None) if section.adapter else nullcontext():  # an adapter is sharded together with its model
             return load_pretrained(section.path, kind, **arguments)
     except AccmtError:
         raise
     except ImportError as error:
         why, _, _ = str(error).partition("\n")
-        where, expected = _place_of(hps, arguments, why), "packages that the arguments of `from_pretrained` need"
+        where, expected = _place_of(hps, arguments, why), "all packages that these `from_pretrained` arguments need"
         do = "install the package, or write `attn_implementation: sdpa`" if "ttention" in why else "install the package"
         raise MissingPackageError(explain(where, why, expected, do)) from error
     except RuntimeError as error:
         if not section.quantization:
             raise
-        got, do = str(error), "read the report above; write another configuration, or remove `quantization`"
-        expected = "a quantization for these weights, on this device"
+        got, do = str(error), "see the report above; change the configuration, or remove `quantization`"
+        expected = "a quantization that works for these weights on this device"
         raise HyperParameterError(explain(hps.where("model", "quantization"), got, expected, do)) from error
     except (TypeError, ValueError, AttributeError) as error:
         expected = "arguments that `from_pretrained` accepts"
@@ -148,7 +151,7 @@ def _is_adapter(section: ModelSection) -> bool:
 
 
 def _place_of(hps: HyperParameters, arguments: Mapping[str, Any], message: str) -> str:
-    """Return the place of the argument that the message of a library names, or of the section."""
+    """Return the location of the argument that a library's message names, or of the section."""
     plain = message.lower().replace(" ", "")
     attention = "attn_implementation" if "flashattention" in plain or "attn_implementation" in plain else None
     named = (name for name in arguments if f"'{name}'" in message)
@@ -160,7 +163,7 @@ def _advise_unknown(section: ModelSection, message: str) -> str:
     if unknown:
         return _advise_name(unknown[1], NAMES)
     if section.type is None and _is_adapter(section):
-        return "write `type: AutoModelForCausalLM`, or the class for its task"
+        return "write `type: AutoModelForCausalLM`, or the class for your task"
     return "correct it"
 
 
@@ -181,16 +184,14 @@ def _quantization(hps: HyperParameters, section: ModelSection) -> Any:
 
 
 def _adapter_config(hps: HyperParameters, section: ModelSection) -> Any:
-    """Return PEFT's configuration of an adapter; `lora` may have short names for PEFT's."""
+    """Return PEFT's configuration of an adapter; `lora` accepts short names for some of PEFT's arguments."""
     where = _place_of_adapter(section)
     require("peft", hps.where(*where))
     import peft
 
     if _is_adapter(section):
-        got = f"`{where[-1]}`, and {section.path}, which is an adapter itself"
-        do = (
-            f"remove `{where[-1]}` to train that adapter further; or merge it before: accmt merge {section.path} FOLDER"
-        )
+        got = f"`{where[-1]}` for {section.path}, which is already an adapter"
+        do = f"remove `{where[-1]}` to train that adapter further, or merge it first: accmt merge {section.path} FOLDER"
         raise HyperParameterError(explain(hps.where(*where), got, "one adapter", do))
     values = dict(section.adapter)
     config = _find(hps, where, peft, f"{values.pop('type').removesuffix('Config')}Config", "Config")
@@ -212,17 +213,17 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, confi
         return peft.get_peft_model(model, config)
     except (ValueError, TypeError, LookupError, NotImplementedError, RuntimeError, AssertionError) as error:
         is_about_targets = "target" in str(error).lower()
-        do = f"write `targets`: layers are such as {', '.join(_layers(model))}" if is_about_targets else "correct them"
+        do = f"set `targets`; the model's layers: {', '.join(_layers(model))}" if is_about_targets else "correct them"
         expected = f"arguments that {type(config).__name__} and the model accept"
         raise HyperParameterError(explain(hps.where(*where), str(error), expected, do)) from error
-    except AttributeError as error:  # PEFT's class for a task needs a model with the head of that task
-        got, expected = f"{type(model).__name__}, and {config.task_type}: {error}", "a model with the head of its task"
+    except AttributeError as error:  # PEFT's task classes need a model with the matching head
+        got, expected = f"{type(model).__name__} for {config.task_type}: {error}", "a model with a head for the task"
         do = "write `type: AutoModelForCausalLM` in `model`, or the class for your task"
         raise HyperParameterError(explain(hps.where(*where), got, expected, do)) from error
 
 
 def _require_parts(hps: HyperParameters, where: tuple[str, str], model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Check that the model has each part that an adapter names; PEFT is content if it has one of them."""
+    """Check that the model has every layer that the adapter names; PEFT only requires one of them."""
     every = [name for name, _ in model.named_modules() if name]
     targets, saved = values.get("target_modules") or (), values.get("modules_to_save") or ()
     path = (*where, _written(hps, where, "target_modules"))
@@ -240,7 +241,7 @@ def _require_parts(hps: HyperParameters, where: tuple[str, str], model: nn.Modul
 
 
 def _is_pattern_of(text: str, names: Sequence[str]) -> bool:
-    """Return whether a text that stands for targets fits any: a regular expression, or PEFT's word for each layer."""
+    """Return whether a string of targets matches any layer: a regular expression, or PEFT's `all-linear`."""
     try:
         return text == _ALL or any(re.fullmatch(text, name) for name in names)
     except re.error:
@@ -249,15 +250,15 @@ def _is_pattern_of(text: str, names: Sequence[str]) -> bool:
 
 def _useless_pattern(path: KeyPath, pattern: str, layers: Sequence[str]) -> Fault:
     near = nearest(pattern, [*layers, _ALL])
-    got = f"{pattern!r}: a string is a regular expression, which has to fit the whole name of a part"
+    got = f"{pattern!r}: a string is a regular expression that must match a layer's full name"
     do = f"write `{near if near == _ALL else f'{path[-1]}: [{near}]'}`; " if near else ""
-    return Fault(path, got, _PARTS, f"{do}layers are such as {', '.join(layers)}")
+    return Fault(path, got, _PARTS, f"{do}the model's layers: {', '.join(layers)}")
 
 
 def _no_such_part(path: KeyPath, part: str, names: Sequence[str]) -> Fault:
     near = nearest(str(part), names)
-    do = f"{f'write `{near}`; ' if near else ''}parts are such as {', '.join(names[:12])}"
-    return Fault(path, f"{part!r}, which no part of the model is called", _PARTS, do)
+    do = f"{f'write `{near}`; ' if near else ''}some of the model's layers: {', '.join(names[:12])}"
+    return Fault(path, f"{part!r}, which matches no layer of the model", _PARTS, do)
 
 
 def _layers(model: nn.Module) -> list[str]:
@@ -265,16 +266,16 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def _written(hps: HyperParameters, where: tuple[str, ...], name: str) -> str:
-    """Return the key that was written for an argument, which may be short for it."""
+    """Return the key as written in the file; it may be the short form of an argument."""
     lora = hps.model.get("lora") if isinstance(hps.model, Mapping) and where[-1] == "lora" else None
     return next((short for short, full in SHORT.items() if full == name and short in (lora or {})), name)
 
 
 def _require_init_without_data(hps: HyperParameters, where: tuple[str, ...], values: Mapping[str, Any]) -> None:
-    """Reject what PEFT computes from data by functions of its own, without which it silently is ordinary LoRA."""
+    """Reject initializations that PEFT computes from data in a separate call: without it, they are plain LoRA."""
     if (kind := values.get("init_lora_weights")) in ("eva", "lora_ga"):
         do = "remove it; or build the model in Python, and pass a module to fit"
-        expected = "weights to begin with that follow from the model alone: such as gaussian, pissa, olora"
+        expected = "an initialization that needs no data, such as gaussian, pissa or olora"
         place = hps.where(*where, "init_lora_weights")
         raise HyperParameterError(explain(place, f"{kind}, which PEFT computes from data", expected, do))
 
@@ -290,7 +291,7 @@ def _find(hps: HyperParameters, where: tuple[str, ...], library: Any, name: str,
 
 
 def _apply_kernels(hps: HyperParameters, section: ModelSection, model: Any) -> None:
-    """Let Liger's kernels take the place of layers and of the loss of a model."""
+    """Replace layers and the loss of a model by Liger's kernels."""
     where = ("model", "kernels")
     require("liger_kernel", hps.where(*where))
     try:
@@ -304,8 +305,8 @@ def _apply_kernels(hps: HyperParameters, section: ModelSection, model: Any) -> N
         expected = f"a model of {', '.join(sorted(FUNCTIONS))}"
         raise HyperParameterError(explain(hps.where(*where), f"a model of {kind}", expected, do))
     if not torch.accelerator.is_available() and not os.environ.get("TRITON_INTERPRET"):
-        got, do = "no GPU on this machine", "remove `kernels` here; the results are the same but for rounding"
-        raise HyperParameterError(explain(hps.where(*where), got, "a GPU: Liger's kernels run on no CPU", do))
+        got, do = "no GPU on this machine", "remove `kernels` here; results are the same apart from rounding"
+        raise HyperParameterError(explain(hps.where(*where), got, "a GPU: Liger's kernels do not run on CPUs", do))
     values = {name: value for name, value in section.kernels.items() if name != "type"}
     _call(hps, where, partial(FUNCTIONS[kind], model=model), values)
 
@@ -316,7 +317,7 @@ def _call(
     config: Callable[..., Any],
     values: Mapping[str, Any],
 ) -> Any:
-    """Call what a library builds or changes something with, arguments held against names and types of its signature."""
+    """Call a library's function, after checking the arguments against its signature."""
     function = config.func if isinstance(config, partial) else config
     takes, types = function.__name__, _types_of(function)
     parameters = inspect.signature(config).parameters
@@ -344,31 +345,31 @@ def _call(
 
 
 def _advise_name(name: str, names: Sequence[str]) -> str:
-    """Return what to write for an argument that nobody takes."""
+    """Return what to write instead of an unknown argument."""
     return f"write `{INSTEAD[name]}`" if name in INSTEAD else suggest(name, names, f"remove `{name}`")
 
 
 def _types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the types of arguments; those of a dataclass are the types of its fields, inherited ones too."""
+    """Return the types of arguments; for a dataclass, those of its fields, including inherited ones."""
     try:
         return get_type_hints(function)
-    except NameError:  # of a type that is imported for type checkers only
+    except NameError:  # a type imported only for type checkers
         return {}
 
 
 def _freeze(hps: HyperParameters, model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let parameters that are named not be trained; one with several names has to be named by all of them."""
+    """Freeze the parameters that match; a tied parameter must match under all of its names."""
     every = dict(model.named_parameters(remove_duplicate=False))
-    where, expected = hps.where("model", "freeze"), "a part of a name in the model"
+    where, expected = hps.where("model", "freeze"), "part of a parameter name"
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in every):
-            do = f"correct it: names are such as {', '.join(names_like(pattern, list(every)))}"
-            raise HyperParameterError(explain(where, f"{pattern!r}, which is in no parameter's name", expected, do))
+            do = f"correct it; similar names: {', '.join(names_like(pattern, list(every)))}"
+            raise HyperParameterError(explain(where, f"{pattern!r}, which matches no parameter name", expected, do))
     named = [name for name in every if any(re.search(pattern, name) for pattern in patterns)]
     for name in named:
         tied = [other for other in every if every[other] is every[name] and other not in named]
         if tied:
-            got = f"{name}, and not {tied[0]}, to which it is tied: the two are one parameter"
+            got = f"{name} without {tied[0]}, although both are the same tied parameter"
             do = f"write `freeze: [{', '.join([*patterns, tied[0].rpartition('.')[0]])}]`, or freeze neither"
-            raise HyperParameterError(explain(where, got, "both names of a tied weight, or neither", do))
+            raise HyperParameterError(explain(where, got, "both names of a tied parameter, or neither", do))
         every[name].requires_grad = False

@@ -51,10 +51,12 @@ class SWA(WeightAverage):
     def __init__(self, start: float | int = 0.75, *, every: int | None = None, update_bn: bool = True) -> None:
         is_part = isinstance(start, float) and 0 <= start < 1
         if isinstance(start, bool) or not (is_part or isinstance(start, int) and start >= 0):
-            expected = "a part of the run from 0.0, below 1.0, or an epoch from 0"
+            expected = "a fraction of the run (0.0 <= start < 1.0), or an epoch from 0"
             raise ArgumentError(explain("SWA(start=...)", repr(start), expected, "SWA(start=0.75)"))
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ArgumentError(explain("SWA(every=...)", repr(every), "optimizer steps from 1, or None", "every=100"))
+            raise ArgumentError(
+                explain("SWA(every=...)", repr(every), "a number of optimizer steps from 1, or None", "every=100")
+            )
         if not isinstance(update_bn, bool):
             raise ArgumentError(explain("SWA(update_bn=...)", repr(update_bn), "True or False", "SWA(update_bn=False)"))
         super().__init__()
@@ -70,13 +72,16 @@ class SWA(WeightAverage):
         super().on_fit_start()
         self._statistics_of_training = {}
         if isinstance(self.start, float) and self.trainer.run.total_steps is None:
-            got, do = f"{self.start} of a run whose length is unknown", "SWA(start=10), an epoch, or set max_steps"
+            got, do = (
+                f"the fraction {self.start}, but the length of the run is unknown",
+                "pass an epoch, such as SWA(start=10), or set max_steps",
+            )
             raise ArgumentError(explain("SWA(start=...)", got, "a run whose length is known", do))
         if not self.num_averaged:
             self._layers, self._statistics, self._num_in_statistics = [], {}, 0
         if self.update_bn:
             BatchNormStatistics(self.trainer.run).require_renewable(
-                "SWA(update_bn=False) keeps those of the trained weights"
+                "SWA(update_bn=False) keeps the statistics of the trained weights"
             )
 
     def on_update_end(self) -> None:
@@ -137,7 +142,7 @@ class SWA(WeightAverage):
 
 
 class BatchNormStatistics:
-    """The running statistics of the batch norm of a run's model."""
+    """The running statistics of the model's batch norm layers."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -148,7 +153,7 @@ class BatchNormStatistics:
         return [name for name, layer in layers if is_batch_norm(layer) and layer.training and _has_statistics(layer)]
 
     def buffers(self, layers: Sequence[str]) -> dict[str, Tensor]:
-        """Return the running statistics of some layers, by name."""
+        """Return the running statistics of the layers, by name."""
         found = {name: self._run.unwrapped_model.get_submodule(name) for name in layers}
         return {f"{name}.{of}": getattr(layer, of) for name, layer in found.items() for of in _STATISTICS}
 
@@ -156,27 +161,27 @@ class BatchNormStatistics:
         """Check that statistics can be computed by a pass over the training data.
 
         Raises:
-            ArgumentError: Such a pass would change something, or has to be made by all processes together.
+            ArgumentError: Such a pass would change state, or would need all processes.
         """
         run = self._run
         if not any(is_batch_norm(layer) for layer in run.unwrapped_model.modules()):
             return
-        faults = {
+        unsupported = {
             "a sharded model": run.engine.needs_all,
-            "a module that steps by itself": run.module.uses_manual_optimization,
-            "training data that are a stream": not isinstance(run.train_loader.source, PlannedSource),
+            "manual optimization": run.module.uses_manual_optimization,
+            "a stream as training data": not isinstance(run.train_loader.source, PlannedSource),
         }
-        for got, is_there in faults.items():
+        for got, is_there in unsupported.items():
             if is_there:
-                expected = "a model and data of which they can be computed again"
-                raise ArgumentError(explain("the statistics of batch norm", got, expected, do))
+                expected = "a model and data for which they can be recomputed"
+                raise ArgumentError(explain("batch norm statistics", got, expected, do))
 
     def renew(self, layers: Sequence[str]) -> None:
-        """Compute the statistics of some layers for the weights as they are: each is the mean over an epoch's batches.
+        """Recompute the statistics of some layers for the current weights, as means over the batches of an epoch.
 
-        Nothing is counted or logged, and no hook is called.
+        Nothing is counted or logged, and no hooks are called.
 
-        Processes: collective; the mean is that over the batches of all processes.
+        Processes: collective; the mean is over the batches of all processes.
         """
         run = self._run
         model, module, logs, stage = run.unwrapped_model, run.module, run.module.logs, run.state.now.stage
@@ -187,7 +192,7 @@ class BatchNormStatistics:
         module.logs, run.state.now.stage = SilentLogs(module.trainer), "train"
         try:
             with (
-                in_evaluation_mode(model),  # so that the modes come back
+                in_evaluation_mode(model),  # restores the modes
                 run.engine.unwrapped(trains=True),
                 autocast(run.accelerator),
             ):
@@ -224,11 +229,11 @@ def _batches(run: Run, loader: Any) -> Iterator[tuple[Any]]:
     for micro_batch in loader.micro_batches(epoch):
         if micro_batch.batch is not None:
             seed_generators(derive_seed(run.seed, "batch norm", epoch, micro_batch.index, data_index()), run.device)
-            yield (run.place(micro_batch.batch),)  # of a tuple `update_bn` takes the first
+            yield (run.place(micro_batch.batch),)  # `update_bn` uses the first entry of a tuple
 
 
 def _average(buffers: dict[str, Tensor], layers: Sequence[str]) -> None:
-    """Let statistics be the mean over the batches of all processes."""
+    """Replace statistics by their mean over the batches of all processes."""
     for name in layers:
         number = int(buffers[f"{name}.num_batches_tracked"])
         total = sum_over_data([float(number)])[0]

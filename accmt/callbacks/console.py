@@ -53,7 +53,7 @@ class EndSummary(MainProcessCallback):
         skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
         yield "status", state.status
         yield "done", f"{state.global_step:,} steps{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
-        yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s, all included"
+        yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s overall"
         loss = self.trainer.run.running_averages.epoch_loss
         if loss is not None:
             yield self._loss_name, f"{loss:.5g}"

@@ -1,7 +1,7 @@
-"""Find the first step at which two runs part, and what explains it.
+"""Find the first step at which two runs diverge, and the likely cause.
 
-The ledgers of the runs are compared step by step. Of one folder, the steps that resumed runs made again are reported.
-Exit code: 0 identical in all common steps, 1 different, 2 not possible.
+Compares the ledgers of two runs step by step. For a single run (the same folder twice), reports repeated steps that
+differ. Exit code: 0 identical in all common steps, 1 different, 2 not possible.
 """
 
 from __future__ import annotations
@@ -24,19 +24,16 @@ def run(options: argparse.Namespace) -> int:
         return _report_resumes(options.first)
     found = compare_runs(options.first, options.second)
     if found.is_tolerant:
-        print(
-            f"the numbers of processes differ: losses are compared to a relative tolerance of {RELATIVE_TOLERANCE:g}, "
-            "not bit for bit"
-        )
+        print(f"numbers of processes differ, so losses are compared to a relative tolerance of {RELATIVE_TOLERANCE:g}")
     if found.difference is None:
         print(f"no difference in {found.num_steps} common steps")
     else:
         what = f"step {found.step}" if found.step else "their start"
-        print(f"the runs part at {what}: {found.difference}")
+        print(f"the runs diverge at {what}: {found.difference}")
         for detail in found.details:
             print(f"  {detail}")
     if found.causes:
-        print("what the runs started with differs, the likeliest cause first:")
+        print("differences at the start, most likely cause first:")
         for cause in found.causes:
             print(f"  {cause}")
     if found.others:
@@ -51,7 +48,7 @@ def _report_resumes(folder: Path) -> int:
     from accmt.addons.flight_recorder.ledger import require_ledger
 
     ledger = require_ledger(folder, "accmt diff")
-    print("RUN_A and RUN_B are the same folder: the steps that its resumed runs made again are reported")
+    print("RUN_A and RUN_B are the same folder: reporting the steps that were repeated after a resume")
     found = [line["differs"] for line in ledger.lines if "differs" in line]
     for one in found:
         because = f"; changed: {', '.join(one['because'])}" if one["because"] else ""

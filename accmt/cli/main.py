@@ -12,14 +12,14 @@ from accmt.version import __version__
 
 COMMANDS = {
     "check": "verify checkpoints and print their contents",
-    "diff": "find the first step at which two runs part, and the cause",
+    "diff": "find the first step at which two runs diverge, and why",
     "example": "print or write an example script",
     "get": "write the weights of a checkpoint as a model folder",
     "launch": "start a training script on one or more processes",
     "merge": "merge an adapter into its model",
     "params": "print the parameter groups of hyper-parameters",
-    "prove": "check that a script computes the same on any number of processes",
-    "replay": "make steps of a run again, and compare them with its ledger",
+    "prove": "check that a script gives the same results on any number of processes",
+    "replay": "replay steps of a run, and compare them with its ledger",
     "report": "write an HTML page about one or more runs",
     "sft": "fine-tune a causal model on conversations, from one YAML file",
     "strats": "list the strategies for `accmt launch --strat`",

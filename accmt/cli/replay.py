@@ -1,7 +1,7 @@
-"""Make steps of a run again, in a temporary folder, and compare them with its ledger.
+"""Replay steps of a run in a temporary folder, and compare them with its ledger.
 
-The program of the run is started as it was launched, from the newest checkpoint before the step; without one, from the
-beginning. Nothing in the run's folders is changed. Exit code: 0 bit-for-bit identical, 1 different, 2 not possible.
+The program starts as it was launched, from the newest checkpoint before the step, or from the beginning if there is
+none. The run's folders do not change. Exit code: 0 bit-for-bit identical, 1 different, 2 not possible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DIFFERENT = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, help="the folder with ledger.jsonl: logs/<track>/<run>")
     parser.add_argument("--step", type=int, required=True, metavar="NUMBER", help="the optimizer step, from 1")
-    parser.add_argument("--to", type=int, metavar="NUMBER", help="the last of several steps")
+    parser.add_argument("--to", type=int, metavar="NUMBER", help="the last step to replay; default: --step")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ def _require_data(hps: HyperParameters) -> Any:
     section = hps.section("sft")
     if section is None or not section.data:
         do = "add `sft: {data: train.jsonl}` to the file, or pass --data train.jsonl"
-        raise HyperParameterError(explain(hps.where("sft"), "no training data", "the data to train on", do))
+        raise HyperParameterError(explain(hps.where("sft"), "no training data", "training data", do))
     return section
 
 

@@ -349,7 +349,7 @@ class _TokenCut:
                 f"a batch has {' x '.join(map(str, ids.shape))} input_ids, more than max_tokens: "
                 f"{self._budget.max_tokens}, although the length of its longest sample is {longest}: correct the "
                 "lengths, or include what the collate function adds",
-                about="lengths of samples that are not true",
+                about="wrong sample lengths",
             )
         return pin_memory(batch) if self._pins_memory else batch
 

@@ -185,5 +185,5 @@ class SignsOfLife:
 
     def _describe(self, machine: Machine) -> str:
         where = f"process {process_index()} of a run on several machines"
-        got = f"no sign of life of {machine.name} (process {machine.first}) for {self._timeout_s:g} s"
+        got = f"no heartbeat from {machine.name} (process {machine.first}) for {self._timeout_s:g} s"
         return explain(where, got, "a running machine that can be reached over the network", _DO)

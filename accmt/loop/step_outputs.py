@@ -83,7 +83,7 @@ def _require_trainable(loss: torch.Tensor) -> torch.Tensor:
     if loss.ndim != 0:
         _reject(f"a tensor of shape {tuple(loss.shape)}", "return loss.mean()")
     if not loss.requires_grad:
-        do = "return the loss with its graph: not detached, not computed under no_grad"
+        do = "return the loss with its graph: do not detach it or compute it under no_grad"
         _reject("a tensor without a gradient", do)
     return loss
 

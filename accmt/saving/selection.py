@@ -471,6 +471,6 @@ class Selection:
     def _read_label(self, name: str, labels: list[str], argument: Argument) -> str:
         label = self._quantities.read_rule(name, argument).name.removeprefix("best_")
         if label not in labels:
-            expected = f"a value used by a rule: {', '.join(labels) or 'there is none'}"
+            expected = f"a value used by a rule: {', '.join(labels) or 'none'}"
             argument.reject(repr(name), expected, "name one of these, or leave it out")
         return label

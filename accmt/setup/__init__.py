@@ -1,1 +1,1 @@
-"""What `fit` does before the first step: it finds, checks and builds what a run works with."""
+"""Builds a run: finds and checks data, module and settings, and prepares them before the first step."""

@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     from accmt.protocols import TrainerProtocol
 
 
-# ---- The callbacks of accmt's own that a run has, besides the user's.
+# ---- Built-in callbacks.
 
 
 def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
-    """Return accmt's own callbacks, in the order in which those of equal `order` act."""
+    """Return the built-in callbacks, in the order in which those with equal `order` are called."""
     running, logging = settings.running, settings.tracking
     loss_name = logging.train_loss_metric_name
     enable_bar = running.verbose if running.enable_progress_bar is None else running.enable_progress_bar
@@ -98,7 +98,7 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
 
 
 def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recovery: Recovery) -> Run:
-    """Build everything that a run needs, and check all that can be known before the first batch.
+    """Build a run, and check everything that can be checked before the first batch.
 
     Processes: collective.
     """
@@ -151,7 +151,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
 
 
 def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
-    """Return what the run continues from, and let the module know where that is before it is asked for data."""
+    """Return the checkpoint to resume from, and set its position before the module's data methods are called."""
     require_same_settings(trainer.settings)
     require_shared_disk(trainer.settings)
     folder = recovery.take_checkpoint() or find_relaunched(trainer.settings) or trainer.chosen_checkpoint
@@ -185,7 +185,7 @@ def _make_parts(
     prepared: Prepared,
     recovery: Recovery,
 ) -> dict[str, Any]:
-    """Return what of a run follows from Trainer, module, model and earlier failures alone."""
+    """Return the parts of a run that depend only on Trainer, module, model and earlier failures."""
     settings = trainer.settings
     failures = settings.failures
     saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
@@ -216,7 +216,7 @@ def _make_parts(
 def make_watch(
     settings: Settings, state: TrainingState, *, is_listening: bool, hang_timeout_s: float | None
 ) -> dict[str, Any]:
-    """Make what watches signals and the other processes, by its name in a `Run`.
+    """Create the watch for signals and other processes, as arguments of `Run`.
 
     Processes: collective.
     """
@@ -242,11 +242,11 @@ def make_watch(
 def _place(
     trainer: TrainerProtocol, module: AcceleratorModule, source: Source, cadence: Cadence, resumed: Resumed | None
 ) -> RunLength:
-    """Bring counters and data to where the run begins, and return how long it is."""
+    """Set counters and data to the start of the run, and return its length."""
     state, micro_batches_per_epoch = trainer.state, source.num_micro_batches
     if resumed is not None:
         source.resume_from(state.epoch, state.train_step, resumed.others["data"])
-    done = Counters() if module.uses_manual_optimization else state  # its steps follow no plan
+    done = Counters() if module.uses_manual_optimization else state  # its steps are not planned
     length = measure_run(trainer.settings, cadence, source, micro_batches_per_epoch, done)
     reloads = trainer.settings.data.reload_epochs > 0
     return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
@@ -262,7 +262,7 @@ def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
 def _settle_monitor(
     scheduler: Any, settings: Settings, selection: Selection, val_loaders: Mapping[str, Loader]
 ) -> None:
-    """Check what a scheduler watches, and let it know which way is better where its `mode` was left out."""
+    """Check what ReduceLROnPlateau monitors, and set its `mode` if it was left out."""
     if not isinstance(scheduler, ReduceLROnPlateau):
         return
     if not val_loaders:
@@ -278,13 +278,13 @@ def _settle_monitor(
         worst = -math.inf if is_rising else math.inf
         scheduler.load_state_dict({**scheduler.state_dict(), "mode": mode, "mode_worse": worst, "best": worst})
         return
-    got = f"{scheduler.mode!r} for {name}, of which {'more' if is_rising else 'less'} is better"
+    got = f"{scheduler.mode!r} for {name}, where {'higher' if is_rising else 'lower'} is better"
     do = f"mode: {mode}; or write for example `monitor: accuracy`, or set scheduler.monitor in get_scheduler"
     raise ArgumentError(explain(settings.hps.where("scheduler", "mode"), got, repr(mode), do))
 
 
 def gather_callbacks(trainer: TrainerProtocol, module: AcceleratorModule) -> list[Callback]:
-    """Return the user's callbacks: those of the module replace those of the Trainer that are of the same class."""
+    """Return the user's callbacks: the module's replace the Trainer's of the same class."""
     of_module = build_callbacks(module.get_callbacks())
     replaced = {type(callback) for callback in of_module}
     of_trainer = build_callbacks(trainer.settings.running.callbacks)
@@ -299,11 +299,11 @@ def connect_hooks(
     seed: int,
     device: torch.device,
 ) -> Hooks:
-    """Attach the callbacks to Trainer and module, and return their hooks and the module's.
+    """Attach callbacks to Trainer and module, and return the hooks of callbacks and module.
 
     Args:
-        seed: The run's seed: what a hook draws depends on it, on the hook's name and on the step.
-        device: The device whose generator is seeded, too.
+        seed: The run's seed: random numbers in a hook depend on it, the hook's name and the step.
+        device: A device whose generator is also seeded.
     """
     state = trainer.state
 

@@ -1,4 +1,4 @@
-"""Which data a run uses, the order of its training samples, and the loaders made of them."""
+"""Finds the data of a run, and builds samplers and loaders for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from accmt.recovery.restart import Recovery
 from accmt.recovery.shutdown import stopping_if_asked
 from accmt.registry import find
 from accmt.setup.same_on_processes import find_same_data
-from accmt.setup.token_budget import find_cutting, make_largest, reject_other_cuts
+from accmt.setup.token_budget import find_token_batcher, make_largest, reject_conflicts
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from accmt.protocols import TrainerProtocol
 
 
-# ---- What the user passes to a method of the Trainer: data, or a datamodule that makes them.
+# ---- Data or a datamodule passed to a method of the Trainer.
 
 
 Evaluation: TypeAlias = Literal["validate", "test", "predict"]
@@ -66,13 +66,13 @@ _METHODS = (*_LOADERS.values(), "prepare_data", "setup", "teardown")
 
 
 class DataModule:
-    """A user's object with the methods of a Lightning `LightningDataModule`, each of which may be missing.
+    """Wraps a user's object with methods of a Lightning `LightningDataModule`; all of them are optional.
 
     Args:
-        own: The object. It gets the Trainer as its attribute `trainer`.
+        own: The object; its attribute `trainer` is set to the Trainer.
 
     Raises:
-        ArgumentError: It is a class, has a method with a misspelt name, or makes no loader at all.
+        ArgumentError: It is a class, has a method with a misspelled name, or has no method that returns a loader.
     """
 
     def __init__(self, own: Any) -> None:
@@ -88,7 +88,7 @@ class DataModule:
             raise ArgumentError(explain("datamodule", type(own).__name__, expected, do))
 
     def load(self, purpose: Purpose) -> Any:
-        """Return what the datamodule makes for a purpose, made again; None if it makes nothing for it."""
+        """Call the datamodule's method for a purpose; None if it has none."""
         method = self._find(_LOADERS[purpose])
         data = None if method is None else method()
         if data is None and method is not None and purpose == "train":
@@ -97,9 +97,9 @@ class DataModule:
         return data
 
     def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
-        """Let the data be prepared, by one process (of each machine, if `prepare_data_per_node`), then set up by all.
+        """Call `prepare_data` on one process (per machine, if `prepare_data_per_node`), then `setup` on all.
 
-        Processes: collective. A stage that has begun already is not begun again.
+        Processes: collective. Does nothing if the stage has already started.
         """
         if stage in self._stages:
             return
@@ -108,11 +108,11 @@ class DataModule:
         prepares = accelerator.is_local_main_process if per_machine else accelerator.is_main_process
         if not self._stages:
             run_on_every_process(lambda: self._call("prepare_data") if prepares else None)
-        self._stages.append(stage)  # from here on there is something to tear down
+        self._stages.append(stage)  # from here on, teardown is needed
         run_on_every_process(lambda: self._call("setup", stage))
 
     def end(self, stage: Stage) -> None:
-        """Let the datamodule clear up, unless it is in use for something else."""
+        """Call `teardown`, unless the datamodule is still in use."""
         if stage in self._stages:
             self._stages.remove(stage)
             if not self._stages:
@@ -128,7 +128,7 @@ class DataModule:
             if name in _METHODS:
                 value = getattr(self._own, name)
                 if value is not None and not callable(value):
-                    where, got = f"{type(self._own).__name__}.{name}", f"an object of {type(value).__name__}"
+                    where, got = f"{type(self._own).__name__}.{name}", f"an object of type {type(value).__name__}"
                     raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
             elif not name.startswith("_"):
                 self._check_spelling(name)
@@ -137,53 +137,53 @@ class DataModule:
         meant = nearest(name, _METHODS, cutoff=0.9)
         if meant is None or self._find(meant) is not None or not callable(getattr(type(self._own), name, None)):
             return
-        got, expected = f"a method {name}, and no {meant}", f"methods among {', '.join(_METHODS)}"
+        got, expected = f"a method {name}, but no {meant}", f"methods among {', '.join(_METHODS)}"
         do = f"rename it to {meant} (or to a less similar name)"
         raise ArgumentError(explain(f"the datamodule {type(self._own).__name__}", got, expected, do))
 
     def _find(self, name: str) -> Callable[[], Any] | None:
-        """Return a method that the user has written: the one of Lightning's base class raises."""
+        """Return a method if the user defined it: those of Lightning's base class raise errors."""
         method: Callable[[], Any] | None = getattr(self._own, name, None)
         return None if getattr(method, "__qualname__", "").startswith("DataHooks.") else method
 
 
 class UserData:
-    """The data, by purpose, that the user passed to a method of the Trainer.
+    """The data passed to a method of the Trainer, by purpose.
 
     Args:
         method: The method.
-        data: Its own arguments.
+        data: Its data arguments.
         datamodule: Its argument `datamodule`.
 
     Raises:
-        ArgumentError: There are both, or `datamodule` makes no loader at all.
+        ArgumentError: Both were passed, or `datamodule` has no method that returns a loader.
     """
 
     def __init__(self, method: Stage, data: Mapping[Purpose, Any], datamodule: Any = None) -> None:
         self._data = data
         self._datamodule: DataModule | None = None
         if datamodule is not None and self.has_any:
-            got, do = "a dataset or a DataLoader, and a datamodule", "leave one of the two out"
+            got, do = "both data and a datamodule", "remove one of the two"
             raise ArgumentError(explain(f"{method}(datamodule=...)", got, "one source of data", do))
         if datamodule is not None:
             self._datamodule = DataModule(datamodule)
 
     @property
     def has_datamodule(self) -> bool:
-        """Whether a datamodule makes the data, which can be asked again."""
+        """Whether the data come from a datamodule, which can be called again."""
         return self._datamodule is not None
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything at all."""
+        """Whether there are any data."""
         return self.has_datamodule or any(data is not None for data in self._data.values())
 
     def load(self, purpose: Purpose) -> Any:
-        """Return the data for a purpose, as they are or made again; None if there are none."""
+        """Return the data for a purpose, from the datamodule if there is one; None if there are none."""
         return self._data.get(purpose) if self._datamodule is None else self._datamodule.load(purpose)
 
     def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
-        """Get the data ready, once the processes know of one another.
+        """Prepare the data, once the process group exists.
 
         Processes: collective.
         """
@@ -192,13 +192,13 @@ class UserData:
 
     @contextmanager
     def ending(self, stage: Stage) -> Iterator[None]:
-        """Let a datamodule clear up afterwards; the error that ended what was done goes first."""
+        """Tear down the datamodule at the end; an error of the caller takes precedence."""
         try:
             yield
         except BaseException:
             try:
                 self._end(stage)
-            except Exception as own:  # noqa: BLE001 - the error above goes first
+            except Exception as own:  # noqa: BLE001 - the caller's error takes precedence
                 warn(f"teardown of the datamodule raised {type(own).__name__}: {own}")
             raise
         self._end(stage)
@@ -225,7 +225,7 @@ _DATA: dict[Evaluation, _Source] = {
 
 
 def find_train_data(module: AcceleratorModule, user_data: Any) -> Any:
-    """Return the training data: what the module makes, else what the user passed to `fit`."""
+    """Return the training data: from the module, else as passed to `fit`."""
     data = _ask(module.get_train_dataloader, user_data)
     if data is None:
         do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
@@ -234,7 +234,7 @@ def find_train_data(module: AcceleratorModule, user_data: Any) -> Any:
 
 
 def find_sets(module: AcceleratorModule, user_data: UserData, settings: Settings) -> tuple[Any, dict[str, Any]]:
-    """Return the training data and the validation sets of a run, by name.
+    """Return the training data, and the validation sets by name.
 
     Processes: collective.
     """
@@ -251,7 +251,7 @@ def find_sets(module: AcceleratorModule, user_data: UserData, settings: Settings
 
 
 def find_data(module: AcceleratorModule, user_data: Any, purpose: Evaluation, settings: DataSettings) -> dict[str, Any]:
-    """Return the sets to validate, test or predict, by name; empty where they are limited to 0 batches."""
+    """Return the sets to validate, test or predict, by name; empty if they are limited to 0 batches."""
     method, argument, limit = _DATA[purpose]
     data = _ask(getattr(module, method), user_data)
     if data is None:
@@ -261,15 +261,15 @@ def find_data(module: AcceleratorModule, user_data: Any, purpose: Evaluation, se
 
 
 def find_validation_data(module: AcceleratorModule, user_data: Any, settings: DataSettings) -> dict[str, Any]:
-    """Return the validation sets by name; empty where there are none or where they are limited to 0 batches."""
+    """Return the validation sets by name; empty if there are none or they are limited to 0 batches."""
     data = _ask(module.get_validation_dataloader, user_data)
     return {} if data is None or settings.limits.val == 0 else name_sets(data)
 
 
 def name_sets(data: Any) -> dict[str, Any]:
-    """Return several datasets by name: those of a dict, "0", "1" ... of a list; one alone has the name "".
+    """Return datasets by name: a dict's keys, "0", "1" ... for a list, "" for a single one.
 
-    A list of samples is one dataset; one of datasets and loaders are several.
+    A list of samples is one dataset; a list of datasets or loaders is several.
     """
     if isinstance(data, list | tuple) and data and all(_is_dataset(one) for one in data):
         return {str(index): one for index, one in enumerate(data)}
@@ -313,11 +313,13 @@ def build_train_loader(
         expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
-    reject_other_cuts(module, settings)
+    reject_conflicts(module, settings)
     collate, pins_memory = _collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
-    cutting = find_cutting(module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training")
-    micro_batches_per_batch = 1 if cutting else _count_micro_batches(data, settings, max_micro_batch_size)
+    batcher = find_token_batcher(
+        module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training"
+    )
+    micro_batches_per_batch = 1 if batcher else _count_micro_batches(data, settings, max_micro_batch_size)
     shard = _shard(data_settings)
     options = SourceOptions(
         purpose="train",
@@ -331,37 +333,37 @@ def build_train_loader(
         groups=_find_groups(module, data, settings) if is_stream(data) else None,
         batch_sampler=data_settings.data_options.batch_sampler,
         drop_last=data_settings.data_options.drop_last,
-        collate=keep_samples if cutting else collate,
+        collate=keep_samples if batcher else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.data_options.persistent_workers,
-        pin_memory=pins_memory and not cutting,
+        pin_memory=pins_memory and not batcher,
         skips_bad=settings.failures.on_bad_sample == "skip",
         also_read=also_read,
         agrees_each_batch=data_settings.data_options.shard and num_data_processes() > 1,
     )
-    source = build_source(cutting.data if cutting else data, options)
+    source = build_source(batcher.data if batcher else data, options)
     maker: ByCount | ByFunction
     if (name := settings.optimization.window_maker) is not None:
         if module.uses_manual_optimization:
             got = f"{name!r}, and a module with manual optimization"
             do = "leave it out: the module decides when to step"
             raise ArgumentError(explain("Trainer(grad_accumulation_steps=...)", got, "one of the two", do))
-        maker = ByFunction(name, find("accmt.window_makers", name), state, cutting.count_tokens if cutting else None)
+        maker = ByFunction(name, find("accmt.window_makers", name), state, batcher.count_tokens if batcher else None)
     else:
         maker = ByCount(None if module.uses_manual_optimization else settings.optimization.accumulation_at)
-    return Loader(source, cutting.of_training(maker) if cutting else maker)
+    return Loader(source, batcher.for_training(maker) if batcher else maker)
 
 
 def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
-    """Return the largest micro-batch that training data can bring, or why it is not known."""
+    """Return the largest possible training micro-batch, or why it is unknown."""
     collate = _collate(module, settings, data, "train")
-    cutting = find_cutting(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
+    batcher = find_token_batcher(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
     size: int | None = settings.hps.train_batch_size // loader.source.micro_batches_per_batch
     if isinstance(data, DataLoader):
         collate, size = data.collate_fn, data.batch_size
     if settings.data.data_options.batch_sampler is not None:
         size = None
-    return make_largest(module, data, settings, collate=collate, cutting=cutting, size=size)
+    return make_largest(module, data, settings, collate=collate, batcher=batcher, size=size)
 
 
 def build_evaluation_loader(
@@ -374,20 +376,20 @@ def build_evaluation_loader(
     seed: int,
     through: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] | None = None,
 ) -> Loader:
-    """Build the loader of the batches of one set that is validated, tested or predicted; they go `through` something.
+    """Build the loader for one set to validate, test or predict.
 
     Processes: collective.
     """
     data_settings = settings.data
     is_validation = purpose == "validate"
-    # Losses that are logged batch by batch are those of batches as read.
+    # Losses logged per batch are those of batches as loaded.
     logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
     collate = _collate(module, settings, data, "val")
     pins_memory = _pins_memory(data_settings, engine.accelerator.device)
     _seed_own_generators(data, collate)
-    cutting = None
+    batcher = None
     if not logs_batches:
-        cutting = find_cutting(
+        batcher = find_token_batcher(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
     skips_bad = settings.failures.on_bad_sample == "skip"
@@ -400,20 +402,20 @@ def build_evaluation_loader(
         limit=getattr(data_settings.limits, _DATA[purpose].limit),
         shuffle=is_validation and data_settings.shuffle_validation,
         sampler=data_settings.sampler_of("val") if is_validation else None,
-        collate=keep_samples if cutting else collate,
+        collate=keep_samples if batcher else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.data_options.persistent_workers,
-        pin_memory=pins_memory and not cutting,
+        pin_memory=pins_memory and not batcher,
         skips_bad=skips_bad,
         agrees_each_batch=engine.needs_all or agrees_on_bad,
     )
-    source = build_source(cutting.data if cutting else data, options)
-    maker = cutting.of_evaluation(purpose, batch_size=options.batch_size) if cutting else None
+    source = build_source(batcher.data if batcher else data, options)
+    maker = batcher.for_evaluation(purpose, batch_size=options.batch_size) if batcher else None
     return Loader(source, maker, through=through)
 
 
 def _seed_own_generators(data: Any, collate: Any) -> None:
-    """Let what the user's data and collate function draw depend on the place, also where their generators draw it."""
+    """Seed the generators of data and collate function for each batch, so that its random numbers are reproducible."""
     is_loader = isinstance(data, DataLoader)
     source, collate = (data.dataset, data.collate_fn) if is_loader else (data, collate)
     seed_with_global(collate, *([] if is_stream(source) else [source]))
@@ -423,11 +425,13 @@ def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:
     hps = settings.hps
     if purpose != "validate":
         return hps.test_batch_size
-    return hps.train_batch_size if settings.data.overfit_batches else hps.val_batch_size  # as many of the same samples
+    return (
+        hps.train_batch_size if settings.data.overfit_batches else hps.val_batch_size
+    )  # the same number of the same samples
 
 
 def end_workers(loaders: Iterable[Loader]) -> None:
-    """End the processes that load data, which would wait for another epoch."""
+    """End the loader workers, which would wait for another epoch."""
     for loader in loaders:
         loader.source.end_workers()
 
@@ -472,9 +476,9 @@ def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
 
 
 def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int) -> Any:
-    """Return what orders the training samples, or None.
+    """Return the sampler of the training data, or None.
 
-    A dataset with a method `order_run`, such as a curriculum, orders the samples of the whole run.
+    A dataset with a method `order_run`, such as a curriculum, defines the order of the whole run.
     """
     if hasattr(data, "order_run"):
         return data.order_run(module, settings, num_shards=num_shards)
@@ -489,14 +493,14 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
 
 
 def _find_groups(module: AcceleratorModule, data: Any, settings: Settings) -> StreamGroups | None:
-    """Return how training samples are grouped by length; None where they are not."""
+    """Return how training samples are grouped by length, or None."""
     if not settings.data.data_options.group_by_length or isinstance(data, DataLoader):
         return None
     length_of = module.length_of if defines(module, "length_of") else None
     return StreamGroups(settings.hps.train_batch_size, length_of)
 
 
-# ---- The loaders of a run that trains, and how they are built again when an epoch begins.
+# ---- The loaders of a training run, and how they are rebuilt at the start of an epoch.
 
 
 class Loaders:
@@ -504,15 +508,15 @@ class Loaders:
 
     Args:
         trainer: The Trainer.
-        module: The module, whose own data come first.
-        user_data: What the user passed to `fit`.
-        recovery: What was found to fit in memory.
-        engine: How the processes work with the model.
-        seed: Seed of everything random.
+        module: The module, whose data take precedence.
+        user_data: The data passed to `fit`.
+        recovery: What is known from earlier attempts, such as the batch size that fits in memory.
+        engine: The engine.
+        seed: The seed of the run.
 
     Attributes:
-        train: That of the training data.
-        validation: Those of the validation sets, by name.
+        train: The training loader.
+        validation: The validation loaders, by name.
     """
 
     train: Loader
@@ -539,7 +543,7 @@ class Loaders:
         self._built_for = _epoch_of_building(trainer.state.epoch, trainer.settings.data)
 
     def build(self, train_data: Any, val_data: Mapping[str, Any]) -> None:
-        """Build the loaders of data that were found.
+        """Build the loaders.
 
         Processes: collective.
         """
@@ -569,7 +573,7 @@ class Loaders:
             )
 
     def build_train_again(self) -> Loader:
-        """Build one more loader of the training data, for a pass that leaves the run's own where it is.
+        """Build another training loader, for a pass that must not move the run's own.
 
         Processes: collective.
         """
@@ -587,7 +591,7 @@ class Loaders:
         )
 
     def reload_if_due(self) -> None:
-        """Ask for the data again and build their loaders, if that is due as an epoch begins.
+        """Reload the data and rebuild their loaders, if that is due at the start of an epoch.
 
         Processes: collective.
         """
@@ -606,26 +610,26 @@ class Loaders:
         self.build(train_data, val_data)
 
     def make_largest_batch(self) -> LargestBatch | str:
-        """Return the largest micro-batch that the training data can bring, or why it is not known."""
+        """Return the largest possible training micro-batch, or why it is unknown."""
         return make_largest_batch(self._module, self._train_data, self._trainer.settings, self.train)
 
 
 def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:
-    """Check that something can be asked for data again."""
+    """Warn if nothing can reload data."""
     asked, every = ("get_train_dataloader", "get_validation_dataloader"), settings.reload_epochs
     makes_data = user_data.has_datamodule or any(defines(module, name) for name in asked)
     if every and not makes_data:
         warn(
-            f"reload_dataloaders_every_n_epochs={every} has no effect: the data passed to fit stay the same; "
+            f"reload_dataloaders_every_n_epochs={every} has no effect: the data passed to fit do not change; "
             f"define {' or '.join(asked)} in the module, or pass a datamodule"
         )
 
 
 @contextmanager
 def at_epoch_of_building(state: TrainingState, settings: DataSettings) -> Iterator[None]:
-    """Set the state to the epoch for which the current loaders are built, while data are asked for.
+    """Set the state to the epoch for which the current loaders were built, while data methods are called.
 
-    A run that continues in a later epoch gets the data that it had.
+    A run resumed in a later epoch gets the data that it had.
     """
     epoch = state.epoch
     state.epoch = _epoch_of_building(epoch, settings)

@@ -1,4 +1,4 @@
-"""What a run works with: data, metrics, what models are saved by, trackers; checked before anything is built."""
+"""Finds and checks the inputs of a run before anything is built: data, metrics, model selection, trackers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was found and checked without building anything.
+    """The checked inputs of a run.
 
     Attributes:
         train_data: The training data.
-        val_data: The validation sets by name; one alone has the name "".
+        val_data: The validation sets by name; a single one has the name "".
         metrics: The metrics of each validation set.
-        selection: What models are saved by.
-        patience: When training ends early; None is never.
-        tracking: Where rows go.
+        selection: The rules by which models are saved.
+        patience: Early stopping, or None.
+        tracking: The trackers.
     """
 
     train_data: Any
@@ -53,7 +53,7 @@ class Inputs:
 def check_inputs(
     trainer: TrainerProtocol, module: AcceleratorModule, user_data: UserData, resumed: Resumed | None
 ) -> Inputs:
-    """Find and check all that can be checked before anything is built.
+    """Find and check the inputs before anything is built.
 
     Processes: collective.
     """
@@ -75,7 +75,7 @@ def check_inputs(
 
 
 def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = ()) -> None:
-    """Check metrics, rules of saving and patience as far as they can be checked without data."""
+    """Check metrics, saving rules and patience as far as possible without data."""
     user_metrics = settings.evaluation.metrics
     groups = user_metrics.values() if _is_by_set(user_metrics) else [user_metrics]
     metrics = {str(number): build_metrics(group) for number, group in enumerate(groups)}
@@ -86,10 +86,10 @@ def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = (
 
 
 def find_monitored(settings: Settings, selection: Selection, name: str) -> Quantity:
-    """Return the result that a scheduler watches.
+    """Return the result that a scheduler monitors.
 
     Raises:
-        ArgumentError: There is no such result, or it is that of training.
+        ArgumentError: There is no such result, or it is a training result.
     """
     found = selection.find_quantity(name)
     if found is not None and found.key != TRAIN_LOSS:
@@ -103,7 +103,7 @@ def find_monitored(settings: Settings, selection: Selection, name: str) -> Quant
 
 
 def _is_by_set(user_metrics: Any) -> bool:
-    """Return whether a dict can only be of validation sets: no list of metrics has a name."""
+    """Return whether the keys of a dict must be validation sets: a list of metrics has no name."""
     return isinstance(user_metrics, Mapping) and any(isinstance(value, list | tuple) for value in user_metrics.values())
 
 
@@ -131,7 +131,7 @@ def _directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | Non
     }
     directions = {entry: is_better for (_, entry), is_better in every.items()}
     choices = settings.evaluation.metric_options.averages or {}
-    if sets is None:  # so what is taken is not known yet, but what is made of it
+    if sets is None:  # so the inputs are unknown until it is called, but the results are known
         return dict.fromkeys(choices, operator.gt) | directions
     of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in every.items()}
     return directions_of(choices, of_sets) | directions
@@ -194,7 +194,7 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
         logging_dir=logging.logging_dir,
         home=settings.home,
         tracker_kwargs=logging.tracker_kwargs,
-        is_main_process=is_main_process() and not settings.running.fast_dev_run,  # elsewhere nothing is written
+        is_main_process=is_main_process() and not settings.running.fast_dev_run,  # other processes write nothing
         verbose=settings.running.verbose,
         offline=logging.tracker_options.offline,
     )

@@ -1,4 +1,4 @@
-"""Makes the model ready to be trained: device, compilation, optimizer, scheduler, wrapper; or to be evaluated only."""
+"""Prepares the model for training (device, compilation, optimizer, scheduler, wrapper) or evaluation."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from accmt.protocols import TrainerProtocol
 
 
-# ---- How many optimizer steps a run has, and the learning-rate scheduler that spans them.
+# ---- The number of optimizer steps, and the learning-rate scheduler for them.
 
 
 def measure_run(
     settings: Settings, cadence: Cadence, source: Source, micro_batches_per_epoch: int | None, counters: Counters
 ) -> RunLength:
-    """Count what is done, what the current epoch still has, and the epochs after it."""
+    """Count the finished steps, the rest of the current epoch, and the following epochs."""
 
     def steps(epoch: int, micro_batches: int) -> int:
         accumulation = settings.optimization.accumulation_at(epoch) or 1
@@ -83,9 +83,9 @@ def measure_run(
 def make_scheduler(
     module: AcceleratorModule, optimizer: torch.optim.Optimizer, settings: Settings, cadence: Cadence, length: RunLength
 ) -> Any:
-    """Return the module's own scheduler, else that of the hyper-parameters, or None.
+    """Return the module's scheduler, else that of the hyper-parameters, or None.
 
-    A scheduler that starts again in a resumed run spans the steps that are left.
+    A scheduler that is reset in a resumed run spans the remaining steps.
     """
     begins_late = length.total is not None and settings.checkpoints.checkpoint_options.reset_optimizer_on_resume
     total = max(1, (length.total or 0) - length.done) if begins_late else length.total
@@ -106,12 +106,12 @@ _MAX_GRAPHS = 256
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the model, its optimizer and its scheduler became.
+    """The prepared model, optimizer and scheduler.
 
     Attributes:
-        model: The model that reduces gradients over processes.
-        unwrapped_model: The user's model itself.
-        stepper: Backward, clipping and optimizer.
+        model: The wrapped model, which reduces gradients over processes.
+        unwrapped_model: The user's model.
+        stepper: Runs backward, clipping and optimizer steps.
         scheduler: The scheduler, or None.
     """
 
@@ -129,12 +129,12 @@ def prepare(
     length: RunLength,
     callbacks: Sequence[object] = (),
 ) -> Prepared:
-    """Build optimizer and scheduler, and wrap the model for the launch.
+    """Build optimizer and scheduler, and wrap the model for distributed training.
 
     Processes: collective.
 
     Args:
-        callbacks: Those of the run, some of which models of PEFT need.
+        callbacks: The callbacks of the run: some PEFT models require one.
     """
     reject_unsaved_adapters(module.model, (module, *callbacks))
     require_library(module.model)
@@ -178,24 +178,24 @@ def prepare(
 
 
 def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer], **optim_kwargs: Any) -> Any:
-    """Return an optimizer as the hyper-parameters would build it, for `get_optimizer` of a module.
+    """Return an optimizer as built from hyper-parameters, for use in a module's `get_optimizer`.
 
     Args:
         model: The model: `self.model`.
-        optim: Name, import path or class of the optimizer.
-        **optim_kwargs: Its arguments, `groups`, `no_decay` and `layer_decay` among them.
+        optim: The optimizer's name, import path or class.
+        **optim_kwargs: Its arguments, including `groups`, `no_decay` and `layer_decay`.
 
     Raises:
-        HyperParameterError: An argument is wrong, or a group does not fit the model.
+        HyperParameterError: An argument is invalid, or a group does not match the model.
     """
     hps = HyperParameters(optim=optim, optim_kwargs=optim_kwargs)
     return build_optimizer(hps, model, as_trained=as_trained(model))
 
 
 def prepare_for_evaluation(engine: Engine, settings: Settings) -> None:
-    """Make the model ready to be evaluated only: device, compilation and precision are as in training.
+    """Prepare the model for evaluation only, with the device, compilation and precision of training.
 
-    Processes: collective; every process gets the main process's weights, as training would give them.
+    Processes: collective; all processes get the main process's weights, as in training.
     """
     engine.spread()
     compile_if_asked(engine.unwrapped_model, settings.running)
@@ -203,7 +203,7 @@ def prepare_for_evaluation(engine: Engine, settings: Settings) -> None:
 
 
 def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
-    """Compile a model, or its repeated layers, unless an earlier run did."""
+    """Compile a model or its repeated layers, if requested and not already done."""
     parts = _find_regions(model) if settings.compiles_regions else [model]
     if settings.compiles and not any(map(is_compiled, parts)):
         if settings.compile_buckets is not None:
@@ -221,9 +221,9 @@ def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
 
 
 def _find_regions(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that a model repeats, as Accelerate's regional compilation finds them.
+    """Return the repeated layers of a model, as in Accelerate's regional compilation.
 
-    Source: `compile_regions` of Accelerate, which makes a new model of other names.
+    Source: `compile_regions` of Accelerate, which returns a new model with other names.
     """
     from accelerate.utils.other import is_repeated_blocks
 
@@ -236,20 +236,20 @@ def _find_regions(model: nn.Module) -> list[nn.Module]:
 
 
 def detach_run(run: Run) -> None:
-    """Give the module its own model back, and end the processes that load data."""
+    """Restore the module's own model, and end the loader workers."""
     for loader in (run.train_loader, *run.val_loaders.values()):
         loader.source.end_workers()
     run.engine.detach()
-    if run.accelerator is not run.settings.running.accelerator:  # what a user prepared is not ours to forget
+    if run.accelerator is not run.settings.running.accelerator:  # keep what the user prepared
         run.accelerator.free_memory()
 
 
 def configure_model(module: Any, accelerator: Accelerator) -> None:
-    """Let a module make its model now, unless it has one; whether it is a module at all is checked later.
+    """Call the module's `configure_model`, unless it has a model; invalid modules are reported later.
 
-    What it reads by `from_hf` comes distributed where the run distributes models.
+    Models loaded by `from_hf` are sharded if the run shards models.
 
-    Processes: all, when they know one another.
+    Processes: all, once the process group exists.
     """
     if isinstance(module, AcceleratorModule) and getattr(module, "model", None) is None:
         with building_for(accelerator):
@@ -257,7 +257,7 @@ def configure_model(module: Any, accelerator: Accelerator) -> None:
 
 
 def is_prepared(module: AcceleratorModule) -> bool:
-    """Return whether a run works with the module's model."""
+    """Return whether a run uses the module's model."""
     model = getattr(module, "model", None)
     return model is not None and private_names.is_prepared(model)
 
@@ -265,7 +265,7 @@ def is_prepared(module: AcceleratorModule) -> bool:
 def attach_run(
     trainer: TrainerProtocol, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared
 ) -> None:
-    """Give the module what it has while it is trained."""
+    """Set the attributes that a module has during training."""
     attach_evaluation(trainer, module, accelerator, prepared.model)
     module.optimizer = prepared.stepper.optimizer
     module.scheduler = prepared.scheduler
@@ -274,7 +274,7 @@ def attach_run(
 def attach_evaluation(
     trainer: TrainerProtocol, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module
 ) -> None:
-    """Give the module what it has whatever is done with it."""
+    """Set the attributes that a module has in training and evaluation."""
     module.trainer = trainer
     module.state = trainer.state
     module.accelerator = accelerator

@@ -1,4 +1,4 @@
-"""Checks the user's module before the first batch, and adapts its steps to one call each."""
+"""Checks the user's module before the first batch, and adapts its steps to a common signature."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONTRACT = tuple(
 )
 
 
-_DEEPEST, _MOST = 3, 1000  # how far containers are searched for parameters
+_DEEPEST, _MOST = 3, 1000  # depth to which containers are searched for parameters
 
 _LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
 
@@ -46,7 +46,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 
 
 def check_module(module: Any) -> None:
-    """Check all that can be known about a module without training it."""
+    """Check a module before training."""
     check_untrained_module(module, "fit")
     _check_trainable(module)
     if not defines(module, "training_step") and not _defines_step(module):
@@ -54,7 +54,7 @@ def check_module(module: Any) -> None:
 
 
 def check_untrained_module(module: Any, function: Function) -> None:
-    """Check what a module needs whatever is done with it."""
+    """Check what a module needs for training and evaluation."""
     require_module(module, function)
     _reject_foreign_methods(module)
     _check_spelling(module)
@@ -63,7 +63,7 @@ def check_untrained_module(module: Any, function: Function) -> None:
 
 
 def check_validation(module: AcceleratorModule, step: str = "validation_step") -> None:
-    """Check a module that has validation data, or test data."""
+    """Check that a module can process validation or test data."""
     *names, _ = STEPS[step]
     if not any(defines(module, name) for name in names) and not _defines_step(module):
         got = f"{step.partition('_')[0]} data, but neither {', '.join(names)} nor step"
@@ -71,7 +71,7 @@ def check_validation(module: AcceleratorModule, step: str = "validation_step") -
 
 
 def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
-    """Return what `get_optimizer` returned, if it is one optimizer, or several that the module steps itself."""
+    """Return what `get_optimizer` returned: one optimizer, or several with manual optimization."""
     if hasattr(own, "param_groups") and hasattr(own, "step") and not isinstance(own, type):
         _require_step_without_closure(module, own)
         return own
@@ -101,11 +101,11 @@ def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> 
 
 
 def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
-    """Return what `get_scheduler` returned, if it is one scheduler, or several that the module steps itself."""
+    """Return what `get_scheduler` returned: one scheduler, or several with manual optimization."""
     if hasattr(own, "step") and hasattr(own, "state_dict") and not isinstance(own, type):
         if isinstance(own, LRScheduler) or _accepts(own.step):
             return own
-        got = f"a {type(own).__name__}, whose step{inspect.signature(own.step)} wants arguments"
+        got = f"a {type(own).__name__}, whose step{inspect.signature(own.step)} requires arguments"
         do = "wrap it in a class with state_dict and load_state_dict, whose step() calls it with its step count"
         expected = "a scheduler whose step() takes no arguments: it is called after each optimizer step"
         raise ModuleContractError(explain(f"{type(module).__name__}.get_scheduler", got, expected, do))
@@ -120,10 +120,10 @@ def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
 
 
 def call_get_scheduler(module: AcceleratorModule, optimizer: torch.optim.Optimizer, named: Mapping[str, int]) -> Any:
-    """Return what the module's `get_scheduler` returns, which takes those of the keywords that it names.
+    """Call the module's `get_scheduler` with the keywords that its signature names.
 
     Raises:
-        ModuleContractError: It wants something else.
+        ModuleContractError: It requires other arguments.
     """
     parameters = inspect.signature(module.get_scheduler).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -150,20 +150,20 @@ def _describe_returned(own: Any) -> str:
 
 
 def _defines_step(module: AcceleratorModule) -> bool:
-    # In an ExtendedAcceleratorModule `step` is something else: it advances optimizer and scheduler.
+    # `step` of an ExtendedAcceleratorModule is not a training step: it steps optimizer and scheduler.
     return defines(module, "step") and not module.uses_manual_optimization
 
 
 def require_module(module: Any, function: str) -> None:
-    """Check that what a function of the Trainer got is a module.
+    """Check that the argument of a Trainer method is a module.
 
     Raises:
-        ModuleContractError: It is something else; the message says how a module is made of it.
+        ModuleContractError: It is something else; the message explains how to make a module from it.
     """
     where = f"{function}(module)"
     if isinstance(module, type):
         do = f"trainer.{function}({module.__name__}(...), ...)"
-        raise ModuleContractError(explain(where, f"the class {module.__name__}", "an object of it", do))
+        raise ModuleContractError(explain(where, f"the class {module.__name__}", "an instance of it", do))
     if not isinstance(module, AcceleratorModule):
         do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
         if isinstance(module, str | PathLike | tuple):
@@ -174,7 +174,7 @@ def require_module(module: Any, function: str) -> None:
 
 
 def _advise_making(path: Any) -> str:
-    """Return how a module is made of the path of a model, or of `(path, type)`, which only `fit` takes as they are."""
+    """Return how to make a module from a model's path or `(path, type)`, which only `fit` accepts."""
     if isinstance(path, tuple):
         return f"AcceleratorModule.from_hf({', '.join(map(repr, path))})"
     if str(path).endswith((".yaml", ".yml", ".json")):
@@ -189,13 +189,13 @@ def _check_spelling(module: AcceleratorModule) -> None:
         if meant and not name.startswith("_") and not defines(module, meant):
             _reject(
                 module,
-                f"a method {name}, and no {meant}",
+                f"a method {name}, but no {meant}",
                 f"rename it to {meant} (or to a less similar name)",
             )
 
 
 def _reject_foreign_methods(module: AcceleratorModule) -> None:
-    """Reject what only another trainer would call: nothing here calls it, and it would be ignored silently."""
+    """Reject methods that only other trainers call: here they would silently be ignored."""
     kinds = {kind: vars(kind) for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES}
     expected = "methods of an AcceleratorModule, or others that its own methods call"
     faults = [
@@ -226,7 +226,7 @@ def _check_model(module: AcceleratorModule) -> None:
 
 
 def _check_nested(model: nn.Module) -> None:
-    """Reject nested tensors: strided ones have no size, no optimizer steps others, and no process can send them."""
+    """Reject nested tensors: strided ones have no size, others have no optimizer step, and none can be sent."""
     kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
     for kind, named in kinds.items():
         for name, tensor in named:
@@ -260,7 +260,7 @@ def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None
     """Reject trainable parameters outside `self.model`, in attributes and in containers of them."""
     own = {id(parameter) for parameter in model.parameters()}
     attributes = dict(vars(module))
-    if isinstance(module, nn.Module):  # which keeps its parts apart from its attributes
+    if isinstance(module, nn.Module):  # which does not keep its children in its attributes
         kinds = [attributes.pop(name, {}) for name in ("_parameters", "_buffers", "_modules")]
         attributes |= {name: value for kind in kinds for name, value in kind.items()}
     for name, value in attributes.items():
@@ -278,17 +278,17 @@ def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None
 
 
 def _find_trainable(value: Any, path: str, own: Set[int], depth: int = 0) -> tuple[str, Any] | None:
-    """Return the first trainable part of a value that is none of `own`, with its path."""
+    """Return the first trainable part of a value that is not in `own`, with its path."""
     if isinstance(value, nn.Module):
         is_other = any(parameter.requires_grad and id(parameter) not in own for parameter in value.parameters())
         return (path, value) if is_other else None
-    if isinstance(value, torch.Tensor):  # one that was computed is a result, such as the last loss
+    if isinstance(value, torch.Tensor):  # a computed one is a result, such as the last loss
         is_other = value.requires_grad and value.is_leaf and id(value) not in own
         return (path, value) if is_other else None
     if not isinstance(value, list | tuple | dict) or depth == _DEEPEST:
         return None
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in islice(items, _MOST):  # data may be kept in a list, too
+    for key, item in islice(items, _MOST):  # a list may also hold data
         found = _find_trainable(item, f"{path}[{key!r}]", own, depth + 1)
         if found is not None:
             return found
@@ -296,11 +296,11 @@ def _find_trainable(value: Any, path: str, own: Set[int], depth: int = 0) -> tup
 
 
 def _check_teacher(module: AcceleratorModule, model: nn.Module) -> None:
-    """Reject a teacher that is frozen together with weights that are to be trained."""
+    """Reject a teacher that shares trainable weights with the model."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
-        got = "self.teacher has trainable weights of self.model, and a teacher is frozen"
-        _reject(module, got, "self.teacher = copy.deepcopy(...), or freeze what they share")
+        got = "self.teacher shares trainable weights with self.model, but a teacher is frozen"
+        _reject(module, got, "self.teacher = copy.deepcopy(...), or freeze the shared weights")
 
 
 def _reject(module: AcceleratorModule, got: str, do: str) -> NoReturn:
@@ -309,7 +309,7 @@ def _reject(module: AcceleratorModule, got: str, do: str) -> NoReturn:
 
 
 def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Callable[[Any], Any]:
-    """Return the training step as a function of the batch alone, whatever further parameters it takes."""
+    """Return the training step as a function of the batch; other parameters are filled in."""
     name, step = _find_step(module, "training_step")
     further = _find_further(step, lambda: state, lambda: state.train_step)
     if not _accepts(step, None, **further):
@@ -322,12 +322,12 @@ def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Call
 def adapt_validation_step(
     module: AcceleratorModule, name: str, metrics: Mapping[str, Sequence[Metric]] = MappingProxyType({})
 ) -> Callable[[str, Any], Any]:
-    """Return a step without training as a function of (key, batch), whether it takes the key or not.
+    """Return a validation or test step as a function of (key, batch), whether it takes the key or not.
 
     Args:
         module: The module.
         name: The name of the step.
-        metrics: The metrics of each set, for a module that has to know what to return.
+        metrics: The metrics of each set, for steps that depend on them.
     """
     if isinstance(module, HuggingFaceModule):
         module.metric_names = {
@@ -348,7 +348,7 @@ def adapt_validation_step(
 
 
 def _find_step(module: AcceleratorModule, step: str) -> tuple[str, Callable[..., Any]]:
-    """Return the step that the user defines, or the first that stands in its place; the last of them if none is."""
+    """Return the step that the user defined, or its first fallback; the last fallback if none is defined."""
     names = STEPS[step]
     name = next((name for name in names if defines(module, name)), names[-1])
     return name, getattr(module, name)
@@ -357,7 +357,7 @@ def _find_step(module: AcceleratorModule, step: str) -> tuple[str, Callable[...,
 def _find_further(
     step: Callable[..., Any], state: Callable[[], TrainingState], batch_idx: Callable[[], int]
 ) -> dict[str, Callable[[], Any]]:
-    """Return the parameters after the batch that a step names, with what gives their values."""
+    """Return the further parameters of a step, with functions that return their values."""
     known = {"batch_idx": batch_idx, "state": state, "status_dict": lambda: state().state_dict()}
     return {name: value for name, value in known.items() if name in inspect.signature(step).parameters}
 

@@ -1,4 +1,4 @@
-"""What has to be the same on all processes: each plans its part from it, without asking the others."""
+"""Checks what must be equal on all processes, because each plans its part without communication."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def find_same_data(find: Callable[[], Mapping[str, Any]], settings: DataSettings) -> Mapping[str, Any]:
-    """Return the data that `find` returns by name, which have to be of one kind and length on all processes.
+    """Return the data that `find` returns by name; types and lengths must be equal on all processes.
 
     Processes: collective.
     """
@@ -61,7 +61,7 @@ def _require_equal(what: str, every: list[str]) -> None:
 def _describe(data: Any) -> str:
     if isinstance(data, DataLoader):
         sampler = getattr(data.batch_sampler, "sampler", data.sampler)
-        if hasattr(sampler, "num_replicas"):  # it shares by itself
+        if hasattr(sampler, "num_replicas"):  # the sampler shards the data
             return f"a {type(data).__name__} of {_length(data.dataset)}"
         return f"a {type(data).__name__} of {_length(data, 'batches')} from {_length(data.dataset)}"
     return _length(data)
@@ -73,7 +73,7 @@ def _length(data: Any, unit: str = "samples") -> str:
 
 
 def require_same_settings(settings: Settings) -> None:
-    """Check that processes have the same hyper-parameters, and the settings by which they plan their steps.
+    """Check that all processes have the same hyper-parameters and the same settings that determine steps.
 
     Processes: collective.
     """
@@ -96,7 +96,7 @@ def require_same_settings(settings: Settings) -> None:
             raise ArgumentError(explain(name, got, "one value on all processes", do))
 
 
-# ---- Reports to the other processes that one failed while a run was set up; later its watch does that.
+# ---- Reports errors during setup to the other processes; later, the watch does this.
 
 
 _ANSWER_S = 2.0
@@ -106,14 +106,14 @@ _numbers = itertools.count()
 
 @contextmanager
 def reporting_failed_setup() -> Iterator[None]:
-    """Say on every process which one failed, and how, where a run cannot be set up."""
+    """If setting up a run fails on a process, raise an error on all that names it."""
     number = next(_numbers)
     try:
         yield
     except Exception as error:
         try:
             note = _exchange(error, number)
-        except (RuntimeError, OSError):  # the process that held the store is gone
+        except (RuntimeError, OSError):  # the process that hosts the store has exited
             raise error from None
         if note is None:
             raise
@@ -124,7 +124,7 @@ def reporting_failed_setup() -> Iterator[None]:
 
 
 def _exchange(error: Exception, number: int) -> tuple[int, str] | None:
-    """Leave a note of an error; of one that is the consequence of another, return whose that is."""
+    """Post a note about an error; if it is the consequence of another one, return the note of that."""
     board = Board.of_setup(number)
     if is_consequence(error) is not True:
         record_for_launcher(error)
@@ -143,20 +143,20 @@ def _wait_for_note(board: Board) -> tuple[int, str] | None:
     return next(iter(notes.items()), None)
 
 
-# ---- Checks that all machines of a run see the same folders: each writes its part of a checkpoint there.
+# ---- Checks that all machines share the folders to which each writes its part of a checkpoint.
 
 
-_WAIT_S = 10.0  # network disks show what another machine has written after a while
+_WAIT_S = 10.0  # network disks show changes with a delay
 _POLL_DISK_S = 0.2
 
 
 def require_shared_disk(settings: Settings) -> None:
-    """Check that what the main process writes beside model and checkpoints can be seen on every machine.
+    """Check that files written by the main process next to models and checkpoints are visible on all machines.
 
     Processes: collective.
 
     Raises:
-        SavingError: A machine does not see it.
+        SavingError: A machine does not see them.
     """
     if num_processes() == 1 or settings.running.fast_dev_run:
         return
@@ -172,8 +172,8 @@ def require_shared_disk(settings: Settings) -> None:
         if not all(seen):
             blind = ", ".join(machine.name for machine in machines if not seen[machine.first])
             got = f"{blind} (process {seen.index(False)}) does not see what {machines[0].name} (process 0) writes there"
-            do = "put model_path and checkpoint on such a disk (NFS, Lustre, a mounted volume)"
-            raise SavingError(explain(f"folder {folder}", got, "a folder on a disk that all machines share", do))
+            do = "put model_path and checkpoint on shared storage (NFS, Lustre, a mounted volume)"
+            raise SavingError(explain(f"folder {folder}", got, "a folder on storage that all machines share", do))
 
 
 def _folders(settings: Settings) -> Iterator[Path]:
@@ -183,10 +183,10 @@ def _folders(settings: Settings) -> Iterator[Path]:
 
 
 def _write_probe(folder: Path) -> Path | None:
-    """Write an empty file of a new name into a folder, or where it will be made; None where nothing can be written."""
+    """Write an empty file with a new name into a folder or its nearest existing parent; None if that fails."""
     place = next(path for path in (folder, *folder.parents) if path.is_dir())
     probe = place / f".accmt-{token_hex(8)}"
-    with suppress(OSError):  # whoever writes there in earnest says why it fails
+    with suppress(OSError):  # the actual write reports the reason
         probe.touch()
         return probe
     return None

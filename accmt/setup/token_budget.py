@@ -1,4 +1,4 @@
-"""Whether and how the samples of some data are cut by a budget of tokens, and what is said of it when a run begins."""
+"""Sets up batching by a token budget (`max_tokens`), and logs the expected micro-batches at the start of a run."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _SAMPLES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cutting:
-    """How the samples of some data are cut.
+class TokenBatcher:
+    """Splits samples into micro-batches by a token budget.
 
     Attributes:
         module: The module.
         settings: The Trainer's settings.
-        data: What is read: the user's dataset, or a copy of the user's DataLoader that collates nothing.
-        options: What all loaders that cut have in common.
+        data: The user's dataset, or a copy of the user's DataLoader without collation.
+        options: Options for training and evaluation.
     """
 
     module: AcceleratorModule
@@ -53,8 +53,8 @@ class Cutting:
     data: Any
     options: dict[str, Any]
 
-    def of_training(self, grouping: Grouping) -> ByTokens:
-        """Return what cuts the samples of optimizer steps."""
+    def for_training(self, grouping: Grouping) -> ByTokens:
+        """Return the maker of micro-batches for training."""
         self._say_what_is_expected(self.training_budget)
         _warn_of_batch_norm(self.module.model)
         return self._training_kind(self.training_budget, grouping=grouping, **self.training_options)
@@ -63,8 +63,8 @@ class Cutting:
         """Return the tokens of samples, without padding."""
         return sum(find_length(sample, self.module.length_of) for sample in samples)
 
-    def of_evaluation(self, purpose: str, *, batch_size: int) -> ByTokensInEvaluation:
-        """Return what cuts the samples of an evaluation."""
+    def for_evaluation(self, purpose: str, *, batch_size: int) -> ByTokensInEvaluation:
+        """Return the maker of micro-batches for an evaluation."""
         return ByTokensInEvaluation(self._budget, purpose=purpose, batch_size=batch_size, **self.options)
 
     @property
@@ -72,17 +72,17 @@ class Cutting:
         return ByPackedRows if self.settings.hps.packing else ByTokens
 
     def _make_packer(self) -> DocumentPacker:
-        """Return what packs samples into rows, with the bounds of documents for kernels that take them."""
+        """Return the packer of rows; for flash attention, batches contain the document bounds."""
         return DocumentPacker(gives_bounds="flash" in str(attention_of(self.module.model)))
 
     @property
     def training_budget(self) -> TokenBudget:
-        """What a micro-batch of training may hold."""
+        """The limits of a training micro-batch."""
         return replace(self._budget, max_samples=self.settings.hps.micro_batch_limit or sys.maxsize)
 
     @property
     def training_options(self) -> dict[str, Any]:
-        """The options of the loader of training batches."""
+        """The options of the training loader."""
         return self.options | ({"collate": self._make_packer()} if self.settings.hps.packing else {})
 
     @property
@@ -90,7 +90,7 @@ class Cutting:
         return TokenBudget(self.settings.hps.max_tokens or 1, sys.maxsize, self.settings.running.compile_buckets or 1)
 
     def _say_what_is_expected(self, budget: TokenBudget) -> None:
-        """Say into how many micro-batches a step is cut, by the lengths of a few steps of samples drawn at random."""
+        """Log the expected number of micro-batches per step, estimated from random samples."""
         batch_size = self.data.batch_size if isinstance(self.data, DataLoader) else self.settings.hps.train_batch_size
         number, count = num_data_processes(), self.settings.optimization.accumulation_at(0)
         if batch_size is None or count is None:
@@ -127,17 +127,17 @@ class Cutting:
 
 
 def _warn_of_batch_norm(model: nn.Module) -> None:
-    """Warn of the layers whose outputs do depend on how samples are cut."""
+    """Warn about batch norm, whose outputs depend on how samples are split."""
     named = next((name for name, part in model.named_modules() if is_batch_norm(part)), None)
     if named is not None:
         warn_once(
-            f"max_tokens: batch norm ({named}) normalizes each micro-batch by itself, so its statistics are those of "
+            f"max_tokens: batch norm ({named}) normalizes each micro-batch separately, so its statistics are those of "
             "fewer samples, of similar length; LayerNorm and other norms per sample are not affected",
             about="batch norm and max_tokens",
         )
 
 
-def find_cutting(
+def find_token_batcher(
     module: AcceleratorModule,
     data: Any,
     settings: Settings,
@@ -146,17 +146,17 @@ def find_cutting(
     seed: int,
     pins_memory: bool,
     kind: str,
-) -> Cutting | None:
-    """Return how the samples of some data are cut; None where batches stay as they are read.
+) -> TokenBatcher | None:
+    """Return the token batcher for some data, or None if batches are used as loaded.
 
     Args:
         module: The module.
         data: The data.
         settings: The Trainer's settings.
-        collate: Makes a batch of samples; None is torch's.
-        seed: The run's.
+        collate: The collate function; None uses torch's.
+        seed: The seed of the run.
         pins_memory: Whether batches are pinned.
-        kind: What a warning calls the data.
+        kind: The name of the data in warnings.
     """
     if settings.hps.max_tokens is None:
         return None
@@ -182,11 +182,11 @@ def find_cutting(
         "pins_memory": pins_memory,
         "rejects_long": settings.failures.on_long_sample == "raise",
     }
-    return Cutting(module=module, settings=settings, data=data, options=options)
+    return TokenBatcher(module=module, settings=settings, data=data, options=options)
 
 
-def reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
-    """Reject what decides, beside a budget of tokens, on what goes through the model at once in training."""
+def reject_conflicts(module: AcceleratorModule, settings: Settings) -> None:
+    """Reject other settings that determine the size of training micro-batches."""
     others = {
         "a module with manual optimization": module.uses_manual_optimization,
         "max_micro_batch_size: auto, which splits by samples": settings.hps.halves_micro_batches,
@@ -206,37 +206,41 @@ def _reject(name: str, got: str) -> NoReturn:
     raise ArgumentError(explain(where, got, expected, "leave one of them out"))
 
 
-# ---- Makes the largest micro-batch that the training data can bring, to try it before the first step.
+# ---- The largest possible training micro-batch, which is tried before the first step.
 
 
 _READ = 8
 
 
 def make_largest(
-    module: AcceleratorModule, data: Any, settings: Settings, *, collate: Any, cutting: Cutting | None, size: int | None
+    module: AcceleratorModule,
+    data: Any,
+    settings: Settings,
+    *,
+    collate: Any,
+    batcher: TokenBatcher | None,
+    size: int | None,
 ) -> LargestBatch | str:
-    """Return the largest micro-batch, or why it is not known.
-
-    Samples are read for it, besides those that training reads.
+    """Return the largest micro-batch, or why it is unknown. This reads additional samples.
 
     Args:
         module: The module.
-        data: The training data, or a DataLoader of them.
+        data: The training data, or a DataLoader.
         settings: The Trainer's settings.
-        collate: Makes a batch of samples; None is torch's.
-        cutting: How the samples of a step are cut by tokens; None if they are not.
-        size: Samples of a micro-batch that is not cut; None if batches have no common size.
+        collate: The collate function; None uses torch's.
+        batcher: The token batcher, if there is one.
+        size: Samples of a micro-batch without a token budget; None if sizes vary.
     """
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
     has_samples = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_samples:
         return "the data are a stream"
-    budget = None if cutting is None else cutting.training_budget
-    collate = (collate or collate_or_explain) if cutting is None else cutting.training_options["collate"]
-    if cutting is not None:
+    budget = None if batcher is None else batcher.training_budget
+    collate = (collate or collate_or_explain) if batcher is None else batcher.training_options["collate"]
+    if batcher is not None:
         size = settings.samples_per_step(num_data_processes()) or len(dataset)
     if size is None or len(dataset) == 0:
-        return "batches have no common size"
+        return "batches vary in size"
     length_of = module.length_of if defines(module, "length_of") else None
     lengths = _known(dataset, length_of)
     if lengths is not None:
@@ -250,12 +254,12 @@ def make_largest(
 def _known(dataset: Any, length_of: Any) -> Any:
     try:
         return known_lengths(dataset, length_of)
-    except DataError:  # a list of samples that have none
+    except DataError:  # samples without a length
         return None
 
 
 def _fill_budget(dataset: Any, length_of: Any, collate: Any, budget: TokenBudget, size: int) -> LargestBatch:
-    """Make a micro-batch as large as the budget of one sample, the longest of the first ones."""
+    """Fill the budget with copies of one sample, the longest of the first few."""
     samples = [dataset[index] for index in range(min(_READ, len(dataset)))]
     lengths = [find_length(sample, length_of) for sample in samples]
     longest = max(lengths)

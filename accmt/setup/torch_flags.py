@@ -1,4 +1,4 @@
-"""What is set for the time that a Trainer works, and set back afterwards."""
+"""Sets global torch flags while a Trainer works, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _running: list[tuple[Any, Any]] = []
 
 @contextmanager
 def running(trainer: Any, module: Any) -> Iterator[None]:
-    """Note that Trainer and module are in a run, and reject a second run of either within it."""
+    """Mark Trainer and module as running, and reject a nested run of either."""
     model = getattr(module, "unwrapped_model", module) if hasattr(module, "model") else module
     for other_trainer, other_model in _running:
         if trainer is other_trainer or model is other_model:
@@ -40,7 +40,7 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
 
 @contextmanager
 def working(settings: RunningSettings) -> Iterator[None]:
-    """Let a method of the Trainer do its work: as verbose as asked, with torch's flags, without moving generators."""
+    """Run a method of the Trainer with the requested verbosity and torch flags; generators are restored."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with ExitStack() as stack:
         stack.enter_context(speaking(verbose=settings.verbose))
@@ -53,9 +53,9 @@ def working(settings: RunningSettings) -> Iterator[None]:
 
 @contextmanager
 def torch_flags(settings: RunningSettings) -> Iterator[None]:
-    """Let torch be deterministic, choose convolutions by trying, or look for what made a NaN, as the settings say.
+    """Set determinism, cuDNN benchmarking and anomaly detection as configured.
 
-    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, also for the variable that cuBLAS needs.
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, also for the environment variable of cuBLAS.
     """
     flags = settings.torch_flags
     cudnn, autograd = torch.backends.cudnn, torch.autograd

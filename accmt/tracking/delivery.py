@@ -302,7 +302,7 @@ class Delivery:
         if self.is_complete:
             return
         left = count_rows_left(self._history.path, account)
-        got = f"{left} rows not delivered" + (", and the run not ended" if account.status is None else "")
+        got = f"{left} rows not delivered" + (", and the run was not closed" if account.status is None else "")
         folder = self._history.path.parent
         is_users_own = isinstance(self.spec, UserTracker)
         do = f"nothing: {self._history.path} has them" if is_users_own else f"accmt sync {folder}"

@@ -92,7 +92,7 @@ def test_a_cut_link_ends_both_hosts_and_the_run_goes_on_to_the_same_bits(
         hosts.mend()
     assert 0 not in codes
     for host, each in enumerate(running):
-        assert f"process {host} of a run on several machines\n  got: no sign of life of" in each.said
+        assert f"process {host} of a run on several machines\n  got: no heartbeat from" in each.said
         assert "do: start the run again on all machines" in each.said
     finish(start(hosts, accmt_launch, tmp_path, HELD, "auto"))
     require_same_bits(tmp_path, unbroken)
@@ -138,4 +138,4 @@ def test_machines_without_a_common_disk_are_an_error_on_each(hosts: Hosts, tmp_p
         said = each.said.replace(f"[rank{host}]: ", "")  # as torch begins the lines of a traceback
         assert f"SavingError: folder {tmp_path / 'model'}\n  got: " in said
         assert "(process 1) does not see what" in said
-        assert "expected: a folder on a disk that all machines share" in said
+        assert "expected: a folder on storage that all machines share" in said

@@ -58,7 +58,7 @@ def test_what_differs_and_why_a_step_cannot_be_made_again_are_said(
     assert "1 to 20" in capsys.readouterr().err
     program.unlink()
     assert main(["replay", str(run), "--step", "2"]) == 2
-    assert "did not come to step 2" in capsys.readouterr().err
+    assert "did not reach step 2" in capsys.readouterr().err
     ledger = run / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join([*lines[:4], *lines[5:]]))

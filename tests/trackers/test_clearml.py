@@ -39,7 +39,7 @@ class TestClearML(TrackerContract):
         return Path(os.environ["CLEARML_CACHE_DIR"]) / "offline" / self.run_id(tracking)
 
     def left_for_upload(self, tracking, named):
-        assert named == "<the zip that the end of the run names>"
+        assert named == "<the zip file named at the end of the run>"
         return f"{self.session(tracking)}.zip"
 
     def events(self, tracking):

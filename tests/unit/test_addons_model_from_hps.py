@@ -72,10 +72,10 @@ def test_parts_are_frozen_by_name():
 def test_a_tied_weight_is_frozen_by_all_its_names():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=True, **sizes)).save_pretrained("tied")
-    with pytest.raises(HyperParameterError, match=r"lm_head\.weight, and not model\.embed_tokens\.weight") as raised:
+    with pytest.raises(HyperParameterError, match=r"lm_head\.weight without model\.embed_tokens\.weight") as raised:
         build(path="./tied", freeze=["lm_head"])
     assert "do: write `freeze: [lm_head, model.embed_tokens]`" in str(raised.value)
-    with pytest.raises(HyperParameterError, match=r"model\.embed_tokens\.weight, and not lm_head\.weight"):
+    with pytest.raises(HyperParameterError, match=r"model\.embed_tokens\.weight without lm_head\.weight"):
         build(path="./tied", freeze="embed")
     assert not {name for name in trained(build(path="./tied", freeze=["embed", "lm_head"])) if "embed" in name}
 
@@ -173,11 +173,11 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
     ("model", "place", "message"),
     [
         ({"load_in_4bit": True}, "model.load_in_4bit", "do: write `quantization: nf4`"),
-        ({"freeze": ["q_prj"]}, "model.freeze", "names are such as model.layers.0.self_attn.q_proj.weight"),
+        ({"freeze": ["q_prj"]}, "model.freeze", "similar names: model.layers.0.self_attn.q_proj.weight"),
         ({"lora": {"rank": 8}}, "model.lora.rank", "do: write `r`"),
         ({"lora": {"alhpa": 8}}, "model.lora.alhpa", "do: write `alpha`"),
         ({"lora": {"r": -1}}, "model.lora", "`r` should be a positive integer value"),
-        ({"lora": {"targets": ["q_proj", "v_prj"]}}, "model.lora.targets", "got: 'v_prj', which no part"),
+        ({"lora": {"targets": ["q_proj", "v_prj"]}}, "model.lora.targets", "got: 'v_prj', which matches no layer"),
         ({"lora": {"target_modules": "q_prj"}}, "model.lora.target_modules", "do: write `target_modules: [q_proj]`"),
         ({"lora": {"targets": "q_proj"}}, "model.lora.targets", "a string is a regular expression"),
         ({"lora": {"targets": "(q_proj"}}, "model.lora.targets", "do: write `targets: [q_proj]`"),
@@ -185,7 +185,7 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
         ({"lora": {"modules_to_save": ["lm_haed"]}}, "model.lora.modules_to_save", "do: write `lm_head`"),
         ({"attn_implementatoin": "sdpa"}, "model.attn_implementatoin", "do: write `attn_implementation`"),
         ({"attn_implementation": "flsh"}, "model.attn_implementation", "flsh"),
-        ({"freeze": ["emved"]}, "model.freeze", "names are such as model.embed_tokens.weight"),
+        ({"freeze": ["emved"]}, "model.freeze", "similar names: model.embed_tokens.weight"),
         ({"lora": {"rank": 8}}, "model.lora.rank", "an argument of LoraConfig"),
         ({"lora": {"r": "many"}}, "model.lora.r", "got: 'many' (str)\n  expected: int (LoraConfig's signature)"),
         ({"lora": {"r": 8.5}}, "model.lora.r", "expected: int"),
@@ -194,7 +194,11 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
         ({"lora": {"layer_replication": [[0, 1, 2]]}}, "model.lora.layer_replication", "list[tuple[int, int]]"),
         ({"lora": {"bias": "some"}}, "model.lora.bias", "Literal['none', 'all', 'lora_only']"),
         ({"lora": {"r": 0}}, "model.lora", "r"),
-        ({"lora": {"targets": ["q_prj"]}}, "model.lora.targets", "do: write `q_proj`; parts are such as down_proj"),
+        (
+            {"lora": {"targets": ["q_prj"]}},
+            "model.lora.targets",
+            "do: write `q_proj`; some of the model's layers: down_proj",
+        ),
         (
             {"lora": {"init_lora_weights": "eva"}},
             "model.lora.init_lora_weights",
@@ -238,7 +242,7 @@ def test_arguments_of_the_model_are_not_keywords_of_fit():
 
 def test_an_adapter_around_an_adapter_is_refused():
     build(lora={"r": 2}).save_pretrained("adapter")
-    with pytest.raises(HyperParameterError, match=r"adapter, which is an adapter itself[\s\S]*do: remove `lora`"):
+    with pytest.raises(HyperParameterError, match=r"adapter, which is already an adapter[\s\S]*do: remove `lora`"):
         build(path="adapter", lora={"r": 4})
     assert trained(build(path="adapter"))
 
@@ -301,7 +305,7 @@ def test_a_class_that_does_not_exist_and_a_missing_package_are_said():
 
 
 def test_hyper_parameters_without_a_model_build_none():
-    with pytest.raises(HyperParameterError, match="which model is to be trained"):
+    with pytest.raises(HyperParameterError, match="expected: a model to train"):
         AcceleratorModule.from_hps(HPS)
 
 
@@ -319,5 +323,5 @@ def test_an_adapter_of_another_base_is_said(caplog):
     assert "was trained with ./llama, but is loaded into ./alike" in caplog.text
     with pytest.raises(WeightsError, match=r"lora_A\.weight \[2, 16\] for \[2, 32\] in the model"):
         AcceleratorModule.from_hps({**HPS, "model": {**model, "path": "./wider"}}).load_weights("out/adapter")
-    with pytest.raises(HyperParameterError, match="do: write `type: AutoModelForCausalLM`, or the class for its task"):
+    with pytest.raises(HyperParameterError, match="do: write `type: AutoModelForCausalLM`, or the class for your task"):
         AcceleratorModule.from_hps({**HPS, "model": "out/adapter"})

@@ -242,9 +242,9 @@ def test_the_first_row_is_shown_and_odd_rows_are_named_once(tmp_path: Path, capl
     said = [record.getMessage() for record in caplog.records]
     [shown] = [message for message in said if "⟦" in message and "row 1," in message]
     assert shown.endswith("<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n⟦so<|im_end|>⟧\n")
-    [warning] = [record for record in caplog.records if "rows that were looked at" in record.getMessage()]
+    [warning] = [record for record in caplog.records if "rows checked" in record.getMessage()]
     assert warning.levelno == logging.WARNING
-    assert "of 13 rows that were looked at: 2 without a token to train on (row 0, row 12)" in warning.getMessage()
+    assert "of 13 rows checked: 2 without any token to train on (row 0, row 12)" in warning.getMessage()
 
 
 def test_generation_stops_at_the_end_of_answers_and_that_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -255,7 +255,7 @@ def test_generation_stops_at_the_end_of_answers_and_that_is_saved(tmp_path: Path
         caplog.clear()
         fit(tmp_path / "model", rows(), module=SFTModule(model, tokenizer()), verbose=True, resume=False)
         assert (
-            f"answers end with '<|im_end|>', the token {end}: model.generate stops there now" in caplog.text
+            f"answers end with '<|im_end|>' (token {end}), so model.generate now also stops there" in caplog.text
         ) == is_said
         assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == saved
 
@@ -270,10 +270,12 @@ def test_a_template_that_writes_the_date_is_named(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize("kind", [list, Stream])
 def test_rows_of_which_none_has_a_target_are_an_error_before_training(tmp_path: Path, kind: Any):
-    with pytest.raises(DataError, match="3 rows, none with anything to train on: 3 without a token to train on"):
+    with pytest.raises(
+        DataError, match="3 rows, none of them with tokens to train on: 3 without any token to train on"
+    ):
         fit(tmp_path / "model", kind([NO_ANSWER] * 3))
     module = SFTModule(make_model(), tokenizer(), max_length=3)
-    with pytest.raises(DataError, match="its answers start after the first 3 tokens"):
+    with pytest.raises(DataError, match="its answers start after 3 tokens"):
         fit(tmp_path / "model", kind(rows()), module=module)
     assert not (tmp_path / "model" / "model.safetensors").exists()
 
@@ -308,5 +310,5 @@ def test_a_model_of_hyper_parameters_gets_the_tokenizer_of_its_folder(tmp_path: 
 
 
 def test_a_length_that_leaves_nothing_to_predict_is_an_error():
-    with pytest.raises(ArgumentError, match="2 or more"):
+    with pytest.raises(ArgumentError, match="a number from 2"):
         SFTModule(make_model(), tokenizer(), max_length=1)

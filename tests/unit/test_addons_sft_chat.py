@@ -162,9 +162,7 @@ def test_an_answer_that_is_cut_is_named_and_one_that_lies_behind_the_cut_is_no_t
     assert trained_texts(tokenizer, cut)[0] != "answer<|im_end|>"
     behind = mask_row(tokenizer, row, max_length=4)
     assert not behind.has_target
-    assert [(one.kind, one.detail) for one in behind.problems] == [
-        (chat.NO_TARGET, "its answers start after the first 4 tokens")
-    ]
+    assert [(one.kind, one.detail) for one in behind.problems] == [(chat.NO_TARGET, "its answers start after 4 tokens")]
     assert mask_row(tokenizer, row, max_length=len(whole.input_ids)).problems == ()
 
 
@@ -262,8 +260,8 @@ def test_arguments_of_calls_may_be_json_whatever_the_template_takes(arguments):
 @pytest.mark.parametrize(
     ("entries", "detail"),
     [
-        ({"content": 5}, "the content of message 1 is int, neither text nor a list of parts"),
-        ({"content": ["a"]}, "the content of message 1 is a list with str, neither text nor a list of parts"),
+        ({"content": 5}, "the content of message 1 is int instead of a string or a list of parts"),
+        ({"content": ["a"]}, "the content of message 1 is a list of str instead of a string or a list of parts"),
         ({"content": "a", "tool_calls": ["f"]}, "UndefinedError: 'str object' has no attribute 'function'"),
     ],
 )
@@ -278,14 +276,14 @@ def test_tools_and_arguments_of_another_form_are_named():
     for entries in ({"tools": "[{"}, {"chat_template_kwargs": "thinking"}):
         [problem] = mask_row(tokenizer, {"messages": say("a", "b"), **entries}).problems
         assert problem.kind == chat.REJECTED
-        assert problem.detail.startswith("its tools or chat_template_kwargs: ")
+        assert problem.detail.startswith("invalid tools or chat_template_kwargs: ")
 
 
 def test_the_roles_of_a_row_without_an_assistant_are_named():
     tokenizer = make_tokenizer(conversations.CHATML)
     row = {"messages": [*say("a"), {"role": "gpt", "content": "b"}]}
     [problem] = mask_row(tokenizer, row).problems
-    assert tuple(problem) == (chat.NO_TARGET, "its roles are user, gpt; that of the answers is assistant")
+    assert tuple(problem) == (chat.NO_TARGET, "its roles are user, gpt, without assistant")
 
 
 def test_an_end_that_the_tokenizer_adds_is_not_doubled():
@@ -323,23 +321,23 @@ def test_tools_may_be_json_and_a_row_may_have_arguments_of_the_template():
 @each(
     ("row", "got", "do"),
     [
-        ({"question": "a", "answer": "b"}, "the entries question, answer", '"content": row["question"]}'),
-        ({"instruction": "a", "output": "b"}, "the entries instruction, output", '"completion": row["output"]}'),
+        ({"question": "a", "answer": "b"}, "the keys question, answer", '"content": row["question"]}'),
+        ({"instruction": "a", "output": "b"}, "the keys instruction, output", '"completion": row["output"]}'),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-            "the entries conversations",
+            "the keys conversations",
             '"content": one["value"]} for one in row["conversations"]]}',
         ),
         (
             {"messages": [{"from": "human", "value": "a"}]},
-            '"messages" of which one has no "role"; the first has from, value',
+            '"messages" with an entry without "role"; the first has the keys from, value',
             '"content": one["value"]} for one in row["messages"]]}',
         ),
-        ({"messages": []}, '"messages" of list', "rewrite each row"),
-        ({"messages": "a"}, '"messages" of str', "rewrite each row"),
-        ({"prompt": "a"}, '"prompt" of str', "rewrite each row"),
-        ({"prompt": "a", "completion": 3}, '"prompt" of str and "completion" of int', "rewrite each row"),
-        (["a"], "list", "rewrite each row"),
+        ({"messages": []}, '"messages" of type list', "convert each row"),
+        ({"messages": "a"}, '"messages" of type str', "convert each row"),
+        ({"prompt": "a"}, '"prompt" of type str', "convert each row"),
+        ({"prompt": "a", "completion": 3}, '"prompt" of type str and "completion" of type int', "convert each row"),
+        (["a"], "list", "convert each row"),
     ],
 )
 def test_a_row_of_another_form_is_an_error(row, got: str, do: str):
@@ -359,14 +357,14 @@ def test_strings_without_an_end_token_in_the_tokenizer_are_named():
 
 
 def test_a_tokenizer_without_a_chat_template_or_without_offsets_is_an_error():
-    with pytest.raises(DataError, match=r"tokenizer\.chat_template = ") as raised:
+    with pytest.raises(DataError, match=r"set tokenizer\.chat_template to ") as raised:
         mask_row(make_tokenizer(), {"messages": say("a", "b")})
     assert "expected: a chat template" in str(raised.value)
 
     class Slow:
         is_fast = False
 
-    with pytest.raises(DataError, match="Slow, which has no offsets"):
+    with pytest.raises(DataError, match="Slow, which has no offset mapping"):
         mask_row(Slow(), {"text": "a"})
 
 

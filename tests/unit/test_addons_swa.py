@@ -134,7 +134,7 @@ def test_statistics_that_cannot_be_computed_again_are_refused():
             module, Stream()
         )
 
-    with pytest.raises(ArgumentError, match=r"training data that are a stream[\s\S]*SWA\(update_bn=False\)"):
+    with pytest.raises(ArgumentError, match=r"a stream as training data[\s\S]*SWA\(update_bn=False\)"):
         train(Net())
     train(Net(), update_bn=False)
     train(Net(norm=False))

@@ -153,15 +153,15 @@ def test_rows_of_json_lines_are_what_is_written_in_them():
         ({"data": "train.jsonl", "max_length": 1}, "expected: a whole number from 2"),
         ({"data": "train.jsonl", "per_turn": "yes"}, "sft.per_turn\n  got: 'yes' (str)\n  expected: true or false"),
         ({"data": "train.jsonl", "merge": True}, "sft.merge\n  got: true without an adapter in `model`"),
-        ({"data": "trian.jsonl"}, "sft.data\n  got: trian.jsonl: no such file, seen from "),
-        ({"data": "base"}, "or a folder that `Dataset.save_to_disk` wrote\n  do: name a file in it"),
-        ({"data": "empty.jsonl"}, "got: empty.jsonl, without a row"),
+        ({"data": "trian.jsonl"}, "sft.data\n  got: trian.jsonl: no such file; the working directory is "),
+        ({"data": "base"}, "or a folder written by `Dataset.save_to_disk`\n  do: pass a file in it"),
+        ({"data": "empty.jsonl"}, "got: empty.jsonl, which has no rows"),
         ({"data": "broken.jsonl"}, "row 1 of broken.jsonl"),
         ({"data": "broken.json"}, "got: broken.json: JSON parse error"),
-        ({"data": "empty.json"}, "got: empty.json, without a row"),
-        ({"data": "other.jsonl"}, "row 1 for supervised fine-tuning\n  got: the entries question\n"),
+        ({"data": "empty.json"}, "got: empty.json, which has no rows"),
+        ({"data": "other.jsonl"}, "row 1 for supervised fine-tuning\n  got: the keys question\n"),
         ({"data": "train.jsonl", "chat_template": "x.jinja"}, "sft.chat_template\n  got: x.jinja: no such file"),
-        ({"validation": "train.jsonl"}, "expected: the data to train on\n  do: add `sft: {data: train.jsonl}`"),
+        ({"validation": "train.jsonl"}, "expected: training data\n  do: add `sft: {data: train.jsonl}`"),
     ],
 )
 def test_what_is_wrong_has_its_place(sft: Any, message: str, capsys: pytest.CaptureFixture[str]):
@@ -214,7 +214,7 @@ def test_a_model_without_a_tokenizer_is_said(capsys: pytest.CaptureFixture[str])
     assert main(["sft", "hps.yaml", "out/chat"]) == 2
     _, err = said(capsys)
     # Older versions of transformers make an empty tokenizer of nothing, which has no chat template.
-    assert "the tokenizer of ./bare\n" in err or "sft.chat_template:" in err
+    assert "tokenizer of ./bare\n" in err or "sft.chat_template:" in err
 
 
 def test_the_launcher_starts_the_command():

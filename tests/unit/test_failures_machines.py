@@ -42,7 +42,7 @@ def test_a_machine_that_falls_silent_ends_the_run_on_the_others_and_is_named() -
     assert hosts.pass_time(20, 27, 2) == [], "within the limit"
     said = hosts.pass_time(27, 30, 2)[0]
     assert "process 0 of a run on several machines" in said
-    assert "got: no sign of life of beyond (process 4) for 8 s" in said
+    assert "got: no heartbeat from beyond (process 4) for 8 s" in said
     assert "do: start the run again on all machines" in said
 
 
@@ -91,7 +91,7 @@ def test_a_process_that_gets_no_answer_from_the_store_ends(num_ticks: int, looks
     hosts.signs._is_over = Ticking(num_ticks, lambda: hosts.signs.look(0.0) if looks else None)
     hosts.signs._guard_looks()
     assert len(hosts.said) == ends
-    assert all("no sign of life of here (process 0) for 8 s" in said for said in hosts.said)
+    assert all("no heartbeat from here (process 0) for 8 s" in said for said in hosts.said)
 
 
 def test_leaving_ends_the_guard_also_where_the_store_is_gone() -> None:

@@ -178,7 +178,7 @@ def test_the_largest_micro_batch_is_tried_first(tmp_path: Path, data: Any, hps: 
             lambda: DataLoader(Texts(), batch_sampler=[[0, 1], [2]], collate_fn=pad),
             {},
             {"max_tokens": None},
-            "batches have no common size",
+            "batches vary in size",
         ),
         (lambda: [[torch.ones(3), torch.ones(1)]] * 8, {"collate_fn": None}, {"max_tokens": None}, "unknown"),
     ],

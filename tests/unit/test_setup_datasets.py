@@ -130,7 +130,7 @@ def test_a_run_does_not_continue_under_another_size_of_its_updates(tmp_path):
 def test_stages_that_the_run_does_not_reach_are_told(caplog):
     with caplog.at_level(logging.WARNING, "accmt"):
         assert run(STAGES["steps"], {"max_steps": 3}) == [False] * 3
-    assert "max_steps=3 leaves no optimizer steps for stage 2 of the curriculum" in caplog.text
+    assert "max_steps=3 leaves no steps for stage 2 of the curriculum" in caplog.text
 
 
 @pytest.mark.feature("N31")

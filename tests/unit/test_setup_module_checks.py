@@ -94,7 +94,7 @@ def check(module, *, has_validation=True):
 
 
 REFUSED = [
-    (Whole, r"expected: an object of it\n  do: trainer.fit\(Whole\(...\), ...\)"),
+    (Whole, r"expected: an instance of it\n  do: trainer.fit\(Whole\(...\), ...\)"),
     (nn.Linear(2, 1), r"got: Linear\n  expected: an AcceleratorModule\n  do: AcceleratorModule.from_functions"),
     ({}, r"got: dict\n  expected: an AcceleratorModule\n  do: class MyModule\(AcceleratorModule\)"),
     (TensorDataset(torch.ones(1)), r"do: trainer.fit\(module, data\): the module comes first"),
@@ -369,7 +369,11 @@ class ByEpoch:
         ),
         (lambda m, o: torch.optim.lr_scheduler.StepLR, "the class StepLR", "return scheduler;"),
         (lambda m, o: lambda step: 1.0, r"<function", "return scheduler;"),
-        (lambda m, o: ByEpoch(), r"a ByEpoch, whose step\(epoch, metric=None\) wants arguments", "wrap it in a class"),
+        (
+            lambda m, o: ByEpoch(),
+            r"a ByEpoch, whose step\(epoch, metric=None\) requires arguments",
+            "wrap it in a class",
+        ),
     ],
 )
 def test_a_scheduler_that_is_none_is_refused_before_training(make, got, do):

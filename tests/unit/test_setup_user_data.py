@@ -194,9 +194,9 @@ def test_only_what_is_there_is_called_and_the_module_comes_first():
 @pytest.mark.feature("L83")
 @pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
 def test_data_beside_a_datamodule_are_refused(name):
-    with pytest.raises(ArgumentError, match=r"(?s)fit\(datamodule=.*leave one of the two out"):
+    with pytest.raises(ArgumentError, match=r"(?s)fit\(datamodule=.*remove one of the two"):
         make_trainer().fit(Scripted(), datamodule=Data(), **{name: Numbers(2)})
-    with pytest.raises(ArgumentError, match=r"(?s)test\(datamodule=.*leave one of the two out"):
+    with pytest.raises(ArgumentError, match=r"(?s)test\(datamodule=.*remove one of the two"):
         make_trainer().test(Scripted(), Numbers(2), datamodule=Data())
 
 
@@ -222,7 +222,7 @@ def test_a_misspelt_method_of_a_datamodule_is_an_error_with_the_right_name(base,
     methods = {"train_dataloader": lambda self: Numbers(2), "test_dataloader": lambda self: Numbers(2)}
     methods.pop(right, None)
     own = type("Own", (base,), {**methods, wrong: lambda self: None})()
-    with pytest.raises(ArgumentError, match=f"got: a method {wrong}, and no {right}\n(?s:.*)do: rename it to {right} "):
+    with pytest.raises(ArgumentError, match=f"got: a method {wrong}, but no {right}\n(?s:.*)do: rename it to {right} "):
         DataModule(own)
     setattr(own, right, lambda: None)
     DataModule(own)
@@ -244,7 +244,7 @@ def test_methods_of_ones_own_are_not_taken_for_misspelt_ones_and_nothing_is_aske
 
 def test_a_loader_in_the_place_of_a_method_is_refused():
     own = SimpleNamespace(train_dataloader=DataLoader(Numbers(2)))
-    with pytest.raises(ArgumentError, match="got: an object of DataLoader\n  expected: a method"):
+    with pytest.raises(ArgumentError, match="got: an object of type DataLoader\n  expected: a method"):
         DataModule(own)
 
 

@@ -279,7 +279,7 @@ def test_a_server_that_is_down_at_the_start_costs_one_warning(caplog):
     tracking.finish("FINISHED", flush_s=0.5)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2
-    assert "1 rows not delivered, and the run not ended" in warnings[1]
+    assert "1 rows not delivered, and the run was not closed" in warnings[1]
     assert f"do: accmt sync {tracking.run_folder.absolute()}" in warnings[1]
     assert second.calls[-1] == ("finish",)
 

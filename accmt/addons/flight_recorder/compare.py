@@ -1,4 +1,4 @@
-"""Compares the ledgers of two runs: the first step at which they part, and what explains it."""
+"""Compares the ledgers of two runs: finds the first step at which they diverge, and possible causes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _MOST_LINES = 40
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part.
+    """Where two runs diverge.
 
     Attributes:
         num_steps: Common steps.
         is_tolerant: Whether losses are compared to a tolerance, since the numbers of processes differ.
         step: The first step that differs; None if all are the same.
         difference: What differs there first.
-        details: What differs at the nearest checksums that both have.
-        causes: Differences of what the runs started with that may explain it, the likeliest first.
-        others: Everything else that differs: name, value in A, value in B.
+        details: Differences at the nearest checksums that both have.
+        causes: Differences at the start that may explain it, most likely first.
+        others: All other differences at the start: name, value in A, value in B.
     """
 
     num_steps: int
@@ -56,7 +56,7 @@ def compare_runs(first: Path, second: Path) -> Parting:
     steps = {step for step, _ in common if step > 0}
     if not steps:
         got = " and ".join(_span(steps) for steps in (one, other))
-        explained = explain(f"accmt diff {first} {second}", got, "a step that both have", "choose runs that overlap")
+        explained = explain(f"accmt diff {first} {second}", got, "at least one common step", "choose runs that overlap")
         raise ArgumentError(explained)
     is_tolerant = False
     starts: list[dict[str, Any]] = []

@@ -181,11 +181,11 @@ def require_ledger(folder: Path, where: str) -> Ledger:
         ledger = read_ledger(folder / LEDGER_FILE)
     except OSError as error:
         do = "train with Trainer(ledger=True), and pass logs/<track>/<run>"
-        raise ArgumentError(explain(where, f"no {LEDGER_FILE}", "a run that was recorded", do)) from error
+        raise ArgumentError(explain(where, f"no {LEDGER_FILE}", "a run with a ledger", do)) from error
     if ledger.fault is not None:
         number, what = ledger.fault
         got = f"line {number} of {LEDGER_FILE}: {what}"
-        raise ArgumentError(explain(where, got, "the ledger as it was written", "restore the file"))
+        raise ArgumentError(explain(where, got, "an unmodified ledger", "restore the file"))
     return ledger
 
 

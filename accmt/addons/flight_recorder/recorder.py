@@ -285,7 +285,7 @@ class Recorder(Feature):
         self._before = {}  # later steps differ too
         file.add({"differs": {"step": line["step"], "what": found, "because": self._changes}})
         if self._changes:
-            what = f"step {line['step']} is computed differently than before the interruption: {found}"
+            what = f"step {line['step']} differs from the same step before the interruption: {found}"
             say_once(f"{what}; changed since: {', '.join(self._changes)}")
             return
         self._found = _explain(line["step"], found)
@@ -298,20 +298,20 @@ class Recorder(Feature):
         if found is None:
             return
         if self._options.on_difference == "warn":
-            warn_once(found, about="steps made again")
+            warn_once(found, about="repeated steps")
             return
         self._run.snapshot.invalidate()
         raise StepDiffersError(found)
 
 
 def _explain(step: int, found: str) -> str:
-    got = f"it was computed differently than before the interruption. First difference: {found}"
-    expected = "bit-for-bit the same result: versions, hardware, processes, settings and code have not changed"
+    got = f"its result differs from before the interruption. First difference: {found}"
+    expected = "a bit-for-bit identical result: versions, hardware, processes, settings and code are unchanged"
     do = (
-        "look for state that no checkpoint holds (trainer.check_resume names it), for data that change between reads, "
-        'or a faulty machine; Trainer(ledger={"on_difference": "warn"}) continues'
+        "look for state that no checkpoint contains (trainer.check_resume finds it), data that change between reads, "
+        'or faulty hardware; Trainer(ledger={"on_difference": "warn"}) continues'
     )
-    return explain(f"step {step}, made again after the checkpoint", got, expected, do)
+    return explain(f"step {step}, repeated after resuming", got, expected, do)
 
 
 def _read(weights: list[Weight]) -> list[float]:

@@ -61,7 +61,7 @@ def replay(folder: Path, first: int, last: int) -> Replayed:
     if first not in steps or last not in steps or last < first:
         got = f"--step {first} --to {last}" if last != first else f"--step {first}"
         recorded = f"{min(steps)} to {max(steps)}" if steps else "none"
-        _fail(folder, got, f"steps of the ledger: {recorded}", "choose a step of this run")
+        _fail(folder, got, f"steps in the ledger: {recorded}", "choose one of these steps")
     start = ledger.start_of(next(number for number, line in windows if line["step"] == first))
     checkpoint, seed = _find_begin(folder, ledger, start, first), start["seed"]
     with tempfile.TemporaryDirectory(prefix="accmt-replay-") as place:
@@ -72,7 +72,12 @@ def replay(folder: Path, first: int, last: int) -> Replayed:
         found = list(Path(place).rglob(LEDGER_FILE))
         if not found or not Path(place, "done").exists():
             shown = "\n".join(output.splitlines()[-_LAST_LINES:])
-            _fail(folder, f"the program did not come to step {last}:\n{shown}", "the run's program", "see its output")
+            _fail(
+                folder,
+                f"the program did not reach step {last}:\n{shown}",
+                "a program that repeats the run",
+                "see its output above",
+            )
         again = read_ledger(found[0])
     begin = f"the checkpoint of {checkpoint.name}" if checkpoint else "the beginning"
     num_compared, difference = _compare(ledger, again, start["tensors"], last)
@@ -90,7 +95,7 @@ def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: i
                 return path
     if any(one["is_resumed"] for one in ledger.starts()[:1]):
         do = 'keep more checkpoints: Trainer(checkpoint_options={"max_checkpoints": 10}); or name one PINNED'
-        _fail(folder, f"no checkpoint before step {first} in {place}", "a checkpoint before the step", do)
+        _fail(folder, f"no checkpoint before step {first} in {place}", "a checkpoint before this step", do)
     return None
 
 
@@ -98,10 +103,10 @@ def _run_program(folder: Path, start: Mapping[str, Any], request: Path) -> str:
     """Run the user's program as it was launched, and return what it printed."""
     arguments, where = list(start["argv"][1:]), Path(start["cwd"])
     if not arguments or arguments[0] in ("-c", "-") or "ipykernel" in " ".join(arguments):
-        got = "a run of a notebook or an interactive session"
-        _fail(folder, got, "a program that can be started again", "put the training into a script")
+        got = "a run in a notebook or an interactive session"
+        _fail(folder, got, "a script that can be started again", "move the training into a script")
     if not where.is_dir():
-        _fail(folder, f"the folder in which it ran is gone: {where}", "that folder", "restore it")
+        _fail(folder, f"its working directory no longer exists: {where}", "the same working directory", "restore it")
     command = [sys.executable, *arguments]
     if start["is_launched"]:
         launch = ["--standalone", f"--nproc-per-node={start['processes']}", "--no-python"]

@@ -1,4 +1,4 @@
-"""`Trainer.prove` and `accmt prove`: trains a few steps in several ways, compares them, and names what is wrong.
+"""`Trainer.prove` and `accmt prove`: trains a few steps in several ways, and explains any differences.
 
 The reference is one process whose step is one large batch. The same samples are then trained on with two processes,
 with accumulation, loader workers, a token budget and an interruption, and evaluated with other batch sizes. Where a
@@ -95,7 +95,7 @@ class Proof:
 
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
-        title = f"{self.steps} steps of {self.batch_size} samples, compared with one process and one batch per step"
+        title = f"{self.steps} steps of {self.batch_size} samples, compared to one process with one batch per step"
         lines = [title, f"  {'launch':<{width}}  gradients  metrics  first difference"]
         for row in self.rows:
             first = (row.error or row.first or "-").partition("\n")[0]
@@ -106,9 +106,9 @@ class Proof:
         for cause in self.causes:
             lines += ["", f"{cause.name}: {cause.got}", f"  {cause.do}"]
         if self.is_right:
-            lines += ["", "all launches compute the same"]
+            lines += ["", "all launches give the same results"]
         elif not self.causes:
-            lines += ["", "no experiment explains the difference: begin with the first tensor that differs"]
+            lines += ["", "no experiment explains the difference: start with the first tensor that differs"]
         return "\n".join(lines)
 
 
@@ -157,13 +157,13 @@ def _require_possible(steps: int, samples: int) -> None:
     if not hasattr(os, "fork"):
         raise ArgumentError(explain(where, "a system without fork", "Linux or macOS", "use WSL on Windows"))
     if num_processes() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        do = "call it in one process: it starts the others itself"
+        do = "run it in one process: it starts the others"
         raise ArgumentError(explain(where, "a program launched with several processes", "one process", do))
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        do = "hide the GPU: CUDA_VISIBLE_DEVICES= accmt prove script.py; a proof computes on CPUs"
+        do = "hide the GPU: CUDA_VISIBLE_DEVICES= accmt prove script.py (it runs on CPUs)"
         raise ArgumentError(explain(where, "a program that has used the GPU", "one that can be forked", do))
     if steps < 2 or samples < 4 * steps:
-        got, expected = f"steps={steps}, samples={samples}", "at least 2 steps, and 4 samples for each"
+        got, expected = f"steps={steps}, samples={samples}", "at least 2 steps, and 4 samples per step"
         raise ArgumentError(explain(where, got, expected, "steps=4, samples=64"))
 
 
@@ -243,7 +243,7 @@ class _Comparison:
                 found = found or find.find_on_processes(self._experiment(launch.processes))
             found = found or self._find_callback(launch) or find.find_factor(launch, outcome)
             if not found and self._without_batch_norm(launch):
-                got, do = "with the running statistics launches agree", "use group or layer norm; or accept it"
+                got, do = "with running statistics, launches agree", "use group or layer norm, or accept the difference"
                 found = [Cause("batch norm", got, do)]
         names = names_that_differ(outcome.metrics, reference.metrics, _METRIC)
         if names and not is_of_training:

@@ -31,11 +31,11 @@ def find_random(repeated: Outcome, reference: Outcome, findings: Findings) -> li
     if repeated.batches != reference.batches and findings.data.startswith("reading changes"):
         return find_in_findings(Findings(data=findings.data))
     if repeated.batches != reference.batches:
-        got = "two runs with one seed read different batches"
-        do = "draw random numbers from torch, numpy or random, which are seeded; not from the clock or the system"
+        got = "two runs with the same seed read different batches"
+        do = "draw random numbers from torch, numpy or random, which are seeded, not from the clock or the system"
         return [Cause("random data without a seed", got, do)]
-    got = "two runs with one seed read the same batches and compute different results"
-    do = "look for generators without a seed, clocks, and sets of strings in the module and its callbacks"
+    got = "two runs with the same seed read the same batches but compute different results"
+    do = "look for unseeded generators, clocks, and iteration over sets of strings in the module and its callbacks"
     return [Cause("a random step without a seed", got, do)]
 
 
@@ -43,32 +43,34 @@ def find_in_findings(findings: Findings) -> list[Cause]:
     """Return the causes that the experiments on one process show, the first ones first in the path of a batch."""
     found = []
     if findings.data:
-        do = "let __getitem__ depend on the index alone (and on random numbers), and return copies"
-        found.append(Cause("state in the data set", f"a sample read twice differs: {findings.data}", do))
+        do = "make __getitem__ depend only on the index (and random numbers), and return copies"
+        found.append(
+            Cause("state in the dataset", f"reading a sample twice gives different results: {findings.data}", do)
+        )
     if findings.collate:
-        do = "compute each sample's values in __getitem__; a collate function only pads and stacks"
+        do = "compute each sample in __getitem__; the collate function should only pad and stack"
         found.append(Cause("a collate function that mixes samples", findings.collate, do))
     if findings.repeated:
-        do = "let training_step depend on the batch, the weights and self.state.global_step only"
-        got = f"two steps with one batch differ; what changed: {findings.repeated}"
+        do = "make training_step depend only on the batch, the weights and self.state.global_step"
+        got = f"two steps with the same batch differ; what changed: {findings.repeated}"
         found.append(Cause("state in the module", got, do))
     if found:
         return found
     if findings.batch_norm:
-        do = "use group or layer norm; or accept it, as most do: Trainer(sync_batchnorm=True) on several GPUs"
+        do = "use group or layer norm, or Trainer(sync_batchnorm=True) on several GPUs, or accept the difference"
         found.append(Cause("batch norm", f"{findings.batch_norm}, use the statistics of each micro-batch", do))
     if findings.weight.startswith("the loss is a sum"):
         found.append(Cause("a loss that is a sum", findings.weight, "return the mean over the samples"))
     elif findings.weight:
-        do = 'return {"loss": loss, "weight": number}, the number of entries that the mean is over'
-        found.append(Cause("a weight that is not returned", findings.weight, do))
+        do = 'return {"loss": loss, "weight": number} with the number of entries in the mean'
+        found.append(Cause("a missing weight", findings.weight, do))
     if findings.padding:
         do = "pass the attention mask to the model, and leave padding out of the loss"
-        found.append(Cause("a step that depends on padding", findings.padding, do))
+        found.append(Cause("a loss that depends on padding", findings.padding, do))
     if findings.compares:
         do = (
-            "the loss compares samples, or uses statistics of the batch: fix the batch size per process and do not "
-            "accumulate, or gather what is compared from all processes"
+            "the loss compares samples or uses batch statistics: keep the batch size per process without accumulation, "
+            "or gather the compared samples from all processes"
         )
         found.append(Cause("a loss that compares samples", findings.compares, do))
     return found
@@ -76,7 +78,7 @@ def find_in_findings(findings: Findings) -> list[Cause]:
 
 def find_on_processes(findings: Findings) -> list[Cause]:
     """Return the causes that the experiments on two processes show."""
-    do = "let all processes do the same; only printing and writing may be left to the main process"
+    do = "do the same on all processes; only print and write files on the main process"
     if findings.data_on_processes:
         return [Cause("a branch on the rank in the data", findings.data_on_processes, do)]
     if findings.on_processes:
@@ -90,7 +92,7 @@ def find_factor(launch: Launch, outcome: Outcome) -> list[Cause]:
         return []
     what = "processes" if launch.processes > 1 else "accumulated batches"
     got = f"all gradients are {outcome.ratio:.4g} times those of one batch"
-    do = f"do not scale or reduce the loss by the number of {what}: accmt does it"
+    do = f"do not scale the loss by the number of {what}: accmt does it"
     return [Cause("a loss that is scaled by hand", got, do)]
 
 
@@ -101,17 +103,17 @@ def find_resume(outcome: Outcome, reference: Outcome) -> list[Cause]:
         for owner, before in reference.attributes.items()
         for name in changed_attributes(before, outcome.attributes.get(owner, {}))
     ]
-    got = f"not restored: {', '.join(lost)}" if lost else "something that no checkpoint holds"
+    got = f"not restored: {', '.join(lost)}" if lost else "state that no checkpoint contains"
     do = "return it from state_dict (of module or callback), and restore it in load_state_dict"
-    return [Cause("state that no checkpoint holds", got, do)]
+    return [Cause("state that no checkpoint contains", got, do)]
 
 
 def find_in_workers(outcome: Outcome, reference: Outcome) -> list[Cause]:
     """Return why loader workers change the result."""
     is_of_data = outcome.batches != reference.batches
-    got = "the batches differ" if is_of_data else "the batches are the same, the results are not"
-    do = "let __getitem__ depend on the index alone: a worker has its own copy of the data set"
-    return [Cause("a data set that behaves differently in a loader worker", got, do)]
+    got = "the batches differ" if is_of_data else "the batches are the same, but the results differ"
+    do = "make __getitem__ depend only on the index: each worker has its own copy of the dataset"
+    return [Cause("a dataset that behaves differently in a loader worker", got, do)]
 
 
 def find_in_metrics(names: list[str], launch: Launch, findings: Findings) -> list[Cause]:
@@ -122,7 +124,7 @@ def find_in_metrics(names: list[str], launch: Launch, findings: Findings) -> lis
         seen = findings.evaluation.get(key) or (findings.evaluation.get("loss") if "loss" in key else None)
         if seen and seen.startswith("it is a mean over"):
             do = 'return {"loss": loss, "weight": number} from validation_step'
-            found.append(Cause("a weight that is not returned in validation", f"{name}: {seen}", do))
+            found.append(Cause("a missing weight in validation", f"{name}: {seen}", do))
         elif seen or launch.processes == 1:
             do = "return (predictions, references) from validation_step, and compute it with a Metric over all samples"
             got = f"{name} changes with the batch size" + (f": {seen}" if seen else "")
@@ -130,7 +132,9 @@ def find_in_metrics(names: list[str], launch: Launch, findings: Findings) -> lis
         else:
             do = "return the value of each batch from validation_step, or use a Metric: both are reduced over processes"
             found.append(
-                Cause("a metric that is kept on each process", f"{name} differs on {launch.processes} processes", do)
+                Cause(
+                    "a metric that is not reduced over processes", f"{name} differs on {launch.processes} processes", do
+                )
             )
     return found
 
@@ -145,8 +149,8 @@ def find_callback(names: list[str], differs_without: Callable[[tuple[int, ...]],
     if not names or differs_without(()):
         return []
     guilty = [name for index, name in enumerate(names) if len(names) == 1 or differs_without((index,))]
-    got = f"without {', '.join(guilty or names)} launches agree"
-    do = "change gradients in on_before_optimizer_step, the same on all processes, not once per micro-batch"
+    got = f"without {', '.join(guilty or names)}, launches agree"
+    do = "change gradients in on_before_optimizer_step, in the same way on all processes, not once per micro-batch"
     return [Cause("a callback", got, do)]
 
 

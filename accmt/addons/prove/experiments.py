@@ -87,7 +87,9 @@ class Laboratory(Callback):
                 seed_step("collate", self.state.global_step)
                 parts = [collate([data[index] for index in some]) for some in (indices[:cut], indices[cut:])]
                 if not self.findings.collate and not all(map(_begins_like, rows, parts)):
-                    self.findings.collate = "the collate function gives a sample other values in another batch"
+                    self.findings.collate = (
+                        "the collate function changes a sample's values depending on the rest of its batch"
+                    )
                 halves = [self._measure(run, run.place(part)) for part in parts]
             if _is_mean(whole, halves):
                 return
@@ -126,7 +128,7 @@ class Laboratory(Callback):
                 continue
             share = (one - second) / (first - second) if first != second else math.nan
             named = _name_weight(share, parts[1], parts[2])
-            self.findings.evaluation[name] = f"it is a mean over {named}" if named else "it is no mean over samples"
+            self.findings.evaluation[name] = f"it is a mean over {named}" if named else "it is not a mean over samples"
 
     def _measure(self, run: Any, batch: Any) -> _Measured:
         """Return loss, weight and gradients of a batch, with the weights and random numbers of this step."""
@@ -182,7 +184,7 @@ class Laboratory(Callback):
                 f"the loss is a mean over {named or 'something else'}, and its weight in a step is {says}"
             )
         else:
-            self.findings.compares = "the gradient of a batch is not the mean of those of its parts"
+            self.findings.compares = "the gradient of a batch is not the mean of the gradients of its parts"
 
     def _compare_processes(self, run: Any, data: Any, collate: Any, indices: list[int]) -> None:
         """Give all processes the same samples, and compare what they read and compute."""
@@ -202,7 +204,7 @@ class Laboratory(Callback):
         for rank, (loss, weight, gradients) in enumerate(every):
             if loss != every[0][0] or weight != every[0][1] or _differ(every[0][2], gradients):
                 got = f"process 0 has a loss of {every[0][0]:.6g} for a batch, process {rank} {loss:.6g}"
-                self.findings.on_processes = got if loss != every[0][0] else "the gradients of one batch differ"
+                self.findings.on_processes = got if loss != every[0][0] else "the gradients of the same batch differ"
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ def _read_twice(data: Any, indices: list[int]) -> str:
         if digest(data[index]) != first:
             changed = changed_attributes(before, middle)
             names = ", ".join(f"self.{name}" for name in changed)
-            return f"reading changes {names}" if names else "it changes with nothing visible"
+            return f"reading modifies {names}" if names else "no visible attribute changes"
     return ""
 
 

@@ -144,7 +144,7 @@ def run_forked(number: int, body: Callable[[], Any], folder: Path, timeout_s: fl
         if child.exitcode is None:
             for one in children:
                 one.kill()
-            return {"error": f"it did not end within {timeout_s:.0f} s", "kind": "timeout", "is_refused": False}
+            return {"error": f"it did not finish within {timeout_s:.0f} s", "kind": "timeout", "is_refused": False}
     del store
     found: list[Any] = [json.loads(path.read_text()) if path.exists() else None for path in results]
     failed = [one for one in found if one is not None and one.get("error")]

@@ -15,15 +15,15 @@ from accmt.errors import DataError, explain
 IGNORED = -100
 """The label of a token that is not a target."""
 
-NO_TARGET = "without a token to train on"
-CUT = "with an answer that max_length cuts"
-DOUBLED_BOS = "with two beginning-of-sequence tokens, one of which is dropped"
-REWRITTEN = "with turns that are not trained, because the chat template rewrites earlier turns"
-NO_REASONING = "with reasoning that the chat template leaves out"
-INCOMPLETE = "with turns that are not trained, because the chat template leaves out their content or tool calls"
-NO_END = "with answers that no token ends, so that the model does not learn to stop"
-OTHER_START = "with turns that the chat template does not begin with its generation prompt"
-REJECTED = "that the chat template rejects"
+NO_TARGET = "without any token to train on"
+CUT = "with an answer truncated by max_length"
+DOUBLED_BOS = "with two beginning-of-sequence tokens (one is dropped)"
+REWRITTEN = "with assistant turns that are not trained because the chat template rewrites earlier turns"
+NO_REASONING = "with reasoning that the chat template omits"
+INCOMPLETE = "with assistant turns that are not trained because the chat template omits their content or tool calls"
+NO_END = "with answers without an end token, so the model does not learn to stop"
+OTHER_START = "with assistant turns that do not start with the chat template's generation prompt"
+REJECTED = "rejected by the chat template"
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ROLE = "assistant"
@@ -87,17 +87,15 @@ def mask_row(
         DataError: The row has another format, or the tokenizer lacks a chat template or offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
-        expected, do = "a fast tokenizer, which supports offsets", "AutoTokenizer.from_pretrained(...)"
-        raise DataError(explain(_WHERE, f"{type(tokenizer).__name__}, which has no offsets", expected, do))
+        expected, do = "a fast tokenizer", "AutoTokenizer.from_pretrained(...)"
+        raise DataError(explain(_WHERE, f"{type(tokenizer).__name__}, which has no offset mapping", expected, do))
     messages, first = find_messages(row, where)
     if messages is None:
         masked = _mask_text(tokenizer, row)
     elif tokenizer.chat_template is None:
-        do = (
-            "tokenizer.chat_template = Path('template.jinja').read_text(), that of an instruct model such as yours (in "
-        )
-        do += 'the YAML `sft.chat_template: template.jinja`); or rows with "prompt" and "completion" as strings'
-        raise DataError(explain(_WHERE, "messages, and a tokenizer without a chat template", "a chat template", do))
+        do = "set tokenizer.chat_template to the template of a similar instruct model (in "
+        do += 'the YAML, `sft.chat_template: template.jinja`), or use rows with "prompt" and "completion" as strings'
+        raise DataError(explain(_WHERE, "messages, but a tokenizer without a chat template", "a chat template", do))
     else:
         masked = _mask_messages(tokenizer, messages, row, first, turn)
     return _cut(_with_one_bos(masked, tokenizer.bos_token_id), max_length)
@@ -130,15 +128,15 @@ def _describe_other_form(row: Any) -> tuple[str, str]:
     if isinstance(first, Mapping) and {"from", "value"} <= set(first):
         do = '[{"role": {"human": "user", "gpt": "assistant"}.get(one["from"], one["from"]), "content": one["value"]}'
         do += f' for one in row["{turns}"]]}}'
-    do = f'rewrite each row: {{"messages": {do}, say'
+    do = f'convert each row, for example to {{"messages": {do}'
     if {"instruction", "output"} <= names:
-        do = 'rewrite each row: {"prompt": row["instruction"], "completion": row["output"]}, say'
+        do = 'convert each row, for example to {"prompt": row["instruction"], "completion": row["output"]}'
     if not isinstance(row, Mapping):
         return type(row).__name__, do
     if turns == "messages" and isinstance(first, Mapping):
-        return f'"messages" of which one has no "role"; the first has {", ".join(map(str, first))}', do
-    kinds = [f'"{name}" of {type(row[name]).__name__}' for name in _NAMES if row.get(name) is not None]
-    return " and ".join(kinds) or f"the entries {', '.join(map(str, row))}", do
+        return f'"messages" with an entry without "role"; the first has the keys {", ".join(map(str, first))}', do
+    kinds = [f'"{name}" of type {type(row[name]).__name__}' for name in _NAMES if row.get(name) is not None]
+    return " and ".join(kinds) or f"the keys {', '.join(map(str, row))}", do
 
 
 def find_answers(messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[int]:
@@ -177,7 +175,7 @@ class _Conversation:
             self._tools = json.loads(tools) if isinstance(tools, str) else tools
             self._arguments = dict(row.get("chat_template_kwargs") or {})
         except (TypeError, ValueError) as error:
-            raise _TemplateError(f"its tools or chat_template_kwargs: {error}") from error
+            raise _TemplateError(f"invalid tools or chat_template_kwargs: {error}") from error
         self._tokens = "|".join(map(re.escape, sorted(tokenizer.added_tokens_encoder, key=len, reverse=True)))
 
     @property
@@ -239,7 +237,7 @@ class _Conversation:
         end = first + (len(tail.rstrip()) if tail.strip() else len(tail))
         if context and context == asked and context.rstrip() == through[:start].rstrip():
             end = self._without_next_prompt(index, through, first, end)
-        if not whole.startswith(through[:end]):  # a further mark may stand at the end of a conversation only
+        if not whole.startswith(through[:end]):  # templates may mark the end of the conversation
             end = self._find_common_end(through, whole, first) or end
         kinds = _find_losses(self.messages[index], through[start:end])
         if not whole.startswith(through[:end]):  # a later message changes this turn, or what it answers
@@ -263,24 +261,24 @@ class _Conversation:
         return context, asked
 
     def _find_start(self, index: int, through: str, probes: list[str], context: str, asked: str) -> tuple[int, bool]:
-        """Return where the assistant begins to write, and whether a generation prompt, if there is one, ends there.
+        """Return where the assistant's text starts, and whether this is the end of the generation prompt (if any).
 
-        A template may have none, ignore the flag, raise an error about messages that end so, or put something there
-        that the turn has not, such as an empty block of reasoning. Then it is where texts with different answers part.
+        A template may have no generation prompt, ignore the flag, reject messages that end there, or insert something
+        that the turn lacks, such as an empty reasoning block. Then it is where texts with different answers diverge.
         """
         if asked != context and through.startswith(asked):
             return len(asked), True
         parted = len(commonprefix([*probes, through]))
         if asked == context:
             return parted, True
-        # The turn may have changed what comes before it; then the prompt stands behind the message before.
+        # The turn may change the text before it; then look for the prompt after the previous message.
         prompt = asked[len(context) :] if asked.startswith(context) else ""
         behind = self._find_end_of_content(index - 1, index + 1, through) if prompt else None
         found = -1 if behind is None else through.rfind(prompt, behind, parted)
         return (parted, False) if found < 0 else (found + len(prompt), True)
 
     def _find_end_of_content(self, index: int, number: int, text: str) -> int | None:
-        """Return where the content of a message ends in the text of a number of messages; None if that is rejected."""
+        """Return where a message's content ends in the text of `number` messages; None if the template rejects them."""
         others = (
             [*self.messages[:index], _probe(self.messages[index], word), *self.messages[index + 1 : number]]
             for word in "AZ"
@@ -291,9 +289,9 @@ class _Conversation:
             return None
 
     def _without_next_prompt(self, index: int, through: str, first: int, end: int) -> int:
-        """Return where a turn ends in a template that may put its generation prompt behind it, asked for or not.
+        """Return where a turn ends, for templates that may append the generation prompt even if it is not requested.
 
-        Then something else stands there if the user goes on.
+        Such a prompt is not there when a user message follows.
         """
         try:
             followed = self.render([*self.messages[: index + 1], {"role": "user", "content": "A"}])
@@ -303,7 +301,7 @@ class _Conversation:
         return end if found is None or followed.startswith(through[:end]) else first + found.end()
 
     def _find_common_end(self, through: str, whole: str, first: int) -> int | None:
-        """Return where the last token that ends a turn, behind `first`, ends in both texts; None if there is none."""
+        """Return where the last end-of-turn token after `first` ends in both texts, or None."""
         common = len(commonprefix([through, whole]))
         found = re.finditer(self._tokens, through[:common]) if self._tokens else ()
         ends = [token.end() for token in found if token.start() >= first]
@@ -315,7 +313,7 @@ def _common_end(texts: Sequence[str]) -> str:
 
 
 def _probe(message: Mapping[str, Any], word: str) -> dict[str, Any]:
-    """Return a message of one word, with parts where the message has parts; an answer has nothing else."""
+    """Return a one-word message in the same format; an answer keeps no other entries."""
     has_parts = isinstance(message.get("content"), list | tuple)
     others = {} if message["role"] == _ROLE else message
     return {**others, "role": message["role"], "content": [{"type": "text", "text": word}] if has_parts else word}
@@ -324,20 +322,20 @@ def _probe(message: Mapping[str, Any], word: str) -> dict[str, Any]:
 def _call(function: Callable[[Any], Any], messages: list[dict[str, Any]]) -> Any:
     try:
         return function(messages)
-    except Exception as error:  # a template raises what it likes, of jinja2 and of Python
+    except Exception as error:  # a template may raise any error of jinja2 or Python
         raise _TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def _normalize(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without entries that are None, and with the arguments of tool calls as dicts.
+    """Return a message without None entries, and with tool call arguments as dicts.
 
-    Where they are JSON, as in OpenAI's format, most templates would write JSON of that JSON.
+    Arguments that are JSON strings, as in OpenAI's format, would be encoded twice by most templates.
     """
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else []
     if not isinstance(content, str | list | tuple | None) or not all(isinstance(part, Mapping) for part in parts):
-        kind = f"a list with {type(parts[0]).__name__}" if parts else type(content).__name__
-        raise _TemplateError(f"the content of message {index} is {kind}, neither text nor a list of parts")
+        kind = f"a list of {type(parts[0]).__name__}" if parts else type(content).__name__
+        raise _TemplateError(f"the content of message {index} is {kind} instead of a string or a list of parts")
     own = {name: entry for name, entry in message.items() if entry is not None}
 
     def parse(arguments: Any) -> Any:
@@ -351,7 +349,7 @@ def _normalize(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with other arguments of its tool calls."""
+    """Return a message whose tool call arguments are replaced by `change(arguments)`."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         return message
@@ -367,7 +365,7 @@ def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> di
 
 
 def _find_losses(message: Mapping[str, Any], text: str) -> list[str]:
-    """Return what a template has left out of a turn."""
+    """Return the problems of a turn whose text omits content, tool calls or reasoning."""
     content = message.get("content") or ""
     parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
     thoughts, said = ([one.rpartition("</think>")[side] for one in parts] for side in (0, 2))
@@ -389,13 +387,13 @@ def _mask_messages(
         whole = conversation.render(conversation.messages)
         turns = [conversation.find_turn(index, whole) for index in indices if turn in (None, index)]
         marked = conversation.find_marked() if conversation.has_markers else None
-    except _TemplateError as fault:
-        return MaskedRow([], [], (Problem(REJECTED, str(fault)),))
+    except _TemplateError as error:
+        return MaskedRow([], [], (Problem(REJECTED, str(error)),))
     trained = [one for one in turns if one.is_trained]
     problems = [problem for one in turns for problem in one.problems]
     roles = list(dict.fromkeys(str(one["role"]) for one in messages))
     if _ROLE not in roles and not _OTHER_ROLES.issuperset(roles):
-        problems.append(Problem(NO_TARGET, f"its roles are {', '.join(roles)}; that of the answers is {_ROLE}"))
+        problems.append(Problem(NO_TARGET, f"its roles are {', '.join(roles)}, without {_ROLE}"))
     spans = [(one.start, one.end) for one in trained]
     if marked is not None:
         is_all = turn is None and len(trained) == sum(one["role"] == _ROLE for one in messages)
@@ -407,7 +405,7 @@ def _mask_messages(
 
 
 def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
-    """Mask a row of strings; the end-of-sequence token is trained, too."""
+    """Mask a row of strings; the end-of-sequence token is also trained."""
     is_split = isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
     prompt, answer = (row["prompt"], row["completion"]) if is_split else ("", row["text"])
     encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
@@ -419,7 +417,7 @@ def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
     if answer:
         if ids[-1:] != [end]:
             ids, labels = [*ids, end], [*labels, end]
-        elif ids[-2:] == [end, end] and encoded["offset_mapping"][-1] == (0, 0):  # the tokenizer adds one to its own
+        elif ids[-2:] == [end, end] and encoded["offset_mapping"][-1] == (0, 0):  # the tokenizer appended a second one
             ids, labels = ids[:-1], labels[:-1]
         labels[-1] = end
     return MaskedRow(ids, labels)
@@ -434,19 +432,19 @@ def _label(text: str, encoded: Mapping[str, Any], spans: Sequence[tuple[int, int
     ends = [b for _, b in spans]
     labels, before = [], 0
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        if token in added:  # it may take in the white space around it, which says nothing about whose token it is
+        if token in added:  # the token may include surrounding white space, which does not decide whether it is trained
             piece = text[start:end]
             start, end = end - len(piece.lstrip()), start + len(piece.rstrip())
-        elif start == end:  # white space, of which some tokenizers give no offsets
+        elif start == end:  # white space, for which some tokenizers have no offsets
             start = before
         before = max(before, end)
-        place = bisect_right(ends, start)  # of the first span that ends behind the token's beginning
+        place = bisect_right(ends, start)  # the first span that ends after the token's start
         labels.append(token if start < end and place < len(spans) and spans[place][0] < end else IGNORED)
     return labels
 
 
 def _join(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans in order, without empty ones, those that overlap as one."""
+    """Return the non-empty spans in order, with overlapping ones merged."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
         if joined and start < joined[-1][1]:
@@ -465,7 +463,7 @@ def _with_one_bos(masked: MaskedRow, bos: int | None) -> MaskedRow:
 def _cut(masked: MaskedRow, max_length: int | None) -> MaskedRow:
     kept = MaskedRow(masked.input_ids[:max_length], masked.labels[:max_length], masked.problems)
     if not kept.has_target:
-        detail = f"its answers start after the first {max_length} tokens" if masked.has_target else ""
+        detail = f"its answers start after {max_length} tokens" if masked.has_target else ""
         is_named = any(one.kind in (REJECTED, NO_TARGET) for one in masked.problems)
         reasons = () if is_named else (Problem(NO_TARGET, detail),)
         return kept._replace(problems=masked.problems + reasons)

@@ -54,9 +54,9 @@ class SFTModule(HuggingFaceModule):
     ) -> None:
         super().__init__(model, tokenizer)
         if max_length is not None and max_length < 2:
-            expected = "2 or more: a token is predicted from those before it"
+            expected = "a number from 2: each token is predicted from the previous ones"
             raise ArgumentError(
-                explain("SFTModule(max_length=...)", repr(max_length), expected, "max_length=1024, say")
+                explain("SFTModule(max_length=...)", repr(max_length), expected, "for example max_length=1024")
             )
         self._masking = Masking(tokenizer, max_length, per_turn)
         pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -107,9 +107,9 @@ class SFTModule(HuggingFaceModule):
         """Return the mean loss over the target tokens, and their number as weight."""
         labels = batch["labels"]
         weight = (labels[:, 0 if begins_with_prompt(self.unwrapped_model) else 1 :] != IGNORED).sum()
-        # The mean over no token is NaN, and 0 * NaN is NaN: without a target the loss is that of any tokens.
+        # The mean over no tokens is NaN, and 0 * NaN is NaN: without targets, use the loss of all tokens with weight 0.
         anything = batch["input_ids"]
-        if "position_ids" in batch:  # packed documents, the first token of which is no target
+        if "position_ids" in batch:  # packed documents: their first tokens are not targets
             anything = anything.masked_fill(batch["position_ids"] == 0, IGNORED)
         batch = {**batch, "labels": torch.where(weight > 0, labels, anything)}
         return {**super().step(batch), "weight": weight}
@@ -122,13 +122,13 @@ class SFTModule(HuggingFaceModule):
         return data
 
     def get_validation_dataloader(self, dataset: Any = None) -> Any:
-        """Return the rows as samples, those of several sets by name."""
+        """Return the rows as samples; several sets are returned by name."""
         if isinstance(dataset, dict):
             return {name: self._make_samples(rows) for name, rows in dataset.items()}
         return self._make_samples(dataset)
 
     def get_test_dataloader(self, dataset: Any = None) -> Any:
-        """Return the rows as samples, those of several sets by name."""
+        """Return the rows as samples; several sets are returned by name."""
         return self.get_validation_dataloader(dataset)
 
     def _make_samples(self, rows: Any) -> Any:

@@ -13,8 +13,8 @@ from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
 class Aim(TrackerSpec):
     """Aim: experiment `track_name`, run `run_name`, in `<logging_dir>/.aim`. Keywords are those of `aim.Run`.
 
-    A resumed run continues the same Aim run, and its points replace those that a killed attempt logged after the
-    checkpoint. What the terminal shows is not captured, unless `capture_terminal_logs=True` asks for it.
+    A resumed run continues the same Aim run, and replaces the points that a killed attempt logged after the
+    checkpoint. Terminal output is captured only with `capture_terminal_logs=True`.
     """
 
     name = "aim"
@@ -31,7 +31,7 @@ class Aim(TrackerSpec):
 
 
 class AimRun(TrackerRun):
-    """A run in an Aim repository, which keeps files only in a storage of its own that a user has to name."""
+    """A run in an Aim repository. Artifacts are not supported: Aim needs a separate storage for them."""
 
     base = "accelerate.tracking:AimTracker"
 
@@ -52,7 +52,7 @@ class AimRun(TrackerRun):
             self.writer[name] = value
 
     def log_rows(self, rows: Sequence[Row]) -> None:
-        """Log rows; a point replaces one of the same name and step."""
+        """Log rows; a point replaces the one with the same name and step."""
         for row in rows:
             self.log(row.values, step=row.step)
 
@@ -63,6 +63,6 @@ class AimRun(TrackerRun):
         self.writer.track(images, name=media.name, step=media.step)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """Close the run, with the status among its parameters: Aim has none of its own."""
+        """Store the status as a parameter, because Aim has no status, and close the run."""
         self.writer[STATUS] = status
         super().finish()

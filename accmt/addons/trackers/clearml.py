@@ -18,12 +18,11 @@ from accmt.tracking.values import Scalar
 class ClearML(ServiceSpec):
     """ClearML: project `track_name`, task `run_name`. Keywords are those of `clearml.Task.init`.
 
-    Nothing is patched (`auto_connect_frameworks`, `auto_connect_arg_parser`), unless keywords ask for it. Without a key
-    (`CLEARML_API_ACCESS_KEY`, `clearml-init`) the task is an offline session in ClearML's cache folder
+    ClearML patches no libraries (`auto_connect_frameworks`, `auto_connect_arg_parser`) unless you pass these keywords.
+    Without a key (`CLEARML_API_ACCESS_KEY`, `clearml-init`) the task is an offline session in ClearML's cache folder
     (`CLEARML_CACHE_DIR`, by default `~/.clearml/cache`), as with `CLEARML_OFFLINE_MODE=1`. A resumed run continues
-    the same task; offline, where ClearML cannot, it is a new session that gets all rows. Reports come from a thread of
-    the run, unless `report_use_subprocess` in `clearml.conf` asks for a process, and the repository is looked at when
-    the run starts.
+    the same task; offline, which ClearML cannot continue, it starts a new session with all rows. A thread sends the
+    reports, unless `report_use_subprocess` in `clearml.conf` requests a process. Git is inspected when the run starts.
     """
 
     name = "clearml"
@@ -44,7 +43,7 @@ class ClearML(ServiceSpec):
         return bool(keys.ENV_ACCESS_KEY.get() or keys.ENV_AUTH_TOKEN.get() or in_file)
 
     def upload_command(self, place: RunPlace) -> str:
-        return "clearml-task --import-offline-session <the zip that the end of the run names>"
+        return "clearml-task --import-offline-session <the zip file named at the end of the run>"
 
 
 class ClearMLRun(TrackerRun):
@@ -54,7 +53,7 @@ class ClearMLRun(TrackerRun):
     def __init__(self, start: RunStart, *, is_offline: bool) -> None:
         unpatched = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False}
         names = {"project_name": start.place.track_name, "task_name": start.place.run_name}
-        # A task of the same name would be emptied and used again.
+        # Otherwise ClearML would clear and reuse a task with the same name.
         same_run = {
             "reuse_last_task_id": False,
             "continue_last_task": (not is_offline and start.resume.run_id) or False,
@@ -79,15 +78,15 @@ class ClearMLRun(TrackerRun):
         development.put("vcs_repo_detect_async", value=False)
         development.put("report_use_subprocess", development.get("report_use_subprocess", False))
         super().start()
-        self.task.set_initial_iteration(0)  # a continued task adds its last iteration to each step otherwise
+        self.task.set_initial_iteration(0)  # otherwise a continued task adds its last iteration to each step
         self._set_parameters(self._tags)
 
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
-        """Store the configuration where ClearML compares tasks by it."""
+        """Store the configuration as parameters, by which ClearML compares tasks."""
         self._set_parameters(values)
 
     def log_rows(self, rows: Sequence[Row]) -> None:
-        """Log rows under Accelerate's titles and series, but for NaN and infinities, which ClearML would show as 0.
+        """Log rows under Accelerate's titles and series, except NaN and infinities, which ClearML would show as 0.
 
         Source: `default_nan_value` and `default_inf_value` in `clearml/backend_interface/metrics/events.py`.
         """
@@ -105,11 +104,11 @@ class ClearMLRun(TrackerRun):
         self.task.get_logger().report_table(media.name, media.name, iteration=media.step, table_plot=content)
 
     def add_artifact(self, media: Media) -> None:
-        """Upload a file, or a folder as a zip file, which replaces one of the same name."""
+        """Upload a file, or a folder as a zip file; it replaces the one with the same name."""
         self.task.upload_artifact(media.name, artifact_object=str(media.path), wait_on_upload=True)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """End the task as completed, failed or, after a kill or a pre-emption, stopped."""
+        """End the task as completed, failed, or (after a kill or preemption) stopped."""
         self._set_parameters({STATUS: status})
         super().finish()
         if status == "FAILED":

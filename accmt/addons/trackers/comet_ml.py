@@ -17,9 +17,9 @@ from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
 class CometML(ServiceSpec):
     """Comet: project `track_name`, experiment `run_name`. Keywords are those of `comet_ml.start`.
 
-    Without a key (`COMET_API_KEY`, `comet login`) the experiment is an offline one, whose archive in
-    `<run folder>/comet` is made when the run ends: after a kill the next attempt, or `accmt sync`, delivers what that
-    archive would have had. A resumed run has the same experiment key, and offline a further archive.
+    Without a key (`COMET_API_KEY`, `comet login`) the experiment is offline, and its archive in `<run folder>/comet` is
+    written when the run ends: after a kill, the next attempt or `accmt sync` delivers its rows. A resumed run has the
+    same experiment key, and writes another archive if it is offline.
     """
 
     name = "comet_ml"
@@ -64,7 +64,7 @@ class CometMLRun(TrackerRun):
         }
         super().__init__(start.place.track_name, **options)
         self.is_offline = is_offline
-        self.settles_in_s = math.inf if is_offline else 0.0  # with a service each batch of rows is flushed
+        self.settles_in_s = math.inf if is_offline else 0.0  # online, each batch of rows is flushed
         self._tags = start.resume.tags
 
     @property
@@ -100,12 +100,12 @@ class CometMLRun(TrackerRun):
         self._flush()
 
     def finish(self, status: str = "FINISHED") -> None:
-        """End the experiment, with the status among its others: Comet has none of its own."""
+        """Store the status under "other", because Comet has no status, and end the experiment."""
         self.writer.log_other(STATUS, status)
         self.writer.end()
 
     def _flush(self) -> None:
-        """Wait until a service has everything."""
+        """Wait until the service has received everything."""
         if not self.is_offline and not self.writer.flush():
-            message = "Comet did not take the rows in time"
+            message = "Comet did not accept the rows in time"
             raise TimeoutError(message)

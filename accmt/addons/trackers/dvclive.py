@@ -16,8 +16,8 @@ from accmt.tracking.values import clean_path
 class DVCLive(TrackerSpec):
     """DVCLive: files in `<run folder>/dvclive`. Keywords are those of `dvclive.Live`.
 
-    No DVC experiment is saved, and no `dvc.yaml` or report written, unless keywords ask for it. A resumed run takes the
-    points that a killed attempt logged after the checkpoint out of the files.
+    DVC experiments, `dvc.yaml` and reports are written only if you pass the keywords for them. A resumed run removes
+    the points that a killed attempt logged after the checkpoint.
     """
 
     name = "dvclive"
@@ -34,16 +34,16 @@ class DVCLive(TrackerSpec):
 
 
 class DVCLiveRun(TrackerRun):
-    """Accelerate's DVCLive tracker, with the run's own steps instead of a count of the calls.
+    """Accelerate's DVCLive tracker, with the run's steps instead of a count of calls.
 
-    It has no place for artifacts: DVCLive takes those in a DVC repository only.
+    Artifacts are not supported: DVCLive accepts them only in a DVC repository.
     """
 
     base = "accelerate.tracking:DVCLiveTracker"
 
     def __init__(self, folder: Path, resume: Resume, **options: Any) -> None:
         quiet = {"save_dvc_exp": False, "dvcyaml": None, "report": None}
-        # Without `resume` DVCLive empties the folder, which is this run's own.
+        # Without `resume`, DVCLive deletes the contents of the folder.
         super().__init__(dir=str(folder), **{**quiet, **options, "resume": True})
         self._folder = folder
         self._first_step = resume.first_step
@@ -55,7 +55,7 @@ class DVCLiveRun(TrackerRun):
         super().start()
 
     def log_rows(self, rows: Sequence[Row]) -> None:
-        """Write rows under their own steps; the summary, which takes as long as the run was, is left to the end."""
+        """Write rows under their steps; the summary is written at the end, because its cost grows with the run."""
         for row in rows:
             self.live.step = row.step
             for name, value in row.values.items():
@@ -71,6 +71,6 @@ class DVCLiveRun(TrackerRun):
 
 
 def _withdraw(path: Path, first_step: int) -> None:
-    """Take the points from `first_step` on out of one of DVCLive's tables, which have the step in front."""
+    """Remove the points from `first_step` on from a DVCLive table, whose first column is the step."""
     header, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     write_text(path, "".join([header, *(line for line in lines if int(line.split("\t")[0]) < first_step)]))

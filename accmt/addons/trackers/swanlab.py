@@ -19,9 +19,9 @@ from accmt.tracking.values import Scalar
 class SwanLab(ServiceSpec):
     """SwanLab: project `track_name`, run `run_name`. Keywords are those of `swanlab.init`.
 
-    Without a key (`SWANLAB_API_KEY`, `swanlab login`) the run is an offline one in `<run folder>/swanlab`, which
-    SwanLab writes when the run ends: after a kill the next attempt, or `accmt sync`, delivers what that file would have
-    had. A resumed run has the same id, and offline a further folder.
+    Without a key (`SWANLAB_API_KEY`, `swanlab login`) the run is offline in `<run folder>/swanlab`, written when
+    the run ends: after a kill, the next attempt or `accmt sync` delivers its rows. A resumed run has the same id, and
+    writes another folder if it is offline.
     """
 
     name = "swanlab"
@@ -55,7 +55,7 @@ class SwanLabRun(TrackerRun):
         options = {"name": place.run_name, "log_dir": str(place.run_folder / "swanlab"), **start.kwargs}
         if is_offline and options.get("mode") not in ("disabled", "local"):
             options["mode"] = "offline"
-        # A new run gets its id here, by which a resumed one finds it also offline.
+        # The id is chosen here, so that a resumed run also finds it offline.
         super().__init__(place.track_name, **options, id=start.resume.run_id or uuid4().hex, resume="allow")
         self._tags = start.resume.tags
 
@@ -71,7 +71,7 @@ class SwanLabRun(TrackerRun):
         self.run.config.update(values)
 
     def log_rows(self, rows: Sequence[Row]) -> None:
-        """Log rows; SwanLab gives them the time of their arrival."""
+        """Log rows; SwanLab timestamps them on arrival."""
         for row in rows:
             self.run.log(dict(row.values), step=row.step)
 
@@ -81,7 +81,7 @@ class SwanLabRun(TrackerRun):
         self.run.log({media.name: [Image(image) for image in media.images().values()]}, step=media.step)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """End the run as a success, crashed, or, after a kill or a pre-emption, aborted."""
+        """End the run as success, crashed, or (after a kill or preemption) aborted."""
         self.run.config.update({STATUS: status})
         if status == "FINISHED":
             self.run.finish()

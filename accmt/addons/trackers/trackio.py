@@ -18,7 +18,7 @@ class Trackio(TrackerSpec):
 
     The store is the folder `TRACKIO_DIR`, by default `trackio` in the Hugging Face cache; `space_id` or `server_url`
     send the run elsewhere. A resumed run continues the same Trackio run; points that a killed attempt logged after the
-    checkpoint stay, and new ones of the same name and step are left out. Trackio knows no status.
+    checkpoint stay, and new ones with the same name and step are skipped. Trackio has no run status.
     """
 
     name = "trackio"
@@ -53,11 +53,11 @@ class TrackioRun(TrackerRun):
         return str(self.run.id)
 
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
-        """Store the configuration, which goes with the first row."""
+        """Store the configuration, which is sent with the first row."""
         self.run.config.update({**values, **self._tags})
 
     def log_rows(self, rows: Sequence[Row]) -> None:
-        """Log rows; Trackio gives them the time of their arrival."""
+        """Log rows; Trackio timestamps them on arrival."""
         for row in rows:
             self.run.log(dict(row.values), step=row.step)
 
@@ -73,7 +73,7 @@ class TrackioRun(TrackerRun):
         self.run.log({media.name: Table(columns=columns, data=rows, allow_mixed_types=True)}, step=media.step)
 
     def add_artifact(self, media: Media) -> None:
-        """Log a file or folder as a version of the artifact of its name."""
+        """Log a file or folder as a new version of the artifact with its name."""
         self.run.log_artifact(media.path, name=clean_file_name(media.name), type="file")
 
     def finish(self, status: str = "FINISHED") -> None:
