@@ -30,6 +30,9 @@ EXTENSION_POINTS = (
 
 _ADDONS = "accmt.addons"
 
+FIT_VARIABLE = "ACCMT_FIT"
+"""Names an add-on that runs in place of `Trainer.fit`, in a program that a command of accmt starts."""
+
 ADDED_FEATURES = "accmt.features"
 
 HPS_SECTIONS = "accmt.hps_sections"
@@ -49,11 +52,13 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "other_hook_names": "accmt.compat:HOOK_NAMES",
         "prove": "accmt.addons.prove:prove",
         "replay": "accmt.addons.flight_recorder.replay:replay_fit",
+        "replay_run": "accmt.addons.flight_recorder.replay:replay",
         "profiler": "accmt.addons.profilers:build_profiler",
         "tune": "accmt.addons.tuning:tune",
     },
     ADDED_FEATURES: {
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
+        "examiner": "accmt.addons.flight_recorder.examiner:Examiner",
         "remote_checkpoints": "accmt.addons.remote_checkpoints:RemoteCheckpoints",
     },
     HPS_SECTIONS: {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from accmt.checkpoint.state_dicts import model_state
 from accmt.errors import CheckpointError
 from accmt.files import find_free_name, format_bytes, free_space, fsync_folder
 from accmt.messages import warn
+from accmt.options.units import Every
 
 PIN_NAME = "PINNED"
 """A file with this name in a checkpoint keeps it permanently."""
@@ -83,6 +85,28 @@ def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
     surplus = kept[: max(len(kept) - (num_kept - 1), 0)]
     for path in (*surplus, *_find_overtaken(folder, newest)):
         delete(path, step=_step_in(path))
+
+
+def is_kept_for_good(every: Every, info: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether a new checkpoint is the first one after so many steps or epochs of its run.
+
+    Args:
+        every: The interval.
+        info: What the manifest of the new checkpoint holds.
+        folder: The folder of the run's checkpoints.
+    """
+    number = _interval_of(info, every)
+    for path in reversed(list_published(folder)):
+        if (path / PIN_NAME).exists():
+            last = read_manifest(path)
+            if not isinstance(last, Damage) and last.info.get("run_name") == info.get("run_name"):
+                return number > _interval_of(last.info, every)
+    return number >= 1
+
+
+def _interval_of(info: Mapping[str, Any], every: Every) -> int:
+    counted: int = info["epoch" if every.unit == "epoch" else "global_step"]
+    return int(counted // every.number)
 
 
 def is_deletable(path: Path) -> bool:

@@ -39,7 +39,17 @@ from accmt.checkpoint.manifest import (
     step_name,
     write_manifest,
 )
-from accmt.checkpoint.retention import PIN_NAME, Ages, dispose, list_published, make_durable, move, prune, remove
+from accmt.checkpoint.retention import (
+    PIN_NAME,
+    Ages,
+    dispose,
+    is_kept_for_good,
+    list_published,
+    make_durable,
+    move,
+    prune,
+    remove,
+)
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.files import (
     LOCK_NAME,
@@ -53,6 +63,7 @@ from accmt.files import (
     place_inside,
 )
 from accmt.messages import say, warn
+from accmt.options.units import Every
 from accmt.processes import gather_objects, process_index, run_on_main_process
 
 T = TypeVar("T")
@@ -131,9 +142,15 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, folder: Path, *, max_checkpoints: int | None = None, group: dist.ProcessGroup | None = None
+        self,
+        folder: Path,
+        *,
+        max_checkpoints: int | None = None,
+        keep_every: Every | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.folder = folder
+        self._keep_every = keep_every
         self._group = group
         self._num_kept = 1 if max_checkpoints is None else max_checkpoints
         self._in_progress: Path | None = None
@@ -266,6 +283,8 @@ class CheckpointStore:
     def _publish(self, staging: Staging, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> Path:
         published = self.folder / step_name(staging.step)
         try:
+            if self._keep_every is not None and is_kept_for_good(self._keep_every, info, self.folder):
+                (staging.folder / PIN_NAME).touch()
             # The files are durable; their names come next, then the manifest, then the rename: after a power failure at
             # any point there is either no checkpoint with this name or a complete one.
             for folder in (staging.folder, *(path for path in staging.folder.rglob("*") if path.is_dir())):

@@ -1,7 +1,8 @@
 """Replay steps of a run in a temporary folder, and compare them with its ledger.
 
 The program starts as it was launched, from the newest checkpoint before the step, or from the beginning if there is
-none. The run's folders do not change. Exit code: 0 bit-for-bit identical, 1 different, 2 not possible.
+none. For the requested steps, samples and layers are ranked by their gradients. The run's folders do not change. Exit
+code: 0 bit-for-bit identical, 1 different, 2 not possible.
 """
 
 from __future__ import annotations
@@ -16,14 +17,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, help="the folder with ledger.jsonl: logs/<track>/<run>")
     parser.add_argument("--step", type=int, required=True, metavar="NUMBER", help="the optimizer step, from 1")
     parser.add_argument("--to", type=int, metavar="NUMBER", help="the last step to replay; default: --step")
+    parser.add_argument("--top", type=int, default=5, metavar="NUMBER", help="samples and layers to show; 0: none")
+    parser.add_argument(
+        "--without", type=_read_numbers, default=(), metavar="17,23", help="samples to leave out of the step"
+    )
+    parser.add_argument("--probe", metavar="FILE.py:NAME", help="a Callback class, or a function of the Trainer")
+    parser.add_argument(
+        "--export", type=Path, metavar="STEP.pt", help="write batches, weights and gradients of the step"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.flight_recorder.replay import replay
 
-    found = replay(options.run_folder, options.step, options.step if options.to is None else options.to)
-    for change in found.changes:
-        print(f"changed since: {change}")
-    print(f"replayed from {found.begin}; {found.num_compared} lines of the ledger compared")
-    print("bit-for-bit identical" if found.difference is None else f"different: {found.difference}")
-    return 0 if found.difference is None else DIFFERENT
+    found = replay(
+        options.run_folder,
+        options.step,
+        options.to,
+        without=options.without,
+        probe=options.probe,
+        export=options.export,
+        examines=options.top > 0,
+    )
+    if options.probe is not None and found.output.strip():
+        print(found.output.rstrip(), end="\n\n")
+    print(found.describe(top=options.top))
+    return 0 if found.is_identical else DIFFERENT
+
+
+def _read_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of samples, such as 17,23") from None

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import collate_or_explain
-from accmt.data.fetching import WorkerStart
+from accmt.data.fetching import Fetched, WorkerStart
 from accmt.data.fingerprints import Rows, compare
 from accmt.data.lengths import StreamGroups
 from accmt.data.samplers import Plan, Shard
@@ -49,6 +49,13 @@ class Source(Protocol):
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return this process's sample indices in a micro-batch of the current epoch; None for data without indices."""
+
+    def read_again(self, epoch: int, index: int) -> Fetched | None:
+        """Read this process's samples of a micro-batch of the current epoch again, under the same seed.
+
+        Returns:
+            The samples; None for a stream, or if this process has none.
+        """
 
     def digest_of_samples(self, first: int, last: int) -> str | None:
         """Return a digest of the sample indices in micro-batches [first, last) of the current epoch, in their order.

@@ -26,7 +26,15 @@ from accmt.data.base import (
 )
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import keeps_number
-from accmt.data.fetching import CollateFetched, SeededDataset, WorkerStart, end_workers, note_dead_worker, start_reading
+from accmt.data.fetching import (
+    CollateFetched,
+    Fetched,
+    SeededDataset,
+    WorkerStart,
+    end_workers,
+    note_dead_worker,
+    start_reading,
+)
 from accmt.data.fingerprints import Rows, read_rows
 from accmt.data.samplers import (
     GlobalBatchSampler,
@@ -161,6 +169,10 @@ class PlannedSource:
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return self._sampler.samples(self._plan.local_indices(index)) if epoch == self._epoch else None
+
+    def read_again(self, epoch: int, index: int) -> Fetched | None:
+        indices = self._sampler.samples(self._plan.local_indices(index))
+        return self._seeded.__getitems__(indices) if epoch == self._epoch and indices else None
 
     def digest_of_samples(self, first: int, last: int) -> str | None:
         return self._sampler.digest(first, last)

@@ -291,8 +291,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         order = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn  # slicing a tensor is many times slower
         for _, part in plan.cut(self._micro_batches):
             if part:
-                seed = derive_seed(self._seed, self._purpose, epoch, part.start)
-                yield BatchIndices(order[part.start : part.stop].tolist(), seed)
+                yield BatchIndices(order[part.start : part.stop].tolist(), self._seed_at(epoch, part))
 
     def __len__(self) -> int:
         last = self._micro_batches[-1:]  # this process may have no part of it
@@ -309,9 +308,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
         stop = min(plan.first_sample + (last - plan.first_micro_batch) * size, plan.num_samples)
         return xxhash.xxh3_64_hexdigest(self._drawn[start:stop])
 
-    def samples(self, part: range) -> list[int]:
-        """Return the indices at these positions of the current epoch's order."""
-        return self._order.at(self._epoch)[part.start : part.stop].tolist() if part else []
+    def samples(self, part: range) -> BatchIndices:
+        """Return the indices at these positions of the current epoch's order, with the seed for fetching them."""
+        indices = self._order.at(self._epoch)[part.start : part.stop].tolist() if part else []
+        return BatchIndices(indices, self._seed_at(self._epoch, part))
+
+    def _seed_at(self, epoch: int, part: range) -> int:
+        return derive_seed(self._seed, self._purpose, epoch, part.start)
 
 
 # ---- Sampling classes more evenly

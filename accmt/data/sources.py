@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data.base import Source, SourceOptions, length_of
 from accmt.data.batches import MicroBatch
+from accmt.data.fetching import Fetched
 from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError, explain
@@ -113,6 +114,9 @@ class UnshardedSource:
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return self._own.samples_of(epoch, index)
+
+    def read_again(self, epoch: int, index: int) -> Fetched | None:
+        return self._own.read_again(epoch, index)
 
     def digest_of_samples(self, first: int, last: int) -> str | None:
         return self._own.digest_of_samples(first, last)

@@ -32,7 +32,7 @@ from accmt.data.base import (
 )
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import Collate, keeps_number
-from accmt.data.fetching import end_workers, note_dead_worker, start_reading
+from accmt.data.fetching import Fetched, end_workers, note_dead_worker, start_reading
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.samplers import Plan, Shard, UserRandomness
 from accmt.data.seeding import call_first, derive_seed, seed_generators
@@ -153,6 +153,9 @@ class SequentialSource:
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return None  # streams have no indices
+
+    def read_again(self, epoch: int, index: int) -> Fetched | None:
+        return None
 
     def digest_of_samples(self, first: int, last: int) -> str | None:
         return None

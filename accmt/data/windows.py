@@ -318,7 +318,7 @@ class _TokenCut:
         rejects_long: bool = False,
     ) -> None:
         self._budget = budget
-        self._collate = collate
+        self.collate = collate
         self._length_of = length_of
         self._seed = seed
         self._purpose = f"collate {purpose}"
@@ -337,7 +337,7 @@ class _TokenCut:
         longest = max(lengths)
         try:
             is_first, self._is_first = self._is_first, False
-            batch = call_first(self._collate, samples, self._collate) if is_first else self._collate(samples)
+            batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
         except Exception as error:
             error.add_note(f"This happened while collating {len(samples)} samples of up to {longest} tokens.")
             raise
@@ -531,8 +531,14 @@ def take_apart(user_loader: DataLoader[Any]) -> tuple[DataLoader[Any], Collate] 
 def _unpacked(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
     """Yield batches of uncollated samples as lists, also those that a worker has sent as bytes."""
     for batch in batches:
-        batch.batch = pickle.loads(batch.batch) if isinstance(batch.batch, bytes) else batch.batch or []  # noqa: S301
+        batch.batch = unpack(batch.batch)
         yield batch
+
+
+def unpack(batch: Any) -> list[Any]:
+    """Return the samples of a batch that was read uncollated."""
+    samples: list[Any] = pickle.loads(batch) if isinstance(batch, bytes) else batch or []  # noqa: S301 - a worker's
+    return samples
 
 
 def _exchange(samples: list[Any], first: int, cut: list[Groups]) -> list[list[Any]]:

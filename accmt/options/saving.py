@@ -162,12 +162,18 @@ class SavingSettings:
         return {n: read(v) for n, v in patience.items()} if isinstance(patience, Mapping) else read(patience)
 
 
+def _require_steps_or_epochs(name: str, value: Any) -> Every:
+    return read_every(name, value, ["epoch", "step"], plain="step")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Options):
     """How checkpoints are written, and how many are kept.
 
     Args:
         max_checkpoints: Number of checkpoints to keep; None keeps the newest.
+        keep_every: Keeps a checkpoint for good after so many steps or epochs, such as "1 epoch" or "5000 steps", with a
+            file named `PINNED` in it; `accmt replay` starts from the newest one before a step. None keeps no others.
         max_previous_runs: Number of earlier runs whose models and checkpoints are kept (`<folder>.previous`,
             `.previous-2` ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
         async_checkpointing: Whether to write files while training continues.
@@ -175,9 +181,15 @@ class CheckpointOptions(Options):
     """
 
     max_checkpoints: Annotated[int, partial(require_int, at_least=1)] | None = None
+    keep_every: Annotated[int | str, _require_steps_or_epochs] | None = None
     max_previous_runs: Annotated[int, partial(require_int, at_least=0)] | None = 3
     async_checkpointing: bool = True
     reset_optimizer_on_resume: bool = False
+
+    @property
+    def keeps(self) -> Every | None:
+        """`keep_every` as an interval."""
+        return None if self.keep_every is None else _require_steps_or_epochs("keep_every", self.keep_every)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,9 +66,7 @@ class Checkpoints:
         self._previous: Path | None = None
         self.requests: list[Path | None] = []  # not yet served
         self._group = new_cpu_group() if options.writes_to_folder else None
-        self._store = CheckpointStore(
-            self.folder, max_checkpoints=options.checkpoint_options.max_checkpoints, group=self._group
-        )
+        self._store = self._open_store(self._group)
         custom = options.checkpointer
         self._custom = None if custom is None else CustomWriter(custom, self._collector)
         self._writer: CheckpointWriter | CustomWriter | None = self._custom
@@ -77,6 +75,11 @@ class Checkpoints:
             self._writer = CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=on_failure)
         self._has_begun = False
         self._teacher: list[object] = []
+
+    def _open_store(self, group: Any = None) -> CheckpointStore:
+        options = self._settings.checkpoints.checkpoint_options
+        kept, keep_every = options.max_checkpoints, options.keeps
+        return CheckpointStore(self.folder, max_checkpoints=kept, keep_every=keep_every, group=group)
 
     def continue_from(self, folder: Path) -> None:
         """Record the checkpoint that the run starts from."""
@@ -196,7 +199,7 @@ class Checkpoints:
                 where = f"the emergency checkpoint is in {self.folder}: resume={str(self.folder)!r} continues from it"
                 warn(f"{name} needs all processes, of which some have exited; {where}")
             if is_alone or self._writer is None:
-                store = CheckpointStore(self.folder, max_checkpoints=options.checkpoint_options.max_checkpoints)
+                store = self._open_store()
                 self._begin_folder(run, store)
                 collector = StateCollector(run.model, [run.stepper.optimizer])  # a new plan for these processes
                 self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
@@ -277,9 +280,7 @@ class Checkpoints:
         elif self._previous is not None and self._latest is not None:
             self._remove_surplus()
         self._store.release()
-        self._store = CheckpointStore(
-            self.folder, max_checkpoints=self._settings.checkpoints.checkpoint_options.max_checkpoints
-        )
+        self._store = self._open_store()
         close_cpu_group(self._group)
         self._group = None
 

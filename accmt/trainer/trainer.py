@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -17,7 +17,7 @@ from accmt.options import HyperParameters, Settings
 from accmt.options.saving import RegisteredSaving
 from accmt.options.trainer_call import reports_at_call, resolve_aliases
 from accmt.options.trial_runs import apply_trials
-from accmt.registry import addon
+from accmt.registry import FIT_VARIABLE, addon
 from accmt.state import TrainingState
 from accmt.trainer.modules import as_module
 from accmt.trainer.properties import TrainerProperties
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from accelerate.utils import ProfileKwargs
     from torch.profiler import profile
 
+    from accmt.addons.flight_recorder.replay import Replay
     from accmt.addons.prove import Proof
     from accmt.addons.tuning import Search, Tuning
     from accmt.callbacks import Callback
@@ -55,10 +56,6 @@ if TYPE_CHECKING:
     from accmt.recovery.restart import Recovery
     from accmt.setup.datasets import UserData
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
-
-
-FIT_VARIABLE = "ACCMT_FIT"
-"""Names an add-on that runs in place of `Trainer.fit`, in a program that a command of accmt starts."""
 
 
 class Trainer(TrainerProperties):
@@ -683,6 +680,38 @@ class Trainer(TrainerProperties):
             self, module, train_dataset, val_dataset, datamodule=datamodule, steps=steps, samples=samples
         )
         return proof
+
+    def replay(
+        self,
+        step: int,
+        to: int | None = None,
+        *,
+        without: Collection[int] = (),
+        probe: str | None = None,
+        export: Path | None = None,
+    ) -> Replay:
+        """Make steps of this Trainer's last run again in a new process, and compare them with its ledger.
+
+        The program is started again as it was launched, up to its `fit`; see `accmt replay`. The run needs
+        `Trainer(ledger=True)`, and must have ended.
+
+        Args:
+            step: The optimizer step, from 1.
+            to: The last of several steps.
+            without: Samples that the first step is made without.
+            probe: "file.py:name" of a callback class, or of a function that is called with the Trainer.
+            export: A file for batches, weights and gradients of the first step.
+
+        Returns:
+            The result; printing it shows the samples and layers of each step, ranked by their gradients.
+
+        Raises:
+            ArgumentError: The steps cannot be made again.
+        """
+        from accmt.registry import addon
+
+        made: Replay = addon("replay_run")(self.log_dir, step, to, without=without, probe=probe, export=export)
+        return made
 
     def get_state(self) -> dict[str, Any]:
         """Return the Trainer's state for checkpoints; a subclass may add JSON values and tensors."""

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from accmt.cli.main import main
 from tests.launching import ENGINES, SCRIPTS, python, torchrun
@@ -40,8 +41,62 @@ def test_a_replayed_step_is_identical_and_nothing_changes(
     before = content_of(tmp_path)
     last = STEPS[processes]
     assert main(["replay", str(run), "--step", str(last)]) == 0
-    assert "bit-for-bit identical" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "bit-for-bit identical" in printed
+    assert f"of {4 if processes == 1 else 8} samples" in printed
+    assert "told apart" not in printed
     assert content_of(tmp_path) == before
+
+
+PROBE = """
+from pathlib import Path
+from accmt import Callback
+
+class Watch(Callback):
+    def on_before_optimizer_step(self):
+        print("watched", self.state.global_step + 1)
+
+def look(trainer):
+    print("looked at", trainer.state.global_step + 1, float(trainer.model[0].weight.grad.norm()) > 0)
+"""
+
+
+def test_a_probe_an_export_and_a_step_without_samples_in_a_project_that_was_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "before").mkdir()
+    train(tmp_path / "before")
+    moved = (tmp_path / "before").rename(tmp_path / "after")
+    run = moved / "logs" / "model" / "run"
+    (tmp_path / "probe.py").write_text(PROBE)
+    before = content_of(moved)
+    monkeypatch.chdir(tmp_path)
+    command = ["replay", str(run), "--step", "19", "--to", "20"]
+    assert main([*command, "--probe", "probe.py:look", "--export", "step.pt", "--top", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "replayed from the checkpoint of step-" in printed
+    assert "looked at 19 True" in printed
+    assert "looked at 20 True" in printed
+    assert "looked at 18" not in printed
+    exported = torch.load("step.pt", weights_only=True)
+    assert exported["step"] == 19
+    assert set(exported["gradients"]) == set(exported["weights"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    [sample] = [line.split()[0] for line in printed.splitlines() if line.startswith("  ")][1:2]
+    assert main([*command, "--without", sample, "--probe", "probe.py:Watch"]) == 0
+    printed = capsys.readouterr().out
+    assert "watched 20" in printed
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("  19 ", "  20 "))]
+    assert [row[0] for row in rows] == ["19", "20"]
+    assert all(row[1] != row[2] for row in rows)
+    assert content_of(moved) == before
+    for wrong, said in (
+        (["--probe", "missing.py:look"], "there is no file"),
+        (["--probe", "probe.py:nothing"], "no such name"),
+        (["--without", "9999"], "not among the samples"),
+        (["--export", "no/folder/step.pt"], "a folder that exists"),
+    ):
+        assert main([*command, *wrong]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_what_differs_and_why_a_step_cannot_be_made_again_are_said(

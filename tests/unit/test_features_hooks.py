@@ -37,6 +37,7 @@ def test_the_order_of_features() -> None:
         "averages",
         "crash_loop",
         "flight_recorder",
+        "examiner",
         "remote_checkpoints",
     ]
 

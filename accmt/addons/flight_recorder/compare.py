@@ -18,7 +18,7 @@ RELATIVE_TOLERANCE = 1e-4
 _CALLED = "in A", "in B"
 _MACHINE = ("versions", "hardware", "threads", "device", "precision")
 _CAUSES = (*_MACHINE, "program", "hps", "settings", "seed", "processes")
-_IN_THE_RUN = ("step", "is_resumed")
+_IN_THE_RUN = ("step", "is_resumed", "run_folder")
 _MOST_LINES = 40
 
 

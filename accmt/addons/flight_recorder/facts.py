@@ -73,6 +73,7 @@ def describe_start(run: Run) -> dict[str, Any]:
             "data": {"samples": length_of(dataset), "kind": type(dataset).__name__},
             "seed": run.seed,
             "run_name": run.tracking.run_name,
+            "run_folder": str(current_folder() / run.tracking.run_folder),
             "model_path": str(current_folder() / settings.model_folder),
             "checkpoints": str(current_folder() / settings.checkpoint_folder),
             "lessons": run.recovery.lessons,

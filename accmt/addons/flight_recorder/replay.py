@@ -8,32 +8,36 @@ from __future__ import annotations
 import copy
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import xxhash
 
+from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, SampleReport, StepReport
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, find_difference, read_ledger, require_ledger
 from accmt.callbacks import Callback, build_callbacks
+from accmt.checkpoint.contents import read_others
 from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, explain
-from accmt.files import current_folder, dumps
-from accmt.options import Ledger as LedgerOptions
+from accmt.files import current_folder, dumps, loads
 from accmt.recovery.restart import Restart
-from accmt.trainer.trainer import FIT_VARIABLE
+from accmt.registry import FIT_VARIABLE
 
 _REQUEST = "ACCMT_REPLAY"
+_ERROR_FILE = "error.txt"
 _LAST_LINES = 20
+_TEXT = 80
 
 
 @dataclass(frozen=True)
-class Replayed:
+class Replay:
     """What came of a replay.
 
     Attributes:
@@ -41,60 +45,205 @@ class Replayed:
         changes: Files of the program that have changed since.
         num_compared: Lines of the ledger that were compared.
         difference: The first difference, with its step; None if all is bit-for-bit identical.
+        steps: What was measured in the steps that were asked for.
+        without: The samples that the first step was made without.
+        curve: For each step from there on, its number, the recorded loss, and the loss without these samples.
+        output: What the program printed.
     """
 
     begin: str
     changes: list[str]
     num_compared: int
     difference: str | None
+    steps: list[StepReport] = field(default_factory=list)
+    without: tuple[int, ...] = ()
+    curve: list[tuple[int, float | None, float | None]] = field(default_factory=list)
+    output: str = ""
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether everything that was compared is bit-for-bit identical."""
+        return self.difference is None
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, top: int = 5) -> str:
+        """Return the result as text, with so many samples and layers of each step."""
+        lines = [f"changed since: {change}" for change in self.changes]
+        lines.append(f"replayed from {self.begin}; {self.num_compared} lines of the ledger compared")
+        lines.append("bit-for-bit identical" if self.difference is None else f"different: {self.difference}")
+        for step in self.steps:
+            norm = "" if step.gradient_norm is None else f": gradient norm {step.gradient_norm:.4g} before clipping"
+            lines += ["", f"step {step.step}{norm}"]
+            rows = [
+                (str(one.number), f"{one.loss:.4g}", f"{one.gradient_norm:.4g}", str(one.tokens or "-"), _cut(one.text))
+                for one in step.samples[:top]
+            ]
+            if rows:
+                lines += _align([("sample", "loss", "gradient", "tokens", f"of {len(step.samples)} samples"), *rows])
+            if step.why_not_split:
+                lines.append(f"  samples cannot be told apart: {step.why_not_split}")
+            layers = [(name, f"{norm:.4g}") for name, norm in step.layers[:top]]
+            lines += _align([("layer", "gradient"), *layers]) if layers else []
+        if self.curve:
+            without = ", ".join(map(str, self.without))
+            lines += ["", *_align([("step", "recorded loss", f"without {without}"), *map(_format, self.curve)])]
+        return "\n".join(lines)
 
 
-def replay(folder: Path, first: int, last: int) -> Replayed:
-    """Make the steps from a checkpoint to `last` again, and compare them with the ledger.
+def _format(row: tuple[int, float | None, float | None]) -> tuple[str, str, str]:
+    step, *losses = row
+    before, now = ("-" if loss is None else f"{loss:.6g}" for loss in losses)
+    return str(step), before, now
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}..."
+
+
+def _align(rows: list[Any]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def replay(
+    folder: Path,
+    step: int,
+    to: int | None = None,
+    *,
+    without: Collection[int] = (),
+    probe: str | None = None,
+    export: Path | None = None,
+    examines: bool = True,
+) -> Replay:
+    """Make the steps from a checkpoint to `to` again, and compare them with the ledger.
+
+    Args:
+        folder: The run folder.
+        step: The first step that is asked for.
+        to: The last one; None is the same.
+        without: Numbers of samples that the first step is made without. Only the steps before it are compared then.
+        probe: "file.py:name" of a `Callback` class, or of a function that is called with the Trainer before each
+            optimizer step that is asked for.
+        export: A file for batch, weights and gradients of the first step.
+        examines: Whether the samples and layers of the steps are measured.
 
     Raises:
         ArgumentError: They cannot be made again.
     """
+    folder, last = Path(folder).absolute(), step if to is None else to
     ledger = require_ledger(folder, "replay of")
     windows = [(number, line) for number, line in ledger.effective() if "batches" in line]
     steps = [line["step"] for _, line in windows]
-    if first not in steps or last not in steps or last < first:
-        got = f"--step {first} --to {last}" if last != first else f"--step {first}"
+    if step not in steps or last not in steps or last < step:
+        got = f"--step {step} --to {last}" if last != step else f"--step {step}"
         recorded = f"{min(steps)} to {max(steps)}" if steps else "none"
         _fail(folder, got, f"steps in the ledger: {recorded}", "choose one of these steps")
-    start = ledger.start_of(next(number for number, line in windows if line["step"] == first))
-    checkpoint, seed = _find_begin(folder, ledger, start, first), start["seed"]
+    probe = None if probe is None else _find_probe(folder, probe)
+    if export is not None and not export.absolute().parent.is_dir():
+        _fail(folder, f"--export {export}", "a file in a folder that exists", f"mkdir -p {export.parent}")
+    start = ledger.start_of(next(number for number, line in windows if line["step"] == step))
+    start = _relocate(start, folder)
+    checkpoint = _find_begin(folder, ledger, start, step)
     with tempfile.TemporaryDirectory(prefix="accmt-replay-") as place:
-        request = {"checkpoint": str(checkpoint) if checkpoint else None, "to": last, "seed": seed, "folder": place}
+        request = {
+            "checkpoint": str(checkpoint) if checkpoint else None,
+            "first": step,
+            "to": last,
+            "seed": start["seed"],
+            "folder": place,
+            "model_path": start["model_path"],
+            "examines": examines and not without,
+            "without": sorted(without),
+            "places": [[line["epoch"], *line["batches"]] for _, line in windows if line["step"] == step],
+            "probe": probe,
+            "export": None if export is None else str(export.absolute()),
+        }
         path = Path(place) / "request.json"
-        path.write_text(dumps({**request, "model_path": start["model_path"]}))
+        path.write_text(dumps(request))
         output = _run_program(folder, start, path)
         found = list(Path(place).rglob(LEDGER_FILE))
         if not found or not Path(place, "done").exists():
-            shown = "\n".join(output.splitlines()[-_LAST_LINES:])
-            _fail(
-                folder,
-                f"the program did not reach step {last}:\n{shown}",
-                "a program that repeats the run",
-                "see its output above",
-            )
+            error = Path(place, _ERROR_FILE)
+            shown = error.read_text() if error.exists() else "\n".join(output.splitlines()[-_LAST_LINES:])
+            _fail(folder, f"the program did not reach step {last}:\n{shown}", "a program that repeats the run", _DO)
         again = read_ledger(found[0])
+        if (processes := again.starts()[0]["processes"]) != start["processes"]:
+            _fail(folder, f"{processes} processes", f"{start['processes']}, as recorded", "launch as many")
+        examined = Path(place, EXAMINED_FILE)
+        reports = [_read_report(line) for line in examined.read_text().splitlines()] if examined.exists() else []
     begin = f"the checkpoint of {checkpoint.name}" if checkpoint else "the beginning"
-    num_compared, difference = _compare(ledger, again, start["tensors"], last)
-    return Replayed(begin, _find_changed_files(start["program"]), num_compared, difference)
+    num_compared, difference = _compare(ledger, again, start["tensors"], step - 1 if without else last)
+    changes = _find_changed_files(start["program"])
+    curve = _list_losses(ledger, again, step, last) if without else []
+    return Replay(begin, changes, num_compared, difference, reports, tuple(sorted(without)), curve, output)
+
+
+_DO = "restore what has changed since, such as rows that were added to the data; the message above is the program's"
+
+
+def _find_probe(folder: Path, probe: str) -> str:
+    file, _, name = probe.rpartition(":")
+    if not file or not Path(file).is_file():
+        got = f"--probe {probe}" + (f": there is no file {file}" if file else "")
+        _fail(folder, got, "a file and a name in it", "--probe my_probe.py:hook")
+    return f"{Path(file).absolute()}:{name}"
+
+
+def _read_report(line: str) -> StepReport:
+    read = loads(line)
+    samples = [SampleReport(**one) for one in read.pop("samples")]
+    return StepReport(**read | {"samples": samples, "layers": [tuple(layer) for layer in read["layers"]]})
+
+
+def _relocate(start: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what a run started with, with the paths where they are now if the run folder was moved with its project.
+
+    The last parts of the run folder's path are the same before and after; what precedes them has changed.
+    """
+    before = Path(start.get("run_folder", folder))
+    old, new = list(before.parts), list(folder.parts)
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    if not old or not new:
+        return dict(start)
+    moved_from, moved_to = Path(*old), Path(*new)
+
+    def find(path: str) -> str:
+        if not Path(path).is_relative_to(moved_from) or Path(path).exists():
+            return path
+        moved = moved_to / Path(path).relative_to(moved_from)
+        return str(moved) if moved.exists() else path
+
+    found = {name: find(start[name]) for name in ("cwd", "checkpoints")}
+    moved = Path(start["model_path"])
+    if found["cwd"] != start["cwd"] or found["checkpoints"] != start["checkpoints"]:
+        moved = moved_to / moved.relative_to(moved_from) if moved.is_relative_to(moved_from) else moved
+    argv = [find(argument) if os.sep in argument else argument for argument in start["argv"]]
+    program = {find(name): digest for name, digest in start["program"].items()}
+    return {**start, **found, "model_path": str(moved), "argv": argv, "program": program}
 
 
 def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: int) -> Path | None:
     """Return the newest checkpoint of the run before a step; None if the run can be made again from its beginning."""
     place = Path(start["checkpoints"])
+    effective = {number for number, _ in ledger.effective()}
     for path in reversed(list_published(place)):
         found = examine(path)
         if isinstance(found, Checkpoint):
             info = found.manifest.info
-            if info.get("run_name") == start["run_name"] and info["global_step"] < first:
+            if info.get("run_name") != start["run_name"] or info["global_step"] >= first:
+                continue
+            written = read_others(path).get("features", {}).get("flight_recorder", {"line": 0})
+            line = written["line"] - 1
+            if line in effective and ledger.chains[line] == written["chain"]:  # not of steps that were made again
                 return path
     if any(one["is_resumed"] for one in ledger.starts()[:1]):
-        do = 'keep more checkpoints: Trainer(checkpoint_options={"max_checkpoints": 10}); or name one PINNED'
+        do = 'keep more: Trainer(checkpoint_options={"keep_every": "1 epoch"}), or a file PINNED in a checkpoint'
         _fail(folder, f"no checkpoint before step {first} in {place}", "a checkpoint before this step", do)
     return None
 
@@ -140,6 +289,17 @@ def _key(line: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return ("window", line["epoch"], line["batches"][0]) if "batches" in line else None
 
 
+def _list_losses(ledger: Ledger, again: Ledger, first: int, last: int) -> list[tuple[int, float | None, float | None]]:
+    """Return the losses of the windows that both ledgers have, with their steps."""
+
+    def read(line: Mapping[str, Any]) -> float | None:
+        return None if line["loss"] is None else float.fromhex(line["loss"])
+
+    now = {_key(line): line for _, line in again.effective() if "batches" in line}
+    recorded = [line for _, line in ledger.effective() if "batches" in line and first <= line["step"] <= last]
+    return [(line["step"], read(line), read(now[_key(line)])) for line in recorded if _key(line) in now]
+
+
 def _find_changed_files(program: Mapping[str, str]) -> list[str]:
     changed = []
     for name, digest in program.items():
@@ -167,17 +327,65 @@ class _EndAfter(Callback):
             raise Restart  # with no checkpoint to continue from
 
 
+class _Probe(Callback):
+    def __init__(self, function: Callable[[Any], Any], steps: range) -> None:
+        self._function = function
+        self._steps = steps
+
+    def on_before_optimizer_step(self) -> None:
+        if self.state.global_step + 1 in self._steps:
+            self._function(self.trainer)
+
+
+def _load_probe(probe: str, steps: range) -> Callback:
+    file, _, name = probe.rpartition(":")
+    found = runpy.run_path(file).get(name)
+    if isinstance(found, type) and issubclass(found, Callback):
+        return found()
+    if not callable(found):
+        got = "no such name" if found is None else type(found).__name__
+        do = f"def {name}(trainer): ... is called before each optimizer step that is asked for"
+        raise ArgumentError(explain(f"--probe {probe}", got, "a Callback class or a function", do))
+    return _Probe(found, steps)
+
+
 def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn:
     """Make the requested steps again in a temporary folder, in place of `trainer.fit`, and end the program.
 
     Processes: collective.
     """
     request = json.loads(Path(os.environ[_REQUEST]).read_text())
-    place, settings = Path(request["folder"]), trainer.settings
+    place = Path(request["folder"])
+    try:
+        again = _build_trainer(trainer, request, place)
+        del os.environ[FIT_VARIABLE]
+        again.fit(module, *data, **others)
+    except BaseException as error:
+        notes = getattr(error, "__notes__", ())
+        with Path(place, _ERROR_FILE).open("a") as file:
+            file.write("\n".join([f"{type(error).__name__}: {error}", *notes, ""]))
+        raise
+    if again.is_main and again.state.global_step >= request["to"]:
+        Path(place, "done").touch()
+    again.close()
+    raise SystemExit(0)
+
+
+def _build_trainer(trainer: Any, request: Mapping[str, Any], place: Path) -> Any:
+    settings = trainer.settings
     model_path = str(current_folder() / settings.model_folder)
     if model_path != request["model_path"]:
-        raise SystemExit(f"the program first trains another model, {model_path}: only its first fit can be replayed")
+        raise ArgumentError(
+            explain(
+                "the first trainer.fit of the program",
+                f"a training of {model_path}",
+                f"that of {request['model_path']}: only the first fit of a program can be replayed",
+                "put the other training into another program, or restore the arguments",
+            )
+        )
     callbacks = [*build_callbacks(settings.running.callbacks), _EndAfter(request["to"])]
+    if request["probe"] is not None:
+        callbacks.append(_load_probe(request["probe"], range(request["first"], request["to"] + 1)))
     again: Any = copy.copy(trainer)  # a subclass may have another constructor
     again.settings = replace(
         settings,
@@ -194,16 +402,21 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
             logging_dir=str(place / "logs"),
             log_with=None,
             tracker_kwargs={},
-            ledger=LedgerOptions(every=1, on_difference="warn"),
+            ledger=Examination(
+                every=1,
+                on_difference="warn",
+                folder=str(place),
+                first=request["first"],
+                last=request["to"],
+                examines=request["examines"],
+                without=tuple(request["without"]),
+                places=tuple(map(tuple, request["places"])) if request["without"] else (),
+                export=request["export"],
+            ),
         ),
         running=replace(settings.running, seed=request["seed"], callbacks=callbacks, max_time=None),
         handling=replace(settings.handling, handlers=None),
     )
     again.registered_savings = []
     again.chosen_checkpoint = None if request["checkpoint"] is None else Path(request["checkpoint"])
-    del os.environ[FIT_VARIABLE]
-    again.fit(module, *data, **others)
-    if again.is_main and again.state.global_step >= request["to"]:
-        Path(place, "done").touch()
-    again.close()
-    raise SystemExit(0)
+    return again

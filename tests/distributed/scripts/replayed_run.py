@@ -41,6 +41,7 @@ def main(folder: str, mode: str = "") -> None:
         seed=3,
         verbose=False,
         checkpoint_every="3 steps",
+        checkpoint_options={"max_checkpoints": 2},
         ledger=True,
         grad_accumulation_steps=2,
         mixed_precision="bf16" if mode == "bf16" else None,

@@ -1,0 +1,303 @@
+"""What a replay measures in the steps that were asked for: each sample alone, each layer, and what `--export` writes.
+
+A sample is measured with the weights before the step, alone, and weighted as it counts in the step. All processes
+compute the same sample at once, since a sharded model needs all of them. Dropout is replaced by its mean. If the
+weighted losses of the samples do not add up to that of the step, its loss compares samples (or it normalizes over
+them), and no sample has a gradient of its own: the report says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from accmt.data import MicroBatch
+from accmt.errors import ArgumentError, explain
+from accmt.features.hooks import Feature
+from accmt.options import Ledger
+from accmt.processes import gather_from_data, is_main_process
+from accmt.run import EvaluationRun, Run
+
+_EXACT, _REDUCED = 1e-3, 5e-2  # relative errors up to which losses count as equal: float32, and reduced precisions
+_MOST_NAMED = 16
+EXAMINED_FILE = "examined.jsonl"
+
+
+@dataclass(frozen=True)
+class SampleReport:
+    """A sample of a step.
+
+    Attributes:
+        number: Its index in the data; in a stream, its position in the step.
+        loss: Its loss alone.
+        gradient_norm: The norm of its gradient, weighted as it counts in the step.
+        tokens: Its tokens; None where it has no length.
+        text: What it is: its decoded text, or the kinds and shapes of its values.
+    """
+
+    number: int
+    loss: float
+    gradient_norm: float
+    tokens: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step that was made again.
+
+    Attributes:
+        step: The optimizer step, from 1.
+        gradient_norm: The norm of its gradient before clipping; None if the module calls the optimizer itself.
+        layers: The norm of the gradient of each layer, the largest first.
+        samples: The samples, the largest gradient first.
+        why_not_split: Why the samples have no gradients of their own; "" if they have.
+    """
+
+    step: int
+    gradient_norm: float | None = None
+    layers: list[tuple[str, float]] = field(default_factory=list)
+    samples: list[SampleReport] = field(default_factory=list)
+    why_not_split: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination(Ledger):
+    """The ledger of a replay, with what is asked of its steps.
+
+    Args:
+        folder: Where reports are written.
+        first: The first step that is asked for.
+        last: The last one.
+        examines: Whether samples and layers are measured.
+        without: Numbers of samples that the first step is made without.
+        places: The micro-batches of the first step.
+        export: Where batch, weights and gradients of the first step are written.
+    """
+
+    folder: Any
+    first: Any
+    last: Any
+    examines: bool = True
+    without: Any = ()
+    places: Any = ()
+    export: Any = None
+
+
+class Examiner(Feature):
+    """Measures the steps of a replay."""
+
+    name = "examiner"
+
+    def __init__(self, run: Run, asked: Examination) -> None:
+        self._run = run
+        self._asked = asked
+        self._watched: Any = None  # a WatchedMaker
+        self._batches: list[MicroBatch] = []
+        self._done: set[int] = set()
+        self._is_checked = not asked.without
+
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> Examiner | None:
+        asked = run.settings.tracking.ledger
+        return cls(run, asked) if isinstance(asked, Examination) and isinstance(run, Run) else None
+
+    def on_training_start(self) -> None:
+        from accmt.addons.flight_recorder.samples import WatchedMaker
+
+        loader, asked = self._run.train_loader, self._asked
+        self._watched = WatchedMaker(loader.maker, set(asked.without), [tuple(place) for place in asked.places])
+        loader.maker = self._watched
+
+    def before_batch(self, micro_batch: MicroBatch) -> None:
+        self._batches.append(micro_batch)
+
+    def after_window(self, *, made_step: bool) -> None:
+        step = self._run.state.global_step
+        if self._is_asked(step) and made_step:  # a module that calls the optimizer itself
+            self._write(StepReport(step, why_not_split="the module calls backward and the optimizer itself"))
+        self._batches = []
+        self._watched.read.clear()
+        state = self._run.state
+        if not self._is_checked and (state.epoch, state.train_step) >= (
+            self._asked.places[-1][0],
+            self._asked.places[-1][2],
+        ):
+            self._is_checked = True
+            self._require_found()
+
+    def _require_found(self) -> None:
+        """Check that the step had all samples that are left out.
+
+        Processes: collective.
+        """
+        seen = set().union(*gather_from_data(self._watched.seen))
+        missing = sorted(set(self._asked.without) - seen)
+        if missing:
+            got = f"{', '.join(map(str, missing))}, not among the samples of the step"
+            shown = ", ".join(map(str, sorted(seen)[:_MOST_NAMED])) + (", ..." if len(seen) > _MOST_NAMED else "")
+            raise ArgumentError(explain("--without", got, f"some of {shown}", "run without --without to see them"))
+
+    def on_gradients(self) -> None:
+        step = self._run.state.global_step + 1
+        gradients = {name: weight.grad for name, weight in self._run.unwrapped_model.named_parameters()}
+        if self._asked.export is not None and step == self._asked.first and step not in self._done:
+            self._export(step, gradients)
+        if self._is_asked(step):
+            self._write(self._examine(step, {name: one for name, one in gradients.items() if one is not None}))
+
+    def _is_asked(self, step: int) -> bool:
+        asked = self._asked
+        return asked.examines and asked.first <= step <= asked.last and step not in self._done
+
+    def _write(self, report: StepReport) -> None:
+        from accmt.files import dumps
+
+        self._done.add(report.step)
+        if is_main_process():
+            with Path(self._asked.folder, EXAMINED_FILE).open("a", encoding="utf-8") as file:
+                file.write(dumps(asdict(report)) + "\n")
+
+    def _export(self, step: int, gradients: dict[str, Any]) -> None:
+        """Write the batches of all processes, and the weights and gradients before the step.
+
+        Processes: collective.
+        """
+        from accmt.sharded_tensors import make_whole
+
+        weights = {
+            name: make_whole(value.detach()).cpu() for name, value in self._run.unwrapped_model.state_dict().items()
+        }
+        whole = {name: None if one is None else make_whole(one).cpu() for name, one in gradients.items()}
+        batches = [one for own in gather_from_data([one.batch for one in self._batches]) for one in own]
+        if is_main_process():
+            place = Path(self._asked.export)
+            unfinished = place.with_name(f".tmp-{place.name}")
+            found = {"step": step, "batches": batches, "weights": weights, "gradients": whole}
+            torch.save(found, unfinished)
+            unfinished.replace(place)
+
+    def _examine(self, step: int, gradients: dict[str, torch.Tensor]) -> StepReport:
+        from accmt.addons.flight_recorder.samples import WatchedMaker, own_samples
+        from accmt.sharded_tensors import total_norm
+
+        run = self._run
+        by_layer: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for name, gradient in gradients.items():
+            by_layer[name.rpartition(".")[0] or "(model)"].append(gradient)
+        layers = [(name, float(total_norm(of_one))) for name, of_one in by_layer.items()]
+        layers.sort(key=lambda pair: pair[1], reverse=True)
+        norm = math.hypot(*(norm for _, norm in layers))
+        if not isinstance(watched := run.train_loader.maker, WatchedMaker):
+            return StepReport(step, norm, layers, why_not_split="the data are loaded again in each epoch")
+        with _measuring(run) as measure:
+            try:
+                samples = [one for own in gather_from_data(own_samples(run, watched, run.state.epoch)) for one in own]
+                alone = [measure(sample.batch, 1) for sample in samples]
+                wholes = [measure(batch, size) for own in gather_from_data(self._own_batches()) for batch, size in own]
+            except Exception as error:  # noqa: BLE001 - such as batch norm, which needs several samples
+                why = f"a sample alone cannot be computed: {type(error).__name__}: {error}".partition("\n")[0]
+                return StepReport(step, norm, layers, why_not_split=why)
+        total = sum(one.weight for one in alone)
+        reports = [
+            SampleReport(
+                sample.number,
+                one.loss,
+                one.gradient_norm * one.weight / total if total else 0.0,
+                sample.tokens,
+                sample.text,
+            )
+            for sample, one in zip(samples, alone, strict=True)
+        ]
+        reports.sort(key=lambda report: (not math.isfinite(report.gradient_norm), report.gradient_norm), reverse=True)
+        return StepReport(step, norm, layers, reports, _compare(alone, wholes, self._tolerance()))
+
+    def _own_batches(self) -> list[tuple[Any, int]]:
+        run = self._run
+        found = ((one.batch, one) for one in self._batches if one.batch is not None)
+        return [(batch, run.count_samples(one, batch, has_weight=True)) for batch, one in found]
+
+    def _tolerance(self) -> float:
+        weights = self._run.unwrapped_model.parameters()
+        is_reduced = str(self._run.accelerator.mixed_precision) != "no" or any(
+            weight.dtype in (torch.bfloat16, torch.float16) for weight in weights
+        )
+        return _REDUCED if is_reduced else _EXACT
+
+
+class _Measured(NamedTuple):
+    loss: float
+    weight: float
+    gradient_norm: float
+
+
+def _compare(alone: list[_Measured], wholes: list[_Measured], tolerance: float) -> str:
+    """Return why the losses of samples are not parts of that of the step; "" if they are."""
+    sums = [
+        [math.fsum(one.weight * one.loss for one in some), sum(one.weight for one in some)] for some in (alone, wholes)
+    ]
+    if not all(weight for _, weight in sums):
+        return "the samples have no weight"
+    parts, whole = (loss / weight for loss, weight in sums)
+    if not (math.isfinite(parts) and math.isfinite(whole)):
+        return ""
+    if abs(parts - whole) <= tolerance * max(abs(whole), abs(parts)):
+        return ""
+    return (
+        f"the losses of the samples alone have a mean of {parts:.6g}, that of the step is {whole:.6g}: the loss "
+        "compares samples, normalizes over them, or depends on their padding"
+    )
+
+
+@contextmanager
+def _measuring(run: Run) -> Iterator[Any]:
+    """Yield a function that returns loss, weight and gradient norm of a batch; nothing that it changes remains.
+
+    Processes: collective; all call it with the same batches.
+    """
+    from accmt.addons.prove.randomness import SameForAllSamples, seed_step
+    from accmt.data import ByPackedRows
+    from accmt.data.packing import count_targets
+    from accmt.loop.logging import SilentLogs
+    from accmt.loop.step_outputs import read_training_output
+    from accmt.precision import autocast
+    from accmt.sharded_tensors import total_norm
+    from accmt.without_trace import without_trace
+
+    model, module, step = run.unwrapped_model, run.module, run.state.global_step
+    is_packed = isinstance(vars(run.train_loader.maker).get("_maker"), ByPackedRows)
+
+    def measure(batch: Any, size: int) -> _Measured:
+        for weight in model.parameters():
+            weight.grad = None
+        seed_step("step", step)
+        with run.engine.running("training_step", None):
+            with SameForAllSamples("step", step), autocast(run.accelerator):
+                outputs = run.features.call_training_step(run.training_step, run.place(batch), read=batch)
+                output = read_training_output(outputs)
+            output.loss.backward()  # type: ignore[no-untyped-call]
+        given = output.weight
+        if given is None and is_packed:
+            given = float(count_targets(batch))
+        if run.features.weigh and run.weighting.is_explicit is not False:
+            found = run.features.find_weight(output.loss, is_given=given is not None)
+            given = given if found is None else found
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        norm = float(total_norm(gradients)) if gradients else 0.0
+        return _Measured(float(output.loss.detach()), float(size if given is None else given), norm)
+
+    logs = module.logs
+    module.logs = SilentLogs(module.trainer)
+    try:
+        with without_trace(model), run.engine.unwrapped(trains=True):
+            yield measure
+    finally:
+        module.logs = logs
+        logs.of_training.drop_batch()
