@@ -12,6 +12,7 @@ from accmt.installation import require_own_folder
 from accmt.version import __version__
 
 if TYPE_CHECKING:
+    from accmt.addons.best_models import BestModels as BestModels
     from accmt.addons.curricula import RangeCurriculum as RangeCurriculum
     from accmt.addons.curricula import RatioCurriculum as RatioCurriculum
     from accmt.addons.curricula import StepsCurriculum as StepsCurriculum
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from accmt.addons.trackers.swanlab import SwanLab as SwanLab
     from accmt.addons.trackers.trackio import Trackio as Trackio
     from accmt.callbacks import EMA as EMA
-    from accmt.callbacks import BestModels as BestModels
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
@@ -111,7 +111,7 @@ _HOMES = {
     "Accuracy": "accmt.metrics",
     "Aim": "accmt.addons.trackers.aim",
     "ArgumentError": "accmt.errors",
-    "BestModels": "accmt.callbacks",
+    "BestModels": "accmt.addons.best_models",
     "Callback": "accmt.callbacks",
     "CallbackNotFoundError": "accmt.errors",
     "CheckpointCorruptError": "accmt.errors",

@@ -67,7 +67,7 @@ class PushToHub(MainProcessCallback):
     def on_fit_end(self) -> None:
         """Upload the folder."""
         folder = self.trainer.settings.model_folder
-        is_saved = self.trainer.run.saver.selection.has_saved or self.trainer.settings.saving.save_last
+        is_saved = self.trainer.run.saver.selection.has_saved or self.trainer.settings.saving.saves_last
         if not self.state.finished or not is_saved:
             return
         with self._noting_unreachable_hub(f"Upload it manually: hf upload {self.repo_id} {folder}"):

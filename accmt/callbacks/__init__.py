@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from accmt.callbacks.averaging import EMA
-from accmt.callbacks.best_models import BestModels
 from accmt.callbacks.callback import (
     ALIASES,
     HOOKS,
@@ -25,7 +24,6 @@ __all__ = [
     "ALIASES",
     "EMA",
     "HOOKS",
-    "BestModels",
     "Callback",
     "Hooks",
     "LambdaCallback",

@@ -93,7 +93,7 @@ def _train(run: Run) -> None:
     elif run.saver.patience is not None and not run.cadence.is_finished(run.state):
         say(f"early stopping at step {run.state.global_step}: {run.saver.patience.describe_exhausted()}")
     run.require_equal_replicas()
-    if run.settings.saving.save_last:
+    if run.settings.saving.saves_last:
         run.saver.save_last(run)
     run.checkpoints.save_last(run)
     run.stepper.end_training()

@@ -99,7 +99,7 @@ def try_saving(run: Run) -> None:
 
     Processes: collective.
     """
-    if run.saver.selection.names or run.settings.saving.save_last:
+    if run.saver.selection.names or run.settings.saving.saves_last:
         run_on_every_process(lambda: _require_storable(run))
     if run.is_resumed:  # it has just loaded one
         return

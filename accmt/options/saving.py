@@ -28,6 +28,10 @@ _RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none":
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` collapses two
 
 
+LAST = "last"
+"""The entry of `model_saving` for the weights at the end of training."""
+
+
 @dataclass(frozen=True)
 class RegisteredSaving:
     """A saving rule added by `Trainer.register_model_saving`, with its thresholds."""
@@ -102,15 +106,15 @@ class SavingSettings:
     Args:
         model_path: Folder of the saved model; created on the first save.
         model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), None for never, or a list of them, each with a separate folder in `model_path`. Without
-            validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With several
-            validation sets, "best_<metric>" is their mean and "best_<metric>@<set>" a single one; "best_accuracy/f1"
-            requires both to improve. A tie keeps the earlier model.
+            evaluation), "last" (at the end of training, to `<model_path>/last`; with `EMA` or `SWA`, their average),
+            None for never, or a list of them; of several other than "last", each has its own folder in `model_path`.
+            Without validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With
+            several validation sets, "best_<metric>" is their mean and "best_<metric>@<set>" a single one;
+            "best_accuracy/f1" requires both to improve. A tie keeps the earlier model.
         model_saving_below: Saves only if the monitored value is below this; a dict sets it by name.
         model_saving_above: Saves only if the monitored value is above this; a dict sets it by name.
         max_shard_size: Largest weight file: bytes, or a string such as "5GB".
         safe_serialization: True writes safetensors, including tied weights; False writes `pytorch_model*.bin`.
-        save_last: Whether to also save the last weights to `<model_path>/last`; with `EMA` or `SWA`, their average.
         patience: Evaluations in a row without improvement before training ends: a number, or a string such as
             "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value separately and may contain options,
             `{"accuracy": PatienceOptions(patience=3, min_delta=0.001, stopping_threshold=0.99, check_finite=True)}`, or
@@ -125,7 +129,6 @@ class SavingSettings:
     model_saving_above: float | Mapping[str, float] | None = None
     max_shard_size: int | str = "10GB"
     safe_serialization: bool = True
-    save_last: bool = False
     patience: int | str | Mapping[str, int | str | PatienceOptions | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -147,8 +150,22 @@ class SavingSettings:
         rules = saving if isinstance(saving, list | tuple) else [saving]
         if not all(rule is None or isinstance(rule, str) for rule in rules):
             do = "model_saving=None" if saving is False else 'model_saving="best_valid_loss"'
-            expected = '"best_valid_loss", "best_train_loss", "best_<metric>", "always", a list of them, or None'
+            expected = (
+                '"best_valid_loss", "best_train_loss", "best_<metric>", "always", "last", a list of them, or None'
+            )
             raise_wrong_value("model_saving", saving, expected, do)
+
+    @property
+    def rule(self) -> str | Sequence[str | None] | None:
+        """`model_saving` without "last"."""
+        if isinstance(self.model_saving, list | tuple):
+            return [rule for rule in self.model_saving if rule != LAST] or None
+        return None if self.model_saving == LAST else self.model_saving
+
+    @property
+    def saves_last(self) -> bool:
+        """Whether to save the last weights."""
+        return LAST in self.model_saving if isinstance(self.model_saving, list | tuple) else self.model_saving == LAST
 
     @property
     def patience_evaluations(self) -> Any:

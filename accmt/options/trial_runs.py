@@ -21,7 +21,7 @@ def without_traces(settings: Settings) -> Settings:
     """Return settings for a run without models, checkpoints and trackers."""
     return replace(
         settings,
-        saving=replace(settings.saving, model_saving=None, patience=None, save_last=False),
+        saving=replace(settings.saving, model_saving=None, patience=None),
         checkpoints=replace(
             settings.checkpoints, checkpoint=None, resume=False, checkpoint_every=None, checkpointer=None
         ),

@@ -24,6 +24,7 @@ from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
 from accmt.metrics.building import BUILTIN
 from accmt.options import Settings
+from accmt.options.saving import LAST
 from accmt.processes import num_data_processes, run_on_main_process
 from accmt.run import Run
 from accmt.saving import (
@@ -40,7 +41,6 @@ from accmt.saving import (
     write_status,
     write_trainer_config,
 )
-from accmt.saving.selection import LAST
 from accmt.saving.weights import ShardedState
 from accmt.secrets import write_command
 from accmt.sharded_tensors import class_of
@@ -81,7 +81,7 @@ class ModelSaver(Callback):
 
         Processes: collective; the main process holds the lock.
         """
-        if self.selection.names or run.settings.saving.save_last:
+        if self.selection.names or run.settings.saving.saves_last:
             run_on_main_process(lambda: self._take(run.settings.model_folder.absolute()))
 
     def _take(self, folder: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accmt.errors import ArgumentError, MetricError, ModuleContractError, explain
+from accmt.options.saving import LAST
 
 # ---- The rules for saving models and stopping runs: their names, and the values they compare.
 
@@ -192,12 +193,13 @@ class Quantities:
         return [*self.directions, *(label for label in of_sets if self._find(label) is not None)]
 
     def _reject_rule(self, name: Any, argument: Argument) -> NoReturn:
-        choices = [*(_PREFIX + label for label in self._labels()), ALWAYS]
+        others = [ALWAYS, LAST] if argument == _MODEL_SAVING else [ALWAYS]
+        choices = [*(_PREFIX + label for label in self._labels()), *others]
         expected = f"one of {', '.join(map(repr, choices))}, or None; best_<metric> needs that Metric in metrics="
         parts = str(name).removeprefix(_PREFIX).split("/")
         nearest = [self._nearest(part.removeprefix(_PREFIX)) for part in parts]
-        if get_close_matches("/".join(parts), [ALWAYS]):
-            do = f"did you mean {ALWAYS!r}?"
+        if meant := get_close_matches("/".join(parts), others):
+            do = f"did you mean {meant[0]!r}?"
         elif None not in nearest:
             do = f"did you mean {_PREFIX + '/'.join(filter(None, nearest))!r}?"
         elif not isinstance(name, str) or "" in parts:
@@ -261,9 +263,6 @@ def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: f
 
 
 _MODEL_SAVING = Argument("model_saving")
-LAST = "last"
-"""The name of the final weights among those that could not be written."""
-
 Limit = float | Mapping[str, float] | None
 """A limit for every value, one per value by name, or None."""
 

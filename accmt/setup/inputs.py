@@ -61,7 +61,7 @@ def check_inputs(
     train, val_sets = find_sets(module, user_data, settings)
     if val_sets:
         check_validation(module)
-    if settings.saving.model_saving is not None or settings.saving.save_last or trainer.registered_savings:
+    if settings.saving.model_saving is not None or trainer.registered_savings:
         require_writable_folder(settings.model_folder, "model_path")
     metrics = metrics_of_sets(settings.evaluation.metrics, list(val_sets) or [""])
     return Inputs(
@@ -79,10 +79,10 @@ def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = (
     user_metrics = settings.evaluation.metrics
     groups = user_metrics.values() if _is_by_set(user_metrics) else [user_metrics]
     metrics = {str(number): build_metrics(group) for number, group in enumerate(groups)}
-    selection = _selection_of(settings, settings.saving.model_saving, metrics, registered, sets=None)
+    selection = _selection_of(settings, settings.saving.rule, metrics, registered, sets=None)
     if "monitor" in settings.hps.scheduler_kwargs and watches_a_result(settings.hps.scheduler_class):
         find_monitored(settings, selection, settings.hps.scheduler_kwargs["monitor"])
-    _patience_of(settings, settings.saving.model_saving, metrics, sets=None)
+    _patience_of(settings, settings.saving.rule, metrics, sets=None)
 
 
 def find_monitored(settings: Settings, selection: Selection, name: str) -> Quantity:
@@ -158,7 +158,7 @@ def _patience_of(settings: Settings, rule: Any, metrics: _Metrics, *, sets: Sequ
 
 
 def _rule(settings: Settings, sets: Sequence[str]) -> Any:
-    rule = settings.saving.model_saving
+    rule = settings.saving.rule
     return rule if sets else without_validation(rule)
 
 
@@ -166,7 +166,7 @@ def _build_selection(
     settings: Settings, metrics: _Metrics, sets: Sequence[str], registered: Sequence[RegisteredSaving]
 ) -> Selection:
     rule = _rule(settings, sets)
-    if rule != settings.saving.model_saving:
+    if rule != settings.saving.rule:
         say_once("no validation data: models are saved by best_train_loss")
     selection = _selection_of(settings, rule, metrics, registered, sets=sets)
     if selection.needs_validation and not sets:

@@ -74,10 +74,11 @@ class Trainer(TrainerProperties):
             back if the run ends before its first checkpoint); True resumes from the newest checkpoint; "auto" or None
             resumes if there is one; a path or URL resumes from that checkpoint, or from the newest one in that folder.
         model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), None for never, or a list of them, each with a separate folder in `model_path`. Without
-            validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With several
-            validation sets, "best_<metric>" is their mean and "best_<metric>@<set>" a single one; "best_accuracy/f1"
-            requires both to improve. A tie keeps the earlier model.
+            evaluation), "last" (at the end of training, to `<model_path>/last`; with `EMA` or `SWA`, their average),
+            None for never, or a list of them; of several other than "last", each has its own folder in `model_path`.
+            Without validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With
+            several validation sets, "best_<metric>" is their mean and "best_<metric>@<set>" a single one;
+            "best_accuracy/f1" requires both to improve. A tie keeps the earlier model.
         evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a
             fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
             of each epoch.
@@ -157,7 +158,6 @@ class Trainer(TrainerProperties):
             or a dict of its arguments.
         checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of one
             from another package (an entry point in the group `accmt.checkpointers`).
-        save_last: Whether to also save the last weights to `<model_path>/last`; with `EMA` or `SWA`, their average.
         metrics: Metrics over all samples of a validation set: `Metric` or `torchmetrics` objects, names such as "f1",
             metrics from `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set. In a
             dict by name, "min" or "max" declares the better direction of a value that a step or a hook reports, as in
@@ -251,7 +251,6 @@ class Trainer(TrainerProperties):
         sync_batchnorm: bool = False,
         checkpoint_options: CheckpointOptions | Mapping[str, Any] | None = None,
         checkpointer: Checkpointer | str | None = None,
-        save_last: bool = False,
         metrics: Metrics | None = None,
         metric_options: MetricOptions | Mapping[str, Any] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,

@@ -115,7 +115,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fit(path: str, module: AcceleratorModule, optim: dict[str, Any], *callbacks: Any, **settings: Any) -> Trainer:
     hps = {"epochs": 2, "batch_size": 4, "optim": optim, "scheduler": "CosineAnnealingLR"}
-    own = {"checkpoint_every": "2 steps", "model_saving": "best_valid_loss", "save_last": True, "seed": 3}
+    own = {"checkpoint_every": "2 steps", "model_saving": ["best_valid_loss", "last"], "seed": 3}
     trainer = Trainer(hps, path, callbacks=callbacks, verbose=False, **own, **settings)
     with contextlib.suppress(InterruptionError):
         trainer.fit(module, Texts(), Texts())

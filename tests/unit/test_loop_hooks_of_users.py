@@ -88,7 +88,7 @@ def test_weights_that_are_given_back_before_they_are_saved_are_warned_of(kind, i
 @pytest.mark.parametrize("average", [EMA(0.5), SWA(0)], ids=["ema", "swa"])
 def test_the_last_weights_are_those_that_were_evaluated(average, caplog):
     module = Linear()
-    fit(average, module, model_saving="always", save_last=True)
+    fit(average, module, model_saving=["always", "last"])
     best, last = Linear(), Linear()
     best.load_weights("out/model")
     last.load_weights("out/model/last")

@@ -85,7 +85,7 @@ def loaded(folder, kind=Free):
 @pytest.mark.parametrize("kind", [Free, ByHand])
 def test_what_is_saved_is_what_was_evaluated_and_training_is_that_of_plain_torch(kind):
     module = kind()
-    fit(module, save_last=True)
+    fit(module, model_saving=["always", "last"])
     expected = by_hand(3, (1, 2, 3))
     assert all(
         torch.allclose(a, b, atol=1e-6)

@@ -241,9 +241,10 @@ class TestSeveralSets:
 
 @pytest.mark.feature("P16")
 def test_the_last_weights_can_be_saved_apart():
-    trainer, _ = fit([1.0, 2.0], save_last=True)
+    trainer, _ = fit([1.0, 2.0], model_saving=["best_valid_loss", "last"])
     module = Scripted()
     module.load_weights("out/model/last")
+    assert Path("out/model/model.safetensors").is_file()  # the best one
     assert torch.equal(module.model.weight, trainer.run.module.model.weight)
     assert json.loads(Path("out/model/last/status.json").read_text())["epoch"] == 2
     assert json.loads(Path("out/model/status.json").read_text())["epoch"] == 0

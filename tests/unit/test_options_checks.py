@@ -228,6 +228,7 @@ def test_how_often_is_written_in_one_grammar_or_as_the_number_it_always_was():
         ("batch_sampler", [[0]], 'data_options={"batch_sampler": ...}'),
         ("collate_fn_val", list, "collate_fn={'val': ...}"),
         ("sampler_val", [0], "sampler={'val': ...}"),
+        ("save_last", True, 'model_saving=["best_valid_loss", "last"]'),
         ("ddp_kwargs", {"static_graph": True}, "parallelism={\"ddp\": {'static_graph': True}}"),
         ("additional_tracker_config", {"a": 1}, "tracker_options={\"config\": {'a': 1}}"),
     ],

@@ -33,7 +33,9 @@ def files_in(folder):
 
 def train(callbacks=None, **settings):
     settings = {"verbose": False, "seed": 0, "log_with": "tensorboard", "run_name": "run", **settings}
-    trainer = Trainer({**HPS, "epochs": 2}, "out/model", callbacks=callbacks, save_last=True, **settings)
+    trainer = Trainer(
+        {**HPS, "epochs": 2}, "out/model", callbacks=callbacks, model_saving=["best_valid_loss", "last"], **settings
+    )
     yield trainer
     trainer.fit(Linear(), make_points(), make_points())
     yield trainer

@@ -74,7 +74,7 @@ def test_mixed_precision_trains_weights_in_float32_whatever_they_were_read_in(in
     read_so, asked = read(in_halves), read(in_halves, dtype="float32")
     assert read_so.model.dtype == torch.bfloat16
     for module in (read_so, asked):
-        fit(module, mixed_precision="bf16", save_last=True)
+        fit(module, mixed_precision="bf16", model_saving="last")
     found, expected = weights_of(read_so), weights_of(asked)
     assert {weight.dtype for weight in found.values()} == {torch.float32}
     assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
@@ -101,7 +101,7 @@ def test_frozen_weights_keep_their_type(in_halves):
     module.freeze()
     module.unfreeze(module.model.model.norm)
     before = weights_of(module)
-    fit(module, mixed_precision="bf16", save_last=True)
+    fit(module, mixed_precision="bf16", model_saving="last")
     saved = dict(AutoModelForCausalLM.from_pretrained("out/model/last").named_parameters())
     assert all(torch.equal(weight.float(), saved[name]) for name, weight in weights_of(module).items())
     for name, weight in weights_of(module).items():

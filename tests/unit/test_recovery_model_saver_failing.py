@@ -85,7 +85,7 @@ def test_a_full_disk_is_told_with_each_place_once_and_without_the_frames_of_the_
 
 def test_the_last_model_too(disk):
     disk.append(True)
-    trainer, error = train(Scripted([3.0]), model_saving=None, save_last=True)
+    trainer, error = train(Scripted([3.0]), model_saving="last")
     assert "last" in str(error)
     assert trainer.state.epoch == 1
     assert names_in(Path("out/checkpoint-model")) == ["step-00000002"]

@@ -84,7 +84,7 @@ def test_what_is_no_rule_is_refused_with_what_may_be_meant(names, advice):
 
 
 def test_an_unknown_rule_is_answered_with_all_that_there_are():
-    with pytest.raises(ArgumentError, match="'best_wer@en', 'best_wer@de', .*'always', or None"):
+    with pytest.raises(ArgumentError, match="'best_wer@en', 'best_wer@de', .*'always', 'last', or None"):
         read("best_bleu")
     with pytest.raises(ArgumentError) as error:
         read("best_bleu", sets=["glue/mnli"])

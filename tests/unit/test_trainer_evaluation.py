@@ -374,7 +374,7 @@ def test_an_error_in_a_predict_step_is_the_users_own():
 
 @pytest.mark.feature("L103")
 def test_the_best_and_the_last_weights_are_others_and_the_modules_own_come_back():
-    trainer, module = trained(save_last=True)
+    trainer, module = trained(model_saving=["best_valid_loss", "last"])
     own = weights_of(module)
     losses = dict(logged(trainer, "val_loss"))
     best, last = losses[4], losses[8]
@@ -410,7 +410,7 @@ def test_predictions_are_those_of_the_chosen_weights():
 
 
 def test_last_is_the_last_model_where_no_checkpoints_are_written():
-    trainer = make_trainer({"epochs": 2}, save_last=True)
+    trainer = make_trainer({"epochs": 2}, model_saving="last")
     state = trainer.fit(Linear(), make_points(), make_points(5))
     assert trainer.validate(ckpt_path="last") == state.metrics
 

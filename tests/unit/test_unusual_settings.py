@@ -88,7 +88,7 @@ def settings_with(**arguments):
         ("max_shard_size", None, "10GB"),
         ("logging_dir", None, "logs"),
         ("log_every", None, 1),
-        *[("save_last", value, False) for value in (None, 0, np.bool_(0))],
+        *[("eval_when_start", value, False) for value in (None, 0, np.bool_(0))],
         *[("shuffle_train", value, True) for value in (None, 1)],
     ],
 )

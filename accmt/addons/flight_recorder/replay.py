@@ -389,7 +389,7 @@ def _build_trainer(trainer: Any, request: Mapping[str, Any], place: Path) -> Any
     again: Any = copy.copy(trainer)  # a subclass may have another constructor
     again.settings = replace(
         settings,
-        saving=replace(settings.saving, model_path=place / "model", model_saving=None, save_last=False, patience=None),
+        saving=replace(settings.saving, model_path=place / "model", model_saving=None, patience=None),
         checkpoints=replace(
             settings.checkpoints,
             checkpoint=place / "checkpoints",

@@ -75,6 +75,7 @@ REPLACED: Mapping[str, Callable[[Any], str]] = {
         for name in ("collate_fn", "sampler")
         for phase in ("train", "val")
     },
+    "save_last": lambda value: 'model_saving=["best_valid_loss", "last"]',
     "clip_grad_type": lambda value: f"clip_grad={{{value!r}: 0.5}}",
     "compile_kwargs": lambda value: f"compile={value!r}",
     "enable_checkpointing": lambda value: "checkpoint_every=" + ('"epoch"' if value else "None"),

@@ -312,7 +312,6 @@ _LEFT_OUT = (
     "profiler",
     "reload_dataloaders_every_n_epochs",
     "run_name",
-    "save_last",
     "tracker_options",
 )
 

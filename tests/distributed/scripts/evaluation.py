@@ -149,7 +149,7 @@ def evaluate_lengths(folder: Path) -> dict[str, Any]:
 
 def train_and_evaluate(folder: Path) -> dict[str, Any]:
     """Train, and ask for the values of the last evaluation again, of the model and of what was saved of it."""
-    trainer = make_trainer(folder, model_saving="best_valid_loss", checkpoint_every="epoch", save_last=True)
+    trainer = make_trainer(folder, model_saving=["best_valid_loss", "last"], checkpoint_every="epoch")
     module = Classifier()
     state = trainer.fit(module, Texts(32), Texts(9, seed=1))
     before = [tensor.clone() for tensor in module.model.state_dict().values()]

@@ -206,7 +206,7 @@ class StopAt(Callback):
 def saved(folder: Path) -> Any:
     """Save the best and the last model, and load them with transformers: the same bits."""
     module = Texts(make_llama(tie_word_embeddings=True))
-    outcome = fit(module, folder, model_saving="best_valid_loss", save_last=True)
+    outcome = fit(module, folder, model_saving=["best_valid_loss", "last"])
     own = {name: make_whole(tensor) for name, tensor in module.unwrapped_model.state_dict().items()}
 
     def load() -> dict[str, Any]:
@@ -224,7 +224,7 @@ def with_adapter(folder: Path) -> Any:
 
     torch.manual_seed(3)
     module = Texts(get_peft_model(make_llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])))
-    outcome = fit(module, folder, model_saving="best_valid_loss", checkpoint_every="step", save_last=True)
+    outcome = fit(module, folder, model_saving=["best_valid_loss", "last"], checkpoint_every="step")
     own = {name: make_whole(tensor) for name, tensor in module.unwrapped_model.state_dict().items() if "lora" in name}
 
     def load() -> bool:
@@ -311,7 +311,7 @@ def generated(folder: Path) -> Any:
 
 def compiled(folder: Path) -> Any:
     module = Texts()
-    outcome = fit(module, folder, compile={"backend": "eager"}, save_last=True)
+    outcome = fit(module, folder, compile={"backend": "eager"}, model_saving="last")
     names = run_on_main_process(
         lambda: sorted(AutoModelForCausalLM.from_pretrained(folder / "model" / "last").state_dict())
     )
@@ -431,7 +431,7 @@ def from_meta(folder: Path) -> Any:
     is_same = all(is_unmoved(*pair) for pair in zip(found, whole.parameters(), strict=False))
     torch.manual_seed(0)
     module = Empty()
-    fit(module, folder / "llama", save_last=True)
+    fit(module, folder / "llama", model_saving="last")
     return {"is_same": is_same, "weights": weights_of(module), "names": run_on_main_process(lambda: names_of(folder))}
 
 
@@ -495,8 +495,8 @@ def train_in_fit(folder: Path, make: Callable[[], Any]) -> Any:
     PartialState(cpu=True).wait_for_everyone()
     run_on_main_process(lambda: make().save_pretrained(folder / "base") and None)
     built = BuiltInFit(folder / "base", "AutoModelForCausalLM")
-    own: dict[str, Any] = {"model_saving": None, "seed": 5, "verbose": False, "logging_dir": folder / "logs"}
-    trainer = Trainer(HPS_IN_FIT, folder / "model", **own, checkpoint_every="step", save_last=True)
+    own: dict[str, Any] = {"model_saving": "last", "seed": 5, "verbose": False, "logging_dir": folder / "logs"}
+    trainer = Trainer(HPS_IN_FIT, folder / "model", **own, checkpoint_every="step")
     trainer.fit(built.module, Labelled(), Labelled())
     last = AutoModelForCausalLM.from_pretrained(folder / "model" / "last")
     whole = {name: make_whole(tensor) for name, tensor in built.module.unwrapped_model.state_dict().items()}
