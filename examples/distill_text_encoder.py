@@ -75,6 +75,7 @@ def main() -> None:
 
     teacher = AutoModel.from_pretrained(MODEL_DIR)
     student = AutoModel.from_pretrained(MODEL_DIR, num_hidden_layers=STUDENT_LAYERS)  # begins as the first layers
+    student.pooler.requires_grad_(requires_grad=False)  # not used, so it has no gradient
     collate = DataCollatorWithPadding(tokenizer)
     trainer = Trainer(
         hps_config=HPS_PATH,

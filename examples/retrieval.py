@@ -103,7 +103,9 @@ def main() -> None:
     logging.set_verbosity_error()  # or transformers reports the layers that the encoder leaves out
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     pad = DataCollatorWithPadding(tokenizer)
-    module = Retriever(AutoModel.from_pretrained(MODEL_DIR, num_hidden_layers=LAYERS), tokenizer)
+    model = AutoModel.from_pretrained(MODEL_DIR, num_hidden_layers=LAYERS)
+    model.pooler.requires_grad_(requires_grad=False)  # not used, so it has no gradient
+    module = Retriever(model, tokenizer)
     trainer = Trainer(
         hps_config=HPS_PATH,
         model_path=options.output,

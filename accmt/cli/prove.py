@@ -1,7 +1,8 @@
 """Check that a training script computes the same on any number of processes, and name what is wrong if it does not.
 
-The script runs up to its first `trainer.fit(...)`. Its module and data are then trained for a few steps in several
-ways, as `Trainer.prove` does. No model, checkpoint or log is written, except by the script itself before that.
+The script runs up to its first `trainer.fit(...)`, which is the one that is proven: its module and data are trained for
+a few steps in several ways, as `Trainer.prove` does. No model, checkpoint or log is written, except by the script
+itself before that.
 Exit code: 0 all launches compute the same, 1 one differs, 2 not possible.
 
   accmt prove train.py -- --epochs 3
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,25 +40,27 @@ def run(options: argparse.Namespace) -> int:
     if not script.is_file():
         raise ArgumentError(explain("accmt prove", f"{script}: no such file", "a Python file", "accmt prove train.py"))
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
-    proof = _prove_script(script, arguments, options.steps, options.samples)
-    print(proof)
-    return 0 if proof.is_right else DIFFERENT
+    found = _prove_script(script, arguments, options.steps, options.samples)
+    print(f"the first trainer.fit, {found.place}\n{found.proof}")
+    return 0 if found.proof.is_right else DIFFERENT
 
 
 class _Proven(BaseException):
     """Ends the script at its `fit`; not an Exception, so that the script does not handle it."""
 
-    def __init__(self, proof: Proof) -> None:
+    def __init__(self, proof: Proof, place: str) -> None:
         self.proof = proof
+        self.place = place
 
 
-def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) -> Proof:
+def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) -> _Proven:
     """Run a script with a `Trainer.fit` that proves instead, and return the first proof."""
     from accmt.addons.prove import prove
     from accmt.trainer import Trainer
     from accmt.trainer.modules import as_module
 
     original: Any = Trainer.fit
+    reached: list[str] = []
 
     def fit(
         self: Any,
@@ -67,20 +71,11 @@ def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) 
         datamodule: Any = None,
         **kwargs: Any,
     ) -> None:
-
+        calling = traceback.extract_stack(limit=2)[0]
+        reached.append(f"{calling.filename}:{calling.lineno}")
         module = as_module(module, kwargs, self.hps)
-        raise _Proven(
-            prove(
-                self,
-                module,
-                train_dataset,
-                val_dataset,
-                datamodule=datamodule,
-                steps=steps,
-                samples=samples,
-                fit=original,
-            )
-        )
+        data = {"train_dataset": train_dataset, "val_dataset": val_dataset, "datamodule": datamodule}
+        raise _Proven(prove(self, module, **data, steps=steps, samples=samples, fit=original), reached[0])
 
     before = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
@@ -89,10 +84,12 @@ def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) 
     try:
         runpy.run_path(str(script), run_name="__main__")
     except _Proven as end:
-        return end.proof
+        return end
     except AccmtError:
         raise
     except (Exception, SystemExit) as error:
+        if reached:
+            raise
         got = f"the script ended before trainer.fit: {type(error).__name__}: {error}"
         raise ArgumentError(
             explain(f"accmt prove {script}", got, "a script that calls fit", "run it alone first")

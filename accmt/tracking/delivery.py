@@ -15,7 +15,7 @@ from accmt.errors import explain
 from accmt.messages import say, warn, warn_once
 from accmt.tracking.history import History, HistoryReader
 from accmt.tracking.media import Media
-from accmt.tracking.replay import Account, Ledger, Replay, Resume, Row, count_rows_left
+from accmt.tracking.replay import Account, DeliveryFile, Replay, Resume, Row, count_rows_left
 from accmt.tracking.spec import Outage, RunStart, TrackerSpec, UserTracker, name_error
 from accmt.tracking.values import CleanNames, flatten
 
@@ -209,7 +209,7 @@ class Delivery:
     wait; a row that the tracker rejects because of its content is skipped with a warning.
 
     Args:
-        start: How the run starts in the tracker; the ledger knows which run it resumes.
+        start: How the run starts in the tracker; the delivery file knows which run it resumes.
         is_patient: Whether to retry a start that fails because of an outage, instead of raising an error.
 
     Attributes:
@@ -223,7 +223,7 @@ class Delivery:
         spec: TrackerSpec,
         start: RunStart,
         history: History,
-        ledger: Ledger,
+        delivery_file: DeliveryFile,
         *,
         key: str,
         is_patient: bool,
@@ -236,7 +236,7 @@ class Delivery:
         self._start_of_run = start
         self._is_patient = is_patient
         self._history = history
-        self._ledger = ledger
+        self._delivery_file = delivery_file
         self._status = ""
         self._flush_ends = self._closing_ends = float("inf")
         self._first_try_is_over = threading.Event()
@@ -246,7 +246,7 @@ class Delivery:
 
     @property
     def account(self) -> Account:
-        return self._ledger.accounts[self.key]
+        return self._delivery_file.accounts[self.key]
 
     @property
     def is_complete(self) -> bool:
@@ -322,11 +322,11 @@ class Delivery:
                 self.start_error = error
         self._first_try_is_over.set()
         self._close()
-        self._ledger.save()
+        self._delivery_file.save()
 
     def _start(self) -> Feed:
         replay = Replay(self._history.path, self.account, self.spec.rewinding)
-        resume = Resume(self.account.run_id, self._ledger.attempt, replay.first_step, replay.kept_steps)
+        resume = Resume(self.account.run_id, self._delivery_file.attempt, replay.first_step, replay.kept_steps)
         start = replace(self._start_of_run, resume=resume)
         while True:
             tracker = self.spec.build(start)
@@ -362,15 +362,15 @@ class Delivery:
         is_ending = self._is_ending.is_set()
         self._has_rows.clear()
         if feed.fetch():
-            self._ledger.save()  # save before and after delivery, so that a kill in between is detected
+            self._delivery_file.save()  # save before and after delivery, so that a kill in between is detected
             self._hand_over(feed)
             feed.settle()
-            self._ledger.save()
+            self._delivery_file.save()
             return True
         if not is_ending:
             if not self._has_rows.wait(feed.settle()):
                 feed.settle()
-                self._ledger.save()
+                self._delivery_file.save()
             elif not self._is_ending.is_set():
                 self._is_ending.wait(GATHERING_S)
         return not is_ending

@@ -17,7 +17,7 @@ from accmt.tracking.history import Superseded, read_rows
 # ---- `delivery.json`: the delivery state of each tracker, so that a later process can continue
 
 
-LEDGER_FILE = "delivery.json"
+DELIVERY_FILE = "delivery.json"
 
 
 @dataclass
@@ -57,11 +57,11 @@ class Account:
             self.delivered = min(self.delivered, self.settled)
 
 
-class Ledger:
+class DeliveryFile:
     """The accounts of all trackers of a run, written as one file."""
 
     def __init__(self, folder: Path, track_name: str, run_name: str) -> None:
-        self._path = folder / LEDGER_FILE
+        self._path = folder / DELIVERY_FILE
         self._lock = threading.Lock()
         self.track_name = track_name
         self.run_name = run_name
@@ -69,16 +69,16 @@ class Ledger:
         self.accounts: dict[str, Account] = {}
 
     @classmethod
-    def read(cls, folder: Path) -> Ledger | None:
-        """Return the ledger of an earlier process; None if the file is missing or damaged."""
+    def read(cls, folder: Path) -> DeliveryFile | None:
+        """Return the delivery file of an earlier process; None if the file is missing or damaged."""
         try:
-            content = loads((folder / LEDGER_FILE).read_text(encoding="utf-8"))
-            ledger = cls(folder, content["track_name"], content["run_name"])
-            ledger.attempt = content["attempt"]
-            ledger.accounts = {name: Account(**account) for name, account in content["trackers"].items()}
+            content = loads((folder / DELIVERY_FILE).read_text(encoding="utf-8"))
+            delivery_file = cls(folder, content["track_name"], content["run_name"])
+            delivery_file.attempt = content["attempt"]
+            delivery_file.accounts = {name: Account(**account) for name, account in content["trackers"].items()}
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return ledger
+        return delivery_file
 
     def save(self) -> None:
         """Replace the file. If the disk is full, the old file is kept, and rows may be delivered twice after a kill."""

@@ -12,7 +12,7 @@ from accmt.secrets import HIDDEN, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_history
 from accmt.tracking.log_with import GROUP, resolve_trackers
-from accmt.tracking.replay import LEDGER_FILE, Ledger, count_rows_left
+from accmt.tracking.replay import DELIVERY_FILE, DeliveryFile, count_rows_left
 from accmt.tracking.spec import RunStart, name_error
 
 _START_S = 30.0
@@ -39,9 +39,9 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0, server: str | None =
     Raises:
         ArgumentError: `run_folder` is not a run folder, or the run is still running and delivers its rows itself.
     """
-    ledger = Ledger.read(run_folder)
-    if ledger is None or not (run_folder / HISTORY_FILE).exists():
-        expected = f"the folder of a run, with {HISTORY_FILE} and {LEDGER_FILE}"
+    deliveries = DeliveryFile.read(run_folder)
+    if deliveries is None or not (run_folder / HISTORY_FILE).exists():
+        expected = f"the folder of a run, with {HISTORY_FILE} and {DELIVERY_FILE}"
         raise ArgumentError(explain("accmt sync", str(run_folder), expected, "pass logs/<track>/<run>"))
     history = History(run_folder)
     try:
@@ -54,15 +54,21 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0, server: str | None =
         status = str(last[0]["status"]) if last and "status" in last[0] else "KILLED"
         if not last or "status" not in last[0]:
             history.add_status("KILLED")  # a killed process could not write it
-        return [_sync(key, run_folder, history, ledger, status, timeout_s, server) for key in ledger.accounts]
+        return [_sync(key, run_folder, history, deliveries, status, timeout_s, server) for key in deliveries.accounts]
     finally:
         history.close()
 
 
 def _sync(
-    key: str, folder: Path, history: History, ledger: Ledger, status: str, timeout_s: float, server: str | None
+    key: str,
+    folder: Path,
+    history: History,
+    deliveries: DeliveryFile,
+    status: str,
+    timeout_s: float,
+    server: str | None,
 ) -> Synced:
-    account = ledger.accounts[key]
+    account = deliveries.accounts[key]
     account.reopen()
     left_before = count_rows_left(history.path, account)
     if left_before == 0 and account.status == status:
@@ -75,9 +81,9 @@ def _sync(
     # The folder may have been moved: a local store is expected next to its current location.
     logging_dir = url or str(folder.absolute().parent.parent)
     (spec,) = resolve_trackers(key)
-    place = RunPlace(logging_dir, ledger.track_name, ledger.run_name, folder.absolute())
+    place = RunPlace(logging_dir, deliveries.track_name, deliveries.run_name, folder.absolute())
     start = RunStart(place, account.kwargs, is_quiet=True)
-    delivery = Delivery(spec, start, history, ledger, key=key, is_patient=False)
+    delivery = Delivery(spec, start, history, deliveries, key=key, is_patient=False)
     delivery.begin(min(_START_S, timeout_s))
     wait_for_the_end([delivery], status, timeout_s if delivery.start_error is None else 0.0)
     delivery.detach(status)

@@ -16,7 +16,7 @@ from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_rows
 from accmt.tracking.log_with import kwargs_of_each, report_missing_key
 from accmt.tracking.media import MediaLog
-from accmt.tracking.replay import Account, Ledger, Rewinding, count_rows_left
+from accmt.tracking.replay import Account, DeliveryFile, Rewinding, count_rows_left
 from accmt.tracking.spec import RunStart, TrackerSpec, name_error
 from accmt.tracking.values import to_floats, to_plain
 
@@ -71,7 +71,7 @@ class Tracking:
         self._offline = offline
         self._history: History | None = None
         self._lock: FolderLock | None = None
-        self._ledger: Ledger | None = None
+        self._delivery_file: DeliveryFile | None = None
         self._deliveries: list[Delivery] = []
         self._resumed: dict[str, Any] | None = None
         self._last_step: int | None = None
@@ -101,7 +101,7 @@ class Tracking:
     @property
     def run_ids(self) -> dict[str, str]:
         """The id of the run in each service that has one, such as `{"mlflow": "0adacf..."}`; kept after `finish`."""
-        accounts = {} if self._ledger is None else self._ledger.accounts
+        accounts = {} if self._delivery_file is None else self._delivery_file.accounts
         return {key: account.run_id for key, account in accounts.items() if account.run_id is not None}
 
     @property
@@ -117,7 +117,7 @@ class Tracking:
         return {
             "run_name": self._place.run_name,
             "run_ids": self.run_ids,
-            "attempt": 1 if self._ledger is None else self._ledger.attempt,
+            "attempt": 1 if self._delivery_file is None else self._delivery_file.attempt,
             "line": 0 if self._history is None else self._history.num_lines,
             "step": self._last_step,
         }
@@ -161,9 +161,9 @@ class Tracking:
         try:
             self._history = history = History(self._place.run_folder)
             history.is_ours_alone()  # keeps `accmt sync` away during the run
-            self._ledger = self._open_ledger(history)
-            self._ledger.save()
-            self._start_trackers(history, self._ledger)
+            self._delivery_file = self._open_delivery_file(history)
+            self._delivery_file.save()
+            self._start_trackers(history, self._delivery_file)
         except BaseException:
             self.finish("FAILED", flush_s=_FLUSH_AFTER_A_FAILED_START_S)
             raise
@@ -274,10 +274,10 @@ class Tracking:
         for delivery in self._deliveries:
             delivery.notify()
 
-    def _open_ledger(self, history: History) -> Ledger:
+    def _open_delivery_file(self, history: History) -> DeliveryFile:
         """Open the delivery state of each tracker: that of an earlier attempt at this run, or a new one."""
-        ledger = Ledger(self._place.run_folder, self._place.track_name, self._place.run_name)
-        before = Ledger.read(self._place.run_folder)
+        delivery_file = DeliveryFile(self._place.run_folder, self._place.track_name, self._place.run_name)
+        before = DeliveryFile.read(self._place.run_folder)
         if before is not None and self._resumed is None:
             for key, account in before.accounts.items():  # which can no longer be delivered
                 left = count_rows_left(history.path, account)
@@ -287,20 +287,20 @@ class Tracking:
                     do = "resume or `accmt sync` a run before you start another with the same run_name"
                     warn(explain(f"the tracker {key}", got, "one folder per run", do))
             if not _came_to_its_end(history.path):
-                history.add_rewind(0, None, ledger.attempt)  # it had no checkpoint, so it starts over
+                history.add_rewind(0, None, delivery_file.attempt)  # it had no checkpoint, so it starts over
         lines = history.num_lines
         if self._resumed is not None:
-            ledger.attempt = 1 + max(self._resumed["attempt"], before.attempt if before else 0)
-            history.add_rewind(self._resumed["line"], self._resumed["step"], ledger.attempt)
+            delivery_file.attempt = 1 + max(self._resumed["attempt"], before.attempt if before else 0)
+            history.add_rewind(self._resumed["line"], self._resumed["step"], delivery_file.attempt)
         for key, (spec, kwargs) in self._trackers.items():
             account = self._find_account(key, spec, before, lines)
             server = spec.server(self._place)
             account.server = server and hide_text(server)
             account.kwargs = hide(to_plain(kwargs), leave_out=True)
-            ledger.accounts[key] = account
-        return ledger
+            delivery_file.accounts[key] = account
+        return delivery_file
 
-    def _find_account(self, key: str, spec: TrackerSpec, before: Ledger | None, lines: int) -> Account:
+    def _find_account(self, key: str, spec: TrackerSpec, before: DeliveryFile | None, lines: int) -> Account:
         if self._resumed is None:
             return Account(first=lines, delivered=lines, handed=lines, settled=lines)
         run_id = self._resumed["run_ids"].get(key)
@@ -313,7 +313,7 @@ class Tracking:
         delivered = lines if spec.rewinding is Rewinding.UNKNOWN else 0
         return Account(run_id=run_id, delivered=delivered, handed=lines, settled=delivered)
 
-    def _start_trackers(self, history: History, ledger: Ledger) -> None:
+    def _start_trackers(self, history: History, delivery_file: DeliveryFile) -> None:
         held_back = self._held_back()
         for key, (spec, kwargs) in self._trackers.items():
             if key in held_back:
@@ -323,7 +323,7 @@ class Tracking:
                 spec,
                 RunStart(self._place, kwargs, is_quiet=self._is_quiet),
                 history,
-                ledger,
+                delivery_file,
                 key=key,
                 is_patient=self._offline is not False,
             )

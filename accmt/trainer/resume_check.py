@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-import xxhash
 
 from accmt.callbacks import Callback, build_callbacks
 from accmt.checkpoint.contents import StateCollector
@@ -21,6 +16,7 @@ from accmt.messages import say, speaking
 from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
 from accmt.recovery.run_state import collect_others, stateful_parts
+from accmt.trainer.digests import changed_attributes, digest, digest_attributes
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
@@ -38,7 +34,7 @@ class _Trace:
 
     def first_difference(self, other: _Trace) -> str | None:
         """Return the first name whose digest differs from `other`'s."""
-        names = (name for name, digest in other.entries.items() if self.entries.get(name) != digest)
+        names = (name for name, one in other.entries.items() if self.entries.get(name) != one)
         return next(names, None)
 
 
@@ -49,19 +45,19 @@ class _Witness(Callback):
         self.trace = _Trace()
 
     def on_before_training_step(self, batch: Any) -> None:
-        self.trace.entries[f"the batch {self._place()}"] = _digest(batch)
+        self.trace.entries[f"the batch {self._place()}"] = digest(batch)
 
     def on_after_training_step(self, outputs: Any) -> None:
-        self.trace.entries[f"the result of training_step for batch {self._place()}"] = _digest(outputs)
+        self.trace.entries[f"the result of training_step for batch {self._place()}"] = digest(outputs)
 
     def on_fit_end(self) -> None:
         run = self.trainer.run
         collected = StateCollector(run.model, [run.stepper.optimizer]).collect(collect_others(run))
         for name, tensor in collected.pieces.tensors.items():
-            self.trace.entries[f"the final {name}"] = _digest(tensor)
+            self.trace.entries[f"the final {name}"] = digest(tensor)
         for name, part in stateful_parts(run).items():
             if name not in ("tracking", "clock"):
-                self.trace.entries[f"the final state of {name}"] = _digest(part.state_dict())
+                self.trace.entries[f"the final state of {name}"] = digest(part.state_dict())
         self.trace.module = self.module
 
     def _place(self) -> str:
@@ -176,30 +172,9 @@ def _explain(difference: str, without_interruption: str | None, whole: _Trace, r
         got = f"{without_interruption} differs between two runs that were not interrupted"
         do = "look for randomness from custom generators or clocks, and for nondeterministic operations"
         return explain(where, got, expected, do)
-    hidden = _hidden_state(whole.module, resumed.module)
+    changed = changed_attributes(digest_attributes(whole.module), digest_attributes(resumed.module))
+    hidden = [f"self.{name}" for name in changed]
     do = "return what the next step depends on from state_dict (of module or callback), restore it in load_state_dict"
     if hidden:
         do = f"return {', '.join(hidden)} from {type(whole.module).__name__}.state_dict, restore it in load_state_dict"
     return explain(where, f"the first difference is {difference}", expected, do)
-
-
-def _digest(value: Any) -> str:
-    """Return a digest of a value's bits, or the name of its type if it has none."""
-    if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
-    if isinstance(value, Mapping):
-        return _digest([(str(key), _digest(item)) for key, item in value.items()])
-    if isinstance(value, list | tuple):
-        return xxhash.xxh3_64_hexdigest("".join(map(_digest, value)).encode())
-    try:
-        return xxhash.xxh3_64_hexdigest(pickle.dumps(value))
-    except Exception:  # noqa: BLE001 - whatever pickling does
-        return type(value).__name__
-
-
-def _hidden_state(whole: Any, resumed: Any) -> list[str]:
-    """Return the module's attributes that differ after an interruption."""
-    of_run = {"model", "teacher", "trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "device"}
-    mine, theirs = vars(whole), vars(resumed)
-    return [f"self.{name}" for name in mine if name not in of_run and _digest(mine[name]) != _digest(theirs.get(name))]

@@ -14,10 +14,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy, dropout, mse_loss, normalize
 from torch.utils.data import Dataset, get_worker_info
 
-from accmt import AcceleratorModule, Callback
+from accmt import AcceleratorModule, Callback, ChainedOptimizer, ExtendedAcceleratorModule
 from accmt.addons.prove import Proof
 from accmt.cli.main import main
 from accmt.processes import process_index
+from accmt.trainer.digests import digest
+from tests.faults.prove_examples import prove_example
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -300,11 +302,48 @@ class Attends(Linear):
         return mse_loss(self.model[2](scores @ inputs).mean(1), batch[1])
 
 
+class BuiltInFit(Linear):
+    def __init__(self) -> None:
+        """Leave the model to `configure_model`."""
+
+    def configure_model(self) -> None:
+        self.model = nn.Linear(3, 1)
+
+
+class Adversarial(ExtendedAcceleratorModule):
+    """Two optimizers, and noise in training and validation."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict({"maker": nn.Linear(3, 3), "judge": nn.Linear(3, 1)})
+
+    def get_optimizer(self) -> ChainedOptimizer:
+        return ChainedOptimizer([torch.optim.SGD(part.parameters(), lr=0.1) for part in self.model.values()])
+
+    def compute(self, batch: Any) -> torch.Tensor:
+        made = self.model["maker"](torch.randn_like(batch[0]))
+        return mse_loss(self.model["judge"](made), batch[1])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):
+            with self.toggled_optimizer(optimizer):
+                loss = sign * self.compute(batch)
+                self.backward(loss)
+                self.step_optimizer(optimizer)
+                self.zero_grad()
+        return loss
+
+    def validation_step(self, batch: Any) -> torch.Tensor:
+        return self.compute(batch)
+
+
 CORRECT: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any]]] = {
     "plain": (Linear, {"val": Points}),
     "random": (Dropped, {"train": Augmented, "val": Points}),
     "tokens": (Tokens, {**TEXTS, "val": Texts}),
     "attention": (Attends, {}),
+    "model built in fit": (BuiltInFit, {}),
+    "two optimizers": (Adversarial, {"val": Points}),
 }
 
 
@@ -312,13 +351,19 @@ CORRECT: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any]]] = {
 def test_a_correct_program_passes(name: str, tmp_path: Path) -> None:
     make, made = CORRECT[name]
     module = make()
-    before = {key: value.clone() for key, value in module.model.state_dict().items()}
+    before = digest(vars(module))
     settings = {key: value() if key in ("train", "val") else value for key, value in made.items()}
     proof = prove(module, tmp_path, **settings)
     assert proof.is_right, str(proof)
     assert not proof.causes
-    assert all(map(torch.equal, before.values(), module.model.state_dict().values()))
+    assert digest(vars(module)) == before
     assert not list(tmp_path.iterdir()), "a proof leaves nothing on the disk"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gan", "several_validation_sets", "vision"])
+def test_an_example_is_proven(name: str, tmp_path: Path) -> None:
+    assert not prove_example(name, tmp_path)
 
 
 def test_a_script_is_proven_up_to_its_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,13 +379,15 @@ class Summed(Linear):
 
 trainer = make_trainer({"batch_size": 8}, sys.argv[1])
 trainer.fit(Summed() if "--sum" in sys.argv else Linear(), make_points(64))
-raise AssertionError("after fit")
+raise AssertionError("another fit comes after it")
 """
     )
     folder = str(tmp_path / "model")
     assert main(["prove", "--steps", "2", "--samples", "16", str(script), "--", folder]) == 0
     assert main(["prove", "--steps", "2", "--samples", "16", str(script), "--", folder, "--sum"]) == 1
-    assert "a loss that is a sum" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"the first trainer.fit, {script}:10" in printed
+    assert "a loss that is a sum" in printed
     assert list(tmp_path.iterdir()) == [script]
     script.write_text("print('nothing to train')")
     assert main(["prove", str(script)]) == 2

@@ -14,7 +14,7 @@ from accelerate.state import PartialState
 from accmt import MLFlow, TensorBoard
 from accmt.tracking import read_history, sync_run
 from accmt.tracking.history import History
-from accmt.tracking.replay import LEDGER_FILE
+from accmt.tracking.replay import DELIVERY_FILE
 from tests.faults.tracking import (
     Faulty,
     accounts_of,
@@ -135,11 +135,11 @@ def test_rows_that_a_killed_tracker_had_in_memory_are_delivered_again(store):
     for step in range(4, 11):
         history.add_values({"loss": float(step)}, step)
     history.close()
-    path = first.run_folder / LEDGER_FILE
-    ledger = json.loads(path.read_text())
-    [account] = ledger["trackers"].values()
+    path = first.run_folder / DELIVERY_FILE
+    delivery_file = json.loads(path.read_text())
+    [account] = delivery_file["trackers"].values()
     account |= {"delivered": 11, "handed": 11, "settled": 4}
-    path.write_text(json.dumps(ledger))
+    path.write_text(json.dumps(delivery_file))
     second = make([TensorBoard], store, run_name="in memory")
     second.load_state_dict({**state, "line": 11, "step": 10})
     second.start({"lr": 0.1})

@@ -7,7 +7,7 @@ from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accmt.tracking import Tracking, read_history, resolve_trackers
-from accmt.tracking.replay import Ledger
+from accmt.tracking.replay import DeliveryFile
 
 
 class Faulty(GeneralTracker):
@@ -56,7 +56,7 @@ def log_steps(tracking, first, last, pause_s=0.0, value=float):
 def kill(tracking):
     """Leave a run as SIGKILL does, up to what this process needs to go on: nothing is flushed, told or closed."""
     for delivery in tracking._deliveries:
-        delivery._ledger.save = lambda: None
+        delivery._delivery_file.save = lambda: None
         if delivery.spec.name == "mlflow":  # TensorBoard's writer has nothing left, but a thread
             delivery.spec.finish = lambda tracker, status: None
         delivery.end("", 0.0)
@@ -90,4 +90,4 @@ def tensorboard_points(folder):
 
 
 def accounts_of(folder):
-    return Ledger.read(folder).accounts.values()
+    return DeliveryFile.read(folder).accounts.values()

@@ -16,7 +16,7 @@ from accmt.errors import explain
 from accmt.messages import say, warn
 from accmt.secrets import hide, hide_text, is_secret_name, remember, write_command
 from accmt.tracking import sync_run
-from accmt.tracking.replay import Ledger
+from accmt.tracking.replay import DeliveryFile
 from tests.toys import HPS, Linear, make_points, make_trainer
 
 SECRET_NAMES = """token hf_token hub_token HF_TOKEN write_token session_token use_auth_token api_key apiKey X-Api-Key
@@ -240,9 +240,9 @@ def test_rows_are_synced_to_a_server_whose_password_is_in_no_file(monkeypatch, t
     history = History(tmp_path)
     history.add_values({"loss": 1.0}, 1)
     history.close()
-    ledger = Ledger(tmp_path, "track", "run")
-    ledger.accounts["mlflow"] = Account(server=hide_text(whole))
-    ledger.save()
+    delivery_file = DeliveryFile(tmp_path, "track", "run")
+    delivery_file.accounts["mlflow"] = Account(server=hide_text(whole))
+    delivery_file.save()
     (synced,) = sync_run(tmp_path)
     assert synced.num_left == 1
     assert "with --server" in (synced.problem or "")

@@ -274,13 +274,13 @@ def test_sync_delivers_what_a_server_that_was_down_has_not_got(store):
     tracking = start(MLFlow, "127.0.0.1:9", "late", offline=True)
     log_everything(tracking)
     tracking.finish("FINISHED")
-    ledger = tracking.run_folder / "delivery.json"
-    content = json.loads(ledger.read_text())
+    delivery_file = tracking.run_folder / "delivery.json"
+    content = json.loads(delivery_file.read_text())
     content["trackers"]["mlflow"]["server"] = f"sqlite:///{store}/mlflow.db"  # the server is there now
-    ledger.write_text(json.dumps(content))
+    delivery_file.write_text(json.dumps(content))
     (synced,) = sync_run(tracking.run_folder)
     assert (synced.num_delivered, synced.num_left, synced.problem) == (4, 0, None)
-    run_id = json.loads(ledger.read_text())["trackers"]["mlflow"]["run_id"]
+    run_id = json.loads(delivery_file.read_text())["trackers"]["mlflow"]["run_id"]
     paths = [file.path for file in mlflow.MlflowClient(f"sqlite:///{store}/mlflow.db").list_artifacts(run_id)]
     assert sorted(paths) == ["images", "note.txt", "plots", "tables"]
 

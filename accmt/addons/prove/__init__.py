@@ -32,6 +32,7 @@ from accmt.addons.prove.launches import (
 )
 from accmt.callbacks import build_callbacks
 from accmt.errors import ArgumentError, explain
+from accmt.messages import say, speaking
 from accmt.processes import num_processes
 from accmt.setup.module_checks import require_module
 
@@ -98,7 +99,7 @@ class Proof:
         title = f"{self.steps} steps of {self.batch_size} samples, compared to one process with one batch per step"
         lines = [title, f"  {'launch':<{width}}  gradients  metrics  first difference"]
         for row in self.rows:
-            first = (row.error or row.first or "-").partition("\n")[0]
+            first = _in_short(row.error) or row.first or "-"
             numbers = (
                 f"{row.gradient:>9.1e}  {row.value:>7.1e}" if not (row.error or row.is_skipped) else f"{'':>9}  {'':>7}"
             )
@@ -143,13 +144,26 @@ def prove(
     size = (getattr(train_dataset, "batch_size", None) or hps.train_batch_size) * (
         trainer.settings.optimization.accumulation_at(0) or 1
     )
-    size = max(8 if has_batch_norm(module.model) else 4, min(size, samples // steps) // 4 * 4)
-    with make_folder() as folder:
-        subject = Subject(
-            trainer, module, train_dataset, val_dataset, datamodule, steps, size, Path(folder), fit or type(trainer).fit
-        )
-        rows, causes = _Comparison(subject).run()
+    with make_folder() as path:
+        folder = Path(path)
+        uses_batch_norm = _uses_batch_norm(module, folder)
+        size = max(8 if uses_batch_norm else 4, min(size, samples // steps) // 4 * 4)
+        data = train_dataset, val_dataset, datamodule
+        subject = Subject(trainer, module, *data, steps, size, uses_batch_norm, folder, fit or type(trainer).fit)
+        with speaking(verbose=trainer.settings.running.verbose):
+            rows, causes = _Comparison(subject).run()
     return Proof(tuple(rows), tuple(causes), steps, size)
+
+
+def _uses_batch_norm(module: Any, folder: Path) -> bool:
+    if getattr(module, "model", None) is not None:
+        return has_batch_norm(module.model)
+
+    def body() -> dict[str, Any]:
+        module.configure_model()
+        return {"found": has_batch_norm(module.model)}
+
+    return bool(run_forked(1, body, folder).get("found"))  # the reference reports an error
 
 
 def _require_possible(steps: int, samples: int) -> None:
@@ -177,6 +191,7 @@ class _Comparison:
 
     def run(self) -> tuple[list[Row], list[Cause]]:
         """Return the table and the causes."""
+        say(f"prove: {self._subject.steps} steps of {self._subject.batch_size} samples, with one process")
         self._reference = run_launch(self._subject, REFERENCE)
         if self._reference.error:
             return [Row(REFERENCE.name, error=self._reference.error)], [_cause_of_error(self._reference)]
@@ -189,6 +204,7 @@ class _Comparison:
         launches.insert(1, RESUMED)
         rows, causes, differing = list[Row](), list[Cause](), list[tuple[Launch, Outcome, Row]]()
         for launch in launches:
+            say(f"prove: {launch.name}")
             outcome = run_launch(self._subject, launch)
             row = self._compare(launch, outcome)
             rows.append(row)
@@ -197,6 +213,7 @@ class _Comparison:
             if launch is REPEATED and not row.is_right and not row.error:
                 return rows, find.find_random(outcome, self._reference, self._experiment(1))
         for launch, outcome, row in differing:
+            say(f"prove: looking for what differs in: {launch.name}")
             causes += [one for one in self._explain(launch, outcome, row, causes) if one not in causes]
         return rows, causes
 
@@ -270,7 +287,7 @@ class _Comparison:
         return find.find_callback(names, lambda kept: self._differs(launch, with_callbacks=kept))
 
     def _without_batch_norm(self, launch: Launch) -> bool:
-        return has_batch_norm(self._subject.module.model) and not self._differs(launch, freezes_batch_norm=True)
+        return self._subject.uses_batch_norm and not self._differs(launch, freezes_batch_norm=True)
 
     def _differs(self, launch: Launch, **changes: Any) -> bool:
         variant = "-" + "-".join(f"{name}{value}" for name, value in changes.items())
@@ -283,6 +300,13 @@ def _is_compared(name: str) -> bool:
     return not any(word in name for word in ("second", "time", "padding", "memory"))
 
 
+def _in_short(error: str) -> str:
+    """Return where an error is, and what was found, on one line."""
+    where, _, rest = error.partition("\n  got: ")
+    return ": ".join(part.partition("\n")[0] for part in (where.rpartition("errors.")[2], rest) if part)
+
+
 def _cause_of_error(outcome: Outcome) -> Cause:
     message = (outcome.error or "").partition(": ")[2] or str(outcome.error)
-    return Cause("an error", message, "see the message")
+    got, _, do = message.partition("\n  do: ")
+    return Cause("an error", got, do or "fix the error; the same launch outside of a proof shows where it was raised")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from accmt.addons.prove.digests import changed_attributes
 from accmt.addons.prove.experiments import Findings
 from accmt.addons.prove.launches import Launch, Outcome
+from accmt.trainer.digests import changed_attributes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ def find_in_findings(findings: Findings) -> list[Cause]:
             Cause("state in the dataset", f"reading a sample twice gives different results: {findings.data}", do)
         )
     if findings.collate:
-        do = "compute each sample in __getitem__; the collate function should only pad and stack"
+        do = (
+            "compute each sample in __getitem__, and only pad and stack in the collate function; "
+            "or accept that results depend on the batch size per process, as with mixup"
+        )
         found.append(Cause("a collate function that mixes samples", findings.collate, do))
     if findings.repeated:
         do = "make training_step depend only on the batch, the weights and self.state.global_step"

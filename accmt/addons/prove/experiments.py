@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from accmt.addons.prove.digests import changed_attributes, digest, digest_attributes
 from accmt.addons.prove.randomness import SameForAllSamples, seed_step
 from accmt.callbacks import Callback
 from accmt.data import find_batch_size
 from accmt.libraries.private_names import is_batch_norm
 from accmt.loop.step_outputs import read_training_output
 from accmt.processes import gather_objects, num_processes
+from accmt.trainer.digests import changed_attributes, digest, digest_attributes
 from accmt.without_trace import without_trace
 
 _SAME = 1e-3
@@ -116,7 +116,11 @@ class Laboratory(Callback):
         parts = (batch, _rows(batch, size, 0, 1), _rows(batch, size, 1, size))
         with without_trace(run.unwrapped_model), torch.no_grad():
             key = next(iter(run.val_loaders))  # the first set is evaluated first
-            outputs = [run.validation_step(key, part) for part in parts]
+            outputs = []
+            for part in parts:
+                seed_step("evaluation", 0)
+                with SameForAllSamples("evaluation", 0):
+                    outputs.append(run.validation_step(key, part))
         values = [one if isinstance(one, Mapping) else {"loss": one} for one in outputs]
         weights = [float(one["weight"]) if "weight" in one else None for one in values]
         own = (1.0, size - 1.0) if weights[1] is None else (weights[1], weights[2] or 0.0)

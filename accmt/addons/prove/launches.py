@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 import os
 import tempfile
@@ -26,13 +25,13 @@ from safetensors.torch import save_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from accmt.addons.prove.digests import digest, digest_attributes
 from accmt.addons.prove.randomness import SameForAllSamples, first_samples, seed_step
 from accmt.callbacks import Callback, build_callbacks
 from accmt.errors import AccmtError
-from accmt.files import dumps
+from accmt.files import dumps, loads
 from accmt.libraries.private_names import forget_accelerator, is_batch_norm
 from accmt.options import Settings
+from accmt.trainer.digests import digest, digest_attributes
 
 EXACT, REDUCED = 1e-3, 5e-2
 """Relative errors up to which gradients count as equal: of float32 weights, and of bfloat16 and float16 ones."""
@@ -117,6 +116,7 @@ class Subject:
     datamodule: Any
     steps: int
     batch_size: int
+    uses_batch_norm: bool
     folder: Path
     fit: Callable[..., Any]
 
@@ -146,7 +146,7 @@ def run_forked(number: int, body: Callable[[], Any], folder: Path, timeout_s: fl
                 one.kill()
             return {"error": f"it did not finish within {timeout_s:.0f} s", "kind": "timeout", "is_refused": False}
     del store
-    found: list[Any] = [json.loads(path.read_text()) if path.exists() else None for path in results]
+    found: list[Any] = [loads(path.read_text()) if path.exists() else None for path in results]
     failed = [one for one in found if one is not None and one.get("error")]
     failed.sort(key=lambda one: one["kind"] == "ProcessFailedError")
     if failed:
@@ -212,7 +212,7 @@ def train_as(subject: Subject, launch: Launch, watching: Sequence[Callback]) -> 
         else:
             arguments[name] = value
     has_order = arguments.get("sampler") is not None or hasattr(train, "order_run")
-    last = subject.batch_size // 2 + (2 if has_batch_norm(module.model) else 1)  # batch norm needs two samples
+    last = subject.batch_size // 2 + (2 if subject.uses_batch_norm else 1)  # batch norm needs two samples
     count = (subject.steps - 1) * subject.batch_size + last
     train = train if hasattr(train, "order_run") else first_samples(train, None if has_order else count)
     if val is not None:
@@ -232,8 +232,6 @@ def train_as(subject: Subject, launch: Launch, watching: Sequence[Callback]) -> 
         callbacks = [every[index] for index in launch.with_callbacks]
         module.get_callbacks = lambda: []
     arguments["callbacks"] = [*callbacks, *watching]
-    if launch.freezes_batch_norm:
-        _freeze_batch_norm(module.model)
     copied = copy.copy(trainer)
     copied.settings = Settings.from_arguments({**Settings.defaults(), "tracker_kwargs": {}, **arguments})
     copied.registered_savings, copied.chosen_checkpoint, copied._run = [], None, None
@@ -386,8 +384,15 @@ class Observer(Callback):
         self._noise: SameForAllSamples | None = None
         self._steps = 0  # calls of optimizers, of which a module may have several
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = state["steps"]
+
     def on_fit_start(self) -> None:
-        self._steps = self.state.global_step
+        if self._launch.freezes_batch_norm:
+            _freeze_batch_norm(self.trainer.run.unwrapped_model)
         if self._is_reference:
             self._save("weights", {name: weight.detach() for name, weight in self._weights()})
         if any(weight.dtype in (torch.bfloat16, torch.float16) for _, weight in self._weights()):
@@ -398,17 +403,26 @@ class Observer(Callback):
         before = self.outcome.batches.get(str(step), "")
         self.outcome.batches[str(step)] = digest((before, batch))
         self.outcome.tokens = max(self.outcome.tokens, _count_padded(batch))
-        seed_step("step", step)
-        self._noise = SameForAllSamples("step", step)
-        self._noise.__enter__()  # type: ignore[no-untyped-call]
+        self._begin_noise("step", step)
 
     def on_after_training_step(self) -> None:
+        self._end_noise()
+
+    def on_before_validation_step(self) -> None:
+        self._begin_noise("evaluation", 0)
+
+    def on_after_validation_step(self) -> None:
+        self._end_noise()
+
+    def _begin_noise(self, purpose: str, step: int) -> None:
+        seed_step(purpose, step)
+        self._noise = SameForAllSamples(purpose, step)
+        self._noise.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end_noise(self) -> None:
         if self._noise is not None:
             self._noise.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._noise = None
-
-    def on_before_validation_step(self) -> None:
-        seed_step("evaluation", 0)
 
     def on_before_optimizer_step(self) -> None:
         gradients = {name: weight.grad.detach() for name, weight in self._weights() if weight.grad is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -9,18 +10,9 @@ from typing import Any
 import torch
 import xxhash
 
-_OF_RUN = (
-    "trainer",
-    "state",
-    "model",
-    "teacher",
-    "accelerator",
-    "optimizer",
-    "scheduler",
-    "tracker",
-    "device",
-    "module",
-)
+_OF_RUN = {
+    "trainer", "state", "model", "teacher", "accelerator", "optimizer", "scheduler", "tracker", "device", "module",
+}  # fmt: skip
 
 
 def digest(value: Any) -> str:
@@ -41,7 +33,7 @@ def digest(value: Any) -> str:
 def digest_attributes(owner: Any) -> dict[str, str]:
     """Return digests of an object's own attributes, without those that a run sets."""
     mine = getattr(owner, "__dict__", {})
-    return {name: digest(value) for name, value in mine.items() if name not in _OF_RUN and not callable(value)}
+    return {name: digest(value) for name, value in mine.items() if name not in _OF_RUN and not inspect.isroutine(value)}
 
 
 def changed_attributes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

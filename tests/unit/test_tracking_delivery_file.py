@@ -1,34 +1,34 @@
 import json
 
-from accmt.tracking.replay import LEDGER_FILE, Account, Ledger
+from accmt.tracking.replay import DELIVERY_FILE, Account, DeliveryFile
 
 
 def test_a_later_process_reads_what_was_written(tmp_path):
-    ledger = Ledger(tmp_path, "track", "run")
-    ledger.attempt = 3
-    ledger.accounts["mlflow"] = Account(
+    delivery_file = DeliveryFile(tmp_path, "track", "run")
+    delivery_file.attempt = 3
+    delivery_file.accounts["mlflow"] = Account(
         server="http://host", kwargs={"tags": {"a": "b"}}, run_id="1f", delivered=5, names={"a@": "a_at_"}
     )
-    ledger.save()
-    read = Ledger.read(tmp_path)
+    delivery_file.save()
+    read = DeliveryFile.read(tmp_path)
     assert (read.track_name, read.run_name, read.attempt) == ("track", "run", 3)
-    assert read.accounts == ledger.accounts
+    assert read.accounts == delivery_file.accounts
 
 
-def test_no_file_and_a_damaged_one_are_no_ledger(tmp_path):
-    assert Ledger.read(tmp_path) is None
-    Ledger(tmp_path, "track", "run").save()
-    path = tmp_path / LEDGER_FILE
+def test_no_file_and_a_damaged_one_are_no_delivery_file(tmp_path):
+    assert DeliveryFile.read(tmp_path) is None
+    DeliveryFile(tmp_path, "track", "run").save()
+    path = tmp_path / DELIVERY_FILE
     whole = path.read_text()
     for damaged in ("", whole[:20], "[]", json.dumps({"track_name": "track"})):
         path.write_text(damaged)
-        assert Ledger.read(tmp_path) is None
+        assert DeliveryFile.read(tmp_path) is None
     path.write_text(whole)
-    assert Ledger.read(tmp_path) is not None
+    assert DeliveryFile.read(tmp_path) is not None
 
 
 def test_a_folder_that_is_gone_stops_nothing(tmp_path):
-    Ledger(tmp_path / "gone", "track", "run").save()
+    DeliveryFile(tmp_path / "gone", "track", "run").save()
     assert list(tmp_path.iterdir()) == []
 
 
