@@ -19,7 +19,6 @@ from accmt.engine.shards import building_for
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain, nearest
 from accmt.huggingface.peft_adapters import read_base_name
 from accmt.huggingface.pretrained import (
-    enable_gradient_checkpointing,
     find_model_class,
     load_pretrained,
     require_model_folder,
@@ -72,9 +71,6 @@ def build_from_hps(hps: HyperParameters) -> Any:
     _freeze(hps, model, section.freeze)
     if section.adapter:
         model = _with_adapter(hps, section, model, adapter)
-    if section.gradient_checkpointing is not False:
-        own = section.gradient_checkpointing if isinstance(section.gradient_checkpointing, Mapping) else None
-        enable_gradient_checkpointing(model, own)
     return model
 
 

@@ -22,7 +22,6 @@ _EXAMPLES = {
     "quantization": "quantization: nf4",
     "adapter": "adapter: {type: IA3, target_modules: [k_proj], feedforward_modules: []}",
     "lora": "lora: {r: 16, target_modules: [q_proj, v_proj]}",
-    "gradient_checkpointing": "gradient_checkpointing: true",
     "freeze": "freeze: [embed]",
     "kernels": "kernels: liger",
 }
@@ -54,8 +53,6 @@ class ModelSection:
         type: A transformers class; None is `AutoModel`.
         quantization: `type` is one of `QUANTIZATIONS` or `torchao:...`; the rest are configuration arguments.
         adapter: `type` is the name of a PEFT configuration class without `Config`; the rest are its arguments.
-        gradient_checkpointing: Whether to recompute activations in the backward pass, or the arguments of
-            `torch.utils.checkpoint.checkpoint` for it.
         freeze: Regular expressions; parameters whose names match one are not trained.
         kernels: `type` is "liger"; the rest are arguments of the function that applies the kernels.
         arguments: Further arguments of `from_pretrained`.
@@ -65,7 +62,6 @@ class ModelSection:
     type: str | None = None
     quantization: Mapping[str, Any] = field(default_factory=dict)
     adapter: Mapping[str, Any] = field(default_factory=dict)
-    gradient_checkpointing: bool | Mapping[str, Any] = False
     freeze: tuple[str, ...] = ()
     kernels: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -77,13 +73,12 @@ def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
     if not isinstance(values, Mapping):
         got, do = describe(value), f"write `model: {{{_EXAMPLES['path']}}}`"
         return None, [Fault(("model",), got, "a path, or a mapping with `path`", do)]
-    off = ("quantization", "adapter", "lora", "gradient_checkpointing", "freeze", "kernels")
-    on_if_empty = ("lora", "gradient_checkpointing")  # with default arguments
+    off = ("quantization", "adapter", "lora", "freeze", "kernels")
     values = {
         str(name): entry
         for name, entry in values.items()
-        if not (entry is None or (name in off and is_off(entry) and not (name in on_if_empty and is_empty(entry))))
-    }
+        if not (entry is None or (name in off and is_off(entry) and not (name == "lora" and is_empty(entry))))
+    }  # an empty `lora` has default arguments
     faults = list(_faults(values))
     section = ModelSection(
         path=str(values.get("path")),
@@ -92,7 +87,6 @@ def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
         adapter=_lora(values["lora"], faults)
         if "lora" in values
         else _with_type(values.get("adapter"), "adapter", faults),
-        gradient_checkpointing=values.get("gradient_checkpointing", False),  # type: ignore[arg-type]  # checked in _faults
         freeze=read_patterns(("model", "freeze"), values["freeze"], faults) if "freeze" in values else (),
         kernels=_with_type(values.get("kernels"), "kernels", faults),
         arguments={name: entry for name, entry in values.items() if name not in NAMES}
@@ -113,11 +107,10 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
             found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
     if isinstance(values.get("dtype"), str):
         found += _dtype_faults(values["dtype"])
-    if not isinstance(values.get("gradient_checkpointing", False), bool | Mapping):
-        got = describe(values["gradient_checkpointing"])
-        found.append(
-            Fault(("model", "gradient_checkpointing"), got, "true, false, or a mapping with arguments", "write `true`")
-        )
+    if "gradient_checkpointing" in values:
+        do = "write Trainer(gradient_checkpointing=True), or `accmt sft ... --gradient_checkpointing true`"
+        place = ("model", "gradient_checkpointing")
+        found.append(Fault(place, "an argument of the Trainer", "what describes the model", do))
     if "lora" in values and "adapter" in values:
         found.append(Fault(("model", "lora"), "both `lora` and `adapter`", "one adapter", "remove one of them"))
     kernels = values.get("kernels")
