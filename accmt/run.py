@@ -16,7 +16,6 @@ from torch import nn
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.callback import find_hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
-from accmt.data.lengths import LargestBatch
 from accmt.engine.base import Engine
 from accmt.engine.replicas import Replicas
 from accmt.errors import DataError, ReplicasDifferError, explain
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.failures import Clock, Interruption, Watch
+    from accmt.recovery.restart import Recovery
+    from accmt.setup.datasets import Loaders
 
 TEST_LOSS = "test_loss"
 """The name of the test loss; that of the validation loss is `val_loss_metric_name`."""
@@ -188,17 +189,7 @@ class EvaluationRun:
         return samples
 
 
-# Protocols for parts of a run that are built in other packages, which `accmt.run` does not import.
-
-
-class LoadersProtocol(Protocol):
-    """The parts of `accmt.setup.datasets.Loaders` that a run uses."""
-
-    train: Loader
-
-    def reload_if_due(self) -> None: ...
-    def build_train_again(self) -> Loader: ...
-    def make_largest_batch(self) -> LargestBatch | str: ...
+# Protocols for parts of a run whose methods take a run, so that their modules import this one.
 
 
 class SaverProtocol(Protocol):
@@ -262,16 +253,6 @@ class SnapshotProtocol(Protocol):
     def restored(self, run: Run) -> AbstractContextManager[None]: ...
 
 
-class RecoveryProtocol(Protocol):
-    """The parts of `accmt.recovery.restart.Recovery` that a run uses."""
-
-    lessons: dict[str, dict[str, Any]]
-    rollbacks: int
-    rolled_back_to: int | None
-    checkpoint: Path | None
-    is_temporary: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run(EvaluationRun):
     """A training run: its settings, resources, and stateful parts.
@@ -300,7 +281,7 @@ class Run(EvaluationRun):
     """
 
     training_step: Callable[[Any], Any]
-    loaders: LoadersProtocol
+    loaders: Loaders
     stepper: Stepper
     trained: TrainedParameters
     scheduler: Any
@@ -313,7 +294,7 @@ class Run(EvaluationRun):
     checkpoints: CheckpointsProtocol
     snapshot: SnapshotProtocol
     clock: Clock
-    recovery: RecoveryProtocol
+    recovery: Recovery
     interruption: Interruption
     watch: Watch | None
     is_resumed: bool
@@ -324,6 +305,11 @@ class Run(EvaluationRun):
     def train_loader(self) -> Loader:
         """The training batches."""
         return self.loaders.train
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The samples of a micro-batch of one process."""
+        return self.settings.hps.train_batch_size // self.train_loader.source.micro_batches_per_batch
 
     @property
     def total_steps(self) -> int | None:

@@ -255,7 +255,7 @@ def _try(
             trial.fit(module, data)
         finally:
             if trial._run is not None:
-                free_finished(trial.run)
+                free_finished(trial.run.stepper.optimizer)
             module.model.load_state_dict(before)
             module.model.train(is_training)
     return trial

@@ -25,7 +25,6 @@ from accmt.metrics.averages import COMPACT_AT, Weight, stack
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.processes import data_index, gather_from_data, num_data_processes, process_index
-from accmt.recovery.restart import restart
 from accmt.run import EvaluationRun, Run
 from accmt.sharded_tensors import total_norm
 from accmt.state import Place
@@ -191,7 +190,7 @@ class LossGuard(Feature):
         known |= {window} if first.is_spike else set()
         recovery.lessons[self.name] = {"skipped_windows": sorted(known), "check_until": window + 1}
         warn(f"{first}: rolling back to the checkpoint of step {step} to skip the bad step")
-        restart(run, checkpoint)
+        recovery.restart(checkpoint)
 
     def find(self) -> list[tuple[Place, float, str]]:
         """Return the wrong losses since the last call, with their places.

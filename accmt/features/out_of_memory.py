@@ -13,7 +13,7 @@ from accmt.messages import warn
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.processes import sum_over_processes
-from accmt.recovery.restart import current_micro_batch_size, free_memory, restart
+from accmt.recovery.restart import free_memory
 from accmt.run import EvaluationRun, Run
 
 
@@ -48,7 +48,7 @@ class OutOfMemory(Feature):
 
     def keeps_apart(self) -> bool:
         """Return whether a micro-batch can be halved, so that a process may abandon one that does not fit."""
-        return current_micro_batch_size(self._run) > 1
+        return self._run.micro_batch_size > 1
 
     def recovers_from(self, error: Exception) -> bool:
         return is_out_of_memory(error)
@@ -64,12 +64,12 @@ class OutOfMemory(Feature):
         if sum_over_processes((float(window.is_left),))[0] == 0:
             return
         run = self._run
-        free_memory(run)
-        size = current_micro_batch_size(run)
+        free_memory(run.stepper.optimizer)
+        size = run.micro_batch_size
         smaller = run.settings.hps.micro_batch_size_within(max(1, size // 2))
         run.recovery.lessons[self.name] = {"max_micro_batch_size": smaller}
         change = f"continuing with micro-batches of {smaller} samples instead of {size}"
         warn(f"out of memory after step {run.state.global_step}: {change}; the effective batch size does not change")
         run.checkpoints.save_snapshot(run)
         run.recovery.is_temporary = run.settings.checkpoints.every is None
-        restart(run, run.checkpoints.newest())
+        run.recovery.restart(run.checkpoints.newest())

@@ -16,7 +16,8 @@ from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, 
 from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
 from accmt.processes import num_data_processes, run_on_every_process, run_on_main_process
-from accmt.recovery.restart import Restart, printing_resume_hint
+from accmt.recovery.restart import Restart
+from accmt.recovery.resume_hint import printing_resume_hint
 from accmt.recovery.shutdown import handle_failure, watching
 from accmt.run import Run
 from accmt.saving.selection import TRAIN_LOSS, VALID_LOSS

@@ -129,7 +129,7 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
         )
         return
     if is_out_of_memory(error):
-        free_memory(run)
+        free_memory(run.stepper.optimizer)
     for before_emergency_checkpoint in run.features.before_emergency_checkpoint:
         before_emergency_checkpoint()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ from accmt.recovery.model_saver import ModelSaver
 from accmt.recovery.restart import Recovery, find_relaunched
 from accmt.recovery.resume import Resumed, find_resumed
 from accmt.recovery.run_state import StepSnapshot, restore
+from accmt.recovery.shutdown import stopping_if_asked
 from accmt.registry import addon
 from accmt.run import Actions, Run
 from accmt.saving import Selection
@@ -112,7 +114,8 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     inputs = _find_inputs(trainer, module, user_data, accelerator, resumed)
     seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", inputs.metrics)
-    loaders = Loaders(trainer, module, user_data, recovery, engine, seed=seed)
+    through, kinds = partial(stopping_if_asked, trainer=trainer), all_features()
+    loaders = Loaders(trainer, module, user_data, recovery, engine, kinds, seed=seed, through=through)
     loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)
     callbacks = gather_callbacks(trainer, module)
@@ -142,7 +145,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         is_resumed=resumed is not None,
         length=length,
         seed=seed,
-        feature_kinds=all_features(),
+        feature_kinds=kinds,
     )
     if resumed is not None:
         restore(run, resumed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -30,14 +29,13 @@ from accmt.data.lengths import LargestBatch
 from accmt.data.seeding import seed_with_global
 from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, DataError, explain, nearest
-from accmt.features.listed import all_features
+from accmt.features.hooks import Feature
 from accmt.loop.cadence import Cadence
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, defines
 from accmt.options import DataSettings, Settings
 from accmt.processes import data_index, num_data_processes, run_on_every_process
 from accmt.recovery.restart import Recovery
-from accmt.recovery.shutdown import stopping_if_asked
 from accmt.registry import find
 from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.token_budget import find_token_batcher, make_largest, reject_conflicts
@@ -512,7 +510,9 @@ class Loaders:
         user_data: The data passed to `fit`.
         recovery: What is known from earlier attempts, such as the batch size that fits in memory.
         engine: The engine.
+        feature_kinds: The classes of possible features, which check the data.
         seed: The seed of the run.
+        through: A function applied to the micro-batches of a validation.
 
     Attributes:
         train: The training loader.
@@ -528,8 +528,10 @@ class Loaders:
         user_data: UserData,
         recovery: Recovery,
         engine: Engine,
+        feature_kinds: Sequence[type[Feature]],
         *,
         seed: int,
+        through: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]],
     ) -> None:
         self.validation: dict[str, Loader] = {}
         self._train_data: Any = None
@@ -540,6 +542,8 @@ class Loaders:
         self._seed = seed
         self._engine = engine
         self._recovery = recovery
+        self._feature_kinds = feature_kinds
+        self._through = through
         self._built_for = _epoch_of_building(trainer.state.epoch, trainer.settings.data)
 
     def build(self, train_data: Any, val_data: Mapping[str, Any]) -> None:
@@ -549,8 +553,8 @@ class Loaders:
         """
         settings = self._trainer.settings
         self._train_data = train_data
-        for feature in all_features():
-            feature.check(settings, self._module, train_data)
+        for kind in self._feature_kinds:
+            kind.check(settings, self._module, train_data)
         self._also_read = list(val_data.values())
         self.train = self.build_train_again()
         cadence = Cadence.of(settings)
@@ -569,7 +573,7 @@ class Loaders:
                 "validate",
                 self._engine,
                 seed=self._seed,
-                through=partial(stopping_if_asked, trainer=self._trainer),
+                through=self._through,
             )
 
     def build_train_again(self) -> Loader:

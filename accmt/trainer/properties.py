@@ -158,9 +158,7 @@ class TrainerProperties(TrainerProtocol):
     @property
     def train_step_batch_size(self) -> int:
         """Samples per call of the training step: `batch_size`, or a divisor of it within `max_micro_batch_size`."""
-        from accmt.recovery.restart import current_micro_batch_size
-
-        return self.hps.train_step_batch_size if self._run is None else current_micro_batch_size(self._run)
+        return self.hps.train_step_batch_size if self._run is None else self._run.micro_batch_size
 
     @property
     def estimated_global_steps_per_epoch(self) -> int | None:

@@ -336,7 +336,7 @@ class Trainer(TrainerProperties):
                 self._user_data = user_data
                 self._fit_once(trained, user_data, recovery)
                 while recovery.checkpoint is not None:
-                    free_finished(self.run)
+                    free_finished(self.run.stepper.optimizer)
                     self._fit_once(trained, user_data, recovery)
         except KeyboardInterrupt as error:
             if self._run is not None and self._run.interruption.is_left_in_order:
