@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.launching import SCRIPTS, launch
+from accmt.addons.flight_recorder.ledger import LEDGER_FILE, read_ledger
+from tests.launching import SCRIPTS, launch, run_together
 
 
 def ledger_of(folder: Path, processes: int | str, batch_size: int) -> list[dict[str, Any]]:
@@ -36,3 +37,10 @@ def test_one_process_two_and_shards_write_the_same_samples_and_initial_checksums
     ]
     assert len(gradients[0]) == 12
     assert all(int(value, 16) for value in gradients[1])
+
+
+def test_steps_before_an_error_of_one_process_are_written(tmp_path: Path) -> None:
+    run_together(SCRIPTS / "write_ledger.py", str(tmp_path), "2", "fails", processes=2)
+    ledger = read_ledger(tmp_path / "logs" / "model" / "run" / LEDGER_FILE)
+    assert ledger.fault is None
+    assert [line["step"] for _, line in ledger.effective() if "batches" in line] == [1, 2, 3, 4, 5]

@@ -117,11 +117,11 @@ def test_a_step_that_is_made_again_with_another_result_is_an_error_that_names_it
     module.drift = 1e-3
     trainer = trainer_of(resume=True, ledger=Ledger(on_difference=policy), callbacks=StopAt(99))
     if policy == "stop":
-        with pytest.raises(StepDiffersError, match=r"step 4, made again[\s\S]*the loss: "):
+        with pytest.raises(StepDiffersError, match=r"step 4, repeated[\s\S]*the loss: "):
             trainer.fit(module, make_points(8))
     else:
         trainer.fit(module, make_points(8))
-        assert "step 4, made again" in caplog.text
+        assert "step 4, repeated" in caplog.text
 
 
 def test_changed_settings_explain_a_difference() -> None:
@@ -137,6 +137,24 @@ def test_changed_settings_explain_a_difference() -> None:
     ledger = read_ledger(Path(changed.log_dir) / LEDGER_FILE)
     [differs] = [line["differs"] for line in ledger.lines if "differs" in line]
     assert any("lr" in change for change in differs["because"])
+
+
+def test_another_callback_alone_explains_no_difference_but_is_named() -> None:
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer_of(callbacks=StopAt(5)).fit(Drifting(), make_points(8))
+    module = Drifting()
+    module.drift = 1e-3
+    with pytest.raises(StepDiffersError, match=r"callbacks \[?'?StopAt'?\]? -> None"):
+        trainer_of(resume=True).fit(module, make_points(8))
+
+
+def test_a_ledger_is_closed_where_another_run_continues_at_once() -> None:
+    data = make_points(8)
+    data.tensors[0][3] = torch.nan
+    trainer = trainer_of(failures={"on_nonfinite": "rollback"})
+    trainer.fit(Linear(), data)
+    assert len([line for line in read_ledger(Path(trainer.log_dir) / LEDGER_FILE).lines if "start" in line]) > 1
+    assert not [link for link in Path("/proc/self/fd").iterdir() if LEDGER_FILE in str(link.resolve())]
 
 
 @pytest.mark.parametrize("edit", ["edited", "removed"])

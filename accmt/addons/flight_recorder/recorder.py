@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +27,15 @@ from accmt.files import current_folder
 from accmt.messages import say_once, warn_once
 from accmt.metrics.averages import Weight, exact_sum, stack
 from accmt.options import Ledger
-from accmt.processes import broadcast_object, gather_from_data, is_main_process, num_processes
+from accmt.processes import broadcast_object, each_once, gather_from_data, is_main_process, num_processes
 from accmt.run import EvaluationRun, Run
 from accmt.sharded_tensors import is_dtensor
 from accmt.state import Place
 
 _STEPS_PER_WRITE = 20
+_PENDING = "ledger"
+_WAIT_S, _TICK_S = 3.0, 0.05  # for the other processes after an error
+_Own = tuple[str | None, list[tuple[float, float]]]  # of a window: a digest of samples; losses and weights
 
 
 class _Window(NamedTuple):
@@ -67,6 +71,7 @@ class Recorder(Feature):
         self._resumed: dict[str, Any] | None = None
         self._before: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._changes: list[str] = []
+        self._callbacks: list[str] = []  # how they have changed: most change nothing of what a step computes
         self._is_comparing = False
         self._found: str | None = None
 
@@ -113,7 +118,8 @@ class Recorder(Feature):
     def _find_changes(self, before: dict[str, Any], start: dict[str, Any]) -> list[str]:
         if before.get("lessons") != start["lessons"]:  # a rollback, or smaller micro-batches: other steps on purpose
             self._before = {}
-        changes = find_changes(before, start)
+        self._callbacks = find_changes(before.get("settings", {}), start["settings"], ["callbacks"])
+        changes = [change for change in find_changes(before, start) if change not in self._callbacks]
         if not start["is_deterministic"]:
             changes.append(f"{start['device']} computes without torch_flags={{'deterministic': True}}")
         return changes
@@ -164,15 +170,23 @@ class Recorder(Feature):
         return {"line": self._file.lines, "chain": self._file.chain}
 
     def on_end(self, error: BaseException | None) -> None:
-        if self._is_started and (error is None or num_processes() == 1):
-            try:
-                self._flush()
-            except StepDiffersError:
-                if error is None:
-                    raise
-        if self._file is not None:
-            self._file.flush()
-            self._file.close()
+        if not self._is_started:
+            return
+        if error is None:
+            self._flush()
+            return
+        with suppress(Exception):  # the error that ended the run has priority
+            self._flush_after_error()
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Close the file at the end of the run, also if another run continues it at once."""
+        try:
+            yield
+        finally:
+            if self._file is not None:
+                self._file.flush()
+                self._file.close()
 
     def _flush(self) -> None:
         """Write the lines of finished windows.
@@ -182,23 +196,53 @@ class Recorder(Feature):
         Raises:
             StepDiffersError: A step was made again, and differs.
         """
-        windows, self._windows = self._windows, []
-        if not windows:
+        if not self._windows:
             return
-        end = windows[-1].end
+        windows, own = self._take_windows()
+        self._write_windows(windows, [own] if num_processes() == 1 else gather_from_data(own))
+        self._require_same()
+
+    def _flush_after_error(self) -> None:
+        """Write the lines of windows that all processes have finished, as far as these report them now.
+
+        The others may have failed elsewhere, so nothing collective is possible.
+        """
+        windows, own = self._take_windows()
+        if num_processes() == 1 or self._run.watch is None:
+            self._write_windows(windows, [own])
+            return
+        board = self._run.watch.board
+        board.post(_PENDING, [[window.step, *one] for window, one in zip(windows, own, strict=True)])
+        end = time.monotonic() + _WAIT_S
+        while self._file is not None and len(found := board.read(_PENDING)) < board.count and time.monotonic() < end:
+            time.sleep(_TICK_S)
+        if self._file is None or len(found) < board.count:
+            return
+        of_data = each_once([found[index] for index in sorted(found)])
+        first = max((own[0][0] for own in of_data if own), default=0)
+        if all(own and own[0][0] == first for own in of_data):
+            self._write_windows(windows, [[(samples, pairs) for _, samples, pairs in own] for own in of_data])
+
+    def _take_windows(self) -> tuple[list[_Window], list[_Own]]:
+        """Return the windows that are not written yet, with this process's samples, losses and weights in each."""
+        windows, self._windows = self._windows, []
+        end = windows[-1].end if windows else 0
         losses, weights = stack(self._losses[:end]).tolist() if end else [], _read(self._weights[:end])
         del self._losses[:end], self._weights[:end]
-        own, begin = [], 0
+        own: list[_Own] = []
+        begin = 0
         for window in windows:
             span = slice(begin, window.end)
             own.append((window.samples, list(zip(losses[span], weights[span], strict=True))))
             begin = window.end
-        every = [own] if num_processes() == 1 else gather_from_data(own)
+        return windows, own
+
+    def _write_windows(self, windows: Sequence[_Window], every: Sequence[Sequence[_Own]]) -> None:
+        """Write the lines of windows; of those that some process has not finished, nothing."""
         if self._file is not None:
-            for window, of_all in zip(windows, zip(*every, strict=True), strict=True):
+            for window, of_all in zip(windows, zip(*every, strict=False), strict=False):
                 self._write_window(self._file, window, of_all)
             self._file.flush()
-        self._require_same()
 
     def _write_window(self, file: LedgerFile, window: _Window, of_all: Sequence[Any]) -> None:
         if len(of_all) == 1:
@@ -288,7 +332,7 @@ class Recorder(Feature):
             what = f"step {line['step']} differs from the same step before the interruption: {found}"
             say_once(f"{what}; changed since: {', '.join(self._changes)}")
             return
-        self._found = _explain(line["step"], found)
+        self._found = _explain(line["step"], found, self._callbacks)
 
     def _require_same(self) -> None:
         if not self._is_comparing:
@@ -304,13 +348,15 @@ class Recorder(Feature):
         raise StepDiffersError(found)
 
 
-def _explain(step: int, found: str) -> str:
+def _explain(step: int, found: str, callbacks: Sequence[str]) -> str:
     got = f"its result differs from before the interruption. First difference: {found}"
     expected = "a bit-for-bit identical result: versions, hardware, processes, settings and code are unchanged"
     do = (
         "look for state that no checkpoint contains (trainer.check_resume finds it), data that change between reads, "
         'or faulty hardware; Trainer(ledger={"on_difference": "warn"}) continues'
     )
+    if callbacks:
+        do = f"check whether a callback changes what a step computes ({callbacks[0]}); {do}"
     return explain(f"step {step}, repeated after resuming", got, expected, do)
 
 

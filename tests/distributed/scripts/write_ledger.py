@@ -1,21 +1,22 @@
 """Trains on several processes, and writes what the ledger says of each step into a file.
 
-write_ledger.py <folder> <samples per process in a batch>
+write_ledger.py <folder> <samples per process in a batch> <"" or "fails": whether the last process fails at step 5>
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from accmt import AcceleratorModule, Trainer
+from accmt import AcceleratorModule, AccmtError, Callback, Trainer
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, read_ledger
-from accmt.processes import is_main_process
+from accmt.processes import is_main_process, num_processes, process_index
 
 
 class Small(AcceleratorModule):
@@ -27,7 +28,13 @@ class Small(AcceleratorModule):
         return nn.functional.mse_loss(self.model(batch[0]), batch[1])
 
 
-def main(folder: str, batch_size: str) -> None:
+class Fails(Callback):
+    def on_update_end(self) -> None:
+        if self.state.global_step == 5 and process_index() == num_processes() - 1:
+            raise RuntimeError("planted")
+
+
+def main(folder: str, batch_size: str, fails: str = "") -> None:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(22, 5, generator=generator)
     trainer = Trainer(
@@ -38,9 +45,11 @@ def main(folder: str, batch_size: str) -> None:
         run_name="run",
         seed=3,
         verbose=False,
-        ledger={"every": 1},
+        ledger={"every": None if fails else 1},
+        callbacks=Fails() if fails else None,
     )
-    trainer.fit(Small(), TensorDataset(inputs, inputs.sum(1, keepdim=True)))
+    with suppress(RuntimeError, AccmtError):
+        trainer.fit(Small(), TensorDataset(inputs, inputs.sum(1, keepdim=True)))
     if is_main_process():
         ledger = read_ledger(Path(trainer.log_dir) / LEDGER_FILE)
         Path(folder, "result").write_text(json.dumps([ledger.fault, [line for _, line in ledger.effective()]]))
