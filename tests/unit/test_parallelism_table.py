@@ -1,4 +1,4 @@
-"""The table of promises and engines in docs/parallelism.md: every cell has a test that is there, or a reason."""
+"""The table of promises and engines in tests/parallelism.md: every cell has a test that is there, or a reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT, ROOT / "tests" / "distributed"]
-PAGE = (ROOT / "docs" / "parallelism.md").read_text()
+PAGE = (ROOT / "tests" / "parallelism.md").read_text()
 SECTION = PAGE.split("\n## Guarantees and their tests\n")[1].split("\n## ")[0]
 TABLE = SECTION.split("\n\n|")[1].split("\n\n")[0]
 ROWS = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in TABLE.splitlines()[2:]]
