@@ -170,16 +170,23 @@ def leave_process_group() -> None:
     dist.destroy_process_group()
 
 
+def gather_numbers(values: Sequence[float]) -> list[tuple[float, ...]]:
+    """Return the numbers of each process, in double precision.
+
+    Processes: collective; every process passes the same number of values.
+    """
+    if num_processes() == 1:
+        return [tuple(map(float, values))]
+    layout = struct.Struct(f"{len(values)}d")
+    return [layout.unpack(one) for one in _gather_bytes(layout.pack(*values), None)]
+
+
 def sum_over_processes(values: Sequence[float]) -> list[float]:
     """Add up each value over all processes, in double precision.
 
     Processes: collective; every process passes the same number of values.
     """
-    if num_processes() == 1:
-        return [float(value) for value in values]
-    layout = struct.Struct(f"{len(values)}d")
-    every = [layout.unpack(one) for one in _gather_bytes(layout.pack(*values), None)]
-    return [reduce(add, of_all) for of_all in zip(*every, strict=True)]
+    return [reduce(add, of_all) for of_all in zip(*gather_numbers(values), strict=True)]
 
 
 def sum_over_data(values: Sequence[float]) -> list[float]:

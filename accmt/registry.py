@@ -59,6 +59,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     ADDED_FEATURES: {
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
         "examiner": "accmt.addons.flight_recorder.examiner:Examiner",
+        "timed_checkpoints": "accmt.addons.goodput.pace:TimedCheckpoints",  # acts on what the next one has measured
+        "goodput": "accmt.addons.goodput.recorder:GoodputRecorder",
         "remote_checkpoints": "accmt.addons.remote_checkpoints:RemoteCheckpoints",
     },
     HPS_SECTIONS: {

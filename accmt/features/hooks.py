@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
     from accmt.data import MicroBatch, Window
     from accmt.loop.weighting import AccumulationWindow
-    from accmt.metrics.averages import Weight
+    from accmt.metrics.averages import Rider, Weight
     from accmt.module import AcceleratorModule
     from accmt.options import Settings
     from accmt.state import Place
+
+
+Activity: TypeAlias = Literal["evaluating", "checkpoint", "saving"]
+"""What a run does besides training: evaluates, pauses for a checkpoint, or saves a model."""
 
 
 class Steps(Protocol):
@@ -93,6 +97,24 @@ class Feature:
 
         Processes: all.
         """
+
+    def during_activity(self, activity: Activity) -> AbstractContextManager[None]:
+        """Return a context manager that is active while the run does something besides training.
+
+        Processes: all.
+        """
+        return nullcontext()
+
+    def reading(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Return the windows of an epoch, unchanged, through an iterator that observes them."""
+        return windows
+
+    def is_checkpoint_due(self) -> bool:
+        """Return whether to write a checkpoint here, in addition to those that the run's cadence requests.
+
+        Processes: all; must be the same on all of them.
+        """
+        return False
 
     def why_not_tried(self) -> str:
         """Return the reason to skip the trial of the largest micro-batch before training; "" if there is none."""
@@ -217,6 +239,13 @@ class Feature:
         Processes: all.
         """
 
+    def exchange(self) -> Rider:
+        """Return numbers to exchange between the processes together with the values of a row.
+
+        Processes: all.
+        """
+        raise NotImplementedError
+
     def add_to_row(self, row: dict[str, float]) -> None:
         """Add values to a row before it is logged."""
 
@@ -262,6 +291,9 @@ class Features:
     on_start: tuple[Callable[[], None], ...]
     on_end: tuple[Callable[[BaseException | None], None], ...]
     on_training_start: tuple[Callable[[], None], ...]
+    during_activity: tuple[Callable[[Activity], AbstractContextManager[None]], ...]
+    reading: tuple[Callable[[Iterator[Window]], Iterator[Window]], ...]
+    is_checkpoint_due: tuple[Callable[[], bool], ...]
     why_not_tried: tuple[Callable[[], str], ...]
     keeps_apart: tuple[Callable[[], bool], ...]
     skips_window: tuple[Callable[[int], bool], ...]
@@ -286,6 +318,7 @@ class Features:
     after_window: tuple[Callable[..., None], ...]
     before_use: tuple[Callable[[], None], ...]
     before_row: tuple[Callable[[], None], ...]
+    exchange: tuple[Callable[[], Rider], ...]
     add_to_row: tuple[Callable[[dict[str, float]], None], ...]
     after_row: tuple[Callable[[Mapping[str, float]], None], ...]
     before_set: tuple[Callable[[], None], ...]
@@ -321,6 +354,14 @@ class Features:
         with ExitStack() as stack:
             for during in self.during:
                 stack.enter_context(during())
+            yield
+
+    @contextmanager
+    def doing(self, activity: Activity) -> Iterator[None]:
+        """Keep the features' contexts of an activity active."""
+        with ExitStack() as stack:
+            for during_activity in self.during_activity:
+                stack.enter_context(during_activity(activity))
             yield
 
     def call_training_step(self, step: Callable[[Any], Any], batch: Any, *, read: Any) -> Any:

@@ -28,7 +28,7 @@ class Cadence:
         evaluate_every: Optimizer steps between evaluations, over all epochs, or a fraction of an epoch, or None.
         evaluate_every_n_epochs: Epochs between evaluations if `evaluate_every` is None.
         evaluate_at_end: Whether to evaluate after the last step if `evaluate_every` is set.
-        checkpoint_every: Interval between checkpoints; None writes none.
+        checkpoint_every: Interval between checkpoints; None writes none. If it is a time, a feature decides.
     """
 
     epochs: int | None
@@ -121,7 +121,7 @@ class Cadence:
             evaluated: Whether there was an evaluation since the step.
         """
         every = self.checkpoint_every
-        if every is None:
+        if every is None or every.unit in ("second", "auto"):  # those are no functions of counters: a feature decides
             return False
         if isinstance(every.number, float):
             return not epoch_ended and state.epoch_step > 0 and _is_fraction_done(state, every.number, steps_per_epoch)

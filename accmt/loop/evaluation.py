@@ -43,7 +43,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
     """
     state = run.state
     run.require_equal_replicas()
-    with in_evaluation_mode(run.unwrapped_model), run.stepper.evaluating():
+    with run.features.doing("evaluating"), in_evaluation_mode(run.unwrapped_model), run.stepper.evaluating():
         state.now.is_evaluating = True  # marks log rows
         try:
             call_hooks(run.hooks.on_evaluation_start)

@@ -121,7 +121,10 @@ def _train_epoch(run: Run) -> bool:
     makers = run.features.make_steps
     steps = makers[0]() if makers else AutomaticSteps(run)
     is_used_up = True  # also if a checkpoint was written after the last step of an epoch
-    for window in run.loaders.train.windows(state.epoch, first=state.train_step):
+    windows = run.loaders.train.windows(state.epoch, first=state.train_step)
+    for reading in run.features.reading:
+        windows = reading(windows)
+    for window in windows:
         has_ended = steps.train(window)
         is_used_up = state.now.is_last_training_batch
         if has_ended and finish_step(run):

@@ -164,7 +164,8 @@ def log_row(run: Run) -> None:
     loss_name = run.settings.tracking.train_loss_metric_name
     for before_row in run.features.before_row:
         before_row()
-    row = run.running_averages.take_row(loss_name)
+    riders = [exchange() for exchange in run.features.exchange]
+    row = run.running_averages.take_row(loss_name, riders)
     if not row:
         return
     if run.state.skipped_steps:

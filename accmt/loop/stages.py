@@ -182,6 +182,8 @@ def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
     is_due = cadence.checkpoint_every is not None and cadence.is_checkpoint_due(
         state, run.steps_per_epoch, epoch_ended=epoch_ended, evaluated=evaluated
     )
+    for is_checkpoint_due in run.features.is_checkpoint_due:
+        is_due = is_checkpoint_due() or is_due
     if is_due or checkpoints.requests:
         for before_use in run.features.before_use:
             before_use()

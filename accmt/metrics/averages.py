@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from accmt.errors import ModuleContractError, explain
 from accmt.metrics.results import describe, find_scalar
-from accmt.processes import data_index, gather_from_data, is_main_process, num_data_processes, sum_over_data
+from accmt.processes import (
+    data_index,
+    gather_from_data,
+    gather_numbers,
+    is_counted,
+    is_main_process,
+    num_data_processes,
+)
 
 # ---- A weighted sum on the device: adding to it does not synchronize
 
@@ -275,6 +284,18 @@ class _Mean(NamedTuple):
         return self.total / self.weight if self.weight else None
 
 
+class Rider(NamedTuple):
+    """Numbers that travel with the exchange of a log row.
+
+    Attributes:
+        own: The numbers of this process; as many on every process.
+        receive: Called with those of each process.
+    """
+
+    own: Sequence[float]
+    receive: Callable[[list[tuple[float, ...]]], object]
+
+
 class RunningAverages:
     """Averages of training values since the last row, and of the loss since the last evaluation and epoch start."""
 
@@ -302,15 +323,19 @@ class RunningAverages:
         self._loss.add(loss, weight)
         self._logged.end_batch(weight if others_weight is None else others_weight, others)
 
-    def take_row(self, loss_name: str) -> dict[str, float]:
+    def take_row(self, loss_name: str, riders: Sequence[Rider] = ()) -> dict[str, float]:
         """Return the weighted averages, and the totals, since the last row, over all processes.
 
         Processes: collective.
 
+        Args:
+            loss_name: The name of the loss in the row.
+            riders: What is exchanged with it.
+
         Returns:
             Values by name, the loss under `loss_name`; empty if nothing was added.
         """
-        has_others = self._collect()
+        has_others = self._collect(riders)
         loss, self._since_log = self._since_log.value, _Mean()
         row = {} if loss is None else {loss_name: loss}
         return combine(gather_from_data(self._logged.take())) | row if has_others else row
@@ -368,8 +393,16 @@ class RunningAverages:
             self._loss.add_state(part["loss"])
             self._logged.add_state(part["logged"])
 
-    def _collect(self) -> bool:
-        loss, weight, num_others = sum_over_data((*self._loss.take(), len(self._logged)))
+    def _collect(self, riders: Sequence[Rider] = ()) -> bool:
+        own = (*self._loss.take(), float(len(self._logged)))
+        counted = own if is_counted() else (0.0,) * len(own)
+        every = gather_numbers((*counted, *(number for rider in riders for number in rider.own)))
+        loss, weight, num_others = (float(reduce(add, of_all)) for of_all in list(zip(*every, strict=True))[: len(own)])
+        begin = len(own)
+        for rider in riders:
+            end = begin + len(rider.own)
+            rider.receive([numbers[begin:end] for numbers in every])
+            begin = end
         self._since_log = self._since_log.plus(loss, weight)
         self._since_evaluation = self._since_evaluation.plus(loss, weight)
         if self._is_epoch_over and weight:

@@ -21,7 +21,7 @@ from accmt.options.checks import (
     set_field,
     write_argument,
 )
-from accmt.options.units import Every, read_every, read_size
+from accmt.options.units import Every, Unit, read_every, read_size
 from accmt.registry import find, names
 
 _RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "auto": "auto"}
@@ -220,8 +220,9 @@ class CheckpointSettings:
             back if the run ends before its first checkpoint); True resumes from the newest checkpoint; "auto" or None
             resumes if there is one; a path or URL resumes from that checkpoint, or from the newest one in that folder.
         checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
-            or a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end
-            of the run is saved too.
+            a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; a time, such as "10
+            minutes"; or "auto", which measures what a checkpoint and a failure cost, and chooses the time at which
+            least is lost. None is never. The end of the run is saved too.
         checkpoint_options: How many checkpoints to keep, and how to write them:
             `CheckpointOptions(max_checkpoints=3)`, or a dict of its arguments.
         checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of one
@@ -276,9 +277,8 @@ class CheckpointSettings:
         """How often to write a checkpoint; None is never."""
         if self.checkpoint_every is None:
             return None
-        return read_every(
-            "checkpoint_every", self.checkpoint_every, ("epoch", "step", "eval"), plain="step", fractions=True
-        )
+        units: tuple[Unit, ...] = ("epoch", "step", "eval", "second", "auto")
+        return read_every("checkpoint_every", self.checkpoint_every, units, plain="step", fractions=True)
 
 
 def _reject_word(resume: str) -> None:

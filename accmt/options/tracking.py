@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from accmt.errors import ArgumentError, UnknownArgumentError, explain, nearest
-from accmt.options.checks import Options, raise_wrong_value, require_mapping, require_text, set_field, write_argument
+from accmt.options.checks import (
+    Options,
+    is_number,
+    raise_wrong_value,
+    require_mapping,
+    require_text,
+    set_field,
+    write_argument,
+)
 from accmt.options.units import read_every
 from accmt.registry import names
 
@@ -43,6 +51,10 @@ class Monitor:
             `GPU_0_utilization` in percent, if the package nvidia-ml-py is installed.
         mfu: `mfu`, model FLOPs utilization: the fraction of the device's peak used by the model's operations, from 0
             to 1. Peaks of common GPUs are known; a number sets the peak, in operations per second.
+        goodput: `goodput`, the fraction of all time since the run first started that trained the model;
+            `goodput_overhead`, that of waiting for data, evaluating and saving; `goodput_lost`, that of starts,
+            interruptions and steps made again. On several processes also `slowest_process`, the one that the others
+            waited for since the last row, and `slowest_process_s`, for how long.
         checkpoint: `checkpoint`, a row with the number of optimizer steps at each checkpoint.
         added: Measurements from other packages, by name: entry points in the group `accmt.monitored_values`. In a dict
             or list, use their names like those above.
@@ -62,6 +74,7 @@ class Monitor:
     cpu_utilization: bool = False
     gpu_utilization: bool = False
     mfu: bool | float = False
+    goodput: bool = False
     checkpoint: bool = False
     added: tuple[str, ...] = ()
 
@@ -196,6 +209,23 @@ class Ledger(Options):
         return None if self.every is None else int(read_every("every", self.every, ("step",), plain="step").number)
 
 
+def _require_price(name: str, value: Any) -> None:
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise_wrong_value(name, value, "a number from 0", write_argument(name, 2.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput(Options):
+    """The account of what every second of a run was spent on, in `goodput.jsonl` in the run folder.
+
+    Args:
+        price_per_hour: What an hour of all machines of the run costs, in any currency; `accmt goodput` and the report
+            then show the price of the run.
+    """
+
+    price_per_hour: Annotated[float, _require_price] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings:
     """What to log, how often, and to which trackers.
@@ -216,6 +246,8 @@ class TrackingSettings:
             unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
         ledger: Whether to record what each step computed, with which `accmt replay` compares the step that it makes
             again; a `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken.
+        goodput: Whether to record what every second of the run was spent on, for `accmt goodput`; a
+            `Goodput(price_per_hour=2.5)`, or a dict of its arguments, adds the price.
         tracker_kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes
             them to one tracker only.
     """
@@ -230,6 +262,7 @@ class TrackingSettings:
     monitor: Any = None
     tracker_options: TrackerOptions = None  # type: ignore[assignment]  # set in __post_init__
     ledger: bool | Ledger | Mapping[str, Any] = False
+    goodput: bool | Goodput | Mapping[str, Any] = True
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -247,6 +280,8 @@ class TrackingSettings:
         set_field(self, "tracker_options", TrackerOptions.read("tracker_options", self.tracker_options))
         if not isinstance(self.ledger, bool):
             set_field(self, "ledger", Ledger.read("ledger", self.ledger, ", or True or False"))
+        if not isinstance(self.goodput, bool):
+            set_field(self, "goodput", Goodput.read("goodput", self.goodput, ", or True or False"))
         self.log_steps  # noqa: B018 - raises if invalid
 
     @property
@@ -255,6 +290,13 @@ class TrackingSettings:
         return (
             (Ledger() if self.ledger else None) if isinstance(self.ledger, bool) else Ledger.read("ledger", self.ledger)
         )
+
+    @property
+    def goodput_options(self) -> Goodput | None:
+        """The options of the account; None if it is off."""
+        if isinstance(self.goodput, bool):
+            return Goodput() if self.goodput else None
+        return Goodput.read("goodput", self.goodput)
 
     @property
     def log_steps(self) -> int:

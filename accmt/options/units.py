@@ -11,14 +11,21 @@ from typing import Any, Literal, NoReturn
 from accmt.errors import nearest
 from accmt.options.checks import raise_wrong_value, require_int
 
-Unit = Literal["epoch", "step", "eval"]
+Unit = Literal["epoch", "step", "eval", "second", "auto"]
 
 _SPELLINGS: dict[str, Unit] = {
     **dict.fromkeys(("epoch", "epochs", "ep", "eps"), "epoch"),
     **dict.fromkeys(("step", "steps", "st", "sts"), "step"),
     **dict.fromkeys(("eval", "evals", "evaluation", "evaluations"), "eval"),
+    "auto": "auto",
 }
-_EXAMPLES: dict[Unit, str] = {"epoch": "2 epochs", "step": "500 steps", "eval": "3 evals"}
+_EXAMPLES: dict[Unit, str] = {
+    "epoch": "2 epochs",
+    "step": "500 steps",
+    "eval": "3 evals",
+    "second": "10 minutes",
+    "auto": "auto",
+}
 _MEANT = {"batch": "step", "batches": "step", "update": "step", "updates": "step", "iterations": "step"}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]*)\s*([a-z]+)\s*", re.IGNORECASE)
 
@@ -29,7 +36,8 @@ class Every:
 
     Attributes:
         number: Number of units: an int from 1, or a float up to 1.0 for a fraction of an epoch.
-        unit: "epoch" is a pass over the training data, "step" an optimizer step, "eval" an evaluation.
+        unit: "epoch" is a pass over the training data, "step" an optimizer step, "eval" an evaluation, "second" a time;
+            "auto" is a time that the run measures, whose number means nothing.
     """
 
     number: int | float
@@ -62,11 +70,16 @@ def read_every(
         return Every(value, plain)
     if fractions and isinstance(value, float) and 0 < value <= 1:
         return Every(value, "epoch")
+    seconds = _read(value) if "second" in units and isinstance(value, str) else None
+    if seconds:
+        return Every(seconds, "second")
     match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
     digits, word = match.groups() if match else ("", "")
     unit = _SPELLINGS.get(word.lower())
     number = _read_number(digits)
     is_fraction = isinstance(number, float)
+    if unit == "auto" in units and not digits:
+        return Every(1, unit)
     if unit not in units or not unit or not number or (is_fraction and not (fractions and unit == "epoch")):
         _reject(name, value, units, plain, fractions, also)
     return Every(number, unit)

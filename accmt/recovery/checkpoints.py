@@ -221,10 +221,15 @@ class Checkpoints:
             self._begin_folder(run, self._store)
         store = self._store if folder is None else CheckpointStore(folder, max_checkpoints=sys.maxsize)
         writer = CheckpointWriter(store, self._collector, is_async=False, on_failure=_raise)
-        writer.save(run.state.global_step, collect_others(run), self._describe(run, run.state.state_dict()))
+        with run.features.doing("checkpoint"):
+            writer.save(run.state.global_step, collect_others(run), self._describe(run, run.state.state_dict()))
         self._note(run, store.folder / step_name(run.state.global_step))
 
     def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
+        with run.features.doing("checkpoint"):
+            self._save_now(run, force=force, at=at)
+
+    def _save_now(self, run: Run, *, force: bool, at: Mapping[str, Any] | None) -> None:
         run.require_equal_replicas()
         others = collect_others(run, at)
         if _sample(run.module.teacher) != self._teacher and not split_tensors(others["parts"]["module"])[0]:

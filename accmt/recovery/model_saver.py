@@ -149,7 +149,8 @@ class ModelSaver(Callback):
         """Save, and record a failure: training, checkpoints and logs continue, and the end of the run reports it."""
         unsaved = self.selection.unsaved
         try:
-            save_model(run, *folders.values())
+            with run.features.doing("saving"):
+                save_model(run, *folders.values())
         except OSError as error:
             # The reason alone: our error about a file has its own location and advice, which would be repeated.
             reason = error.__cause__ if isinstance(error, AccmtError) and error.__cause__ is not None else error

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Clipping,
         DataOptions,
         Failures,
+        Goodput,
         Handler,
         Ledger,
         Limits,
@@ -83,8 +84,9 @@ class Trainer(TrainerProperties):
             fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
             of each epoch.
         checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
-            or a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end
-            of the run is saved too.
+            a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; a time, such as "10
+            minutes"; or "auto", which measures what a checkpoint and a failure cost, and chooses the time at which
+            least is lost. None is never. The end of the run is saved too.
         logging_dir: Log folder, or the URL of the tracker's server.
         log_with: A tracker or a list of trackers: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
             `GeneralTracker`. `history.jsonl` is always written.
@@ -170,6 +172,8 @@ class Trainer(TrainerProperties):
             unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
         ledger: Whether to record what each step computed, with which `accmt replay` compares the step that it makes
             again; a `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken.
+        goodput: Whether to record what every second of the run was spent on, for `accmt goodput`; a
+            `Goodput(price_per_hour=2.5)`, or a dict of its arguments, adds the price.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
             an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
             the run folder.
@@ -257,6 +261,7 @@ class Trainer(TrainerProperties):
         run_name: str | None = None,
         tracker_options: TrackerOptions | Mapping[str, Any] | None = None,
         ledger: bool | Ledger | Mapping[str, Any] = False,
+        goodput: bool | Goodput | Mapping[str, Any] = True,
         profiler: Literal["simple", "advanced", "pytorch"] | ProfileKwargs | profile | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | int = False,
