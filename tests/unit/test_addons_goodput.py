@@ -17,6 +17,8 @@ from accmt.addons.goodput.meter import Meter
 from accmt.addons.goodput.pace import Costs, Pacer
 from accmt.addons.goodput.recorder import find_slowest
 from accmt.addons.goodput.records import GOODPUT_FILE, SECONDS_BETWEEN_LINES, Totals, read_goodput
+from accmt.addons.report import read_run
+from accmt.addons.report.page import build_page
 from accmt.cli.main import main
 from accmt.data import Window
 from tests.launching import run_script
@@ -257,6 +259,17 @@ def test_the_command_prints_a_table_whose_parts_add_up(capsys: pytest.CaptureFix
     assert "'cheap' is no price" in capsys.readouterr().err
     assert main(["goodput", "out"]) == 2
     assert f"no {GOODPUT_FILE} in it" in capsys.readouterr().err
+
+
+def test_the_report_shows_it_and_does_without_it() -> None:
+    trainer = trainer_of()
+    trainer.fit(Linear(), make_points(8))
+    folder = Path(trainer.log_dir)
+    page = build_page([read_run(folder)])
+    assert "goodput: what all time was spent on" in page
+    assert "starts: 1, none failed or was killed" in page
+    (folder / GOODPUT_FILE).unlink()
+    assert "oodput" not in build_page([read_run(folder)]).replace("goodput.", "").split("<h2>Configuration")[0]
 
 
 def test_the_slowest_process_is_the_one_that_the_others_waited_for() -> None:

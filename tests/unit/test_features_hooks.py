@@ -38,6 +38,8 @@ def test_the_order_of_features() -> None:
         "crash_loop",
         "flight_recorder",
         "examiner",
+        "timed_checkpoints",
+        "goodput",
         "remote_checkpoints",
     ]
 

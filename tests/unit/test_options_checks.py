@@ -35,7 +35,7 @@ WRONG = [
     ("log_every", "1", "steps from 1, or "),
     ("checkpoint_every", 0, "a whole number of steps from 1"),
     ("checkpoint_every", 1.5, "float fraction of an epoch"),
-    ("checkpoint_every", "10 minutes", "a number from 1 and a unit"),
+    ("checkpoint_every", "10 parsecs", "a number from 1 and a unit"),
     ("max_time", "10 parsecs", '"1h30m" or "10 minutes"'),
     ("reload_dataloaders_every_n_epochs", -1, "a whole number of epochs from 1.*0 means never"),
     ("train_loss_metric_name", "", "a name"),

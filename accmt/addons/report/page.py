@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from gzip import compress
 from html import escape
 from importlib.resources import files
@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from accmt.addons.goodput.records import BINS
 from accmt.addons.report.records import SPLIT_PREFIX, Curve, RunRecord
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.files import write_text
@@ -53,7 +54,11 @@ def draw_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     charts = [Chart("Losses", _draw_curves(runs, losses, "losses"))] if losses else []
     charts += [Chart(_section_of(name), _draw_curves(runs, [name], name)) for name in others]
     if any(run.seconds_by_purpose for run in runs):
-        charts.append(Chart("Time", _draw_split(runs)))
+        charts.append(Chart("Time", _draw_split("time per phase", runs, [run.seconds_by_purpose for run in runs])))
+    if any(run.goodput for run in runs):
+        every = [{} if run.goodput is None else run.goodput.seconds for run in runs]
+        named = [{BINS.get(name, name): seconds for name, seconds in one.items() if seconds} for one in every]
+        charts.append(Chart("Time", _draw_split("goodput: what all time was spent on", runs, named)))
     return [*charts, Chart("Time", _draw_course(runs))]
 
 
@@ -81,12 +86,12 @@ def _draw_curves(runs: Sequence[RunRecord], names: Sequence[str], title: str) ->
     return figure
 
 
-def _draw_split(runs: Sequence[RunRecord]) -> Figure:
-    figure = _make_figure("time per phase")
-    purposes = list(dict.fromkeys(purpose for run in runs for purpose in run.seconds_by_purpose))
+def _draw_split(title: str, runs: Sequence[RunRecord], every: Sequence[Mapping[str, float]]) -> Figure:
+    figure = _make_figure(title)
+    purposes = list(dict.fromkeys(purpose for one in every for purpose in one))
+    totals = [sum(one.values()) or 1.0 for one in every]
     for number, purpose in enumerate(purposes):
-        seconds = [run.seconds_by_purpose.get(purpose, 0.0) for run in runs]
-        totals = [sum(run.seconds_by_purpose.values()) or 1.0 for run in runs]
+        seconds = [one.get(purpose, 0.0) for one in every]
         figure.add_bar(
             x=[100 * part / total for part, total in zip(seconds, totals, strict=True)],
             y=[run.name for run in runs],
@@ -211,6 +216,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
         "FIGURES": f"[{figures}]",
         "RUNS": _list_runs(runs),
         "SECTIONS": "\n".join(_write_section(name, charts) for name in SECTIONS),
+        "GOODPUT": _write_goodput(runs),
         "IMAGES": write_images(runs),
         "EVALUATIONS": "\n".join(_write_evaluations(run) for run in runs if run.evaluations),
         "CONFIG": _write_config(runs),
@@ -260,6 +266,12 @@ def _write_evaluations(run: RunRecord) -> str:
     ]
     more = f" (the last {len(shown)} of {len(run.evaluations)})" if len(shown) < len(run.evaluations) else ""
     return f"<h3>{escape(run.name)}{more}</h3>" + _write_table(["step", *map(escape, names)], rows)
+
+
+def _write_goodput(runs: Sequence[RunRecord]) -> str:
+    of_runs = {run.name: run.goodput.describe(run.goodput.price_per_hour) for run in runs if run.goodput is not None}
+    tables = "".join(f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in of_runs.items())
+    return f'<section id="Goodput"><h2>Goodput</h2>{tables}</section>' if tables else ""
 
 
 def _write_result(run: RunRecord, step: int, name: str, value: float | None) -> str:

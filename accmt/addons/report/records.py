@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.goodput.records import Totals, read_goodput
 from accmt.errors import ArgumentError, explain
 from accmt.secrets import hide
 from accmt.tracking.history import HISTORY_FILE, read_history
@@ -50,6 +51,7 @@ class RunRecord:
     evaluations: list[tuple[int, dict[str, float]]]
     events: list[Event]
     images: dict[str, list[Media]] = field(default_factory=dict)
+    goodput: Totals | None = None
 
     @property
     def status(self) -> str:
@@ -144,7 +146,15 @@ def read_run(folder: Path) -> RunRecord:
         evaluations=_read_evaluations(logged),
         events=_read_events(read_history(folder, include_superseded=True), start),
         images=_read_images(folder, rows),
+        goodput=_read_goodput(folder),
     )
+
+
+def _read_goodput(folder: Path) -> Totals | None:
+    try:
+        return read_goodput(folder)
+    except OSError:
+        return None
 
 
 def _read_curves(rows: Iterable[Mapping[str, Any]], start: float) -> dict[str, Curve]:
