@@ -83,6 +83,7 @@ class Simulation:
         self.predictions: list[float] = []
         self._schedule = schedule
         self._folder = folder
+        self._file = GoodputFile(folder)
         self._fixed_s = fixed_s
         self._totals = Totals()
         self._durable = 0
@@ -115,15 +116,16 @@ class Simulation:
             meter.are_lost = lambda: self.done < furthest
         meter.switch("training")
         pacer = Pacer(self._choose(), self.done, lambda: self.now)
-        next_step, last_line = self.done + 1, self.now
+        next_step = self.done + 1
         while self.now + schedule.step_s < death:
-            self.now, self.done = self.now + schedule.step_s, self.done + 1
+            last = death - SECONDS_BETWEEN_LINES if self.now < death - SECONDS_BETWEEN_LINES else death
+            steps = min(next_step - self.done, max(1, int((last - self.now) / schedule.step_s)))
+            steps = steps if meter.are_lost is None else min(steps, furthest - self.done)
+            self.now, self.done = self.now + steps * schedule.step_s, self.done + steps
             if meter.are_lost is not None and not meter.are_lost():
                 meter.are_lost = None
                 meter.switch("training")
-            if self.now - last_line >= SECONDS_BETWEEN_LINES:
-                last_line = self.now
-                self._write()
+            self._write()
             if self.done == next_step:
                 is_due, next_step = pacer.decide(self.done)
                 if is_due and not self._save(death):
@@ -163,7 +165,7 @@ class Simulation:
         self._add({"time": self.now, "step": self.done, "seconds": passed, **more})
 
     def _add(self, line: dict[str, object]) -> None:
-        GoodputFile(self._folder).add(line)
+        self._file.add(line)
         self._totals.add(line)
 
 
