@@ -24,37 +24,61 @@ PAGE = Path(__file__).with_name("arguments.md")
 SOURCE = Path(inspect.getfile(Trainer))
 HPS_CONFIG = "The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object."
 
+FIRST = {
+    "hps_config": "epochs, batch size, optimizer and scheduler: [hyper-parameters](hyper-parameters.md)",
+    "model_path": "the folder of the saved model",
+    "model_saving": 'which model is saved: `"best_valid_loss"`, `"best_accuracy"`, `"last"`: [saving](saving.md)',
+    "metrics": '`["accuracy", "f1"]`, or your own: [metrics](metrics.md)',
+    "evaluate_every_n_steps": "when to evaluate; by default after each epoch",
+    "log_with": '`"tensorboard"`, `"mlflow"`, `"wandb"`: [trackers](trackers.md)',
+    "mixed_precision": '`"bf16"` or `"fp16"`',
+    "resume": '`"auto"` continues an interrupted run: [checkpoints](checkpoints.md)',
+    "clip_grad": "the largest gradient norm",
+    "patience": "stops after so many evaluations without improvement",
+}
+"""The arguments that most scripts set."""
+
 HEAD = """\
 # Arguments of `Trainer`
 
 <!-- written by docs/generate_arguments.py from the docstrings in accmt/options; change those -->
 
-Only `hps_config` and `model_path` are required. The arguments from `{first}` to `{last}` may be given by position, all
-others by name only. An invalid value is an error when the Trainer is made; a name that does not exist too.
+These ten are enough for most scripts, and only the first two are required:
 
-How often something happens is written in one way everywhere: a number and a unit, such as "500 steps", "2 epochs" or
-"3 evals", in any spacing; where evaluations and checkpoints are concerned also a fraction, "0.25 epochs" or 0.25. A
-step is an optimizer step. A whole number alone counts optimizer steps; that of `patience` evaluations, and that of
-`reload_dataloaders_every_n_epochs` epochs.
+| argument | what it sets |
+|---|---|
+{first}
 
-An argument with parts, such as `failures`, is an object, `Failures(on_nonfinite="skip")`, of which editors complete the
-names, or a dict with the same names, as in a file: `{{"on_nonfinite": "skip"}}`. `failures.on_nonfinite` below is such
-a part.
+```python
+# not run: a sketch
+Trainer("hps.yaml", "out/model", metrics="accuracy", model_saving="best_accuracy", mixed_precision="bf16", patience=3)
+```
 
-An argument that can be off accepts None, False, `[]` and `{{}}` for it. Where no meaning of None is listed, None is the
-default, as a key without a value is in a YAML file.
+All others follow, by topic. What you set with an object has its own table [at the end](#options).
 
-Other spellings that are understood:
-
-{aliases}
+- **Position.** `{positional}` to `{last}` may be given by position, all others by name only.
+- **Intervals.** A number and a unit, such as "500 steps", "2 epochs" or "3 evals", in any spacing; for evaluations and
+  checkpoints also a fraction, "0.25 epochs" or 0.25. A step is an optimizer step. A whole number alone counts optimizer
+  steps, for `patience` evaluations, and for `reload_dataloaders_every_n_epochs` epochs.
+- **Options.** `failures` and others take an object, `Failures(on_nonfinite="skip")`, for which editors complete the
+  names, or a dict with the same names: `{{"on_nonfinite": "skip"}}`.
+- **Off.** An argument that can be off accepts None, False, `[]` and `{{}}` for it. Where no meaning of None is listed,
+  it is the default.
+- **Errors.** An invalid value or an unknown name is an error when the Trainer is created. These spellings are
+  accepted: {aliases}.
 """
 
-HYPER_PARAMETERS = """\
-## The hyper-parameters
+BY_TOPIC = f"""\
+## By topic
 
 | argument | default | meaning |
 |---|---|---|
-| `hps_config` | required | {meaning} See [hyper-parameters](hyper-parameters.md). |
+| `hps_config` | required | {HPS_CONFIG} |
+"""
+
+OPTIONS = """\
+## Options
+
 """
 
 
@@ -62,29 +86,41 @@ def write_group(group: type) -> str:
     """Return the section of one settings class."""
     title = (group.__doc__ or "").partition("\n")[0].rstrip(".")
     meanings = read_meanings(group)
-    rows, hints = [], get_type_hints(group)
-    for field in fields(group):
-        if field.name == "tracker_kwargs":
-            continue
-        rows.append(write_row(field, meanings[field.name]))
-        parts = [kind for kind in get_args(hints[field.name]) or [hints[field.name]] if is_options(kind)]
-        for kind in parts:
-            of_parts = read_meanings(kind)
-            rows += [write_row(part, of_parts[part.name], f"{field.name}.") for part in fields(kind)]
+    rows = [write_row(field, meanings[field.name]) for field in fields(group) if field.name != "tracker_kwargs"]
     if "tracker_kwargs" in meanings:
         rows.append(f"| any other | | {meanings['tracker_kwargs']} |")
-    return "\n".join([f"## {title}", "", "| argument | default | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join([f"### {title}", "", "| argument | default | meaning |", "|---|---|---|", *rows, ""])
 
 
-def is_options(kind: object) -> bool:
-    """Return whether an argument may be an object with parts."""
-    return isinstance(kind, type) and issubclass(kind, Options)
+def write_options() -> str:
+    """Return a section for each argument that is an object."""
+    found = []
+    for group in Settings.GROUPS.values():
+        hints = get_type_hints(group)
+        for field in fields(group):
+            for kind in _kinds_in(hints[field.name]):
+                if isinstance(kind, type) and issubclass(kind, Options):
+                    meanings = read_meanings(kind)
+                    rows = [write_row(part, meanings[part.name]) for part in fields(kind)]
+                    head = [
+                        f"### `{kind.__name__}` for `{field.name}`",
+                        "",
+                        "| option | default | meaning |",
+                        "|---|---|---|",
+                    ]
+                    found.append("\n".join([*head, *rows, ""]))
+    return "\n".join(found)
 
 
-def write_row(field: Field[object], meaning: str, of: str = "") -> str:
-    """Return the table row of one argument, or of a part of one."""
+def _kinds_in(hint: object) -> list[object]:
+    """Return the types that an annotation names, at any depth."""
+    return [kind for part in get_args(hint) for kind in _kinds_in(part)] or [hint]
+
+
+def write_row(field: Field[object], meaning: str) -> str:
+    """Return the table row of one argument, or of an option."""
     default = "required" if field.default is MISSING else f"`{field.default!r}`".replace("'", '"')
-    return f"| `{of}{field.name}` | {default} | {escape(meaning)} |"
+    return f"| `{field.name}` | {default} | {escape(meaning)} |"
 
 
 def escape(text: str) -> str:
@@ -97,14 +133,10 @@ def write_page() -> str:
     """Return the whole page."""
     parameters = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    aliases = "\n".join(f"- `{alias}` for `{name}`" for alias, name in ALIASES.items())
-    return "\n".join(
-        [
-            HEAD.format(first=positional[0], last=positional[-1], aliases=aliases),
-            HYPER_PARAMETERS.format(meaning=HPS_CONFIG),
-            *map(write_group, Settings.GROUPS.values()),
-        ]
-    )
+    aliases = ", ".join(f"`{alias}` for `{name}`" for alias, name in ALIASES.items())
+    first = "\n".join(f"| `{name}` | {text} |" for name, text in FIRST.items())
+    head = HEAD.format(first=first, positional=positional[0], last=positional[-1], aliases=aliases)
+    return "\n".join([head, BY_TOPIC, *map(write_group, Settings.GROUPS.values()), OPTIONS + write_options()])
 
 
 def write_docstring(source: str) -> str:

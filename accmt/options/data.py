@@ -88,10 +88,10 @@ class DataSettings:
         shuffle_train: Whether to shuffle the training data every epoch, based on (seed, epoch). Ignored with a sampler.
         shuffle_validation: Whether to shuffle validation data; results do not depend on it.
         sampler: The order of training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
-            indices; `{"train": ..., "val": ...}` sets that of validation data too.
-        collate_fn: Turns a list of samples into a batch, for all data; a list of functions is applied one after the
-            other; `{"train": ..., "val": ...}` sets separate ones, that of "val" also for test and prediction data.
-            None uses torch's default. A `collate_fn` method of the module takes precedence.
+            indices; `{"train": ..., "val": ...}` also sets the order of validation data.
+        collate_fn: Turns a list of samples into a batch; of a list of functions, each is applied to the result of the
+            one before. `{"train": ..., "val": ...}` sets separate ones, that of "val" also for test and prediction
+            data. None uses torch's default. A `collate_fn` method of the module takes precedence.
         dataloader_pin_memory: Whether to put batches into pinned memory; no effect without an accelerator device.
         dataloader_num_workers: Number of data-loading processes per training process; 0 loads in the training process.
         data_options: Batches of similar length, a batch sampler, and how data are loaded and sharded:
@@ -100,8 +100,7 @@ class DataSettings:
             `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string
             such as "2 epochs"; 0 builds them once.
         limit_batches: Batches per training epoch, and per validation, test and prediction set: a number, or a fraction
-            as a float (1.0 is all, 1 is one); `Limits(val=0.1)` sets only some of train, val, test and predict. 0 for
-            val turns validation off.
+            as a float (1.0 is all, 1 is one); `Limits(val=0.1)` sets only some of them.
         overfit_batches: Trains and validates on this many training batches (or this fraction of them), unshuffled; 0
             is off.
     """

@@ -84,10 +84,9 @@ class EvaluationSettings:
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
         report_loss_after_eval: True logs the mean validation loss once per evaluation; False logs the loss of every
             `log_every`-th validation batch.
-        metrics: Metrics over all samples of a validation set: `Metric` or `torchmetrics` objects, names such as "f1",
-            metrics from `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set. In a
-            dict by name, "min" or "max" declares the better direction of a value that a step or a hook reports, as in
-            `{"perplexity": "min"}`.
+        metrics: Metrics over all samples of a validation set: names such as "f1", `Metric` or `torchmetrics` objects,
+            or metrics from `evaluate`; one of them, a list, a dict by name, or a dict of lists by validation set.
+            `{"perplexity": "min"}` declares the better direction of a value that a step or a hook reports.
         metric_options: Averages of results, and how predictions are gathered: `MetricOptions(averages=...)`, or a dict
             of its arguments.
     """

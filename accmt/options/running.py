@@ -161,9 +161,9 @@ class RunningSettings:
             `accmt.precisions`); None uses the launch setting.
         parallelism: Shards the model over processes, or sets DDP's arguments: `ParallelismOptions(fsdp=True)`, or a
             dict of its arguments.
-        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. With "buckets": 64,
-            batches are padded to multiples of 64, which limits the number of graphs; each new graph is logged. With
-            "regional": True, only the repeated layers are compiled, one by one, which takes a fraction of the time.
+        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. `{"buckets": 64}` pads
+            batches to multiples of 64, which limits the number of graphs; `{"regional": True}` compiles only the
+            repeated layers, which takes a fraction of the time.
         seed: Random seed for everything; None draws one.
         torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict sets

@@ -105,21 +105,17 @@ class SavingSettings:
 
     Args:
         model_path: Folder of the saved model; created on the first save.
-        model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), "last" (at the end of training, to `<model_path>/last`; with `EMA` or `SWA`, their average),
-            None for never, or a list of them; of several other than "last", each has its own folder in `model_path`.
-            Without validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With
-            several validation sets, "best_<metric>" is their mean and "best_<metric>@<set>" a single one;
-            "best_accuracy/f1" requires both to improve. A tie keeps the earlier model.
+        model_saving: Which model to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
+            evaluation), "last" (the weights at the end, in `<model_path>/last`), None for none, or a list of them.
+            Without validation data, "best_valid_loss" means "best_train_loss". With several validation sets,
+            "best_<metric>" is their mean and "best_<metric>@<set>" a single one; "best_accuracy/f1" requires both to
+            improve.
         model_saving_below: Saves only if the monitored value is below this; a dict sets it by name.
         model_saving_above: Saves only if the monitored value is above this; a dict sets it by name.
         max_shard_size: Largest weight file: bytes, or a string such as "5GB".
         safe_serialization: True writes safetensors, including tied weights; False writes `pytorch_model*.bin`.
-        patience: Evaluations in a row without improvement before training ends: a number, or a string such as
-            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value separately and may contain options,
-            `{"accuracy": PatienceOptions(patience=3, min_delta=0.001, stopping_threshold=0.99, check_finite=True)}`, or
-            dicts of them. An improvement smaller than `min_delta` does not count. Training ends immediately when a
-            value reaches `stopping_threshold` or, with `check_finite`, is NaN or infinite. `min_length` takes
+        patience: Evaluations in a row without improvement before training ends, such as 3 or "3 evals"; a dict, such as
+            `{"accuracy": 3}`, counts each value separately, and may contain `PatienceOptions`. `min_length` takes
             precedence.
     """
 
@@ -216,9 +212,9 @@ class CheckpointSettings:
     Args:
         checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`. With a URL, such as
             "s3://bucket/run", checkpoints are written to that default folder and uploaded from there.
-        resume: False starts from scratch (checkpoints of an earlier run are moved to `<folder>.previous`, and moved
-            back if the run ends before its first checkpoint); True resumes from the newest checkpoint; "auto" or None
-            resumes if there is one; a path or URL resumes from that checkpoint, or from the newest one in that folder.
+        resume: False starts from scratch, and moves the checkpoints of an earlier run to `<folder>.previous`; True
+            resumes from the newest checkpoint; "auto" or None resumes if there is one; a path or URL resumes from that
+            checkpoint, or from the newest one in that folder.
         checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
             a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; a time, such as "10
             minutes"; or "auto", which measures what a checkpoint and a failure cost, and chooses the time at which

@@ -71,15 +71,14 @@ class Trainer(TrainerProperties):
         track_name: Name of the project or experiment; None is the base name of `model_path`.
         checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`. With a URL, such as
             "s3://bucket/run", checkpoints are written to that default folder and uploaded from there.
-        resume: False starts from scratch (checkpoints of an earlier run are moved to `<folder>.previous`, and moved
-            back if the run ends before its first checkpoint); True resumes from the newest checkpoint; "auto" or None
-            resumes if there is one; a path or URL resumes from that checkpoint, or from the newest one in that folder.
-        model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), "last" (at the end of training, to `<model_path>/last`; with `EMA` or `SWA`, their average),
-            None for never, or a list of them; of several other than "last", each has its own folder in `model_path`.
-            Without validation data, "best_valid_loss" means "best_train_loss": the mean since the last evaluation. With
-            several validation sets, "best_<metric>" is their mean and "best_<metric>@<set>" a single one;
-            "best_accuracy/f1" requires both to improve. A tie keeps the earlier model.
+        resume: False starts from scratch, and moves the checkpoints of an earlier run to `<folder>.previous`; True
+            resumes from the newest checkpoint; "auto" or None resumes if there is one; a path or URL resumes from that
+            checkpoint, or from the newest one in that folder.
+        model_saving: Which model to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
+            evaluation), "last" (the weights at the end, in `<model_path>/last`), None for none, or a list of them.
+            Without validation data, "best_valid_loss" means "best_train_loss". With several validation sets,
+            "best_<metric>" is their mean and "best_<metric>@<set>" a single one; "best_accuracy/f1" requires both to
+            improve.
         evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a
             fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
             of each epoch.
@@ -101,17 +100,17 @@ class Trainer(TrainerProperties):
         shuffle_train: Whether to shuffle the training data every epoch, based on (seed, epoch). Ignored with a sampler.
         shuffle_validation: Whether to shuffle validation data; results do not depend on it.
         sampler: The order of training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
-            indices; `{"train": ..., "val": ...}` sets that of validation data too.
+            indices; `{"train": ..., "val": ...}` also sets the order of validation data.
         model_saving_below: Saves only if the monitored value is below this; a dict sets it by name.
         model_saving_above: Saves only if the monitored value is above this; a dict sets it by name.
-        collate_fn: Turns a list of samples into a batch, for all data; a list of functions is applied one after the
-            other; `{"train": ..., "val": ...}` sets separate ones, that of "val" also for test and prediction data.
-            None uses torch's default. A `collate_fn` method of the module takes precedence.
+        collate_fn: Turns a list of samples into a batch; of a list of functions, each is applied to the result of the
+            one before. `{"train": ..., "val": ...}` sets separate ones, that of "val" also for test and prediction
+            data. None uses torch's default. A `collate_fn` method of the module takes precedence.
         max_shard_size: Largest weight file: bytes, or a string such as "5GB".
         safe_serialization: True writes safetensors, including tied weights; False writes `pytorch_model*.bin`.
-        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. With "buckets": 64,
-            batches are padded to multiples of 64, which limits the number of graphs; each new graph is logged. With
-            "regional": True, only the repeated layers are compiled, one by one, which takes a fraction of the time.
+        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. `{"buckets": 64}` pads
+            batches to multiples of 64, which limits the number of graphs; `{"regional": True}` compiles only the
+            repeated layers, which takes a fraction of the time.
         train_loss_metric_name: Name of the training loss in the logs.
         val_loss_metric_name: Name of the validation loss in the logs.
         dataloader_pin_memory: Whether to put batches into pinned memory; no effect without an accelerator device.
@@ -132,8 +131,7 @@ class Trainer(TrainerProperties):
             `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string such
             as "2 epochs"; 0 builds them once.
         limit_batches: Batches per training epoch, and per validation, test and prediction set: a number, or a fraction
-            as a float (1.0 is all, 1 is one); `Limits(val=0.1)` sets only some of train, val, test and predict. 0 for
-            val turns validation off.
+            as a float (1.0 is all, 1 is one); `Limits(val=0.1)` sets only some of them.
         overfit_batches: Trains and validates on this many training batches (or this fraction of them), unshuffled; 0 is
             off.
         fast_dev_run: Runs this many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
@@ -143,11 +141,8 @@ class Trainer(TrainerProperties):
             dict of its arguments. Time between interrupted runs does not count, and `min_length` takes precedence.
         num_sanity_val_steps: Validation batches to run before training, so that errors show early; they have no other
             effect. 0 is off, -1 runs all batches.
-        patience: Evaluations in a row without improvement before training ends: a number, or a string such as "3
-            evals"; a dict, such as `{"accuracy": 3}`, counts each value separately and may contain options,
-            `{"accuracy": PatienceOptions(patience=3, min_delta=0.001, stopping_threshold=0.99, check_finite=True)}`, or
-            dicts of them. An improvement smaller than `min_delta` does not count. Training ends immediately when a
-            value reaches `stopping_threshold` or, with `check_finite`, is NaN or infinite. `min_length` takes
+        patience: Evaluations in a row without improvement before training ends, such as 3 or "3 evals"; a dict, such as
+            `{"accuracy": 3}`, counts each value separately, and may contain `PatienceOptions`. `min_length` takes
             precedence.
         seed: Random seed for everything; None draws one.
         torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
@@ -160,10 +155,9 @@ class Trainer(TrainerProperties):
             or a dict of its arguments.
         checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of one
             from another package (an entry point in the group `accmt.checkpointers`).
-        metrics: Metrics over all samples of a validation set: `Metric` or `torchmetrics` objects, names such as "f1",
-            metrics from `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set. In a
-            dict by name, "min" or "max" declares the better direction of a value that a step or a hook reports, as in
-            `{"perplexity": "min"}`.
+        metrics: Metrics over all samples of a validation set: names such as "f1", `Metric` or `torchmetrics` objects,
+            or metrics from `evaluate`; one of them, a list, a dict by name, or a dict of lists by validation set.
+            `{"perplexity": "min"}` declares the better direction of a value that a step or a hook reports.
         metric_options: Averages of results, and how predictions are gathered: `MetricOptions(averages=...)`, or a dict
             of its arguments.
         callbacks: A `Callback` or a list of them.
