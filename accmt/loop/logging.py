@@ -186,19 +186,22 @@ class RowLogger(Callback):
     """Sends every row to the trackers and its `prog_bar` values to the progress bar.
 
     Args:
+        bar: The progress bar; None without one.
         monitor: The losses and metrics to send to trackers.
     """
 
     order = math.inf
 
-    def __init__(self, tracking: Tracking, bar: ProgressBar, monitor: Monitor) -> None:
+    def __init__(self, tracking: Tracking, bar: ProgressBar | None, monitor: Monitor) -> None:
         self._tracking = tracking
         self._bar = bar
         self._monitor = monitor
 
     def on_log(self, values: Mapping[str, float], step: int) -> None:
         """Log one row."""
-        self._bar.show(self.module.logs.of_bar(values))
+        shown = self.module.logs.of_bar(values)
+        if self._bar is not None:
+            self._bar.show(shown)
         wanted = {name: value for name, value in values.items() if self._is_wanted(name)}
         row = self.module.logs.of_trackers(wanted)
         if row:

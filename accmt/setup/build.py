@@ -68,11 +68,10 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     view: Any = None
     if enable_bar and is_notebook():
         view = addon("notebook_curve")(loss_name, logging.val_loss_metric_name)
-    bar = ProgressBar(
-        enable=None if running.enable_progress_bar is None and enable_bar else enable_bar,
-        loss_name=loss_name,
-        stream=None if view is None else view.terminal,
-    )
+    bar: ProgressBar | None = None
+    if enable_bar:
+        stream = None if view is None else view.terminal
+        bar = ProgressBar(enable=running.enable_progress_bar, loss_name=loss_name, stream=stream)
     first, last = build_monitor(logging.monitored, loss_name, is_main_process=is_main_process())
     profiled_first: list[Callback] = []
     profiled_last: list[Callback] = []
@@ -87,7 +86,7 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
         *profiled_first,
         *first,
         *summaries,
-        *([bar] if enable_bar else []),
+        *([bar] if bar else []),
         *([view] if view else []),
         EvaluationReport(loss_name),
         EvaluationResults(),

@@ -166,19 +166,17 @@ def find_unused_foreign_methods(kinds: Mapping[type, Mapping[str, Any]]) -> Iter
     Args:
         kinds: The user's classes with their attributes.
     """
-    used: dict[str, set[str]] = {}
-    for defined in kinds.values():
-        for method, value in defined.items():
-            for name in _names_in(value):
-                used.setdefault(name, set()).add(method)
-    for defined in kinds.values():
-        for name, value in sorted(defined.items()):
-            foreign = find_foreign_method(name)
-            function = _unwrap(value)
-            if foreign is None or not isinstance(function, FunctionType) or used.get(name, set()) - {name}:
-                continue
-            if name not in ONLY_WITH or ONLY_WITH[name] in inspect.signature(function).parameters:
-                yield name, *foreign
+    every = [(name, value) for defined in kinds.values() for name, value in sorted(defined.items())]
+    for name, value in every:
+        foreign = find_foreign_method(name)
+        if foreign is None:
+            continue
+        function = _unwrap(value)
+        is_used = any(name in _names_in(other) for method, other in every if method != name)
+        if not isinstance(function, FunctionType) or is_used:
+            continue
+        if name not in ONLY_WITH or ONLY_WITH[name] in inspect.signature(function).parameters:
+            yield name, *foreign
 
 
 def _names_in(value: Any) -> Iterator[str]:
