@@ -12,6 +12,7 @@ A group is one extension point. Entry points are read only where a name is not b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -81,6 +82,14 @@ _BUILT_IN: dict[str, dict[str, str]] = {
 }
 
 
+ONLY_WITH: dict[str, tuple[str, ...]] = {
+    "flight_recorder": ("ledger",),
+    "examiner": ("ledger",),
+    "remote_checkpoints": ("checkpoint", "resume"),
+}
+"""The Trainer arguments without which a feature of an add-on does nothing, so that it is not imported."""
+
+
 def addon(name: str) -> Any:
     """Return an add-on of accmt that the core uses where a user asks for it."""
     return find(_ADDONS, name)
@@ -113,9 +122,14 @@ def names(group: str) -> list[str]:
     return list(dict.fromkeys([*_BUILT_IN.get(group, ()), *(found.name for found in entry_points(group=group))]))
 
 
-def built_in(group: str) -> list[Any]:
-    """Return everything of a group that is accmt's own, in the order in which it is listed."""
-    return [find(group, name) for name in _BUILT_IN.get(group, ())]
+def added_features(is_set: Callable[[str], bool]) -> list[Any]:
+    """Return the features of add-ons that a run may use, in the order in which they are listed.
+
+    Args:
+        is_set: Returns whether an argument of the Trainer is set.
+    """
+    every = _BUILT_IN[ADDED_FEATURES]
+    return [find(ADDED_FEATURES, name) for name in every if name not in ONLY_WITH or any(map(is_set, ONLY_WITH[name]))]
 
 
 def is_built_in(group: str, name: str) -> bool:

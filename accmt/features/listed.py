@@ -13,7 +13,8 @@ from accmt.features.out_of_memory import OutOfMemory
 from accmt.features.own_loss import OwnLoss
 from accmt.features.packing_check import PackingCheck
 from accmt.features.quantized_weights import QuantizedWeights
-from accmt.registry import ADDED_FEATURES, built_in
+from accmt.options import Settings
+from accmt.registry import added_features
 
 _OF_CORE: tuple[type[Feature], ...] = (
     BadSampleCounts,
@@ -29,6 +30,6 @@ _OF_CORE: tuple[type[Feature], ...] = (
 )
 
 
-def all_features() -> tuple[type[Feature], ...]:
-    """Return all features in the order in which their hooks are called: those of add-ons last."""
-    return (*_OF_CORE, *built_in(ADDED_FEATURES))
+def all_features(settings: Settings) -> tuple[type[Feature], ...]:
+    """Return the features that a run may use, in the order in which their hooks are called: those of add-ons last."""
+    return (*_OF_CORE, *added_features(settings.is_set))

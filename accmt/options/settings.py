@@ -151,6 +151,11 @@ class Settings:
         """How the run reacts to failures."""
         return self.handling.failures
 
+    def is_set(self, argument: str) -> bool:
+        """Return whether an argument of the Trainer is set: neither None nor False."""
+        values = (getattr(getattr(self, group), argument, None) for group in self.GROUPS)
+        return any(value is not None and value is not False for value in values)
+
     def samples_per_step(self, num_parts: int, epoch: int = 0) -> int | None:
         """Return the samples of a full optimizer step of an epoch; None if a window maker decides.
 

@@ -113,7 +113,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     inputs = _find_inputs(trainer, module, user_data, accelerator, resumed)
     seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", inputs.metrics)
-    through, kinds = partial(stopping_if_asked, trainer=trainer), all_features()
+    through, kinds = partial(stopping_if_asked, trainer=trainer), all_features(settings)
     loaders = Loaders(trainer, module, user_data, recovery, engine, kinds, seed=seed, through=through)
     loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)
@@ -158,7 +158,7 @@ def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: R
     require_shared_disk(trainer.settings)
     folder = recovery.take_checkpoint() or find_relaunched(trainer.settings) or trainer.chosen_checkpoint
     if folder is None:
-        brought = [feature.before_resume(trainer.settings) for feature in all_features()]
+        brought = [feature.before_resume(trainer.settings) for feature in all_features(trainer.settings)]
         folder = next((one for one in brought if one is not None), None)
     resumed = find_resumed(trainer.settings, folder)
     if resumed is not None:

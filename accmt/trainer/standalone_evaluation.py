@@ -374,7 +374,7 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
         state=trainer.state,
         seed=seed,
         counts_own_samples=defines(module, "get_batch_size"),
-        feature_kinds=all_features(),
+        feature_kinds=all_features(settings),
     )
 
 

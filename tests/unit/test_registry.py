@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.tracking import GeneralTracker
 
+from accmt import Trainer
 from accmt.errors import ArgumentError
-from accmt.registry import _BUILT_IN, find, is_built_in, names
+from accmt.features.listed import all_features
+from accmt.registry import _BUILT_IN, ADDED_FEATURES, ONLY_WITH, find, is_built_in, names
 from accmt.tracking import find_specs
+from tests.toys import make_trainer
 
 TRACKER = """
 from accelerate.tracking import GeneralTracker
@@ -62,3 +67,21 @@ def test_an_unknown_name_is_an_error_that_lists_those_that_packages_add(package:
         find("accmt.trackers", "lanes")
     with pytest.raises(ArgumentError, match=r"(?s)swanlab, lines, a tracker class.*log_with='lines'\?"):
         find_specs("lanes")
+
+
+def features_of(**arguments: Any) -> set[str]:
+    return {kind.name for kind in all_features(make_trainer(**arguments).settings)}
+
+
+def test_a_run_imports_a_feature_of_an_add_on_only_if_an_argument_asks_for_it() -> None:
+    every = {find(ADDED_FEATURES, name).name: name for name in _BUILT_IN[ADDED_FEATURES]}
+    assert features_of().isdisjoint({feature for feature, name in every.items() if name in ONLY_WITH})
+    for arguments, name in (
+        ({"ledger": True}, "flight_recorder"),
+        ({"checkpoint": "s3://bucket/run"}, "remote_checkpoints"),
+        ({"resume": "s3://bucket/run"}, "remote_checkpoints"),
+    ):
+        assert find(ADDED_FEATURES, name).name in features_of(**arguments)
+    known = inspect.signature(Trainer).parameters
+    assert [name for needed in ONLY_WITH.values() for name in needed if name not in known] == []
+    assert ONLY_WITH.keys() <= _BUILT_IN[ADDED_FEATURES].keys()
