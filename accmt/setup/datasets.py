@@ -559,7 +559,8 @@ class Loaders:
         self.train = self.build_train_again()
         cadence = Cadence.of(settings)
         is_unknown = self.train.source.num_micro_batches is None or settings.optimization.window_maker is not None
-        saved = None if cadence.checkpoint_every is None else cadence.checkpoint_every.number
+        saving = cadence.checkpoint_every
+        saved = saving.number if saving is not None and saving.unit == "epoch" else None
         for name, every in (("evaluate_every_n_steps", cadence.evaluate_every), ("checkpoint_every", saved)):
             if isinstance(every, float) and is_unknown:
                 got = f"{every}, a fraction of an epoch whose length is unknown"
