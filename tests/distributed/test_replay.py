@@ -104,6 +104,13 @@ def test_what_differs_and_why_a_step_cannot_be_made_again_are_said(
 ) -> None:
     run = train(tmp_path)
     program = tmp_path / "program.py"
+    original = program.read_text()
+    program.write_text(original.replace("torch.randn(40", "torch.randn(44"))
+    assert main(["replay", str(run), "--step", "20"]) == 2
+    said = capsys.readouterr().err
+    assert "44 samples" in said
+    assert "40 samples, as when the epoch began" in said
+    program.write_text(original)
     program.write_text(program.read_text().replace("SCALE = 1.0", "SCALE = 1.5"))
     assert main(["replay", str(run), "--step", "2", "--to", "3"]) == 1
     printed = capsys.readouterr().out

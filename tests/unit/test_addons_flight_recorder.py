@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from accmt import ArgumentError, Callback, Ledger, StepDiffersError, Trainer
-from accmt.addons.flight_recorder import checksums
-from accmt.addons.flight_recorder.ledger import LEDGER_FILE, read_ledger
+from accmt.addons.flight_recorder import checksums, recorder
+from accmt.addons.flight_recorder import replay as replaying
+from accmt.addons.flight_recorder.examiner import Examination
+from accmt.addons.flight_recorder.ledger import LEDGER_FILE, LedgerFile, read_ledger
 from tests.toys import Linear, logged, make_points, make_trainer
 
 HPS = {"epochs": 3, "optim": {"type": "AdamW", "lr": 0.1}}
@@ -209,3 +212,97 @@ def test_keyframes_are_kept_for_good(every: int, keep_every: str, kept: list[int
     assert sorted(int(path.name.rpartition("-")[2]) for path in Path("out/checkpoint-model").glob("step-*")) == kept
     with pytest.raises(ArgumentError, match="keep_every"):
         trainer_of(checkpoint_options={"keep_every": "2 evals"})
+
+
+def test_a_run_that_cannot_be_replayed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(step=5, ledger=False)
+    trainer = trainer_of(resume=True, checkpoint_options={"max_checkpoints": 9})
+    trainer.fit(Linear(), make_points(8))
+    folder = Path(trainer.log_dir)
+    replay = replaying.replay
+
+    def again(_folder: Path, start: dict[str, Any], request: Path) -> str:
+        """Write what a program writes that now has more processes."""
+        place = request.parent
+        file = LedgerFile(place)
+        file.add({"start": {**start, "processes": 2}})
+        file.flush()
+        file.close()
+        (place / "done").touch()
+        return ""
+
+    monkeypatch.setattr(replaying, "_run_program", again)
+    with pytest.raises(ArgumentError, match=r"2 processes[\s\S]*1, as recorded"):
+        replay(folder, 12)
+    shutil.rmtree("out/checkpoint-model")
+    with pytest.raises(ArgumentError, match=r"no checkpoint before step 12[\s\S]*keep_every"):
+        replay(folder, 12)
+    for step, to in ((3, None), (13, None), (12, 11), (0, None)):  # it was recorded from step 4 on
+        with pytest.raises(ArgumentError, match="4 to 12"):
+            replay(folder, step, to)
+    ledger = folder / LEDGER_FILE
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(lines[:-4]))  # cut at its end: shorter, but whole
+    with pytest.raises(ArgumentError, match="steps in the ledger: 4 to 9"):
+        replay(folder, 12)
+    ledger.write_text("".join([*lines[:3], lines[3].replace('"loss"', '"lost"'), *lines[4:]]))
+    with pytest.raises(ArgumentError, match="line 4 of ledger.jsonl"):
+        replay(folder, 12)
+
+
+def test_a_step_that_is_missing_now_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(checkpoint_every=None)
+    trainer.fit(Linear(), make_points(8))
+    folder = Path(trainer.log_dir)
+
+    def again(_folder: Path, _start: dict[str, Any], request: Path) -> str:
+        lines = (folder / LEDGER_FILE).read_text().splitlines(keepends=True)
+        (request.parent / LEDGER_FILE).write_text("".join(lines[:6]))
+        (request.parent / "done").touch()
+        return ""
+
+    monkeypatch.setattr(replaying, "_run_program", again)
+    assert replaying.replay(folder, 2).is_identical
+    assert "step 5: there is no such step now" in str(replaying.replay(folder, 5, 6).difference)
+
+
+class NotDeterministic(Drifting):
+    """Uses an operation that has no deterministic form, on the CPU too."""
+
+    def step(self, batch: Any) -> torch.Tensor:
+        zeros = super().step(batch) * torch.zeros(2)
+        return super().step(batch) + zeros.put_(torch.tensor([0]), torch.tensor([0.0])).sum()
+
+
+def test_operations_without_a_deterministic_form_are_named_and_losses_compared_to_a_tolerance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    describe = recorder.describe_start
+    monkeypatch.setattr(recorder, "describe_start", lambda run: {**describe(run), "is_deterministic": False})
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer_of(callbacks=StopAt(5)).fit(NotDeterministic(), make_points(8))
+    module = NotDeterministic()
+    module.drift = 1e-3
+    trainer = trainer_of(resume=True, callbacks=StopAt(99))
+    trainer.fit(module, make_points(8))
+    folder = Path(trainer.log_dir)
+    [differs] = [line["differs"] for line in read_ledger(folder / LEDGER_FILE).lines if "differs" in line]
+    assert "no deterministic form on cpu: put_" in differs["because"]
+
+    def again(_folder: Path, start: dict[str, Any], request: Path) -> str:
+        asked = Examination(every=1, folder=str(request.parent), first=2, last=2, examines=False)
+        made = NotDeterministic()
+        made.drift = drifts.pop(0)
+        logs = str(request.parent / "logs")
+        made_by = trainer_of(ledger=asked, model_path="out/again", logging_dir=logs, seed=start["seed"])
+        made_by.fit(made, make_points(8))
+        (request.parent / "done").touch()
+        return ""
+
+    monkeypatch.setattr(replaying, "_run_program", again)
+    drifts = [1e-3, 1.1e-3, 1.0]
+    for is_same, tolerance in ((True, 0.0), (True, 1e-4), (False, 1e-4)):
+        found = replaying.replay(folder, 4)
+        assert (found.is_identical, found.tolerance) == (is_same, tolerance)
+        assert found.operations == ["put_"]
+        assert "no deterministic form on this device: put_" in str(found)

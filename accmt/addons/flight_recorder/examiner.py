@@ -9,6 +9,7 @@ them), and no sample has a gradient of its own: the report says so.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from accmt.run import EvaluationRun, Run
 
 _EXACT, _REDUCED = 1e-3, 5e-2  # relative errors up to which losses count as equal: float32, and reduced precisions
 _MOST_NAMED = 16
+_NOT_DETERMINISTIC = " does not have a deterministic implementation"
 EXAMINED_FILE = "examined.jsonl"
 
 
@@ -197,7 +199,7 @@ class Examiner(Feature):
         norm = math.hypot(*(norm for _, norm in layers))
         if not isinstance(watched := run.train_loader.maker, WatchedMaker):
             return StepReport(step, norm, layers, why_not_split="the data are loaded again in each epoch")
-        with _measuring(run) as measure:
+        with measuring(run) as measure:
             try:
                 samples = [one for own in gather_from_data(own_samples(run, watched, run.state.epoch)) for one in own]
                 alone = [measure(sample.batch, 1) for sample in samples]
@@ -257,7 +259,7 @@ def _compare(alone: list[_Measured], wholes: list[_Measured], tolerance: float) 
 
 
 @contextmanager
-def _measuring(run: Run) -> Iterator[Any]:
+def measuring(run: Run) -> Iterator[Any]:
     """Yield a function that returns loss, weight and gradient norm of a batch; nothing that it changes remains.
 
     Processes: collective; all call it with the same batches.
@@ -301,3 +303,20 @@ def _measuring(run: Run) -> Iterator[Any]:
     finally:
         module.logs = logs
         logs.of_training.drop_batch()
+
+
+def find_operations(run: Run, batch: Any) -> list[str]:
+    """Return the operations in a training step that have no deterministic form on the run's device.
+
+    Processes: collective; all get the same batch.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    with warnings.catch_warnings(record=True) as caught, measuring(run) as measure:
+        warnings.simplefilter("always")
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            measure(batch, 1)
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+    said = (str(one.message).partition(_NOT_DETERMINISTIC) for one in caught)
+    return list(dict.fromkeys(name for name, found, _ in said if found))

@@ -1,6 +1,6 @@
 """`ledger.jsonl`: what each optimizer step of a run computed, one JSON object per line.
 
-There are five kinds of lines:
+There are six kinds of lines:
 
 - `{"start": {...}}` when a run starts or resumes: how it was launched, versions, hardware, settings, code, data.
 - `{"step", "epoch", "batches", "samples", "loss"}` for each accumulation window: batches [first, last) of its epoch,
@@ -11,6 +11,7 @@ There are five kinds of lines:
 - `{"rewind": {"line", "step"}}` when a resumed run returns to its checkpoint: all lines from `line` (counted from 0) on
   were written after the checkpoint, and are superseded.
 - `{"differs": {...}}` where a step that was made again has another result, after a change that explains it.
+- `{"operations": [...]}`: those of a step that have no deterministic form on the device, before a comparison.
 
 Lines are never removed. Each ends with `"chain"`, a digest of the line and of the chain before it, so that a line that
 was edited or removed shows.

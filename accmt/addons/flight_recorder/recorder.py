@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accmt.addons.flight_recorder.checksums import add_over_processes, combine, digest_batch, sum_of_state, sums_of
+from accmt.addons.flight_recorder.examiner import Examination, find_operations
 from accmt.addons.flight_recorder.facts import describe_start, find_changes
 from accmt.addons.flight_recorder.ledger import KINDS, LedgerFile, find_difference, keep, key_of
 from accmt.checkpoint.state_dicts import plain_parameter_names
@@ -63,6 +64,7 @@ class Recorder(Feature):
         self._weights: list[Weight] = []
         self._windows: list[_Window] = []
         self._epoch, self._last = 0, 0
+        self._wants_operations = False
         self._is_due = True  # of checksums, in the current window
         self._gradients: list[int] | None = None
         self._contents: list[str] = []
@@ -96,6 +98,8 @@ class Recorder(Feature):
         if is_main_process():
             self._open(current_folder() / run.tracking.run_folder, start)
         self._is_comparing = broadcast_object(bool(self._before))
+        is_replay = isinstance(self._options, Examination)
+        self._wants_operations = not start["is_deterministic"] and (self._is_comparing or is_replay)
         self._is_started = True
         if not run.is_resumed:
             self._write_sums("start")
@@ -127,8 +131,26 @@ class Recorder(Feature):
     # ---- Each step
 
     def before_batch(self, micro_batch: MicroBatch) -> None:
+        if self._wants_operations and not micro_batch.is_partial:
+            self._wants_operations = False
+            self._write_operations(micro_batch)
         if self._is_due and micro_batch.batch is not None:
             self._contents.append(digest_batch(micro_batch.batch))
+
+    def _write_operations(self, micro_batch: MicroBatch) -> None:
+        """Write which operations of a step have no deterministic form, since they may explain a difference.
+
+        Processes: collective.
+        """
+        try:
+            operations = find_operations(self._run, broadcast_object(micro_batch.batch))
+        except Exception as error:  # noqa: BLE001 - an attempt only
+            operations = [f"unknown ({type(error).__name__} in the attempt to find them)"]
+        if self._file is not None:
+            self._file.add({"operations": operations})
+        if operations:
+            device = self._run.device.type
+            self._changes.append(f"no deterministic form on {device}: {', '.join(operations)}")
 
     def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
         self._losses.append(loss)

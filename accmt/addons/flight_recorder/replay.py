@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from accmt.addons.flight_recorder.compare import RELATIVE_TOLERANCE
 from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, SampleReport, StepReport
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, find_difference, read_ledger, require_ledger
 from accmt.callbacks import Callback, build_callbacks
@@ -49,6 +51,9 @@ class Replay:
         without: The samples that the first step was made without.
         curve: For each step from there on, its number, the recorded loss, and the loss without these samples.
         output: What the program printed.
+        tolerance: The relative tolerance to which losses are equal, if the device does not compute deterministically
+            and they are not identical; 0.0 otherwise.
+        operations: Operations that have no deterministic form on the device.
     """
 
     begin: str
@@ -59,10 +64,12 @@ class Replay:
     without: tuple[int, ...] = ()
     curve: list[tuple[int, float | None, float | None]] = field(default_factory=list)
     output: str = ""
+    tolerance: float = 0.0
+    operations: list[str] = field(default_factory=list)
 
     @property
     def is_identical(self) -> bool:
-        """Whether everything that was compared is bit-for-bit identical."""
+        """Whether everything that was compared is identical: bit for bit, or to the tolerance."""
         return self.difference is None
 
     def __str__(self) -> str:
@@ -72,7 +79,10 @@ class Replay:
         """Return the result as text, with so many samples and layers of each step."""
         lines = [f"changed since: {change}" for change in self.changes]
         lines.append(f"replayed from {self.begin}; {self.num_compared} lines of the ledger compared")
-        lines.append("bit-for-bit identical" if self.difference is None else f"different: {self.difference}")
+        same = f"losses equal to {self.tolerance:g}, relatively" if self.tolerance else "bit-for-bit identical"
+        lines.append(same if self.difference is None else f"different: {self.difference}")
+        if self.operations:
+            lines.append(f"no deterministic form on this device: {', '.join(self.operations)}")
         for step in self.steps:
             norm = "" if step.gradient_norm is None else f": gradient norm {step.gradient_norm:.4g} before clipping"
             lines += ["", f"step {step.step}{norm}"]
@@ -176,10 +186,20 @@ def replay(
         examined = Path(place, EXAMINED_FILE)
         reports = [_read_report(line) for line in examined.read_text().splitlines()] if examined.exists() else []
     begin = f"the checkpoint of {checkpoint.name}" if checkpoint else "the beginning"
-    num_compared, difference = _compare(ledger, again, start["tensors"], step - 1 if without else last)
+    last_compared, tolerance = step - 1 if without else last, 0.0
+    num_compared, difference = _compare(ledger, again, start["tensors"], last_compared)
+    if difference is not None and not start["is_deterministic"]:
+        tolerance = RELATIVE_TOLERANCE
+        num_compared, difference = _compare(ledger, again, start["tensors"], last_compared, tolerance)
+    made = {line["step"] for _, line in again.effective() if "batches" in line}
+    missing = [number for number in steps if step <= number <= last and number not in made]
+    if difference is None and missing:
+        difference = f"step {missing[0]}: there is no such step now"
     changes = _find_changed_files(start["program"])
     curve = _list_losses(ledger, again, step, last) if without else []
-    return Replay(begin, changes, num_compared, difference, reports, tuple(sorted(without)), curve, output)
+    operations = [name for line in again.lines for name in line.get("operations", ())]
+    removed = tuple(sorted(without))
+    return Replay(begin, changes, num_compared, difference, reports, removed, curve, output, tolerance, operations)
 
 
 _DO = "restore what has changed since, such as rows that were added to the data; the message above is the program's"
@@ -238,7 +258,9 @@ def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: i
             info = found.manifest.info
             if info.get("run_name") != start["run_name"] or info["global_step"] >= first:
                 continue
-            written = read_others(path).get("features", {}).get("flight_recorder", {"line": 0})
+            written = read_others(path).get("features", {}).get("flight_recorder")
+            if written is None:  # the ledger was off
+                return path
             line = written["line"] - 1
             if line in effective and ledger.chains[line] == written["chain"]:  # not of steps that were made again
                 return path
@@ -268,8 +290,10 @@ def _run_program(folder: Path, start: Mapping[str, Any], request: Path) -> str:
     return ended.stdout
 
 
-def _compare(ledger: Ledger, again: Ledger, names: Sequence[str], last: int) -> tuple[int, str | None]:
-    """Compare the lines that both ledgers have, in order."""
+def _compare(
+    ledger: Ledger, again: Ledger, names: Sequence[str], last: int, tolerance: float = 0.0
+) -> tuple[int, str | None]:
+    """Compare the lines that both ledgers have, in order; to a tolerance, only samples, batches and losses."""
     recorded = {key: line for _, line in ledger.effective() if (key := _key(line)) is not None}
     num_compared = 0
     for _, line in again.effective():
@@ -277,10 +301,18 @@ def _compare(ledger: Ledger, again: Ledger, names: Sequence[str], last: int) -> 
         if before is None:
             continue
         num_compared += 1
+        if tolerance:
+            before, line = ({**one, "sums": {}} for one in (before, line))
+            line["loss"] = before.get("loss") if _is_close(before, line, tolerance) else line.get("loss")
         found = find_difference(before, line, names, ("recorded", "now"))
         if found is not None:
             return num_compared, f"step {line['step']}: {found}"
     return num_compared, None
+
+
+def _is_close(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> bool:
+    losses = [line.get("loss") for line in (before, now)]
+    return None in losses or math.isclose(*(float.fromhex(loss) for loss in losses), rel_tol=tolerance)
 
 
 def _key(line: Mapping[str, Any]) -> tuple[Any, ...] | None:
