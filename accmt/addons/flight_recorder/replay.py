@@ -311,8 +311,8 @@ def _compare(
 
 
 def _is_close(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> bool:
-    losses = [line.get("loss") for line in (before, now)]
-    return None in losses or math.isclose(*(float.fromhex(loss) for loss in losses), rel_tol=tolerance)
+    one, other = before.get("loss"), now.get("loss")
+    return one is None or other is None or math.isclose(float.fromhex(one), float.fromhex(other), rel_tol=tolerance)
 
 
 def _key(line: Mapping[str, Any]) -> tuple[Any, ...] | None:
