@@ -79,24 +79,24 @@ def train(name: str, *, hps: Any = None, data: Any = None, factor: int = 1, **se
 @pytest.mark.parametrize(
     ("of_a", "of_b", "expected"),
     [
-        ({}, {"seed": 1}, ["part at step 1: the order of samples", "seed 0 -> 1"]),
+        ({}, {"seed": 1}, ["diverge at step 1: the order of samples", "seed 0 -> 1"]),
         (
             {},
             {"hps": {"optim": {"type": "SGD", "lr": 0.2}}},
-            ["part at step 1: the weights of weight", "optim {'type': 'SGD', 'lr': 0.1} ->"],
+            ["diverge at step 1: the weights of weight", "optim {'type': 'SGD', 'lr': 0.1} ->"],
         ),
-        ({}, {"hps": {"batch_size": 4}}, ["part at step 1: the order of samples", "batch_size 2 -> 4"]),
-        ({}, {"data": changed_points()}, ["part at step 1: the content of the batches"]),
+        ({}, {"hps": {"batch_size": 4}}, ["diverge at step 1: the order of samples", "batch_size 2 -> 4"]),
+        ({}, {"data": changed_points()}, ["diverge at step 1: the content of the batches"]),
         (
             {"data": ordered_points()},
             {"data": reversed_points()},
-            ["part at step 1: the order of samples", "checksums after step 1: the gradients of weight"],
+            ["diverge at step 1: the order of samples", "checksums after step 1: the gradients of weight"],
         ),
-        ({}, {"factor": 2}, ["part at step 1: the loss: ", "code: program.py"]),
+        ({}, {"factor": 2}, ["diverge at step 1: the loss: ", "code: program.py"]),
         (
             {},
             {"callbacks": Disturb()},
-            ["part at step 4: the loss", "are equal after step 2", "checksums after step 4: the gradients of weight"],
+            ["diverge at step 4: the loss", "are equal after step 2", "checksums after step 4: the gradients of weight"],
         ),
     ],
     ids=["seed", "learning rate", "batch size", "data", "order", "program", "disturbed weight"],
@@ -158,10 +158,22 @@ def test_losses_of_other_numbers_of_processes_are_compared_to_a_tolerance(
     assert "processes 1 -> 2" in output
 
 
+def test_runs_of_other_programs_are_compared_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = train("a"), train("b", seed=1)
+    rewrite(second, program={"other.py": "0" * 16})
+    capsys.readouterr()
+    assert main(["diff", first, second]) == 1
+    output = capsys.readouterr().out
+    assert "other programs: program.py " in output and " -> other.py" in output
+    assert "at step 1: the order of samples" in output
+
+
 def test_what_cannot_be_compared_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = train("a"), train("b")
     assert main(["diff", first, str(tmp_path)]) == 2
     assert "no ledger.jsonl" in capsys.readouterr().err
+    assert main(["diff", first, str(tmp_path / "none")]) == 2
+    assert "a run with a ledger" in capsys.readouterr().err
     path = Path(second) / LEDGER_FILE
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:1]))
@@ -198,4 +210,4 @@ def test_of_one_folder_the_steps_that_were_made_again_are_reported(
     assert ("step 6: the loss" in output) == (rate != 0.1)
     assert ("no difference after 1 return(s)" in output) == (rate == 0.1)
     assert main(["diff", folder, unbroken]) == (rate != 0.1)
-    assert ("part at step 6" in capsys.readouterr().out) == (rate != 0.1)
+    assert ("diverge at step 6" in capsys.readouterr().out) == (rate != 0.1)

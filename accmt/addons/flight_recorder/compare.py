@@ -140,9 +140,12 @@ def _find_causes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     causes = []
     for name in _CAUSES:
         found = find_changes(one, other, [name])
-        causes += found
         if name == "program" and found:
-            causes += _find_changed_lines(before.get("git"), now.get("git"))
+            if one["program"].keys().isdisjoint(other["program"]):
+                found = [f"other programs: {' '.join(one['program'])} -> {' '.join(other['program'])}"]
+            else:
+                found += _find_changed_lines(before.get("git"), now.get("git"))
+        causes += found
     return list(dict.fromkeys(causes))  # the seed is a setting too
 
 
