@@ -1,8 +1,6 @@
-"""Writes what is said of the Trainer's arguments from the docstrings of the settings classes.
+"""Generates docs/arguments.md and the arguments in the Trainer's docstring from the settings classes' docstrings.
 
-    python docs/generate_arguments.py
-
-That is docs/arguments.md, and the part of the Trainer's own docstring that editors show.
+python docs/generate_arguments.py
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ FIRST = {
     "mixed_precision": '`"bf16"` or `"fp16"`',
     "resume": '`"auto"` continues an interrupted run: [checkpoints](checkpoints.md)',
     "clip_grad": "the largest gradient norm",
-    "patience": "stops after so many evaluations without improvement",
+    "patience": "stops after this many evaluations without improvement",
 }
 """The arguments that most scripts set."""
 
@@ -54,18 +52,17 @@ These ten are enough for most scripts, and only the first two are required:
 Trainer("hps.yaml", "out/model", metrics="accuracy", model_saving="best_accuracy", mixed_precision="bf16", patience=3)
 ```
 
-All others follow, by topic. What you set with an object has its own table [at the end](#options).
+All other arguments follow by topic. The entries of options have their own tables [at the end](#options).
 
-- **Position.** `{positional}` to `{last}` may be given by position, all others by name only.
-- **Intervals.** A number and a unit, such as "500 steps", "2 epochs" or "3 evals", in any spacing; for evaluations and
-  checkpoints also a fraction, "0.25 epochs" or 0.25. A step is an optimizer step. A whole number alone counts optimizer
-  steps, for `patience` evaluations, and for `reload_dataloaders_every_n_epochs` epochs.
+- **Position.** You can pass `{positional}` to `{last}` by position, all others by name only.
+- **Intervals.** A number and a unit, such as "500 steps", "2 epochs" or "3 evals"; for evaluations and checkpoints also
+  a fraction of an epoch, "0.25 epochs" or 0.25. A whole number without a unit counts optimizer steps (`patience`:
+  evaluations; `reload_dataloaders_every_n_epochs`: epochs).
 - **Options.** `failures` and others take an object, `Failures(on_nonfinite="skip")`, for which editors complete the
   names, or a dict with the same names: `{{"on_nonfinite": "skip"}}`.
-- **Off.** An argument that can be off accepts None, False, `[]` and `{{}}` for it. Where no meaning of None is listed,
-  it is the default.
-- **Errors.** An invalid value or an unknown name is an error when the Trainer is created. These spellings are
-  accepted: {aliases}.
+- **Off.** None, False, `[]` and `{{}}` turn an argument off if it can be off. If no meaning of None is listed, it means
+  the default.
+- **Errors.** Invalid values and unknown names raise an error when you create the Trainer. Aliases: {aliases}.
 """
 
 BY_TOPIC = f"""\

@@ -1,10 +1,10 @@
-"""Name the topic of an article by its first ten words, learned from whole articles first: a curriculum; takes seconds.
+"""Curriculum learning: classify an article by its first ten words, after training on longer texts; takes seconds.
 
     python examples/curriculum.py
-    python examples/curriculum.py --mixed   # as many steps on the same texts, all lengths mixed, to compare
+    python examples/curriculum.py --mixed   # the same number of steps on all lengths in random order
 
-A third of the steps is made on whole articles, which are easy, a third on their first 50 words, a third on their first
-10. Without a curriculum the three kinds come in one random order.
+A third of the steps trains on whole articles, which are easy, a third on their first 50 words, and a third on their
+first 10.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accmt import RatioCurriculum, Trainer, set_seed
 from accmt.metrics import F1, Accuracy
 
 HPS_PATH = Path(__file__).resolve().parents[1] / "hps" / "curriculum.yaml"
-STAGES = ((1 / 3, 400), (1 / 3, 50), (-1, 10))  # part of the steps, and words of an article; -1 is the rest
+STAGES = ((1 / 3, 400), (1 / 3, 50), (-1, 10))  # fraction of the steps, and number of words; -1 is the rest
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     parts = articles[:425], articles[425:637], articles[637:]
     test, validation, train = (part[: options.limit] for part in parts)
 
-    set_seed(options.seed)  # the model begins with random weights
+    set_seed(options.seed)  # the model starts with random weights
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, model_max_length=10**6)
     stages = [(ratio, build_samples(train, tokenizer, topics, words)) for ratio, words in STAGES]
     short = [build_samples(part, tokenizer, topics, STAGES[-1][1]) for part in (validation, test)]

@@ -2,7 +2,7 @@
 
     python examples/digits.py
 
-`build_datasets` and `DigitClassifier` can be imported, to train the same network from elsewhere.
+You can import `build_datasets` and `DigitClassifier` to train the same network from another script.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NUM_VALIDATION = 360  # a fifth of the 1,797 images
 def build_datasets(limit: int | None = None) -> tuple[TensorDataset, TensorDataset]:
     """Return training and validation data: images `[samples, 1, 8, 8]` from 0 to 1, and labels `[samples]`.
 
-    Images of one writer stand together, so shuffling before the split would flatter the accuracy.
+    Images by the same writer are adjacent, so shuffling before the split would overestimate the accuracy.
 
     Args:
-        limit: Images of each of the two at most; None is all.
+        limit: Maximum number of images in each set; None keeps all.
     """
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)
@@ -40,7 +40,7 @@ def build_datasets(limit: int | None = None) -> tuple[TensorDataset, TensorDatas
 
 
 def build_model() -> nn.Module:
-    """Return a network of two convolutions, 8x8 images to the scores of ten digits."""
+    """Return a network with two convolutions that maps 8x8 images to scores for ten digits."""
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1),
         nn.ReLU(),
@@ -54,7 +54,7 @@ def build_model() -> nn.Module:
 
 
 class DigitClassifier(AcceleratorModule):
-    """A network that names the digit in an image."""
+    """Classifies the digit in an image."""
 
     def __init__(self) -> None:
         self.model = build_model()
@@ -65,7 +65,7 @@ class DigitClassifier(AcceleratorModule):
         return functional.cross_entropy(self.model(images), labels)
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss, and what the metric `accuracy` compares."""
+        """Return the mean loss and the inputs of the metric `accuracy`."""
         images, labels = batch
         scores = self.model(images)
         return {"loss": functional.cross_entropy(scores, labels), "accuracy": (scores.argmax(-1), labels)}
@@ -76,10 +76,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on digits.")
     parser.add_argument("--output", type=Path, default=Path("out/digits"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many images of each part, for a quick try")
-    parser.add_argument("--seed", type=int, default=0, help="two runs with one seed give equal weights")
+    parser.add_argument("--seed", type=int, default=0, help="two runs with the same seed give equal weights")
     options = parser.parse_args()
 
-    set_seed(options.seed)  # the network begins with random weights
+    set_seed(options.seed)  # the network starts with random weights
     trainer = Trainer(
         hps_config=HPS_PATH,
         model_path=options.output,

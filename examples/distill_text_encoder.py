@@ -1,4 +1,4 @@
-"""Distil MiniLM into a text encoder with a third of its layers: no labels, only the teacher's embeddings.
+"""Distill MiniLM into a text encoder with a third of its layers, using only the teacher's embeddings.
 
     python examples/distill_text_encoder.py
 
@@ -34,7 +34,7 @@ def embed(model: Any, batch: Any) -> Tensor:
 
 
 class Distillation(AcceleratorModule):
-    """A student that learns to embed texts as its teacher does."""
+    """A student that learns the embeddings of its teacher."""
 
     def __init__(self, student: Any, teacher: Any, tokenizer: Any) -> None:
         self.model = student
@@ -42,7 +42,7 @@ class Distillation(AcceleratorModule):
         self.processor = tokenizer
 
     def step(self, batch: Any) -> Tensor:
-        """Return how far the student's embeddings are from the teacher's: 0 is equal, 1 has nothing in common."""
+        """Return the mean cosine distance between the embeddings of student and teacher."""
         with torch.no_grad():
             target = embed(self.teacher, batch)
         return 1 - functional.cosine_similarity(embed(self.model, batch), target).mean()
@@ -50,23 +50,23 @@ class Distillation(AcceleratorModule):
 
 @torch.inference_mode()
 def report(name: str, model: Any, samples: list[Any], topics: list[str], collate: Any) -> None:
-    """Print a model's size and speed, and how often the article that it finds most alike has the same topic."""
+    """Print a model's size and speed, and how often the most similar article has the same topic."""
     began = time.perf_counter()
     embeddings = torch.cat([embed(model, batch) for batch in DataLoader(samples, batch_size=64, collate_fn=collate)])
     seconds = time.perf_counter() - began
     nearest = (embeddings @ embeddings.T).fill_diagonal_(-1).argmax(1).tolist()
     hits = sum(topics[own] == topics[other] for own, other in enumerate(nearest))
     size = f"{model.num_parameters() / 1e6:.1f} M parameters"
-    print(f"{name:9}{size}, {len(samples) / seconds:.0f} texts a second, same topic {hits / len(samples):.1%}")
+    print(f"{name:9}{size}, {len(samples) / seconds:.0f} texts per second, same topic {hits / len(samples):.1%}")
 
 
 def main() -> None:
-    """Distil, then load the student again and compare it with its teacher."""
+    """Train the student, load it again, and compare it with its teacher."""
     parser = argparse.ArgumentParser(description="Distil MiniLM into a smaller text encoder.")
     parser.add_argument("--output", type=Path, default=Path("out/text_encoder"), help="folder of the saved student")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
     options = parser.parse_args()
-    logging.set_verbosity_error()  # or transformers reports the layers that the student leaves out
+    logging.set_verbosity_error()  # hides transformers' report about the layers that the student lacks
     articles = read_articles()
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     inputs = tokenizer([text for text, _ in articles], truncation=True, max_length=MAX_TOKENS)["input_ids"]
@@ -74,7 +74,7 @@ def main() -> None:
     test, validation, train = (part[: options.limit] for part in (samples[:425], samples[425:637], samples[637:]))
 
     teacher = AutoModel.from_pretrained(MODEL_DIR)
-    student = AutoModel.from_pretrained(MODEL_DIR, num_hidden_layers=STUDENT_LAYERS)  # begins as the first layers
+    student = AutoModel.from_pretrained(MODEL_DIR, num_hidden_layers=STUDENT_LAYERS)  # starts as the first layers
     student.pooler.requires_grad_(requires_grad=False)  # not used, so it has no gradient
     collate = DataCollatorWithPadding(tokenizer)
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model of which each process holds a part (FSDP2), on sentences of BBC News.
+"""Fine-tune a causal language model that is sharded over processes (FSDP2), on sentences of BBC News.
 
     accmt launch --cpu -N 2 examples/finetune_sharded.py
 
@@ -6,9 +6,8 @@ On two machines of 8 GPUs each, the same script:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 finetune_sharded.py
 
-No process ever has the whole model: each reads its part of the weights, trains it, and saves it with the others as one
-folder that `from_pretrained` loads. The model is a small one with random weights, saved by the main process; name a
-folder of your own by `--base`.
+No process ever holds the whole model: each reads and trains its shard, and together they save one folder that
+`from_pretrained` loads. By default, the model is a small one with random weights; `--base` selects another.
 """
 
 from __future__ import annotations
@@ -63,7 +62,9 @@ def main() -> None:
     if trainer.is_main:
         whole = AutoModelForCausalLM.from_pretrained(options.output)
         print(f"processes     {state.num_processes}")
-        print(f"perplexity    {math.exp(state.best['best_valid_loss']):.1f} a token, of {len(tokenizer)}")
+        print(
+            f"perplexity    {math.exp(state.best['best_valid_loss']):.1f} per token, vocabulary size {len(tokenizer)}"
+        )
         print(f"model folder  {options.output}: {whole.num_parameters():,} parameters")
 
 

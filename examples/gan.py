@@ -2,9 +2,9 @@
 
     python examples/gan.py
 
-The generator learns to draw digits that the discriminator takes for real ones. A classifier of real digits judges them:
-`digit_score` is 10 where each digit comes equally often and is named with certainty, and 1 where all images look alike.
-`generated.png` in the model folder shows what the best generator draws.
+The generator learns to draw digits that the discriminator classifies as real. A classifier trained on real digits
+scores them: `digit_score` is 10 if all digits are equally frequent and classified with certainty, and 1 if all images
+look alike. `generated.png` in the model folder shows images of the best generator.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SEED = 0
 
 
 class GAN(ExtendedAcceleratorModule):
-    """A generator of images, and a discriminator that tells them from real ones."""
+    """A generator of images, and a discriminator that distinguishes them from real ones."""
 
     def __init__(self) -> None:
         self.model = nn.ModuleDict({"generator": build_generator(), "discriminator": build_discriminator()})
 
     def get_optimizer(self) -> ChainedOptimizer:
-        """Return an optimizer for each of the two, with the hyper-parameters' values."""
+        """Return one optimizer per network, with the arguments of the hyper-parameters."""
         hps = self.trainer.hps
         return ChainedOptimizer([create_optimizer(part, hps.optim, **hps.optim_kwargs) for part in self.model.values()])
 
@@ -65,17 +65,17 @@ class GAN(ExtendedAcceleratorModule):
         return {"loss": loss, "discriminator_loss": discriminator_loss.detach()}
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return as many images as there are real ones; the noise is the same in each evaluation."""
+        """Generate one image per real one; the noise is the same in each evaluation."""
         (real,) = batch
         return {"digit_score": (self.generate(len(real)), real)}
 
     def on_save_model(self) -> None:
-        """Log images of the best generator so far: they are kept in the run folder, and shown by trackers."""
+        """Log images of the best generator so far, to the run folder and the trackers."""
         self.log_images({"generated": self.generate(10)})
 
 
 class DigitScore(Metric):
-    """The inception score, with a classifier of digits in the place of Inception.
+    """The inception score, with a digit classifier instead of Inception.
 
     Source:
         Salimans et al. 2016, https://arxiv.org/abs/1606.03498, section 4
@@ -86,7 +86,7 @@ class DigitScore(Metric):
         self.judge = LogisticRegression(max_iter=1000).fit(images.flatten(1).numpy(), labels.numpy())
 
     def compute(self, predictions: Tensor, references: Any) -> dict[str, float]:
-        """Return the score of the generated images, and how sure the classifier is of them."""
+        """Return the score of the generated images, and the classifier's mean confidence."""
         probabilities = torch.tensor(self.judge.predict_proba(predictions.flatten(1).numpy()))  # [images, 10]
         mean = probabilities.mean(0)
         divergence = (probabilities * (probabilities / mean).log()).nansum(1).mean()
@@ -101,13 +101,13 @@ def build_generator() -> nn.Module:
 
 
 def build_discriminator() -> nn.Module:
-    """Return a network from images to a number that is high where they look real."""
+    """Return a network that maps images to a number, higher for real images."""
     layers = [nn.Linear(64, 256), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(256, 128), nn.LeakyReLU(0.2)]
     return nn.Sequential(nn.Flatten(), *layers, nn.Dropout(0.3), nn.Linear(128, 1))
 
 
 def save_grid(images: Tensor, path: Path) -> None:
-    """Write images side by side, ten in a row and six times as large."""
+    """Write images as a grid, ten per row, enlarged six times."""
     framed = pad(images, (1, 1, 1, 1), value=0.5)
     rows = framed.reshape(-1, 10, 10, 10).transpose(1, 2).reshape(-1, 100)
     picture = Image.fromarray((rows.cpu() * 255).byte().numpy())
@@ -115,13 +115,13 @@ def save_grid(images: Tensor, path: Path) -> None:
 
 
 def main() -> None:
-    """Train, then let the best generator draw."""
+    """Train, then generate images with the best generator."""
     parser = argparse.ArgumentParser(description="Train a GAN on digits.")
     parser.add_argument("--output", type=Path, default=Path("out/gan"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many images of each part, for a quick try")
     options = parser.parse_args()
 
-    set_seed(SEED)  # the networks begin with random weights
+    set_seed(SEED)  # the networks start with random weights
     train, validation = build_datasets(options.limit)
     module, digit_score = GAN(), DigitScore(*build_datasets()[0].tensors)
     trainer = Trainer(

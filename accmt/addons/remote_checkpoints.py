@@ -546,7 +546,7 @@ def explaining(url: str) -> Iterator[None]:
 
 
 def _bring(url: str, folder: Path, *, is_asked: bool) -> Path | None:
-    """Download the newest checkpoint that is newer than those in a local folder; damaged ones are passed over.
+    """Download the newest checkpoint that is newer than those in a local folder; damaged ones are skipped.
 
     Args:
         url: The remote folder, or one checkpoint in it.

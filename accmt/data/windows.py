@@ -445,7 +445,7 @@ class ByTokensInEvaluation(_TokenCut):
 
     Args:
         budget: As for the base, like all others.
-        batch_size: Samples per batch as read.
+        batch_size: Samples per batch as loaded.
     """
 
     def __init__(self, budget: TokenBudget, *, batch_size: int, **others: Any) -> None:

@@ -124,7 +124,7 @@ def find_machines() -> list[Machine]:
 
 
 class SignsOfLife:
-    """Ends this process if another machine shows no sign of life for too long.
+    """Ends this process if another machine sends no heartbeat for too long.
 
     Args:
         board: Where every process signals that it is alive.

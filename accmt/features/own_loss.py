@@ -46,7 +46,7 @@ class OwnLoss(Feature):
         self._state = run.state
         self._watched = watched
         # Whether the losses before were such ones, of the data that are trained on and of the set that is evaluated:
-        # it is so for all or for none. A manual step may compute several losses, of which each is looked at by itself.
+        # it is so for all or for none. A manual step may compute several losses, which are checked separately.
         self._counted: dict[str, bool | None] = {}
         self._is_manual = run.module.uses_manual_optimization
         self._calls: deque[_Call] = deque(maxlen=4)  # of the step that runs

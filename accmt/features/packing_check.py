@@ -338,7 +338,7 @@ class PackingCheck(Feature):
             self._require_isolation(next(iter(self._watched)), held, self._looked)
 
     def after_forward(self) -> None:
-        """Check after a training step that it told the model where the documents of its batch begin.
+        """Check after a training step that it passed the positions of the documents to the model.
 
         Raises:
             DataError: The batch was packed, and no call of the model had its positions.
@@ -378,7 +378,7 @@ class PackingCheck(Feature):
             self._caller = None
 
     def _look_at_call(self, model: Any, arguments: Mapping[str, Any]) -> None:
-        if self._needs_all and self._is_in_root:  # a part that is called by itself cannot compute at all
+        if self._needs_all and self._is_in_root:  # a submodule called separately cannot compute
             self._try_together(model, arguments)
         mask = arguments.get("attention_mask")
         says_who_attends = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)

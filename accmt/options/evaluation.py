@@ -70,7 +70,7 @@ class MetricOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """When and how to evaluate on validation data.
+    """Evaluation on validation data.
 
     Args:
         evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a

@@ -102,7 +102,7 @@ class Failures(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSettings:
-    """How a run reacts to failures.
+    """Failures.
 
     Args:
         handlers: Errors at which to save a safe checkpoint of the last optimizer step before raising them: a

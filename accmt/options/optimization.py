@@ -48,7 +48,7 @@ class Clipping(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationSettings:
-    """Gradient accumulation, clipping and optimizer steps.
+    """Gradient accumulation and clipping.
 
     Args:
         grad_accumulation_steps: Batches per process and optimizer step: a number; `{epoch: number}` with the epoch

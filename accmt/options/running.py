@@ -153,7 +153,7 @@ class ParallelismOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunningSettings:
-    """Device, precision, seed, length and output of a run.
+    """Device, precision, seed, run length and output.
 
     Args:
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch settings.

@@ -101,7 +101,7 @@ class PatienceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SavingSettings:
-    """When and where to save the model.
+    """Saving the model.
 
     Args:
         model_path: Folder of the saved model; created on the first save.
@@ -185,8 +185,8 @@ class CheckpointOptions(Options):
 
     Args:
         max_checkpoints: Number of checkpoints to keep; None keeps the newest.
-        keep_every: Keeps a checkpoint for good after so many steps or epochs, such as "1 epoch" or "5000 steps", with a
-            file named `PINNED` in it; `accmt replay` starts from the newest one before a step. None keeps no others.
+        keep_every: Keeps a checkpoint permanently at this interval, such as "1 epoch" or "5000 steps", by a file named
+            `PINNED` in it; `accmt replay` starts from the newest one before a step. None keeps no others.
         max_previous_runs: Number of earlier runs whose models and checkpoints are kept (`<folder>.previous`,
             `.previous-2` ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
         async_checkpointing: Whether to write files while training continues.
@@ -207,7 +207,7 @@ class CheckpointOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """When and where to write checkpoints.
+    """Checkpoints and resuming.
 
     Args:
         checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`. With a URL, such as

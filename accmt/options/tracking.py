@@ -196,8 +196,8 @@ class Ledger(Options):
     Args:
         every: Optimizer steps between checksums of weights, gradients and optimizer state, such as "1000 steps"; None:
             only at the first step of each start and at checkpoints.
-        on_difference: What to do if a resumed run computes a step differently than before it was interrupted, although
-            nothing that the ledger records has changed: "stop" raises an error, "warn" continues.
+        on_difference: What to do if a step of a resumed run differs from before the interruption, although code, data,
+            settings and hardware have not changed: "stop" raises an error, "warn" continues.
     """
 
     every: Annotated[int | str, _require_steps] | None = "1000 steps"
@@ -216,11 +216,11 @@ def _require_price(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput(Options):
-    """The account of what every second of a run was spent on, in `goodput.jsonl` in the run folder.
+    """How a run spends its time, recorded in `goodput.jsonl` in the run folder.
 
     Args:
-        price_per_hour: What an hour of all machines of the run costs, in any currency; `accmt goodput` and the report
-            then show the price of the run.
+        price_per_hour: The price of one hour on all machines of the run, in any currency; `accmt goodput` and the
+            report then show the cost of the run.
     """
 
     price_per_hour: Annotated[float, _require_price] | None = None
@@ -228,7 +228,7 @@ class Goodput(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings:
-    """What to log, how often, and to which trackers.
+    """Logging and trackers.
 
     Args:
         track_name: Name of the project or experiment; None is the base name of `model_path`.
@@ -244,9 +244,9 @@ class TrackingSettings:
             path of a file with one of these; None logs losses and metrics.
         tracker_options: Additional entries for the run's configuration, and what to do if a tracker's server is
             unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
-        ledger: Whether to record what each step computed, with which `accmt replay` compares the step that it makes
-            again; a `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken.
-        goodput: Whether to record what every second of the run was spent on, for `accmt goodput`; a
+        ledger: Whether to record the result of each step, for `accmt replay` and `accmt diff`;
+            `Ledger(every="100 steps")`, or a dict of its arguments, sets the interval of checksums.
+        goodput: Whether to record how a run spends its time, for `accmt goodput`;
             `Goodput(price_per_hour=2.5)`, or a dict of its arguments, adds the price.
         tracker_kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes
             them to one tracker only.

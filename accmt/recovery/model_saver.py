@@ -239,7 +239,7 @@ def save_model(run: Run, *folders: Path) -> None:
         run.engine.share_buffers()
         weights = run.engine.weights()
         for folder in folders:
-            weights.lend(partial(_write_model, run, folder, weights))
+            weights.run_on_main(partial(_write_model, run, folder, weights))
 
 
 def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedState) -> None:

@@ -233,7 +233,7 @@ _CHUNK = 2**24
 class WholeState(dict[str, Tensor]):
     """A full state dict on each process."""
 
-    def lend(self, action: Callable[[], T]) -> T:
+    def run_on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on the main process with the tensors, and return its result on every process.
 
         Processes: collective.
@@ -263,7 +263,7 @@ class ShardedState:
     def fetch(self, name: str) -> Tensor:
         """Return a full tensor on the CPU.
 
-        Processes: main only, within `lend`.
+        Processes: main only, within `run_on_main`.
         """
         _announce(name)
         return make_whole(self._own[name]).cpu()
@@ -279,7 +279,7 @@ class ShardedState:
         """Return all tensors in full, for saves that have to compute from them."""
         return {name: self.fetch(name) for name in self._own}
 
-    def lend(self, action: Callable[[], T]) -> T:
+    def run_on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on the main process with full tensors, and return its result on every process.
 
         Processes: collective.

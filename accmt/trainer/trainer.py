@@ -164,10 +164,10 @@ class Trainer(TrainerProperties):
         run_name: Name of this run; None generates one from the time and a few letters.
         tracker_options: Additional entries for the run's configuration, and what to do if a tracker's server is
             unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
-        ledger: Whether to record what each step computed, with which `accmt replay` compares the step that it makes
-            again; a `Ledger(every="100 steps")`, or a dict of its arguments, sets how often checksums are taken.
-        goodput: Whether to record what every second of the run was spent on, for `accmt goodput`; a
-            `Goodput(price_per_hour=2.5)`, or a dict of its arguments, adds the price.
+        ledger: Whether to record the result of each step, for `accmt replay` and `accmt diff`; `Ledger(every="100
+            steps")`, or a dict of its arguments, sets the interval of checksums.
+        goodput: Whether to record how a run spends its time, for `accmt goodput`; `Goodput(price_per_hour=2.5)`, or a
+            dict of its arguments, adds the price.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
             an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
             the run folder.

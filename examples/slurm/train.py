@@ -1,9 +1,9 @@
-"""Train a small network on scikit-learn's digits in a job that may be interrupted at any time and started again.
+"""Train a small network on scikit-learn's digits in a SLURM job that may be interrupted and restarted at any time.
 
     sbatch examples/slurm/train.sbatch
     python examples/slurm/train.py --epochs 2
 
-What is special is `resume="auto"`: it starts at step 0 where there is no checkpoint, and else from the newest one.
+`resume="auto"` resumes from the newest checkpoint, or starts at step 0 if there is none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from accmt import AcceleratorModule, Trainer, set_seed
 
 
 class DigitClassifier(AcceleratorModule):
-    """A network that names the digit in an image `[samples, 1, 8, 8]`."""
+    """Classifies the digit in an image `[samples, 1, 8, 8]`."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(
@@ -43,7 +43,7 @@ class DigitClassifier(AcceleratorModule):
 
 
 def digest(model: nn.Module) -> str:
-    """Return a digest of the weights: two runs with the same one have the same bits."""
+    """Return a digest of the weights, which is equal only for bit-for-bit identical weights."""
     weights = [tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in model.state_dict().values()]
     return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
 

@@ -26,7 +26,7 @@ def build() -> nn.Module:
 
 
 def stream(state: ShardedState, folder, **arguments):
-    return state.lend(lambda: stream_weights(state.outlines, state.fetch, folder, **arguments))
+    return state.run_on_main(lambda: stream_weights(state.outlines, state.fetch, folder, **arguments))
 
 
 @pytest.mark.parametrize("size", ["10GB", 64])
@@ -64,7 +64,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
         most.append(len(alive))
         return tensor
 
-    state.lend(lambda: stream_weights(state.outlines, fetch, tmp_path))
+    state.run_on_main(lambda: stream_weights(state.outlines, fetch, tmp_path))
     assert max(most) <= 2
 
 
@@ -81,5 +81,5 @@ def test_a_save_that_fails_leaves_the_old_weights(tmp_path):
         return state.fetch(name)
 
     with pytest.raises(OSError, match="No space left"):
-        state.lend(lambda: stream_weights(state.outlines, fail, tmp_path))
+        state.run_on_main(lambda: stream_weights(state.outlines, fail, tmp_path))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

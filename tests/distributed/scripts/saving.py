@@ -218,7 +218,7 @@ def shard(folder: Path) -> dict[str, Tensor]:
         fully_shard(model, mesh=mesh)
         state = ShardedState(model)
         for cell, settings in settings_by_cell:
-            state.lend(partial(save_model, model, state, folder / name / cell, **settings))
+            state.run_on_main(partial(save_model, model, state, folder / name / cell, **settings))
             expected[f"{name}/{cell}"] = before
     return expected
 
