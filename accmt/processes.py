@@ -60,8 +60,12 @@ def describe_activity(frame: FrameType | None) -> str:
     while frame is not None:
         code, file = frame.f_code, frame.f_code.co_filename
         if file.startswith(_PACKAGE):
-            words += _of_package(file.removeprefix(_PACKAGE), code.co_name)
-        elif _is_of_user(file):
+            own = file.removeprefix(_PACKAGE)
+            if own == "/trainer/trainer.py":
+                words += [f"trainer.{code.co_name}"] if code.co_name in _CALLS else []
+            else:
+                words += [what for start, what in _PLACES.items() if own.startswith(start)][:1]
+        elif not any(part in file for part in ("site-packages", "/lib/python", "<")):
             place = place or f"{Path(file).name}:{frame.f_lineno}"
             words += [code.co_name] if code.co_name.startswith("on_") or code.co_name.endswith("_step") else []
         frame = frame.f_back
@@ -71,17 +75,6 @@ def describe_activity(frame: FrameType | None) -> str:
     called = next((index for index, word in enumerate(named) if word.startswith("trainer.")), 0)
     named = named[called:]  # frames inside such a call explain nothing
     return " in ".join(named[:3] or ["the program"]) + (f" ({place})" if place else "")
-
-
-def _of_package(file: str, function: str) -> Iterator[str]:
-    if file == "/trainer/trainer.py":
-        yield f"trainer.{function}" if function in _CALLS else ""
-    else:
-        yield next((words for start, words in _PLACES.items() if file.startswith(start)), "")
-
-
-def _is_of_user(file: str) -> bool:
-    return not any(part in file for part in ("site-packages", "/lib/python", "<"))
 
 
 P = ParamSpec("P")
@@ -278,18 +271,15 @@ def serving(call: str) -> Iterator[None]:
     _serving.append(call)
     try:
         if num_processes() > 1:
-            _meet(call)
+            try:
+                _gather_bytes(b"", None)
+            except RuntimeError as error:  # of the connection
+                got, expected = f"another process has exited: {error}", "the same call on every process"
+                do = f"call {call} outside `if trainer.is_main:` and the like"
+                raise ProcessFailedError(explain(call, got, expected, do)) from error
         yield
     finally:
         _serving.pop()
-
-
-def _meet(call: str) -> None:
-    try:
-        _gather_bytes(b"", None)
-    except RuntimeError as error:  # of the connection
-        expected, do = "the same call on every process", f"call {call} outside `if trainer.is_main:` and the like"
-        raise ProcessFailedError(explain(call, f"another process has exited: {error}", expected, do)) from error
 
 
 def describe_call(frame: FrameType | None) -> str:

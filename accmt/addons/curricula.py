@@ -66,7 +66,16 @@ class Curriculum(ConcatDataset[Any]):
             ArgumentError: The run has no `max_steps`, uses manual optimization, or sets another order.
             DataError: The stages end before the run.
         """
-        _check_run(module, settings)
+        data = settings.data
+        if module.uses_manual_optimization:
+            _reject("a module with manual optimization", "use an accmt.AcceleratorModule with automatic optimization")
+        if data.data_options.group_by_length:
+            _reject("group_by_length", "leave it out: a curriculum decides the order")
+        if data.sampler_of("train") is not None or data.data_options.batch_sampler is not None:
+            _reject("a sampler or batch_sampler", "leave it out: a curriculum decides the order")
+        is_limited = isinstance(data.limits.train, int) or data.limits.train < 1.0  # 1 is one batch
+        if is_limited and not settings.running.fast_dev_run:
+            _reject("limit_batches= or overfit_batches=", "leave it out: max_steps sets the length of the run")
         max_steps = settings.hps.max_steps
         if max_steps is None:
             _reject("a run without max_steps", "set max_steps, for example max_steps: 1000; epochs is then optional")
@@ -220,26 +229,13 @@ class StageOrder(TensorSampler):
         starts = accumulate([0, *self._sizes[:-1]])
         counts = self._counts if self._epoch == 0 else [*(0 for _ in self._sizes[1:]), len(self)]
         stages = zip(starts, self._sizes, counts, strict=True)
-        return torch.cat([start + self._draw_passes(size, count) for start, size, count in stages])
-
-    def _draw_passes(self, size: int, count: int) -> torch.Tensor:
-        if not self._shuffle:
-            return torch.arange(count) % size
-        passes = [torch.randperm(size) for _ in range(0, count, size)]
-        return torch.cat([torch.empty(0, dtype=torch.long), *passes])[:count]
-
-
-def _check_run(module: Any, settings: Settings) -> None:
-    data = settings.data
-    if module.uses_manual_optimization:
-        _reject("a module with manual optimization", "use an accmt.AcceleratorModule with automatic optimization")
-    if data.data_options.group_by_length:
-        _reject("group_by_length", "leave it out: a curriculum decides the order")
-    if data.sampler_of("train") is not None or data.data_options.batch_sampler is not None:
-        _reject("a sampler or batch_sampler", "leave it out: a curriculum decides the order")
-    is_limited = isinstance(data.limits.train, int) or data.limits.train < 1.0  # 1 is one batch
-    if is_limited and not settings.running.fast_dev_run:
-        _reject("limit_batches= or overfit_batches=", "leave it out: max_steps sets the length of the run")
+        drawn = []
+        for start, size, count in stages:
+            indices = torch.arange(count) % size
+            if self._shuffle and count:
+                indices = torch.cat([torch.randperm(size) for _ in range(0, count, size)])[:count]
+            drawn.append(start + indices)
+        return torch.cat(drawn)
 
 
 def _reject(got: str, do: str) -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accmt.callbacks.callback import MainProcessCallback
@@ -62,7 +61,21 @@ class PushToHub(MainProcessCallback):
     def on_fit_start(self) -> None:
         """Create the repository if it does not exist."""
         with self._noting_unreachable_hub("The run continues; accmt will try again at the end."):
-            self._ask_hub()
+            from huggingface_hub.errors import (
+                HfHubHTTPError,
+                HFValidationError,
+                LocalTokenNotFoundError,
+                OfflineModeIsEnabled,
+            )
+
+            try:
+                self._api().create_repo(self.repo_id, private=self._private, exist_ok=True)
+            except (HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
+                self._refuse(error, "name it user/name, log in with `hf auth login`, and unset HF_HUB_OFFLINE")
+            except HfHubHTTPError as error:
+                if error.response.status_code >= 500:
+                    raise
+                self._refuse(error, "log in with `hf auth login`, using a token with write access")
 
     def on_fit_end(self) -> None:
         """Upload the folder."""
@@ -71,35 +84,15 @@ class PushToHub(MainProcessCallback):
         if not self.state.finished or not is_saved:
             return
         with self._noting_unreachable_hub(f"Upload it manually: hf upload {self.repo_id} {folder}"):
-            self._upload(folder)
-
-    def _ask_hub(self) -> None:
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalTokenNotFoundError,
-            OfflineModeIsEnabled,
-        )
-
-        try:
-            self._api().create_repo(self.repo_id, private=self._private, exist_ok=True)
-        except (HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
-            self._refuse(error, "name it user/name, log in with `hf auth login`, and unset HF_HUB_OFFLINE")
-        except HfHubHTTPError as error:
-            if error.response.status_code >= 500:
-                raise
-            self._refuse(error, "log in with `hf auth login`, using a token with write access")
-
-    def _upload(self, folder: Path) -> None:
-        api = self._api()
-        api.upload_folder(
-            repo_id=self.repo_id,
-            folder_path=folder,
-            revision=self._revision,
-            ignore_patterns=[".*"],
-            commit_message=f"accmt: {self.state.global_step} steps",
-        )
-        say(f"uploaded {folder} to {api.endpoint}/{self.repo_id}")
+            api = self._api()
+            api.upload_folder(
+                repo_id=self.repo_id,
+                folder_path=folder,
+                revision=self._revision,
+                ignore_patterns=[".*"],
+                commit_message=f"accmt: {self.state.global_step} steps",
+            )
+            say(f"uploaded {folder} to {api.endpoint}/{self.repo_id}")
 
     def _api(self) -> HfApi:
         from huggingface_hub import HfApi

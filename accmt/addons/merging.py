@@ -75,7 +75,12 @@ def merge_adapter(
         expected = "an adapter that PEFT can merge"
         do = "load it with its model, by PeftModel"
         raise WeightsError(explain(where, str(error), expected, do)) from error
-    save_model(merged, merged.state_dict(), Path(output), processor=_read_tokenizer(folder))
+    tokenizer = None
+    if (folder / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    save_model(merged, merged.state_dict(), Path(output), processor=tokenizer)
 
 
 def _merge(model: PeftModel) -> Any:
@@ -143,11 +148,3 @@ def require_mergeable(hps: HyperParameters) -> None:
 def _explain_unmergeable(where: str, kind: str) -> str:
     expected = "an adapter that changes weights, such as LoRA; others add inputs to the model and cannot be merged"
     return explain(where, f"an adapter of type {kind}", expected, "remove `merge`; PeftModel loads it with its model")
-
-
-def _read_tokenizer(folder: Path) -> Any:
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)

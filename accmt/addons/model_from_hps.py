@@ -192,7 +192,12 @@ def _adapter_config(hps: HyperParameters, section: ModelSection) -> Any:
     values = dict(section.adapter)
     config = _find(hps, where, peft, f"{values.pop('type').removesuffix('Config')}Config", "Config")
     task = next((task for end, task in _TASKS.items() if str(section.type).endswith(end)), None)
-    _require_init_without_data(hps, where, values)
+    # Reject initializations that PEFT computes from data in a separate call: without it, they are plain LoRA.
+    if (kind := values.get("init_lora_weights")) in ("eva", "lora_ga"):
+        do = "remove it; or build the model in Python, and pass a module to fit"
+        expected = "an initialization that needs no data, such as gaussian, pissa or olora"
+        place = hps.where(*where, "init_lora_weights")
+        raise HyperParameterError(explain(place, f"{kind}, which PEFT computes from data", expected, do))
     return _call(hps, where, config, {"task_type": task, **values})
 
 
@@ -224,8 +229,17 @@ def _require_parts(hps: HyperParameters, where: tuple[str, str], model: nn.Modul
     targets, saved = values.get("target_modules") or (), values.get("modules_to_save") or ()
     path = (*where, _written(hps, where, "target_modules"))
     faults = []
-    if isinstance(targets, str):
-        faults += [] if _is_pattern_of(targets, every) else [_useless_pattern(path, targets, _layers(model))]
+    if isinstance(targets, str):  # a regular expression, or PEFT's `all-linear`
+        try:
+            fits = targets == _ALL or any(re.fullmatch(targets, name) for name in every)
+        except re.error:
+            fits = False
+        if not fits:
+            layers = _layers(model)
+            near = nearest(targets, [*layers, _ALL])
+            got = f"{targets!r}: a string is a regular expression that must match a layer's full name"
+            do = f"write `{near if near == _ALL else f'{path[-1]}: [{near}]'}`; " if near else ""
+            faults.append(Fault(path, got, _PARTS, f"{do}the model's layers: {', '.join(layers)}"))
     else:
         lacking = [part for part in targets if not any(f".{name}".endswith(f".{part}") for name in every)]
         faults += [_no_such_part(path, part, _layers(model)) for part in lacking]
@@ -234,21 +248,6 @@ def _require_parts(hps: HyperParameters, where: tuple[str, str], model: nn.Modul
     faults += [_no_such_part((*where, "modules_to_save"), part, ends) for part in lacking]
     if faults:
         raise hps.reject(faults)
-
-
-def _is_pattern_of(text: str, names: Sequence[str]) -> bool:
-    """Return whether a string of targets matches any layer: a regular expression, or PEFT's `all-linear`."""
-    try:
-        return text == _ALL or any(re.fullmatch(text, name) for name in names)
-    except re.error:
-        return False
-
-
-def _useless_pattern(path: KeyPath, pattern: str, layers: Sequence[str]) -> Fault:
-    near = nearest(pattern, [*layers, _ALL])
-    got = f"{pattern!r}: a string is a regular expression that must match a layer's full name"
-    do = f"write `{near if near == _ALL else f'{path[-1]}: [{near}]'}`; " if near else ""
-    return Fault(path, got, _PARTS, f"{do}the model's layers: {', '.join(layers)}")
 
 
 def _no_such_part(path: KeyPath, part: str, names: Sequence[str]) -> Fault:
@@ -265,15 +264,6 @@ def _written(hps: HyperParameters, where: tuple[str, ...], name: str) -> str:
     """Return the key as written in the file; it may be the short form of an argument."""
     lora = hps.model.get("lora") if isinstance(hps.model, Mapping) and where[-1] == "lora" else None
     return next((short for short, full in SHORT.items() if full == name and short in (lora or {})), name)
-
-
-def _require_init_without_data(hps: HyperParameters, where: tuple[str, ...], values: Mapping[str, Any]) -> None:
-    """Reject initializations that PEFT computes from data in a separate call: without it, they are plain LoRA."""
-    if (kind := values.get("init_lora_weights")) in ("eva", "lora_ga"):
-        do = "remove it; or build the model in Python, and pass a module to fit"
-        expected = "an initialization that needs no data, such as gaussian, pissa or olora"
-        place = hps.where(*where, "init_lora_weights")
-        raise HyperParameterError(explain(place, f"{kind}, which PEFT computes from data", expected, do))
 
 
 def _find(hps: HyperParameters, where: tuple[str, ...], library: Any, name: str, ending: str) -> Callable[..., Any]:
@@ -315,7 +305,11 @@ def _call(
 ) -> Any:
     """Call a library's function, after checking the arguments against its signature."""
     function = config.func if isinstance(config, partial) else config
-    takes, types = function.__name__, _types_of(function)
+    takes = function.__name__
+    try:
+        types = get_type_hints(function)  # for a dataclass, those of its fields, including inherited ones
+    except NameError:  # a type imported only for type checkers
+        types = {}
     parameters = inspect.signature(config).parameters
     bound = config.keywords if isinstance(config, partial) else {}
     names = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD and name not in bound]
@@ -343,14 +337,6 @@ def _call(
 def _advise_name(name: str, names: Sequence[str]) -> str:
     """Return what to write instead of an unknown argument."""
     return f"write `{INSTEAD[name]}`" if name in INSTEAD else suggest(name, names, f"remove `{name}`")
-
-
-def _types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the types of arguments; for a dataclass, those of its fields, including inherited ones."""
-    try:
-        return get_type_hints(function)
-    except NameError:  # a type imported only for type checkers
-        return {}
 
 
 def _freeze(hps: HyperParameters, model: nn.Module, patterns: Sequence[str]) -> None:

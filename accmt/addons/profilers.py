@@ -162,15 +162,11 @@ class PhaseTimes(Stopwatch):
         for name, phase in self.phases.items():
             if not phase.calls and not phase.seconds:
                 continue
-            own = f"{name.replace('_', ' '):<14}{phase.seconds:>11,.3f}{phase.share:>9.1%}"
-            lines.append(own + _write_calls(phase))
+            line = f"{name.replace('_', ' '):<14}{phase.seconds:>11,.3f}{phase.share:>9.1%}"
+            if phase.mean_s is not None and phase.slowest_s is not None:
+                line += f"{phase.calls:>9,}{phase.mean_s * 1000:>11,.3f}{phase.slowest_s * 1000:>13,.3f}"
+            lines.append(line)
         return "\n".join([*lines, f"{'all':<14}{self.total_s:>11,.3f}"])
-
-
-def _write_calls(phase: Phase) -> str:
-    if phase.mean_s is None or phase.slowest_s is None:
-        return ""
-    return f"{phase.calls:>9,}{phase.mean_s * 1000:>11,.3f}{phase.slowest_s * 1000:>13,.3f}"
 
 
 FOLDER = "profile"

@@ -17,7 +17,7 @@ from accmt.callbacks import Callback
 from accmt.errors import ArgumentError, explain, is_out_of_memory
 from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
-from accmt.options import HyperParameters, Settings
+from accmt.options import Settings
 from accmt.options.trial_runs import without_traces
 from accmt.processes import broadcast_object, num_data_processes
 from accmt.protocols import TrainerProtocol
@@ -75,34 +75,31 @@ def tune(
     size, rate, curve = None, None, list[tuple[float, float]]()
     with working(trainer.settings.running):
         if search is not None:
-            size = _search_batch_size(trainer, module, data, search)
+            if search not in ("power", "binsearch"):
+                expected, do = '"power", "binsearch" or None', 'batch_size="power"'
+                raise ArgumentError(explain("Trainer.tune(batch_size=...)", repr(search), expected, do))
+            if trainer.settings.hps.packing:
+                got, expected = "packing in the hyper-parameters", "batches whose memory depends on batch_size"
+                do = "set max_tokens, the number of tokens per row, to what fits, and leave out batch_size"
+                raise ArgumentError(explain("Trainer.tune(batch_size=...)", got, expected, do))
+            try:
+                limit = max(1, len(data) // num_data_processes())
+            except (TypeError, NotImplementedError):
+                limit = _MAX_SIZE
+            start = hps.train_batch_size
+            size = find_batch_size(lambda size: _fits_in_memory(trainer, module, data, size), start, limit, search)
             hps.set_train_batch_size(size)
             say(f"tune: batches of {size} samples fit in memory")
         if rates is not None:
             curve = sweep_rates(trainer, module, data, *rates)
             rate = suggest_rate(curve)
-            _take_rate(hps, rate)
+            if rate is None:
+                lr = hps.optim_kwargs.get("lr")
+                warn(f"tune: the loss does not fall at any learning rate; lr stays at {lr}")
+            else:
+                hps.set_learning_rate(rate)
+                say(f"tune: the loss falls fastest at lr {rate:.3g}")
     return Tuning(size, rate, tuple(curve))
-
-
-def _search_batch_size(trainer: TrainerProtocol, module: AcceleratorModule, data: Any, search: Search) -> int:
-    if search not in ("power", "binsearch"):
-        expected, do = '"power", "binsearch" or None', 'batch_size="power"'
-        raise ArgumentError(explain("Trainer.tune(batch_size=...)", repr(search), expected, do))
-    if trainer.settings.hps.packing:
-        got, expected = "packing in the hyper-parameters", "batches whose memory depends on batch_size"
-        do = "set max_tokens, the number of tokens per row, to what fits, and leave out batch_size"
-        raise ArgumentError(explain("Trainer.tune(batch_size=...)", got, expected, do))
-    start, limit = trainer.settings.hps.train_batch_size, _largest_batch(data)
-    return find_batch_size(lambda size: _fits_in_memory(trainer, module, data, size), start, limit, search)
-
-
-def _take_rate(hps: HyperParameters, rate: float | None) -> None:
-    if rate is None:
-        warn(f"tune: the loss does not fall at any learning rate; lr stays at {hps.optim_kwargs.get('lr')}")
-        return
-    hps.set_learning_rate(rate)
-    say(f"tune: the loss falls fastest at lr {rate:.3g}")
 
 
 def find_batch_size(fits: Callable[[int], bool], start: int, limit: int, search: Search) -> int:
@@ -271,11 +268,3 @@ def _quiet(settings: Settings, folder: Path, callbacks: Any, groups: dict[str, A
         running=replace(quiet.running, **_QUIET, callbacks=callbacks),
         handling=replace(quiet.handling, failures=replace(quiet.failures, on_nonfinite=None, spike_guard=None)),
     )
-
-
-def _largest_batch(data: Any) -> int:
-    """Return the maximum batch size of one process."""
-    try:
-        return max(1, len(data) // num_data_processes())
-    except (TypeError, NotImplementedError):
-        return _MAX_SIZE

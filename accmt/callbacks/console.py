@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -137,7 +137,14 @@ class EvaluationReport(MainProcessCallback):
         epochs = self.trainer.run.cadence.epochs
         head = f"step {step}{of_total}, epoch {str(epoch).rjust(len(str(epochs or '')))}:"
         cells = [f"{name} {value:<7.4g} {self._mark(name, value):<6}" for name, value in {**known, **metrics}.items()]
-        say(_fold(head, [*cells, *(["saved"] if self._is_saved else [])], columns_of_messages()))
+        # One line, wrapped to the width of the terminal.
+        columns = columns_of_messages()
+        lines = [head]
+        for cell in [*cells, *(["saved"] if self._is_saved else [])]:
+            if columns is not None and len(lines[-1]) + 2 + len(cell) > columns and lines[-1].strip():
+                lines.append(" " * len(head))
+            lines[-1] += f"  {cell}"
+        say("\n".join(line.rstrip() for line in lines))
 
     def _mark(self, name: str, value: float) -> str:
         """Compare a value with the previous and the best one, and remember it."""
@@ -145,16 +152,6 @@ class EvaluationReport(MainProcessCallback):
         arrow = "↑" if value > last else "↓" if value < last else "=" if value == last else ""
         is_best = value == self.state.best_metrics.get(name) and value != self._best_before.get(name)
         return f"{arrow} best" if arrow and is_best else arrow
-
-
-def _fold(head: str, cells: Sequence[str], columns: int | None) -> str:
-    """Return the cells in one line, wrapped to the width of the terminal."""
-    lines = [head]
-    for cell in cells:
-        if columns is not None and len(lines[-1]) + 2 + len(cell) > columns and lines[-1].strip():
-            lines.append(" " * len(head))
-        lines[-1] += f"  {cell}"
-    return "\n".join(line.rstrip() for line in lines)
 
 
 # ---- Model summary

@@ -101,10 +101,6 @@ class GpuUse(Use):
             f"GPU_{own}": torch.cuda.memory_reserved() / GB,
             f"GPU_{own}_allocated": torch.cuda.memory_allocated() / GB,
         }
-        return values | self._ask_driver()
-
-    def _ask_driver(self) -> dict[str, float]:
-        values = {}
         for number, gpu in enumerate(self._gpus):
             import pynvml
 

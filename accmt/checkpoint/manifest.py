@@ -265,7 +265,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: It has a version unknown to this accmt, or cannot be read now.
     """
     if not (folder / MANIFEST_NAME).exists() and not (folder.is_dir() and STEP.fullmatch(folder.name)):
-        raise NoCheckpointError(_explain_absence(folder))
+        inside = sorted(path.name for path in folder.glob("step-*") if (path / MANIFEST_NAME).exists())
+        if inside:
+            got, do = f"a folder of {len(inside)} checkpoint(s)", f"name one of them, such as {folder / inside[-1]}"
+        else:
+            got = f"a folder without {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
+            do = 'check the path, or start a new run with `resume=False` or `resume="auto"`'
+        expected = f"the folder of a checkpoint, with its {MANIFEST_NAME}"
+        raise NoCheckpointError(explain(f"checkpoint {folder}", got, expected, do))
     found = examine(folder)
     if isinstance(found, Damage):
         expected = f"every file as recorded in {MANIFEST_NAME}"
@@ -291,13 +298,3 @@ def _name_fault(path: Path, name: str, error: OSError) -> str:
     do = "try again, or move this checkpoint away to use the one before it"
     got = f"it cannot be read: {error.strerror}"
     raise CheckpointError(explain(str(path), got, "a readable file", do)) from error
-
-
-def _explain_absence(folder: Path) -> str:
-    inside = sorted(path.name for path in folder.glob("step-*") if (path / MANIFEST_NAME).exists())
-    if inside:
-        got, do = f"a folder of {len(inside)} checkpoint(s)", f"name one of them, such as {folder / inside[-1]}"
-    else:
-        got = f"a folder without {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
-        do = 'check the path, or start a new run with `resume=False` or `resume="auto"`'
-    return explain(f"checkpoint {folder}", got, f"the folder of a checkpoint, with its {MANIFEST_NAME}", do)

@@ -170,15 +170,6 @@ def _choose(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return chosen
 
 
-def _overwrite(live: Mapping[str, list[Tensor]]) -> None:
-    """Invert every bit of the tensors, once per shared memory."""
-    turned = set()
-    for part in (part for parts in live.values() for part in parts):
-        if part.numel() and part.data_ptr() not in turned:
-            turned.add(part.data_ptr())
-            _bits(part).bitwise_not_()
-
-
 def _put_back(live: Mapping[str, list[Tensor]], copies: Mapping[str, list[Tensor]]) -> None:
     for name, parts in live.items():
         for part, copied in zip(parts, copies[name], strict=True):

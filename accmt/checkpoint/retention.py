@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,8 @@ def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
     if len(kept) >= num_kept:  # otherwise there is no need to inspect each
         kept = [path for path in kept if is_deletable(path)]
     surplus = kept[: max(len(kept) - (num_kept - 1), 0)]
-    for path in (*surplus, *_find_overtaken(folder, newest)):
+    damaged = (path for path in sorted(folder.glob("damaged-*")) if SET_ASIDE.fullmatch(path.name))
+    for path in (*surplus, *(path for path in damaged if is_deletable(path) and _step_in(path) <= _step_in(newest))):
         delete(path, step=_step_in(path))
 
 
@@ -174,12 +175,6 @@ def make_durable(folder: Path) -> None:
     fsync_folder(folder.parent)
 
 
-def _find_overtaken(folder: Path, newest: Path) -> Iterator[Path]:
-    for path in sorted(folder.glob("damaged-*")):
-        if SET_ASIDE.fullmatch(path.name) and is_deletable(path) and _step_in(path) <= _step_in(newest):
-            yield path
-
-
 def _step_in(path: Path) -> int:
     match = STEP.fullmatch(path.name) or SET_ASIDE.fullmatch(path.name)
     return int(match[1]) if match else 0
@@ -204,10 +199,6 @@ def estimate_state(optimizer: torch.optim.Optimizer) -> int:
     """Estimate the size of an optimizer's state in bytes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained: int = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    return trained * _state_per_parameter(optimizer)
-
-
-def _state_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     probe = nn.Parameter(torch.zeros(2, 1))
     probe.grad = torch.zeros_like(probe)
     settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
@@ -216,9 +207,9 @@ def _state_per_parameter(optimizer: torch.optim.Optimizer) -> int:
         twin.param_groups[0].update(settings)
         twin.step()
     except Exception:  # noqa: BLE001 - an optimizer of another kind; most keep two values per weight
-        return 2
+        return 2 * trained
     state = twin.state[probe].values()
-    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state)
+    return trained * sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state)
 
 
 def find_shortage(bytes_needed: int, folder: Path) -> str | None:

@@ -103,11 +103,14 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
     _add_later_groups(model, optimizer, state["param_groups"][len(optimizer.param_groups) :])
     names = _parameter_names(model, optimizer)
     groups = optimizer.state_dict()["param_groups"]
-    _require_same_groups(
-        optimizer,
-        [[names[index] for index in group["params"]] for group in groups],
-        [group["params"] for group in state["param_groups"]],
-    )
+    got = [[names[index] for index in group["params"]] for group in groups]
+    saved = [group["params"] for group in state["param_groups"]]
+    for number, (ours, theirs) in enumerate(zip(got, saved, strict=False)):
+        if set(ours) != set(theirs):
+            odd = sorted(set(ours) ^ set(theirs))
+            raise _other_groups(optimizer, f"other parameters in group {number}: {', '.join(odd[:5])} (of {len(odd)})")
+    if len(got) != len(saved):
+        raise _other_groups(optimizer, f"{len(got)} parameter groups, {len(saved)} in the checkpoint")
     indices = {name: index for index, name in enumerate(names)}
     optimizer.load_state_dict(
         {
@@ -118,7 +121,13 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
             ],
         }
     )
-    _restore_dtypes(optimizer, names, state["state"])
+    # Undo a conversion: `Optimizer.load_state_dict` rounds float32 state of bfloat16 parameters to bfloat16.
+    # Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in state["state"].get(name, {}).items():
+            if isinstance(value, Tensor) and optimizer.state[parameter][key].dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(parameter.device)
 
 
 def _class_of(optimizer: Optimizer) -> str:
@@ -176,32 +185,11 @@ def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _require_same_groups(optimizer: Optimizer, got: list[list[str]], saved: list[list[str]]) -> None:
-    for number, (ours, theirs) in enumerate(zip(got, saved, strict=False)):
-        if set(ours) != set(theirs):
-            odd = sorted(set(ours) ^ set(theirs))
-            raise _other_groups(optimizer, f"other parameters in group {number}: {', '.join(odd[:5])} (of {len(odd)})")
-    if len(got) != len(saved):
-        raise _other_groups(optimizer, f"{len(got)} parameter groups, {len(saved)} in the checkpoint")
-
-
 def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
     expected = "the same optimizer and parameter groups as in the saved run"
     reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
     do = f"build it as in the saved run, or start with a new optimizer: {reset}"
     return CheckpointError(explain(type(optimizer).__name__, got, expected, do))
-
-
-def _restore_dtypes(optimizer: Optimizer, names: list[str], saved: State) -> None:
-    """Undo a conversion: `Optimizer.load_state_dict` rounds float32 state of bfloat16 parameters to bfloat16.
-
-    Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for name, parameter in zip(names, parameters, strict=True):
-        for key, value in saved.get(name, {}).items():
-            if isinstance(value, Tensor) and optimizer.state[parameter][key].dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(parameter.device)
 
 
 # The dtypes that both safetensors and its reader in torch.distributed.checkpoint support.

@@ -292,27 +292,24 @@ class CheckpointStore:
             sequence = 1 + max((sequence for _, sequence in self._ages.oldest_first()), default=0)
             manifest = Manifest.of_this_run(step=staging.step, sequence=sequence, files=files, info=info)
             write_manifest(staging.folder, manifest)
-            self._rename(staging, published)
+            old = self.folder / make_unfinished_name("old", staging.step)
+            if published.exists():
+                published.rename(old)
+            try:
+                staging.folder.rename(published)
+            except OSError:
+                if old.exists():
+                    old.rename(published)
+                raise
+            fsync_folder(self.folder)  # before the old one is deleted: otherwise a power failure could lose both
+            if old.exists():
+                dispose(old, step=staging.step)
         except Exception:
             self._discard(staging.folder)
             raise
         self._in_progress = None
         prune(self.folder, self._ages, newest=published, num_kept=self._num_kept)
         return published
-
-    def _rename(self, staging: Staging, published: Path) -> None:
-        old = self.folder / make_unfinished_name("old", staging.step)
-        if published.exists():
-            published.rename(old)
-        try:
-            staging.folder.rename(published)
-        except OSError:
-            if old.exists():
-                old.rename(published)
-            raise
-        fsync_folder(self.folder)  # before the old one is deleted: otherwise a power failure could lose both
-        if old.exists():
-            dispose(old, step=staging.step)
 
     def _discard(self, staged: Path) -> None:
         self._in_progress = None
@@ -325,7 +322,13 @@ class CheckpointStore:
             found = examine(folder)
             if isinstance(found, Checkpoint):
                 return found
-            warn(f"checkpoint {folder} is damaged: {found.reason}; {_set_aside(folder)}")
+            aside = find_free_name(folder.with_name(f"damaged-{folder.name}"))
+            try:
+                folder.rename(aside)
+                outcome = f"renamed it to {aside.name}"
+            except OSError as error:
+                outcome = f"could not rename it ({error})"
+            warn(f"checkpoint {folder} is damaged: {found.reason}; {outcome}")
         return None
 
     def _clean(self) -> None:
@@ -382,15 +385,6 @@ def _age(folder: Path) -> float:
     """Return a number that grows with each checkpoint; an unreadable one counts as newest, so that it is examined."""
     manifest = read_manifest(folder)
     return math.inf if isinstance(manifest, Damage) else manifest.sequence
-
-
-def _set_aside(folder: Path) -> str:
-    aside = find_free_name(folder.with_name(f"damaged-{folder.name}"))
-    try:
-        folder.rename(aside)
-    except OSError as error:
-        return f"could not rename it ({error})"
-    return f"renamed it to {aside.name}"
 
 
 def _merge(parts: Sequence[Part]) -> Part:
@@ -479,22 +473,15 @@ def _inspect_one(folder: Path) -> Inspection:
         return Inspection(folder, None, (str(error),), is_known=False)
     if isinstance(manifest, Damage):
         return Inspection(folder, None, (manifest.reason,))
-    faults = (*find_faults(folder, manifest), *_find_unexpected(folder, manifest))
-    if faults:
-        return Inspection(folder, manifest, faults)
-    shapes = list(_read_shapes(folder, manifest))
-    num_values = sum(math.prod(shape) for name, shape in shapes if name.startswith("model."))
-    return Inspection(folder, manifest, (), num_tensors=len({name for name, _ in shapes}), num_values=num_values)
-
-
-def _find_unexpected(folder: Path, manifest: Manifest) -> Iterator[str]:
+    faults = list(find_faults(folder, manifest))
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
-            yield f"{path.name} does not belong to it, but would be read with it"
-
-
-def _read_shapes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, list[int]]]:
+            faults.append(f"{path.name} does not belong to it, but would be read with it")
+    if faults:
+        return Inspection(folder, manifest, tuple(faults))
+    shapes: list[tuple[str, list[int]]] = []
     for path in (folder / name for name in manifest.files if name.endswith(".safetensors")):
         with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_slice(name).get_shape()
+            shapes += [(name, file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118 - not a dict
+    num_values = sum(math.prod(shape) for name, shape in shapes if name.startswith("model."))
+    return Inspection(folder, manifest, (), num_tensors=len({name for name, _ in shapes}), num_values=num_values)

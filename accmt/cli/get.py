@@ -35,7 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     checkpoint = _find(options.checkpoint)
-    _require_free(options.output, checkpoint.folder, may_overwrite=options.overwrite)
+    where = f"accmt get ... {options.output}"
+    if checkpoint.folder.resolve() in (options.output.resolve(), *options.output.resolve().parents):
+        got = "a folder inside the checkpoint, which this would damage"
+        raise ArgumentError(explain(where, got, "another folder", "out/weights"))
+    if options.output.exists() and not options.output.is_dir():
+        raise ArgumentError(explain(where, "a file", "a folder", "choose another name"))
+    if not options.overwrite and options.output.is_dir() and any(options.output.iterdir()):
+        do = "choose another folder, or add --overwrite: it replaces the weights and keeps other files"
+        raise ArgumentError(explain(where, "a folder with files in it", "a new or empty folder", do))
     weights = _read(checkpoint)
     config = None if options.bare else options.config or _find_config(checkpoint.folder)
     files = _write(weights, config, options.output, options.max_shard_size)
@@ -60,18 +68,6 @@ def _find(path: Path) -> Checkpoint:
     from accmt.checkpoint.store import inspect
 
     return read_checkpoint(inspect(path)[-1].folder)
-
-
-def _require_free(output: Path, checkpoint: Path, *, may_overwrite: bool) -> None:
-    where = f"accmt get ... {output}"
-    if checkpoint.resolve() in (output.resolve(), *output.resolve().parents):
-        got = "a folder inside the checkpoint, which this would damage"
-        raise ArgumentError(explain(where, got, "another folder", "out/weights"))
-    if output.exists() and not output.is_dir():
-        raise ArgumentError(explain(where, "a file", "a folder", "choose another name"))
-    if not may_overwrite and output.is_dir() and any(output.iterdir()):
-        do = "choose another folder, or add --overwrite: it replaces the weights and keeps other files"
-        raise ArgumentError(explain(where, "a folder with files in it", "a new or empty folder", do))
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:

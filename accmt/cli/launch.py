@@ -177,7 +177,9 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command]))
         return 0
-    _require_gpus(options.gpus)
+    if options.gpus and max(map(int, options.gpus)) >= _num_gpus():  # else the script would silently train on the CPU
+        got, do = f"{','.join(options.gpus)} with {_num_gpus()} GPUs", "GPU indices, which start at 0; or --cpu"
+        raise ArgumentError(explain("accmt launch --gpus", got, "GPUs of this machine", do))
     os.environ.update(environment)
     if _strategy(options) == "single":
         sys.stdout.flush()
@@ -210,9 +212,14 @@ def _count_processes(options: argparse.Namespace) -> int:
         raise ArgumentError(explain("accmt launch -N", str(number), "an integer >= 1", "-N 2"))
     machines = read_machines(options)
     if options.strat == "hsdp":
-        _require_groups(number * machines.most, options.replicate)
-    if options.strat == "tp":
-        _require_split(number, options.tp)
+        of_all, replicate = number * machines.most, options.replicate
+        if replicate < 1 or of_all % replicate or of_all == replicate:
+            got, do = f"{of_all} processes in {replicate} groups", "for example -N 4 --replicate 2; or --strat fsdp2"
+            raise ArgumentError(explain("accmt launch --strat hsdp", got, "groups of equal size, at least 2", do))
+    if options.strat == "tp" and (options.tp < 2 or number % options.tp):
+        # A tensor-parallel group, which exchanges activations in every layer, must fit on one machine.
+        got, do = f"--tp {options.tp} with {number} processes per machine", "for example -N 4 --tp 2; or --strat fsdp2"
+        raise ArgumentError(explain("accmt launch --strat tp", got, "an integer >= 2 that divides them", do))
     if options.strat == "single" and (number > 1 or machines.needs_launcher):
         got = f"-N {number}, --nodes {machines.most}" if machines.needs_launcher else f"-N {number}"
         raise ArgumentError(explain("accmt launch --strat single", got, "one process", "--strat ddp"))
@@ -222,42 +229,25 @@ def _count_processes(options: argparse.Namespace) -> int:
     return int(number)
 
 
-def _require_groups(number: int, replicate: int) -> None:
-    if replicate < 1 or number % replicate or number == replicate:
-        got, do = f"{number} processes in {replicate} groups", "for example -N 4 --replicate 2; or --strat fsdp2"
-        raise ArgumentError(explain("accmt launch --strat hsdp", got, "groups of equal size, at least 2", do))
-
-
-def _require_split(number: int, size: int) -> None:
-    """Check that each tensor-parallel group, which exchanges activations in every layer, fits on one machine."""
-    if size < 2 or number % size:
-        got, do = f"--tp {size} with {number} processes per machine", "for example -N 4 --tp 2; or --strat fsdp2"
-        raise ArgumentError(explain("accmt launch --strat tp", got, "an integer >= 2 that divides them", do))
-
-
 def _strategy(options: argparse.Namespace) -> str:
     is_single = _count_processes(options) == 1 and not read_machines(options).needs_launcher
     return options.strat or ("single" if is_single else "ddp")
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    return _devices(options) | _sharding(options)
-
-
-def _sharding(options: argparse.Namespace) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for FSDP2 and for the sizes of the device mesh."""
     number = _count_processes(options) * read_machines(options).most
     sizes: dict[str, int] = {}
     if options.strat == "hsdp":
         sizes = {"DP_REPLICATE": options.replicate, "DP_SHARD": number // options.replicate}
     if options.strat == "tp":
         sizes = {"TP": options.tp} | ({"DP_SHARD": number // options.tp} if number > options.tp else {})
-    own = {}
+    own = {}  # the variables that `accelerate launch` sets for FSDP2 and for the sizes of the device mesh
     if options.strat == "fsdp2" or "DP_SHARD" in sizes:
         own = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     if sizes:
         own["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    return own | {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+    own |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+    return _devices(options) | own
 
 
 def _devices(options: argparse.Namespace) -> dict[str, str]:
@@ -275,12 +265,6 @@ def _read_gpus(text: str) -> list[str]:
     if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(f"expected unique GPU indices such as 0,1, got {text!r}")
     return numbers
-
-
-def _require_gpus(gpus: Sequence[str] | None) -> None:
-    if gpus and max(map(int, gpus)) >= _num_gpus():  # otherwise the script would silently train on the CPU
-        got, do = f"{','.join(gpus)} with {_num_gpus()} GPUs", "GPU indices, which start at 0; or --cpu"
-        raise ArgumentError(explain("accmt launch --gpus", got, "GPUs of this machine", do))
 
 
 def _num_gpus() -> int:

@@ -37,7 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 for success, 2 for wrong usage, and others that the command documents.
     """
-    options = _build_parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="accmt", description="Train with Accelerate, and inspect runs.")
+    parser.add_argument("--version", action="version", version=f"accmt {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, purpose in COMMANDS.items():
+        module = import_module(f"accmt.cli.{name}")
+        command = commands.add_parser(name, help=purpose, description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, called=name)
+    options = parser.parse_args(arguments)
     try:
         exit_code: int = options.run(options)
     except AccmtError as error:
@@ -50,19 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(message, file=sys.stderr)
         return WRONG_USE
     return exit_code
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accmt", description="Train with Accelerate, and inspect runs.")
-    parser.add_argument("--version", action="version", version=f"accmt {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, purpose in COMMANDS.items():
-        module = import_module(f"accmt.cli.{name}")
-        command = commands.add_parser(name, help=purpose, description=module.__doc__)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, called=name)
-    return parser
 
 
 if __name__ == "__main__":  # as `accmt launch` starts commands

@@ -8,7 +8,7 @@ with them, because its adapter and quantization need them. Every hyper-parameter
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accmt.cli.arguments import add_when_parsed
@@ -52,7 +52,11 @@ def run(options: argparse.Namespace) -> int:
     optimizer = build_optimizer(hps, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     rows = [_row(group, number, optimizer, names) for number, group in enumerate(optimizer.param_groups)]
-    print("\n".join(_lines(rows, optimizer, names if options.names else None)))
+    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
+    for number, row in enumerate([_HEAD, *rows]):
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        for parameter in optimizer.param_groups[number - 1]["params"] if options.names and number else ():
+            print(f"    {names[parameter]}")
     return 0
 
 
@@ -71,13 +75,3 @@ def _row(
         f"{trained:,}",
         names[parameters[0]],
     )
-
-
-def _lines(
-    rows: list[tuple[str, ...]], optimizer: Optimizer, names: Mapping[nn.Parameter, str] | None
-) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
-    for number, row in enumerate([_HEAD, *rows]):
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        if names is not None and number:
-            yield from (f"    {names[parameter]}" for parameter in optimizer.param_groups[number - 1]["params"])

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from accmt.cli.arguments import add_when_parsed
-
-if TYPE_CHECKING:
-    from accmt.options import HyperParameters
 
 _OWN = ("hps_config", "model_path")
 _FLAGS = ("data", "validation", "max_length", "merge")
@@ -42,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     from accmt.addons.merging import merge_adapter, require_mergeable
     from accmt.addons.sft.module import SFTModule
     from accmt.addons.sft.rows import read_rows
+    from accmt.errors import HyperParameterError, explain
     from accmt.options.command_line import HPS_FLAGS
     from accmt.trainer import Trainer
 
@@ -49,7 +46,10 @@ def run(options: argparse.Namespace) -> int:
     setattr(options, HPS_FLAGS, {**getattr(options, HPS_FLAGS, {}), **typed})
     trainer = Trainer.from_argparse_args(options, hps_config=options.hps, model_path=options.output)
     hps = trainer.hps
-    section = _require_data(hps)
+    section = hps.section("sft")
+    if section is None or not section.data:
+        do = "add `sft: {data: train.jsonl}` to the file, or pass --data train.jsonl"
+        raise HyperParameterError(explain(hps.where("sft"), "no training data", "training data", do))
     if section.merge:
         require_mergeable(hps)
     module = SFTModule.from_hps(hps, in_fit=True)
@@ -64,16 +64,6 @@ def run(options: argparse.Namespace) -> int:
                 settings.save_pretrained(options.output / "merged")  # has the end-of-sequence token
             print(f"{options.output / 'merged'}: {_describe(options.output / 'merged')}")
     return 0
-
-
-def _require_data(hps: HyperParameters) -> Any:
-    from accmt.errors import HyperParameterError, explain
-
-    section = hps.section("sft")
-    if section is None or not section.data:
-        do = "add `sft: {data: train.jsonl}` to the file, or pass --data train.jsonl"
-        raise HyperParameterError(explain(hps.where("sft"), "no training data", "training data", do))
-    return section
 
 
 def _describe(folder: Path) -> str:

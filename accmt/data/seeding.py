@@ -181,16 +181,11 @@ def _parts_of(value: Any) -> Iterator[Any]:
             return
         with suppress(Exception):  # a proxy of an object that is not there raises whatever it likes
             yield from list(vars(value).values())
-        for kind in type(value).__mro__:
-            if kind.__module__.partition(".")[0] not in _LIBRARIES:
-                yield from _read_slots(value, kind)
-                yield from (function for function in vars(kind).values() if isinstance(function, FunctionType))
-
-
-def _read_slots(value: Any, kind: type) -> Iterator[Any]:
-    for slot in getattr(kind, "__slots__", ()):
-        with suppress(Exception):
-            yield getattr(value, slot)
+        for kind in (kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _LIBRARIES):
+            for slot in getattr(kind, "__slots__", ()):
+                with suppress(Exception):
+                    yield getattr(value, slot)
+            yield from (function for function in vars(kind).values() if isinstance(function, FunctionType))
 
 
 def user_seed(generator: Any) -> int:

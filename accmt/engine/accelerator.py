@@ -86,30 +86,44 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     Several processes on machines without an accelerator device need `cpu=True`: without it Accelerate runs each process
     alone, as if it were the only one.
     """
-    global _current  # noqa: PLW0603 - for `accmt.accelerator`
+    global _current, _group  # noqa: PLW0603 - for `accmt.accelerator`, and as there is one group in a process
     for name in ("accelerate", "safetensors", "huggingface_hub"):
         require(name)
     from accelerate import Accelerator, PartialState
 
-    _reject_closed_group()
+    # Reject a second process group: the addresses of the first are still in the rendezvous store.
+    # Source: https://docs.pytorch.org/docs/stable/distributed.html#reinitialization
+    if _is_group_closed and _default_group() is None:
+        got = "a launched program that has left its process group because a Trainer was closed"
+        do = "close only the last Trainer: trainer.close(), or `with` around it"
+        raise ArgumentError(explain("a run after closing", got, "one close, after all work is done", do))
     user_accelerator = settings.accelerator
     parallelism = find_parallelism(settings)
     if isinstance(user_accelerator, Accelerator):
         accelerator = user_accelerator
-        _check_user_accelerator(accelerator, settings)
+        expected = settings.mixed_precision if settings.mixed_precision in (None, *PRECISIONS) else "no"
+        if expected not in (None, accelerator.mixed_precision):
+            _reject("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
+        ddp = settings.parallelism and settings.parallelism.ddp
+        if ddp:
+            _reject("ddp", ddp, "its own kwargs_handlers")
+        if accelerator.gradient_accumulation_steps != 1:
+            _reject("grad_accumulation_steps", "the Trainer's", accelerator.gradient_accumulation_steps)
     else:
-        with _noting_group(), explaining_device():
+        group_before = _default_group()
+        with explaining_device():
             arguments = _arguments(user_accelerator, settings)
             with _in_precision(arguments.get("mixed_precision")):
                 accelerator = _build(arguments, parallelism)
+        if group_before is None:
+            _group = _default_group()
         accelerator.gradient_accumulation_steps = 1  # the environment may set another value; the loop accumulates
     if settings.mixed_precision not in (None, *PRECISIONS):
         use_autocast(accelerator, find("accmt.precisions", settings.mixed_precision))
-    _check_loader_config(accelerator)
     _check_engine(accelerator)
     require_effect(accelerator, parallelism)
-    if accelerator.device.type == "cpu" and not _asks_for_cpu(user_accelerator):
-        _warn_of_unused_gpu()
+    if accelerator.device.type == "cpu":
+        _warn_of_unused_gpu(user_accelerator)
     if accelerator.num_processes == 1:
         _warn_of_ignored_processes()
     with explaining_device():
@@ -189,29 +203,8 @@ def close_group() -> None:
     _group = None
 
 
-@contextmanager
-def _noting_group() -> Iterator[None]:
-    """Remember a process group that is created in this context."""
-    global _group  # noqa: PLW0603 - as there is one group in a process
-    before = _default_group()
-    yield
-    if before is None:
-        _group = _default_group()
-
-
 def _default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() else None
-
-
-def _reject_closed_group() -> None:
-    """Reject a second process group: the addresses of the first are still in the rendezvous store.
-
-    Source: https://docs.pytorch.org/docs/stable/distributed.html#reinitialization
-    """
-    if _is_group_closed and _default_group() is None:
-        got = "a launched program that has left its process group because a Trainer was closed"
-        do = "close only the last Trainer: trainer.close(), or `with` around it"
-        raise ArgumentError(explain("a run after closing", got, "one close, after all work is done", do))
 
 
 def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, Any]:
@@ -234,35 +227,16 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
     return arguments
 
 
-def _check_user_accelerator(accelerator: Accelerator, settings: RunningSettings) -> None:
-    expected = settings.mixed_precision if settings.mixed_precision in (None, *PRECISIONS) else "no"
-    if expected not in (None, accelerator.mixed_precision):
-        _reject("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
-    ddp = settings.parallelism and settings.parallelism.ddp
-    if ddp:
-        _reject("ddp", ddp, "its own kwargs_handlers")
-    if accelerator.gradient_accumulation_steps != 1:
-        _reject("grad_accumulation_steps", "the Trainer's", accelerator.gradient_accumulation_steps)
-
-
-def _check_loader_config(accelerator: Accelerator) -> None:
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(accelerator.dataloader_config, name):
-            _reject(name, "each process builds its part of a global batch", f"{name}=True")
-
-
 def _reject(name: str, trainer: Any, accelerator: Any) -> None:
     got = f"{name}: {trainer!r} in the Trainer, {accelerator!r} in the Accelerator"
     raise ArgumentError(explain("Trainer(accelerator=...)", got, "one setting", f"set {name} only in the Trainer"))
 
 
-def _asks_for_cpu(user: Any) -> bool:
-    is_asked = isinstance(user, Mapping) and bool(user.get("cpu"))
-    return is_asked or not isinstance(user, Mapping | None) or is_set("ACCELERATE_USE_CPU")
-
-
-def _warn_of_unused_gpu() -> None:
+def _warn_of_unused_gpu(user_accelerator: Any) -> None:
     """Warn once that the machine has a GPU that torch cannot use; the run would silently train on the CPU."""
+    is_asked = isinstance(user_accelerator, Mapping) and bool(user_accelerator.get("cpu"))
+    if is_asked or not isinstance(user_accelerator, Mapping | None) or is_set("ACCELERATE_USE_CPU"):
+        return  # the CPU is requested
     if not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     if torch.version.cuda is None:
@@ -296,6 +270,9 @@ def _warn_of_ignored_processes() -> None:
 
 
 def _check_engine(accelerator: Accelerator) -> None:
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator.dataloader_config, name):
+            _reject(name, "each process builds its part of a global batch", f"{name}=True")
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes < launched:
         got = f"{launched} processes were launched, but this Accelerator has {accelerator.num_processes}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,14 +72,10 @@ class DataParallel(Engine):
         if isinstance(self.model, TransparentWrapper):
             self._wrapper, self.notes_trained = self.model, True
             self._reduces_at_end = self._is_unreduced = False
-            self.no_sync = self._no_sync if self._has_others else None
+            self.no_sync = partial(self.accelerator.no_sync, self.model) if self._has_others else None
         reject_renormalization(self.unwrapped_model)
         require_equal_weights(self.unwrapped_model)
         settle_buckets(self.model, set_to_none=set_to_none)
-
-    def _no_sync(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self.accelerator.no_sync(self.model)
-        return context
 
     def begin_epoch(self, *, reduces_at_end: bool) -> None:
         self._reduces_at_end = reduces_at_end or self._wrapper is None

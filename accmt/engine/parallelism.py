@@ -74,11 +74,19 @@ def find_parallelism(settings: RunningSettings) -> Parallelism:
     user = settings.accelerator or {}
     if not isinstance(user, Mapping):
         user = {name: getattr(user.state, name, None) for name in _ARGUMENTS}
-    _reject_not_built(user)
+    for engine, (flag, arguments, do) in _NOT_BUILT.items():
+        asked = [f"{flag}={os.environ[flag]}"] if is_set(flag) else []
+        asked += [f"Accelerator({name}=...)" for name in arguments if user.get(name) is not None]
+        if asked:
+            _reject(f"{', '.join(asked)}: accmt does not train with {engine}", "DDP, or FSDP2", do)
     if settings.parallelism and settings.parallelism.engine:
         found = Parallelism()  # an engine of another package spreads the model itself
     elif settings.parallelism and settings.parallelism.ddp is None:
-        _reject_two_places(user)
+        also = [name for name in ("fsdp_plugin", "parallelism_config") if user.get(name) is not None]
+        twice = [f"Accelerator({name}=...)" for name in also]
+        twice += [f"{name}={os.environ[name]}" for name in (_USE_FSDP, _USE_CONFIG) if is_set(name)]
+        if twice:
+            _reject(f"parallelism=... and {', '.join(twice)}", "one of them", f"leave one out: {_FSDP2}")
         found = _of_argument(settings.parallelism)
     else:
         found = _of_launch(user)
@@ -144,7 +152,15 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
             accelerator.state.fsdp_plugin = parallelism.plugin  # Accelerate would keep the first Trainer's
             if _mesh_of(accelerator.state.parallelism_config) != _mesh_of(parallelism.config):
                 _use_mesh(accelerator, parallelism.config)
-        _reduce_in_float32(accelerator)
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # Reduce gradients in float32, as data parallelism does, unless the user has chosen another policy.
+        # Accelerate's policy for bf16 reduces them in bf16, which rounds each process's part to 8 bits.
+        plugin: Any = accelerator.state.fsdp_plugin
+        policy = plugin.mixed_precision_policy
+        if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
+            own = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=torch.float32)
+            plugin.mixed_precision_policy = own
     elif _mesh_of(config_of(accelerator)) != _mesh_of(parallelism.config):
         _use_mesh(accelerator, parallelism.config)
 
@@ -157,19 +173,6 @@ def _use_mesh(accelerator: Accelerator, config: ParallelismConfig | None) -> Non
 
 def _mesh_of(config: ParallelismConfig | None) -> tuple[int, int, int] | None:
     return None if config is None else (config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp"))
-
-
-def _reduce_in_float32(accelerator: Accelerator) -> None:
-    """Reduce gradients in float32, as data parallelism does, unless the user has chosen another policy.
-
-    Accelerate's policy for bf16 reduces them in bf16, which rounds each process's part to 8 bits.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    plugin: Any = accelerator.state.fsdp_plugin
-    policy = plugin.mixed_precision_policy
-    if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=torch.float32)
 
 
 def _of_argument(asked: ParallelismOptions) -> Parallelism:
@@ -229,21 +232,6 @@ def is_set(name: str) -> bool:
 
 def _num_launched() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _reject_not_built(user: Mapping[str, Any]) -> None:
-    for engine, (flag, arguments, do) in _NOT_BUILT.items():
-        asked = [f"{flag}={os.environ[flag]}"] if is_set(flag) else []
-        asked += [f"Accelerator({name}=...)" for name in arguments if user.get(name) is not None]
-        if asked:
-            _reject(f"{', '.join(asked)}: accmt does not train with {engine}", "DDP, or FSDP2", do)
-
-
-def _reject_two_places(user: Mapping[str, Any]) -> None:
-    twice = [f"Accelerator({name}=...)" for name in ("fsdp_plugin", "parallelism_config") if user.get(name) is not None]
-    twice += [f"{name}={os.environ[name]}" for name in (_USE_FSDP, _USE_CONFIG) if is_set(name)]
-    if twice:
-        _reject(f"parallelism=... and {', '.join(twice)}", "one of them", f"leave one out: {_FSDP2}")
 
 
 def _check_sizes(asked: Parallelism) -> None:

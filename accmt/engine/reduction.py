@@ -70,7 +70,11 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = gradient.to_dense() if gradient.is_sparse else gradient
             dense.append(parameter.grad)
     for bucket in _buckets_of(dense):
-        _average_bucket(bucket)
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat)
+        flat.div_(num_processes())
+        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+        copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
 
 
 def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -85,14 +89,6 @@ def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor
         size += gradient.nbytes
     if bucket:
         yield bucket
-
-
-def _average_bucket(bucket: list[torch.Tensor]) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-    dist.all_reduce(flat)
-    flat.div_(num_processes())
-    parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-    copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
 
 
 def _kind_of(gradient: torch.Tensor | None) -> int:

@@ -73,7 +73,9 @@ def fill(model: nn.Module, device: torch.device) -> None:
             tie: Any = model.tie_weights
             tie()
             return
-        for part in filter(_has_own, _bottom_up(model)):
+        bottom_up: dict[nn.Module, None] = {}  # the order in which the parts were built: children before their parent
+        model.apply(lambda part: bottom_up.setdefault(part))
+        for part in filter(_has_own, bottom_up):
             with as_wholes(part), torch.no_grad():
                 _reset(part)
 
@@ -103,13 +105,6 @@ def _require_fillable(model: nn.Module) -> None:
             got = f"{name or 'the model'}, a {type(part).__name__} with tensors but without reset_parameters"
             do = "define reset_parameters(self), which initializes its tensors, as in torch's layers"
             raise ModuleContractError(explain(_WHERE, got, "parts that initialize themselves", do))
-
-
-def _bottom_up(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model in the order in which they were built: children before their parent."""
-    found: dict[nn.Module, None] = {}
-    model.apply(lambda part: found.setdefault(part))
-    return list(found)
 
 
 def _has_own(part: nn.Module) -> bool:
@@ -185,7 +180,10 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
         require_same_tensors(model)
     if not (is_sharded(model) or is_on_meta(model)):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
-    tied = _names_of_tied(model)
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    tied = [of_one for of_one in names_of.values() if len(of_one) > 1]
     try:
         with _embeddings_for_themselves(model, accelerator.state.fsdp_plugin):
             _shard(model, accelerator, optimizer)
@@ -195,7 +193,14 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
         expected = f"layers that can be sharded one by one, such as {layers}"
         message = explain("the model, sharded by FSDP2", str(error), expected, do)
         raise ModuleContractError(message) from error
-    _require_tied(model, tied)
+    # Check that tied weights are sharded together: torch rejects a weight in two groups, but only in the forward.
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for names in tied:
+        if len({id(now[name]) for name in names if name in now}) > 1:
+            got = f"{' and '.join(names)}, which are tied, in two groups of sharded layers"
+            expected = "tied weights in one group, as Accelerate does for embeddings and head"
+            do = "untie them, or train it without `parallelism`"
+            raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
     _require_one_type(model)
     generate_together(model)
 
@@ -217,24 +222,6 @@ def _require_one_type(model: nn.Module) -> None:
             got = ", ".join(f"{name} of {dtype}" for dtype, name in kinds.items())
             expected = "trained weights of one dtype in each group of sharded layers"
             do = 'self.model.float() before fit, and Trainer(mixed_precision="bf16")'
-            raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
-
-
-def _names_of_tied(model: nn.Module) -> list[list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [of_one for of_one in names.values() if len(of_one) > 1]
-
-
-def _require_tied(model: nn.Module, tied: list[list[str]]) -> None:
-    """Check that tied weights are sharded together: torch rejects a weight in two groups, but only in the forward."""
-    now = dict(model.named_parameters(remove_duplicate=False))
-    for names in tied:
-        if len({id(now[name]) for name in names if name in now}) > 1:
-            got = f"{' and '.join(names)}, which are tied, in two groups of sharded layers"
-            expected = "tied weights in one group, as Accelerate does for embeddings and head"
-            do = "untie them, or train it without `parallelism`"
             raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
 
 
@@ -422,7 +409,14 @@ def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     mesh: Any = accelerator.torch_device_mesh[_NAME]
-    plan = _find_plan(model, mesh.size())
+    try:
+        plan = plan_of_tensors(model, mesh.size())
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        got = f"a {type(model).__name__} without a plan for tensor parallelism: {error}"
+        expected = "a transformers model with a plan (transformers 5.23 or newer), or a model that is already split"
+        do = f"split it in configure_model with torch's parallelize_module, over a mesh with a dimension {_NAME!r}"
+        do = f'Trainer(parallelism={{"fsdp": True}}), which shards any model; or {do}'
+        raise ModuleContractError(explain(_ASKED, got, expected, do)) from error
     require_same_tensors(model)
     if not is_on_meta(model):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
@@ -430,18 +424,6 @@ def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
     apply_tensor_parallelism(model, mesh, plan)
     _tie_again(model, tied)
     vars(model)["_tp_size"] = mesh.size()  # read by `generate`
-
-
-def _find_plan(model: nn.Module, size: int) -> dict[str, str]:
-    try:
-        plan = plan_of_tensors(model, size)
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
-        got = f"a {type(model).__name__} without a plan for tensor parallelism: {error}"
-        expected = "a transformers model with a plan (transformers 5.23 or newer), or a model that is already split"
-        do = f"split it in configure_model with torch's parallelize_module, over a mesh with a dimension {_NAME!r}"
-        do = f'Trainer(parallelism={{"fsdp": True}}), which shards any model; or {do}'
-        raise ModuleContractError(explain(_ASKED, got, expected, do)) from error
-    return plan
 
 
 def require_whole_heads(model: nn.Module, size: int) -> None:

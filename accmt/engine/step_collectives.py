@@ -201,7 +201,15 @@ def _exact_accelerator() -> Iterator[None]:
     before = Accelerator.gather, Accelerator.gather_for_metrics, Accelerator.reduce
 
     def gather(_: Accelerator, input_data: Any, use_gather_object: bool = False) -> Any:  # noqa: FBT001, FBT002
-        return _gather_data(input_data)
+        global _is_ragged  # noqa: PLW0603 - the check of shapes reads it
+        from accelerate.utils import send_to_device
+
+        was, _is_ragged = _is_ragged, True
+        try:
+            every = gather_from_data(_Nothing() if _is_borrowed else send_to_device(input_data, "cpu"))
+        finally:
+            _is_ragged = was
+        return _join(input_data, [one for one in every if not isinstance(one, _Nothing)])
 
     def reduce(self: Accelerator, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         reduced = before[2](self, tensor, reduction, scale)
@@ -215,18 +223,6 @@ def _exact_accelerator() -> Iterator[None]:
     finally:
         Accelerator.gather, Accelerator.gather_for_metrics, Accelerator.reduce = before
         _num_with_batch = None
-
-
-def _gather_data(own: Any) -> Any:
-    global _is_ragged  # noqa: PLW0603 - the check of shapes reads it
-    from accelerate.utils import send_to_device
-
-    was, _is_ragged = _is_ragged, True
-    try:
-        every = gather_from_data(_Nothing() if _is_borrowed else send_to_device(own, "cpu"))
-    finally:
-        _is_ragged = was
-    return _join(own, [one for one in every if not isinstance(one, _Nothing)])
 
 
 def _join(own: Any, every: list[Any]) -> Any:

@@ -42,7 +42,12 @@ def synchronize(model: nn.Module) -> None:
     layers = {name: layer for name, layer in model.named_modules() if is_batch_norm(layer)}
     own = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.SyncBatchNorm)}
     for name, layer in own.items():
-        _require_plain(name, layer)
+        # Reject a layer with a custom forward, of which `SyncBatchNorm` would drop everything but the normalization.
+        if type(layer).forward is not nn.BatchNorm1d.forward:
+            got = f"{name or 'the model'}, a {type(layer).__name__} with a custom forward, which would be lost"
+            expected = "torch's BatchNorm1d, BatchNorm2d and BatchNorm3d"
+            do = "replace it with its library's synchronized layer before fit, and leave sync_batchnorm out"
+            raise ArgumentError(explain(_ARGUMENT, got, expected, do))
     for layer in own.values():
         vars(layer).update({_OWN_KIND: type(layer), "process_group": None})
         layer.__class__ = nn.SyncBatchNorm
@@ -85,13 +90,4 @@ def _require_gpu(device: torch.device) -> None:
     if device.type == "cpu":
         got, expected = "processes on CPUs, where torch has no SyncBatchNorm", "one GPU per process"
         do = "leave sync_batchnorm out on CPUs, or train with one process"
-        raise ArgumentError(explain(_ARGUMENT, got, expected, do))
-
-
-def _require_plain(name: str, layer: nn.Module) -> None:
-    """Reject a layer with a custom forward, of which `SyncBatchNorm` would drop everything but the normalization."""
-    if type(layer).forward is not nn.BatchNorm1d.forward:
-        got = f"{name or 'the model'}, a {type(layer).__name__} with a custom forward, which would be lost"
-        expected = "torch's BatchNorm1d, BatchNorm2d and BatchNorm3d"
-        do = "replace it with its library's synchronized layer before fit, and leave sync_batchnorm out"
         raise ArgumentError(explain(_ARGUMENT, got, expected, do))

@@ -248,19 +248,16 @@ class _Listener:
             return
         self._heard[number] = frame
         if number == signal.SIGINT:
-            self._hear_interrupt()
+            now = time.monotonic()
+            if self._interrupted_at is None:
+                self._interrupted_at = now
+                os.write(2, _ADVICE)  # not through the logger, which may be in the middle of a line
+            elif now - self._interrupted_at > _SAME_CTRL_C_S:
+                self._interruption.left_at_once = True
+                raise KeyboardInterrupt
         elif self._interruption.is_ending:
             return
         elif not self._interruption.is_listening:
             self._interruption.left_at_once = True
             raise Preempted(self._exit_code)
         self._interruption.request(Reason.of_signal(number))
-
-    def _hear_interrupt(self) -> None:
-        now = time.monotonic()
-        if self._interrupted_at is None:
-            self._interrupted_at = now
-            os.write(2, _ADVICE)  # not through the logger, which may be in the middle of a line
-        elif now - self._interrupted_at > _SAME_CTRL_C_S:
-            self._interruption.left_at_once = True
-            raise KeyboardInterrupt

@@ -308,18 +308,15 @@ class Watch:
         The system knows this immediately; for other machines, only signs of life show it.
         """
         try:
-            gone = [index for index, note in self._find_neighbours().items() if not _is_running(note)]
+            if len(self._processes) < self.board.count:  # otherwise the store need not be asked once a second
+                self._processes = self.board.read(_PROCESS)
+            own = self._processes.get(self.board.index, {"machine": None})
+            others = {i: note for i, note in self._processes.items() if i != self.board.index}
+            neighbours = {i: note for i, note in others.items() if note["machine"] == own["machine"]}
+            gone = [index for index, note in neighbours.items() if not _is_running(note)]
             return [i for i in gone if i not in {*self.board.read("failed"), *self.board.read(LEFT)}] if gone else []
         except (RuntimeError, OSError):  # the process with the store has exited
             return []
-
-    def _find_neighbours(self) -> dict[int, Any]:
-        """Return the identities of the other processes of this machine."""
-        if len(self._processes) < self.board.count:  # otherwise the store need not be asked once a second
-            self._processes = self.board.read(_PROCESS)
-        own = self._processes.get(self.board.index, {"machine": None})
-        others = self._processes.items()
-        return {i: note for i, note in others if note["machine"] == own["machine"] and i != self.board.index}
 
     def find_silent(self) -> list[int]:
         """Return the processes that no longer signal that they are alive; takes a few beats."""

@@ -284,7 +284,14 @@ class PackingCheck(Feature):
     ) -> None:
         self._model = model
         self._is_compiled = _is_compiled(model if wrapped is None else wrapped)
-        self._watched = _find_watched(model, is_compiled=self._is_compiled)  # with the arguments that each takes
+        # The models whose calls are looked at, and the arguments that each takes.
+        # Those inside another one are called by it, and by a step that computes its loss in parts.
+        watched: list[nn.Module] = list(find_transformers_models(model))
+        if not self._is_compiled:
+            watched = list(filter(is_transformers_model, model.modules()))
+        if not watched and "position_ids" in inspect.signature(model.forward).parameters:
+            watched = [model]
+        self._watched = {part: inspect.signature(part.forward).parameters for part in watched}
         self._precision = precision
         self._needs_all = needs_all
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
@@ -406,18 +413,15 @@ class PackingCheck(Feature):
         if arguments.get("use_cache") or arguments.get("past_key_values") is not None:
             got = "a call with use_cache=True or past_key_values: with a cache, transformers mixes the documents"
             raise DataError(explain(where, got, _EXPECTED, "remove them from the call: training needs no cache"))
-        verdict = self._find_verdict(model, arguments)
-        if not verdict.is_isolated:
-            self._reject(model, where, verdict)
-
-    def _find_verdict(self, model: nn.Module, arguments: Mapping[str, Any]) -> Verdict:
         call = PackedCall(model, arguments)
         if self._needs_all:
             self._try_together(model, arguments)  # nothing, since the first call
             call = _plain_call(model, arguments, call.rows)
         elif call.key not in self._verdicts:
             self._verdicts[call.key] = try_packing(model, call, self._precision())
-        return self._verdicts[call.key]
+        verdict = self._verdicts[call.key]
+        if not verdict.is_isolated:
+            self._reject(model, where, verdict)
 
     def _try_together(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
         takes = self._watched[model]
@@ -455,19 +459,6 @@ def _is_compiled(model: nn.Module) -> bool:
     if is_compiled(model) or "_orig_mod" in children_of(model):  # torch.compile(model)
         return True
     return not is_transformers_model(model) and any(map(_is_compiled, model.children()))
-
-
-def _find_watched(model: nn.Module, *, is_compiled: bool) -> dict[nn.Module, Mapping[str, inspect.Parameter]]:
-    """Return the models whose calls are looked at, and the arguments that each takes.
-
-    Those inside another one are called by it, and by a step that computes its loss in parts.
-    """
-    found: list[nn.Module] = list(find_transformers_models(model))
-    if not is_compiled:
-        found = list(filter(is_transformers_model, model.modules()))
-    if not found and "position_ids" in inspect.signature(model.forward).parameters:
-        found = [model]
-    return {part: inspect.signature(part.forward).parameters for part in found}
 
 
 def _positions_in(arguments: Mapping[str, Any]) -> torch.Tensor | None:

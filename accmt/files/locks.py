@@ -42,10 +42,11 @@ class FolderLock:
             FolderTakenError: Another process holds the lock.
         """
         path = folder.absolute() / LOCK_NAME  # the program may change its working directory
-        own = _find_own(path)
-        if own is not None:
-            own._times += 1
-            return own
+        with suppress(FileNotFoundError):
+            own = _held.get(_identify(path.stat()))
+            if own is not None:
+                own._times += 1
+                return own
         while True:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -113,13 +114,6 @@ def _let_go() -> None:
     for lock in _held.values():
         os.close(lock._file)
     _held.clear()
-
-
-def _find_own(path: Path) -> FolderLock | None:
-    try:
-        return _held.get(_identify(path.stat()))
-    except FileNotFoundError:
-        return None
 
 
 def _identify(stat: os.stat_result) -> tuple[int, int]:

@@ -221,25 +221,19 @@ def _by_plain_name(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _read_adapter(model: PeftModel, state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
-    # PEFT's default ("auto") would query the hub at each save.
-    saves_embeddings = _saves_embeddings(model, model.peft_config[name])
-    weights: dict[str, Tensor] = get_peft_model_state_dict(
-        model, state_dict=state, adapter_name=name, save_embedding_layers=saves_embeddings
-    )
-    return weights
-
-
-def _saves_embeddings(model: PeftModel, config: PeftConfig) -> bool:
-    """Return whether an adapter includes the embeddings: it adapts them, or tokens were added to the model.
-
-    Source: `get_peft_model_state_dict` of peft 0.21.
-    """
+    # An adapter includes the embeddings if it adapts them, or if tokens were added to the model.
+    # PEFT's default ("auto") would query the hub at each save. Source: `get_peft_model_state_dict` of peft 0.21.
+    config = model.peft_config[name]
     if getattr(config, "trainable_token_indices", None) is not None or config.peft_type == "TRAINABLE_TOKENS":
         is_adapted = False
     else:
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()
         is_adapted = hasattr(embeddings, "base_layer")
-    return is_adapted or _is_resized(model, config)
+    saves_embeddings = is_adapted or _is_resized(model, config)
+    weights: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=name, save_embedding_layers=saves_embeddings
+    )
+    return weights
 
 
 def _is_resized(model: PeftModel, config: PeftConfig) -> bool:

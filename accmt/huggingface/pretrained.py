@@ -178,9 +178,11 @@ class _ReadingInParts:
 def _read(kind: Any, path: str, **kwargs: Any) -> Any:
     """Load a model folder or a model from the hub with a class of transformers."""
     require_model_folder(path)
+    # Read on each process, even if `accelerate launch` would let only the main one read: the default of its option
+    # `--fsdp_cpu_ram_efficient_loading` leaves the other processes' weights without values.
+    main_reads = os.environ.pop(_MAIN_READS, None)
     try:
-        with _on_every_process():
-            return kind.from_pretrained(path, **kwargs)
+        return kind.from_pretrained(path, **kwargs)
     except OSError as error:
         message = explain(
             f"from_hf(path={path!r})",
@@ -189,20 +191,9 @@ def _read(kind: Any, path: str, **kwargs: Any) -> Any:
             "check the spelling; for a local folder use the full path, or start with `./`",
         )
         raise FileNotFoundError(message) from error
-
-
-@contextmanager
-def _on_every_process() -> Iterator[None]:
-    """Let transformers read on each process, even if `accelerate launch` would read only on the main one.
-
-    Accelerate's default `--fsdp_cpu_ram_efficient_loading` leaves the other processes' weights without values.
-    """
-    value = os.environ.pop(_MAIN_READS, None)
-    try:
-        yield
     finally:
-        if value is not None:
-            os.environ[_MAIN_READS] = value
+        if main_reads is not None:
+            os.environ[_MAIN_READS] = main_reads
 
 
 def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:

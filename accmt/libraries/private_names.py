@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -97,7 +97,9 @@ def watching_collectives(before: Callable[[str, list[Tensor]], None]) -> Iterato
             if not is_inside and threading.get_ident() == own and self.size() == dist.get_world_size():
                 is_inside = True
                 try:
-                    before(name, _tensors_given(name, args))
+                    position = 1 if name in GATHERING else 0  # outputs come first
+                    given = args[position] if name in GATHERING | SUMMING and len(args) > position else []
+                    before(name, [given] if isinstance(given, Tensor) else list(given))
                 finally:
                     is_inside = False
             return method(self, *args, **kwargs)
@@ -111,12 +113,6 @@ def watching_collectives(before: Callable[[str, list[Tensor]], None]) -> Iterato
     finally:
         for name, method in methods.items():
             setattr(group, name, method)
-
-
-def _tensors_given(name: str, args: Sequence[Any]) -> list[Tensor]:
-    position = 1 if name in GATHERING else 0  # outputs come first
-    given = args[position] if name in GATHERING | SUMMING and len(args) > position else []
-    return [given] if isinstance(given, Tensor) else list(given)
 
 
 def exchange_in_forward(model: DistributedDataParallel, output: Tensor, *, was_called: bool) -> None:

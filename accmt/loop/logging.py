@@ -69,8 +69,15 @@ class Logs:
             raise ModuleContractError(explain("log", "a call in prediction", "a call in training or evaluation", do))
         phase = self.of_evaluation if self._state.stage in _EVALUATIONS else self.of_training
         phase = LoggedValues() if instant else phase
+        settings = self._trainer.settings.tracking
         for own_name, own_value in values.items():
-            self._check_name(own_name)
+            if not isinstance(own_name, str) or not own_name.strip():
+                got, do = f"the name {describe(own_name)}", 'self.log("name", value)'
+                raise ModuleContractError(explain("log", got, "a string", do))
+            if own_name in (settings.train_loss_metric_name, settings.val_loss_metric_name):
+                got = "the name of a loss, which accmt logs itself"
+                do = 'remove the call and return {"loss": loss} from the step, or rename the value'
+                raise ModuleContractError(explain(f"log({own_name!r}, ...)", got, "another name", do))
             phase.add(own_name, own_value, is_total=reduction == "sum")
         self._names_on_bar.update(values if prog_bar else ())
         self._names_not_logged.update(() if logger else values)
@@ -115,17 +122,6 @@ class Logs:
     @property
     def _state(self) -> TrainingState:
         return self._trainer.state
-
-    def _check_name(self, name: Any) -> None:
-        if not isinstance(name, str) or not name.strip():
-            raise ModuleContractError(
-                explain("log", f"the name {describe(name)}", "a string", 'self.log("name", value)')
-            )
-        settings = self._trainer.settings.tracking
-        if name in (settings.train_loss_metric_name, settings.val_loss_metric_name):
-            got = "the name of a loss, which accmt logs itself"
-            do = 'remove the call and return {"loss": loss} from the step, or rename the value'
-            raise ModuleContractError(explain(f"log({name!r}, ...)", got, "another name", do))
 
 
 class SilentLogs(Logs):

@@ -89,17 +89,14 @@ class TorchMetric(Metric):
         is_collection = isinstance(metric, nn.ModuleDict)
         self.members: dict[str, torchmetrics.Metric] = dict(metric.items()) if is_collection else {name: metric}
         self._is_main_required = main_metric is not None
-        self._greater = {
-            entry: self._find_direction(entry) if greater_is_better is None else greater_is_better
-            for entry in (self.members if main_metric is None else [main_metric])
-        }
+        members = list(self.members.values())
+        self._greater = {}
+        for entry in self.members if main_metric is None else [main_metric]:
+            member = self.members.get(entry, members[0] if len(members) == 1 else None)
+            own = None if member is None else member.higher_is_better
+            self._greater[entry] = own if greater_is_better is None else greater_is_better
         first, greater = next(iter(self._greater.items()))
         super().__init__(name, greater_is_better=greater, main_metric=first)
-
-    def _find_direction(self, entry: str) -> bool | None:
-        members = list(self.members.values())
-        member = self.members.get(entry, members[0] if len(members) == 1 else None)
-        return None if member is None else member.higher_is_better
 
     def prepare(self, entry: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the positional and named arguments of `update`; None if there is nothing to add.
@@ -183,11 +180,18 @@ class _States:
             except torch.OutOfMemoryError:
                 raise
             except _INPUT_ERRORS as error:
-                raise self._wrong_inputs(f"{_describe_inputs(arguments, named)}: {error}") from error
+                shown = [*map(describe, arguments), *(f"{name}: {describe(value)}" for name, value in named.items())]
+                raise self._wrong_inputs(f"{', '.join(shown)}: {error}") from error
             kept.move_new()
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
-        gathered = [_gather_states(member, chunk_bytes) for member in self._members]
+        # On the main process, for each member and the metrics that it wraps, the number of updates and the state of
+        # each process with updates; nothing on the others, or with one process.
+        several = num_processes() > 1
+        gathered = [
+            [_gather_states(each, chunk_bytes) for each in _every_metric(member)] if several else []
+            for member in self._members
+        ]
         values = run_on_main_process(lambda: self.compute_here(gathered))
         for member in self._members:
             _reset(member)  # keeps no samples until the next evaluation
@@ -198,7 +202,11 @@ class _States:
         for index, member in enumerate(self._members):
             if not _has_network(member):
                 _move(member, torch.device("cpu"))
-            _load_states(member, gathered[index] if gathered else [])
+            joined = gathered[index] if gathered else []  # if empty, the member keeps its own states
+            for each, states in zip(_every_metric(member) if joined else [], joined, strict=True):
+                for name in each.metric_state if states else ():
+                    setattr(each, name, _reduce(each, name, [state[name] for _, state in states]))
+                set_update_count(each, sum(num_updates for num_updates, _ in states))
         if not any(member.update_called for member in self._members):
             raise self._wrong_inputs("no samples: all references are ignored")
         try:
@@ -229,10 +237,6 @@ def _to_tensors(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_to_tensors(item, dtype) for item in value)
     return value
-
-
-def _describe_inputs(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> str:
-    return ", ".join([*map(describe, arguments), *(f"{name}: {describe(value)}" for name, value in named.items())])
 
 
 def _flatten(metric: str, name: str, value: Any) -> dict[str, float]:
@@ -307,17 +311,7 @@ class _KeptLists:
                 self._num_moved[index, name] = len(values)
 
 
-def _gather_states(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[list[tuple[int, State]]]:
-    """Gather the states of a metric, and of the metrics it wraps, on the main process.
-
-    Returns:
-        On the main process, for each of `_every_metric`, the number of updates and the state of each process with
-        updates; nothing on the others, or with one process.
-    """
-    return [] if num_processes() == 1 else [_gather_one(each, chunk_bytes) for each in _every_metric(metric)]
-
-
-def _gather_one(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tuple[int, State]]:
+def _gather_states(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tuple[int, State]]:
     lists = list_states(metric)
     tensors = {name: to_cpu(value) for name, value in metric.metric_state.items() if name not in lists}
     counted = gather_on_main_process([(metric.update_count, tensors)], chunk_bytes)
@@ -328,14 +322,6 @@ def _gather_one(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tu
         if num_updates:
             states.append((num_updates, state))
     return states
-
-
-def _load_states(metric: torchmetrics.Metric, gathered: list[list[tuple[int, State]]]) -> None:
-    """Load the joined states of all processes into a metric; if `gathered` is empty, it keeps its own."""
-    for each, states in zip(_every_metric(metric) if gathered else [], gathered, strict=True):
-        for name in each.metric_state if states else ():
-            setattr(each, name, _reduce(each, name, [state[name] for _, state in states]))
-        set_update_count(each, sum(num_updates for num_updates, _ in states))
 
 
 def _reduce(metric: torchmetrics.Metric, name: str, states: list[Any]) -> Any:

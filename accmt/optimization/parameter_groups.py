@@ -48,7 +48,9 @@ def kinds_of(model: nn.Module) -> dict[nn.Parameter, set[str]]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _note("embedding", own, kinds)
     _note("adapter", _adapters(model), kinds)
-    outputs = set(_output_layer(model))
+    find_output_layer = getattr(model, "get_output_embeddings", None)
+    output_layer = find_output_layer() if callable(find_output_layer) else None
+    outputs = set(output_layer.parameters()) if isinstance(output_layer, nn.Module) else set[nn.Parameter]()
     for parameter, found in kinds.items():
         if parameter.dim() == 2 and "embedding" not in found and parameter not in outputs:
             found.add("matrix")
@@ -70,13 +72,6 @@ def _adapters(model: nn.Module) -> Iterator[nn.Parameter]:
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in ("modules_to_save", "prompt_encoder"):
             yield from module.parameters()
-
-
-def _output_layer(model: nn.Module) -> Iterator[nn.Parameter]:
-    find = getattr(model, "get_output_embeddings", None)
-    layer = find() if callable(find) else None
-    if isinstance(layer, nn.Module):
-        yield from layer.parameters()
 
 
 _GROUPS: KeyPath = ("optim", "groups")
@@ -244,12 +239,9 @@ def _stack(model: nn.Module, hps: HyperParameters) -> tuple[str, nn.ModuleList |
 def _stacks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
     for name, child in module.named_children():
         inner = f"{path}.{name}".removeprefix(".")
-        if isinstance(child, nn.ModuleList | nn.Sequential) and _is_stack(child):
-            yield inner, child
-        else:
-            yield from _stacks(child, inner)
-
-
-def _is_stack(layers: nn.ModuleList | nn.Sequential) -> bool:
-    kinds = Counter(type(layer) for layer in layers if next(layer.parameters(), None) is not None)
-    return len(layers) > 1 and len(kinds) == 1 and kinds.total() == len(layers)
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            kinds = Counter(type(layer) for layer in child if next(layer.parameters(), None) is not None)
+            if len(child) > 1 and len(kinds) == 1 and kinds.total() == len(child):
+                yield inner, child
+                continue
+        yield from _stacks(child, inner)

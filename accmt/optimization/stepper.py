@@ -35,21 +35,17 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = None if kind == "value" else total_norm(gradients)
     if sparse:
-        parameters = [_holding(gradient) for gradient in gradients]
+        # Wrap each gradient (or a sparse one's values) in a parameter: torch clips gradients of parameters.
+        values = [dense_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
+        parameters = [nn.Parameter(own, requires_grad=own.is_floating_point()) for own in values]
+        for holder, own in zip(parameters, values, strict=True):
+            holder.grad = own
     for (of_one,) in by_mesh(parameters) if parameters else []:
         if norm is None:
             nn.utils.clip_grad_value_(of_one, limit)
         else:
             nn.utils.clip_grads_with_norm_(of_one, limit, norm)
     return norm
-
-
-def _holding(gradient: torch.Tensor) -> nn.Parameter:
-    """Wrap a gradient (or a sparse one's values) in a parameter: torch clips gradients of parameters."""
-    own = dense_values(gradient) if gradient.is_sparse else gradient
-    holder = nn.Parameter(own, requires_grad=own.is_floating_point())
-    holder.grad = own
-    return holder
 
 
 _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad

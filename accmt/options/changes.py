@@ -105,11 +105,14 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, resets_optimizer:
     sides = [{**defaults, **side.get("hps", side)} for side in (old, new)]
     same_kind = {name for name in _FINDERS if _kind(sides[0], name) == _kind(sides[1], name) is not None}
     was, is_now = (_flat(side, same_kind) for side in sides)
-    return [
-        Change(key, was.get(key), is_now.get(key), _rule_of(key, resets_optimizer=resets_optimizer))
-        for key in dict.fromkeys([*is_now, *was])
-        if not _is_same(key, was.get(key), is_now.get(key))
-    ]
+    changes = []
+    for key in dict.fromkeys([*is_now, *was]):
+        if not _is_same(key, was.get(key), is_now.get(key)):
+            patterns = (item for item in RULES if fnmatchcase(key, item.pattern) or key.startswith(f"{item.pattern}."))
+            rule = next(patterns).rule
+            rule = "apply" if rule == "reject" and resets_optimizer else rule
+            changes.append(Change(key, was.get(key), is_now.get(key), rule))
+    return changes
 
 
 def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
@@ -163,11 +166,6 @@ def _name(pattern: str) -> str:
     if pattern == "*":
         return "any other key"
     return f"other `{pattern}`" if pattern == "optim.*" else f"`{pattern}`"
-
-
-def _rule_of(key: str, *, resets_optimizer: bool) -> Rule:
-    rule = next(item.rule for item in RULES if fnmatchcase(key, item.pattern) or key.startswith(f"{item.pattern}."))
-    return "apply" if rule == "reject" and resets_optimizer else rule
 
 
 def _kind(side: Mapping[str, Any], component: str) -> Any:

@@ -8,7 +8,7 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
@@ -86,15 +86,16 @@ def list_flags() -> list[Flag]:
     for group in Settings.GROUPS.values():
         hints, meanings = get_type_hints(group), read_meanings(group)
         flags += [
-            Flag(field.name, f"{meanings.get(field.name, '')} {_default(field)}", _kinds_of(hints[field.name]))
+            Flag(
+                field.name,
+                f"{meanings.get(field.name, '')} "
+                + ("Required." if field.default is MISSING else f"Default: {field.default!r}."),
+                _kinds_of(hints[field.name]),
+            )
             for field in fields(group)
             if field.name not in NOT_TEXT
         ]
     return flags
-
-
-def _default(field: Field[Any]) -> str:
-    return "Required." if field.default is MISSING else f"Default: {field.default!r}."
 
 
 def _kinds_of(hint: Any) -> tuple[Any, ...]:
@@ -124,18 +125,14 @@ def read_value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if text.startswith(("[", "{")):
-        return _read_yaml(text)
+        import yaml
+
+        try:
+            return read_numbers(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise ArgumentTypeError(f"{text!r} is not valid YAML: {' '.join(str(error).split())}") from error
     number = number_in(text)
     return text if number is None else number
-
-
-def _read_yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return read_numbers(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ArgumentTypeError(f"{text!r} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 _ENTRY = re.compile(r"^    (\w+|\*\*\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
@@ -171,7 +168,15 @@ def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> N
         ArgumentError: The parser already has an argument with one of these names; nothing was added.
     """
     flags = [flag for flag in list_flags() if flag.name not in without]
-    _require_no_clashes(parser, [flag.name for flag in flags])
+    actions = parser._actions  # argparse has no public way to list flags and `dest`s
+    taken = {
+        name for action in actions for name in (action.dest, *(text.lstrip("-") for text in action.option_strings))
+    }
+    clashes = [f"--{flag.name}" for flag in flags if flag.name in taken]
+    if clashes:
+        expected = "a parser without flags named like Trainer arguments"
+        do = "remove your flag and read the Trainer's, getattr(args, name, default), or rename yours"
+        raise ArgumentError(explain("Trainer.add_argparse_args", ", ".join(clashes), expected, do))
     read_hps_flags(parser)
     about_hps = "every hyper-parameter is a flag too: --hps.epochs 3 --hps.optim.lr=3e-4"
     group = parser.add_argument_group("Trainer", f"arguments of accmt.Trainer; {about_hps}")
@@ -241,28 +246,10 @@ def read_config(config: Config) -> Mapping[str, Any]:
             got = f"no such file; the working directory is {Path.cwd()}"
             raise FileNotFoundError(explain(f"Trainer.from_config({str(config)!r})", got, expected, do))
         arguments = read_numbers(yaml.safe_load(Path(config).read_text(encoding="utf-8")))
-    if isinstance(arguments, Mapping):
-        return {**arguments, **_read_table(arguments)}
-    got = type(arguments).__name__
-    raise ArgumentError(explain(f"Trainer.from_config({config!r})", got, "arguments by name", "model_path: out/x"))
-
-
-def _read_table(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `grad_accumulation_steps` with integer keys if it is a table; JSON keys are always strings."""
-    name = "grad_accumulation_steps"
-    table = arguments.get(name)
-    if not isinstance(table, Mapping):
-        return {}
-    return {name: {int(key) if str(key).isdecimal() else key: value for key, value in table.items()}}
-
-
-def _require_no_clashes(parser: argparse.ArgumentParser, names: list[str]) -> None:
-    actions = parser._actions  # argparse has no public way to list flags and `dest`s
-    taken = {
-        name for action in actions for name in (action.dest, *(text.lstrip("-") for text in action.option_strings))
-    }
-    clashes = [f"--{name}" for name in names if name in taken]
-    if clashes:
-        expected = "a parser without flags named like Trainer arguments"
-        do = "remove your flag and read the Trainer's, getattr(args, name, default), or rename yours"
-        raise ArgumentError(explain("Trainer.add_argparse_args", ", ".join(clashes), expected, do))
+    if not isinstance(arguments, Mapping):
+        got = type(arguments).__name__
+        raise ArgumentError(explain(f"Trainer.from_config({config!r})", got, "arguments by name", "model_path: out/x"))
+    read, name = dict(arguments), "grad_accumulation_steps"
+    if isinstance(table := read.get(name), Mapping):  # by epoch, and JSON keys are always strings
+        read[name] = {int(key) if str(key).isdecimal() else key: value for key, value in table.items()}
+    return read

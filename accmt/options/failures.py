@@ -38,20 +38,17 @@ def read_handlers(value: Any) -> frozenset[Handler]:
         ArgumentError: Something else.
     """
     values = [] if value is None else value if isinstance(value, list | tuple | set | frozenset) else [value]
-    handlers = {_read_one(one) for one in values}
+    handlers = set()
+    for one in values:
+        name = one.name if isinstance(one, Handler) else one.upper() if isinstance(one, str) else ""
+        if name not in Handler.__members__:
+            names = ", ".join(f"Handler.{known}" for known in Handler.__members__)
+            expected = f"{names}, one of their names, or a list of them"
+            raise_wrong_value("handlers", one, expected, "handlers=Handler.ALL")
+        handlers.add(Handler[name])
     if Handler.ALL in handlers:
         handlers = set(Handler)
     return frozenset(handlers - {Handler.ALL})
-
-
-def _read_one(value: Any) -> Handler:
-    if isinstance(value, Handler):
-        return value
-    name = value.upper() if isinstance(value, str) else ""
-    if name not in Handler.__members__:
-        names = ", ".join(f"Handler.{known}" for known in Handler.__members__)
-        raise_wrong_value("handlers", value, f"{names}, one of their names, or a list of them", "handlers=Handler.ALL")
-    return Handler[name]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,8 +258,13 @@ class _Call:
     def check(self, values: Mapping[str, Any], known: Iterable[str] = ()) -> tuple[dict[str, Any], list[Fault]]:
         """Return `values` in the types of the signature, and an error for each invalid or missing argument."""
         arguments = {name: self._convert(name, value) for name, value in values.items()}
-        faults = [self._fault(name, value) for name, value in arguments.items()]
-        return arguments, [*filter(None, faults), *self._missing({*values, *known})]
+        faults = [fault for name, value in arguments.items() if (fault := self._fault(name, value)) is not None]
+        filled = {*values, *known, *COMPUTED, *FILLED_IF_MISSING}
+        for name, parameter in self.parameters.items():
+            if parameter.default is parameter.empty and name not in filled:
+                do = f"add `{name}:` to {self.where}"
+                faults.append(Fault((*self.path, name), "nothing", f"{self.name} needs {name}", do))
+        return arguments, faults
 
     def _convert(self, name: str, value: Any) -> Any:
         annotation = annotation_of(self.parameters.get(name))
@@ -273,27 +278,18 @@ class _Call:
         path = (*self.path, name)
         if name in COMPUTED and name in self.parameters:
             return Fault(path, describe(value), "no value: accmt computes it from the run", f"remove `{name}`")
+        if name not in self.parameters and self.takes_anything:
+            return None
         if name not in self.parameters:
-            return None if self.takes_anything else self._unknown(name, value)
+            beside = GROUPING if self.path == ("optim",) else SELECTORS if self.path[0] == "optim" else ()
+            expected = f"an argument of {self.name}: {', '.join(self.names) or 'nothing'}"
+            return _no_argument(path, value, expected, [*self.names, *beside])
         annotation = annotation_of(self.parameters[name])
         if _fits(value, annotation):
             return None
         expected = without_tensors(inspect.formatannotation(annotation))
         do = f"write `{name}: [{value}]`" if isinstance(value, str) and "," in value else f"correct `{name}`"
         return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", do)
-
-    def _unknown(self, name: str, value: Any) -> Fault:
-        beside = GROUPING if self.path == ("optim",) else SELECTORS if self.path[0] == "optim" else ()
-        expected = f"an argument of {self.name}: {', '.join(self.names) or 'nothing'}"
-        return _no_argument((*self.path, name), value, expected, [*self.names, *beside])
-
-    def _missing(self, values: Iterable[str]) -> Iterable[Fault]:
-        for name, parameter in self.parameters.items():
-            is_filled = name in COMPUTED or name in FILLED_IF_MISSING or name in values
-            if parameter.default is parameter.empty and not is_filled:
-                yield Fault(
-                    (*self.path, name), "nothing", f"{self.name} needs {name}", f"add `{name}:` to {self.where}"
-                )
 
 
 def annotation_of(parameter: inspect.Parameter | None) -> Any:

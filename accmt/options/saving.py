@@ -236,27 +236,35 @@ class CheckpointSettings:
         options = CheckpointOptions.read("checkpoint_options", self.checkpoint_options)
         set_field(self, "checkpoint_options", options)
         if isinstance(self.resume, str) and self.resume != "auto":
-            _reject_word(self.resume)
+            # Reject strings such as "true" that are not paths, and misspelled ones unless such a path exists.
+            word = nearest(self.resume, _RESUME_WORDS, cutoff=0.7)
+            if word and (self.resume.lower() in _RESUME_WORDS or not Path(self.resume).exists()):
+                meant = _RESUME_WORDS[word]
+                do = f"resume={meant!r}" + ("" if meant == "auto" else ", without quotes")
+                raise_wrong_value("resume", self.resume, 'True, False, "auto", None, or the path of a checkpoint', do)
         for name in ("checkpoint", "resume"):
-            self._check_path(name, getattr(self, name))
+            path = getattr(self, name)
+            if path is None or isinstance(path, bool) and name == "resume":
+                continue
+            if not isinstance(path, str | PathLike) or not str(path).strip():
+                expected = 'False, True, "auto", None, or the path of a checkpoint' if name == "resume" else "a folder"
+                raise_wrong_value(name, path, expected, "resume=True" if name == "resume" else 'checkpoint="out/ck"')
+            if _URL.match(str(path)) and not (isinstance(path, str) and "://" in path):
+                raise_wrong_value(name, path, "a local folder, or a URL as a string", f'{name}="s3://bucket/run"')
         given: Any = self.checkpointer
         if isinstance(given, str):
-            object.__setattr__(self, "checkpointer", _make_checkpointer(given))
+            try:
+                kind: Callable[[], Checkpointer] = find("accmt.checkpointers", given)
+            except KeyError:
+                known = names("accmt.checkpointers")
+                expected = f"an object with the methods of accmt.Checkpointer, or one of {known} from other packages"
+                raise_wrong_value("checkpointer", given, expected, f"checkpointer={nearest(given, known)!r}")
+            object.__setattr__(self, "checkpointer", kind())
         methods = [getattr(self.checkpointer, name, None) for name in ("save", "load")]
         can_store = not isinstance(self.checkpointer, type) and all(map(callable, methods))
         if self.checkpointer is not None and not can_store:
             expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
             raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
-
-    @staticmethod
-    def _check_path(name: str, value: Any) -> None:
-        if value is None or isinstance(value, bool) and name == "resume":
-            return
-        if not isinstance(value, str | PathLike) or not str(value).strip():
-            expected = "a folder" if name == "checkpoint" else 'False, True, "auto", None, or the path of a checkpoint'
-            raise_wrong_value(name, value, expected, "resume=True" if name == "resume" else 'checkpoint="out/ck"')
-        if _URL.match(str(value)) and not (isinstance(value, str) and "://" in value):
-            raise_wrong_value(name, value, "a local folder, or a URL as a string", f'{name}="s3://bucket/run"')
 
     @property
     def url(self) -> str | None:
@@ -275,22 +283,3 @@ class CheckpointSettings:
             return None
         units: tuple[Unit, ...] = ("epoch", "step", "eval", "second", "auto")
         return read_every("checkpoint_every", self.checkpoint_every, units, plain="step", fractions=True)
-
-
-def _reject_word(resume: str) -> None:
-    """Reject strings such as "true" that are not paths, and misspelled ones unless such a path exists."""
-    word = nearest(resume, _RESUME_WORDS, cutoff=0.7)
-    if word and (resume.lower() in _RESUME_WORDS or not Path(resume).exists()):
-        meant = _RESUME_WORDS[word]
-        do = f"resume={meant!r}" + ("" if meant == "auto" else ", without quotes")
-        raise_wrong_value("resume", resume, 'True, False, "auto", None, or the path of a checkpoint', do)
-
-
-def _make_checkpointer(name: str) -> Checkpointer:
-    try:
-        kind: Callable[[], Checkpointer] = find("accmt.checkpointers", name)
-    except KeyError:
-        known = names("accmt.checkpointers")
-        expected = f"an object with the methods of accmt.Checkpointer, or one of {known} from other packages"
-        raise_wrong_value("checkpointer", name, expected, f"checkpointer={nearest(name, known)!r}")
-    return kind()

@@ -147,8 +147,7 @@ def check(document: Document) -> Checked:
         schema_faults = [_fault(path, kind, document) for path, kind in kinds.items()]
     optim, optim_faults = _check_component(document, _OPTIM)
     scheduler, scheduler_faults = _check_component(document, _SCHEDULER)
-    faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
-    faults += [*optim_faults, *scheduler_faults]
+    faults += [*document.faults, *schema_faults, *_unbounded(document), *optim_faults, *scheduler_faults]
 
     sections: dict[str, Any] = {}
     for name, value in document.values.items():
@@ -209,7 +208,13 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
 
 
 def _unbounded(document: Document) -> Iterable[Fault]:
-    """Yield an error for packing without a row length."""
+    """Yield an error for training without an end, and for packing without a row length."""
+    epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
+    has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
+    if epochs == max_steps == -1 and not has_budget:
+        got = "-1 without max_steps" if "epochs" in document.values else _NOTHING
+        expected = "a whole number from 1, or max_steps"
+        yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
     if document.values.get("packing") is True and document.values.get("max_tokens") is None:
         expected = "packing together with max_tokens, the length of a row"
         yield Fault(("packing",), "true, without max_tokens", expected, "add for example `max_tokens: 4096`")
@@ -226,15 +231,6 @@ def _without_examples_of(faults: Iterable[Fault]) -> list[Fault]:
         )
 
     return [fault for fault in faults if not has_line(fault)]
-
-
-def _endless(document: Document) -> Iterable[Fault]:
-    epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
-    has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
-    if epochs == max_steps == -1 and not has_budget:
-        got = "-1 without max_steps" if "epochs" in document.values else _NOTHING
-        expected = "a whole number from 1, or max_steps"
-        yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
 
 
 @dataclass(frozen=True)

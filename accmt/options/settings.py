@@ -133,7 +133,14 @@ class Settings:
         values = read_arguments(values, every)
         remember(values)
         if not current_folder().is_dir():
-            _import_without_folder()
+            # It was deleted: import the part of torch that needs it, which optimizers use, from elsewhere.
+            here = os.open(".", os.O_RDONLY)
+            try:
+                os.chdir(os.sep)
+                importlib.import_module("torch._dynamo")
+            finally:
+                os.fchdir(here)
+                os.close(here)
         faults, parts = _Faults(), dict[str, Any]()
         with faults.collecting():
             names = values.keys() - {"tracker_kwargs"}
@@ -221,14 +228,3 @@ class _Faults:
             yield
         except (ArgumentError, HyperParameterError) as error:
             self.errors.append(error)
-
-
-def _import_without_folder() -> None:
-    """Import the part of torch that needs the current folder, which optimizers use, from elsewhere: it was deleted."""
-    here = os.open(".", os.O_RDONLY)
-    try:
-        os.chdir(os.sep)
-        importlib.import_module("torch._dynamo")
-    finally:
-        os.fchdir(here)
-        os.close(here)

@@ -133,7 +133,9 @@ class Monitor:
         added = names("accmt.monitored_values") if others else []
         for name, is_on in others.items():
             if name not in added:
-                _reject_name(name, [*known, *added])
+                every = [*known, *added]
+                do = f"did you mean {nearest(name, every, cutoff=0)}?"
+                raise UnknownArgumentError(explain("Trainer(monitor=...)", f"{name!r}", f"one of {every}", do))
             if not isinstance(is_on, bool):
                 _reject(name, is_on, "True or False")
         own = {name: value for name, value in config.items() if name in known}
@@ -151,17 +153,6 @@ def _to_positive(value: Any) -> float | None:
 def _reject(name: str, value: Any, expected: str) -> NoReturn:
     got = f"{value!r} ({type(value).__name__})"
     raise ArgumentError(explain(f"Monitor({name}=...)", got, expected, f"Monitor({name}=True)"))
-
-
-def _reject_name(name: Any, names: list[str]) -> NoReturn:
-    raise UnknownArgumentError(
-        explain(
-            "Trainer(monitor=...)",
-            f"{name!r}",
-            f"one of {names}",
-            f"did you mean {nearest(name, names, cutoff=0)}?",
-        )
-    )
 
 
 def _require_seconds(name: str, value: Any) -> None:

@@ -174,7 +174,15 @@ def _read_file(path: Path) -> Document:
     name = str(path)
     text = _read_text(path)
     if path.suffix == ".json":
-        text = _check_json(name, text)
+        try:
+            json.loads(text or "null", parse_int=str)
+        except json.JSONDecodeError as error:
+            where = f"{name}:{error.lineno}"
+            message = explain(where, error.msg, "JSON", f"correct line {error.lineno}, column {error.colno}")
+            raise HyperParameterError(message) from None
+        except RecursionError as error:
+            raise _unreadable(name, error) from None
+        text = text.replace("\t", " ")  # which YAML rejects; JSON allows them between tokens, but not in strings
     reader = _NodeReader(text)
     try:
         values = reader.read_root()
@@ -190,11 +198,12 @@ def _read_text(path: Path) -> str:
         message = explain(f"hps_config={str(path)!r}", "a folder", "a .yaml, .yml or .json file", "pass a file in it")
         raise HyperParameterError(message)
     if not path.exists():
+        near = nearest(str(path), [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES])
         message = explain(
             f"hps_config={str(path)!r}",
             f"no such file; the working directory is {Path.cwd()}",
             "a .yaml, .yml or .json file that exists",
-            _find_file(path),
+            f"did you mean {near}?" if near else f"correct the path, or create the file with {_EXAMPLE}",
         )
         raise HyperParameterFileError(message)
     if path.suffix not in _SUFFIXES:
@@ -206,26 +215,6 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         message = explain(str(path), f"bytes that are not text: {error}", "UTF-8 text", "save it as UTF-8")
         raise HyperParameterError(message) from None
-
-
-def _find_file(path: Path) -> str:
-    """Return what to do about a missing file: correct its path, or create it."""
-    beside = [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES]
-    near = nearest(str(path), beside)
-    return f"did you mean {near}?" if near else f"correct the path, or create the file with {_EXAMPLE}"
-
-
-def _check_json(name: str, text: str) -> str:
-    """Return JSON that a YAML parser can read: JSON allows tabs between tokens, but not in strings."""
-    try:
-        json.loads(text or "null", parse_int=str)
-    except json.JSONDecodeError as error:
-        where = f"{name}:{error.lineno}"
-        message = explain(where, error.msg, "JSON", f"correct line {error.lineno}, column {error.colno}")
-        raise HyperParameterError(message) from None
-    except RecursionError as error:
-        raise _unreadable(name, error) from None
-    return text.replace("\t", " ")
 
 
 def _unreadable(name: str, error: Exception) -> HyperParameterError:
@@ -241,21 +230,13 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
     if not isinstance(inner, dict):
         raise HyperParameterError(explain(name, describe(inner), _LAYOUT, f"write {_EXAMPLE}"))
     if inner is not root:
-        faults = [*faults, *(_beside_hps(key, root, lines) for key in root if key != "hps")]
-        faults = [_below_hps(fault) for fault in faults]
+        faults = [replace(fault, path=fault.path[1:] if fault.path[:1] == ("hps",) else fault.path) for fault in faults]
+        for key in (key for key in root if key != "hps"):
+            do = addon("hint_for_key")(key, root) or f"indent `{key}` below `hps:`, or remove it"
+            faults.append(Fault((key,), "a key next to `hps`", "only `hps` at the top level", do, lines.get((key,))))
         lines = {path[1:]: line for path, line in lines.items() if path[:1] == ("hps",)}
     values = {str(key): value for key, value in inner.items() if value is not None or str(key) not in KEYS}
     return Document(name, values, lines, tuple(faults))
-
-
-def _beside_hps(key: str, root: dict[str, Any], lines: dict[KeyPath, int]) -> Fault:
-    do = addon("hint_for_key")(key, root) or f"indent `{key}` below `hps:`, or remove it"
-    return Fault((key,), "a key next to `hps`", "only `hps` at the top level", do, lines.get((key,)))
-
-
-def _below_hps(fault: Fault) -> Fault:
-    path = fault.path[1:] if fault.path[:1] == ("hps",) else fault.path
-    return Fault(path, fault.got, fault.expected, fault.do, fault.line)
 
 
 def _make_loader(text: str) -> yaml.SafeLoader:

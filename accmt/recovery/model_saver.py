@@ -98,7 +98,13 @@ class ModelSaver(Callback):
         is_before_training = self.state.last_evaluation_step is None
         if is_before_training:
             return
-        self._note_best(metrics)
+        # Update `state.best_metrics` for each result with a known direction.
+        best = self.state.best_metrics
+        directions = {**self.selection.directions, self.trainer.run.loss_name: operator.lt}
+        for name, value in metrics.items():
+            is_better = directions.get(name.split("__")[0])
+            if is_better is not None and math.isfinite(value) and (name not in best or is_better(value, best[name])):
+                best[name] = value
         values = self._values(metrics, self.trainer.run.running_averages.take_since_evaluation())
         before = self.selection.state_dict()
         rules = self.selection.consider(values, step=self.state.global_step)
@@ -113,15 +119,6 @@ class ModelSaver(Callback):
         if self.patience is not None:
             self.patience.consider(values)
         self.update_patience_left()
-
-    def _note_best(self, metrics: Mapping[str, float]) -> None:
-        """Update `state.best_metrics` for each result with a known direction."""
-        best = self.state.best_metrics
-        directions = {**self.selection.directions, self.trainer.run.loss_name: operator.lt}
-        for name, value in metrics.items():
-            is_better = directions.get(name.split("__")[0])
-            if is_better is not None and math.isfinite(value) and (name not in best or is_better(value, best[name])):
-                best[name] = value
 
     def update_patience_left(self) -> None:
         """Update `state.patience_left`: evaluations without a better value that are still allowed."""
@@ -289,12 +286,26 @@ def write_card(run: Run, folder: Path) -> None:
     Processes: main only.
     """
     state, model = run.state, run.unwrapped_model
+    # Data sets and metrics have names on a hub.
+    read = [loader.source.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
+    infos = [getattr(getattr(data, "dataset", data), "info", None) for data in read]
+    names = {str(name) for info in infos if (name := getattr(info, "dataset_name", None)) and name not in _READERS}
+    metrics = sorted({name.split("__")[0] for name in state.metrics} & BUILTIN.keys())
+    on_hub = {key: values for key, values in (("datasets", sorted(names)), ("metrics", metrics)) if values}
+    loss = run.running_averages.epoch_loss
+    losses = {} if loss is None else {run.settings.tracking.train_loss_metric_name: loss}
+    base = huggingface.base_model_of(model)
+    known = {} if base is None else {"base model": _name_of_path(Path(base)) if Path(base).exists() else base}
     write_model_card(
         folder,
-        head={**huggingface.describe_model(model), "tags": ["accmt"], **_name_sources(run)},
+        head={**huggingface.describe_model(model), "tags": ["accmt"], **on_hub},
         sections={
-            "Results": {**_describe_loss(run), **state.metrics, **state.best},
-            "Model": _describe_model(model),
+            "Results": {**losses, **state.metrics, **state.best},
+            "Model": {
+                "model": class_of(model).__name__,
+                **known,
+                "parameters": sum(p.numel() for p in model.parameters()),
+            },
             "Samples": _count_samples(run),
             "Hyper-parameters": run.settings.hps.get_config(),
             "Training": _describe_training(run),
@@ -335,21 +346,6 @@ def _count_samples(run: Run) -> dict[str, Any]:
     return {name: number for name, number in counted.items() if number is not None}
 
 
-def _name_sources(run: Run) -> dict[str, list[str]]:
-    """Return the data sets and metrics of a run by their names on a hub."""
-    read = [loader.source.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
-    infos = [getattr(getattr(data, "dataset", data), "info", None) for data in read]
-    names = {str(name) for info in infos if (name := getattr(info, "dataset_name", None)) and name not in _READERS}
-    metrics = sorted({name.split("__")[0] for name in run.state.metrics} & BUILTIN.keys())
-    return {key: values for key, values in (("datasets", sorted(names)), ("metrics", metrics)) if values}
-
-
-def _describe_model(model: torch.nn.Module) -> dict[str, Any]:
-    base = huggingface.base_model_of(model)
-    known = {} if base is None else {"base model": _name_of_path(Path(base)) if Path(base).exists() else base}
-    return {"model": class_of(model).__name__, **known, "parameters": sum(p.numel() for p in model.parameters())}
-
-
 def _name_of_path(path: Path) -> str:
     """Return a folder's name, including its parents if the name alone is generic, such as "model"."""
     parts = path.resolve().parts
@@ -358,11 +354,6 @@ def _name_of_path(path: Path) -> str:
         return in_cache[-1].removeprefix("models--").replace("--", "/")
     first = next((index for index in reversed(range(len(parts))) if not _SAYS_NOTHING.fullmatch(parts[index])), 0)
     return "/".join(parts[first:])
-
-
-def _describe_loss(run: Run) -> dict[str, float]:
-    loss = run.running_averages.epoch_loss
-    return {} if loss is None else {run.settings.tracking.train_loss_metric_name: loss}
 
 
 def _describe_training(run: Run) -> dict[str, Any]:

@@ -90,6 +90,13 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     parts["running_averages"] = parts["running_averages"].state_dict()
     if run.accelerator.scaler is not None:
         parts["scaler"] = run.accelerator.scaler.state_dict()
+    # The user's callbacks that run on every process, where they may have another state each.
+    own = {
+        name
+        for name, callback in _named(run.callbacks).items()
+        if not (isinstance(callback, MainProcessCallback) or type(callback).__module__.startswith("accmt."))
+    }
+    callbacks = local["callbacks"] or {}
     return {
         "seed": run.seed,
         "run_name": run.tracking.run_name,
@@ -105,18 +112,12 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "lessons": run.recovery.lessons,
         "next_stage": run.snapshot.next_stage,
         "made_step": run.snapshot.made_step,
-        "own": {"module": parts["module"], "trainer": local["trainer"], "callbacks": _of_each_process(run, local)},
+        "own": {
+            "module": parts["module"],
+            "trainer": local["trainer"],
+            "callbacks": {name: state for name, state in callbacks.items() if name in own},
+        },
     }
-
-
-def _of_each_process(run: Run, local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the user's callbacks that run on every process."""
-    own = {
-        name
-        for name, callback in _named(run.callbacks).items()
-        if not (isinstance(callback, MainProcessCallback) or type(callback).__module__.startswith("accmt."))
-    }
-    return {name: state for name, state in (local["callbacks"] or {}).items() if name in own}
 
 
 class LocalState:
@@ -203,7 +204,14 @@ def restore(run: Run, resumed: Resumed) -> None:
         run.state.now.is_last_training_batch = others["is_last_batch"]
         run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]
         run.checkpoints.continue_from(resumed.folder)
-    _restore_callbacks(run, callbacks)
+    ours = _named(run.callbacks)
+    for name, state in callbacks.items():
+        if name in ours:
+            ours[name].load_state_dict(state)
+        elif state:
+            warn(f"the checkpoint contains the state of a callback {name}, which this run does not have: ignored")
+    for name in ours.keys() - callbacks.keys():
+        say(f"the callback {name} is new in this run: it starts without a state")
     run.module.trainer.update_state(of_trainer)
 
 
@@ -248,17 +256,6 @@ def _restore_scheduler(
 
 def _name_of(scheduler: Any) -> str | None:
     return None if scheduler is None else type(scheduler).__qualname__
-
-
-def _restore_callbacks(run: Run, saved: Mapping[str, dict[str, Any]]) -> None:
-    callbacks = _named(run.callbacks)
-    for name, state in saved.items():
-        if name in callbacks:
-            callbacks[name].load_state_dict(state)
-        elif state:
-            warn(f"the checkpoint contains the state of a callback {name}, which this run does not have: ignored")
-    for name in callbacks.keys() - saved.keys():
-        say(f"the callback {name} is new in this run: it starts without a state")
 
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

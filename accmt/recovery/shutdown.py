@@ -133,21 +133,18 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
     for before_emergency_checkpoint in run.features.before_emergency_checkpoint:
         before_emergency_checkpoint()
     try:
-        _save_snapshot(run)
+        if run.watch is None or not run.watch.is_apart:
+            run.checkpoints.save_snapshot(run)
+        elif run.engine.needs_all:
+            lost = "the shards of the other processes are lost with them"
+            warn(f"no emergency checkpoint: {lost}; the newest one is kept")
+        elif is_main_process() and not isinstance(run.train_loader.source, UnshardedSource):
+            with suppress(RuntimeError):  # its thread still communicates with the others, which have exited
+                run.checkpoints.wait()
+            with acting_alone():
+                run.checkpoints.save_snapshot(run, is_alone=True)
     except Exception as own:  # noqa: BLE001 - the error that ends the run has priority
         warn(f"could not write the emergency checkpoint, the newest one is kept: {own}")
-
-
-def _save_snapshot(run: Run) -> None:
-    if run.watch is None or not run.watch.is_apart:
-        run.checkpoints.save_snapshot(run)
-    elif run.engine.needs_all:
-        warn("no emergency checkpoint: the shards of the other processes are lost with them; the newest one is kept")
-    elif is_main_process() and not isinstance(run.train_loader.source, UnshardedSource):
-        with suppress(RuntimeError):  # its thread still communicates with the others, which have exited
-            run.checkpoints.wait()
-        with acting_alone():
-            run.checkpoints.save_snapshot(run, is_alone=True)
 
 
 def _is_handled(run: Run, error: BaseException) -> bool:

@@ -40,19 +40,15 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
     saved = dict(zip(plain_names(weights).values(), weights.values(), strict=True))
     current = {own_names[name]: tensor for name, tensor in model.state_dict().items()}
     require_fit(saved, current, folder, what=class_of(model).__name__, strict=strict)
-    _say_what_is_rounded(saved, current, folder)
-    state = {name: saved[plain] for name, plain in own_names.items() if plain in saved}
-    model.load_state_dict(shard_state(state, model.state_dict()), strict=False)
-
-
-def _say_what_is_rounded(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], folder: Path) -> None:
-    """Log which weights lose precision, such as those of a model loaded in 16 bits and trained in float32."""
+    # Log which weights lose precision, such as those of a model loaded in 16 bits and trained in float32.
     common = saved.keys() & current.keys()
     rounded = [name for name in common if saved[name].dtype == torch.float32 and current[name].dtype in HALVES]
     if rounded:
         kind = str(current[min(rounded)].dtype).removeprefix("torch.")
         what = f"{len(rounded)} of {len(saved)} weights in {folder} are float32 and are rounded to the model's {kind}"
         say_once(f'{what}; to keep them, build the model with dtype="float32", or load it from that folder')
+    state = {name: saved[plain] for name, plain in own_names.items() if plain in saved}
+    model.load_state_dict(shard_state(state, model.state_dict()), strict=False)
 
 
 def require_fit(
@@ -99,20 +95,16 @@ def require_files(folder: Path) -> list[str]:
 def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == SAFETENSORS.extension:
-            return _read_safetensors(path)
+            with safe_open(path, framework="pt") as file:
+                weights: dict[str, Tensor] = file.get_tensors()
+                tied: dict[str, str] = json.loads((file.metadata() or {}).get(SHARED_KEY, "{}"))
+            return weights | {name: weights[kept] for name, kept in tied.items() if kept in weights}
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
         raise _damaged(path, error) from error
     if not (isinstance(weights, dict) and all(isinstance(value, Tensor) for value in weights.values())):
         raise _damaged(path, TypeError("it contains something other than tensors by name"))
     return weights
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:
-        weights: dict[str, Tensor] = file.get_tensors()
-        tied: dict[str, str] = json.loads((file.metadata() or {}).get(SHARED_KEY, "{}"))
-    return weights | {name: weights[kept] for name, kept in tied.items() if kept in weights}
 
 
 def _find_faults(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], *, strict: bool) -> list[str]:

@@ -187,14 +187,12 @@ class Quantities:
             return None
         return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
 
-    def _labels(self) -> list[str]:
-        sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # "/" separates the parts of a rule
-        of_sets = [f"{name}@{set_name}" for name in self.directions for set_name in sets]
-        return [*self.directions, *(label for label in of_sets if self._find(label) is not None)]
-
     def _reject_rule(self, name: Any, argument: Argument) -> NoReturn:
+        sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # "/" separates the parts of a rule
+        of_sets = [f"{metric}@{set_name}" for metric in self.directions for set_name in sets]
+        labels = [*self.directions, *(label for label in of_sets if self._find(label) is not None)]
         others = [ALWAYS, LAST] if argument == _MODEL_SAVING else [ALWAYS]
-        choices = [*(_PREFIX + label for label in self._labels()), *others]
+        choices = [*(_PREFIX + label for label in labels), *others]
         expected = f"one of {', '.join(map(repr, choices))}, or None; best_<metric> needs that Metric in metrics="
         parts = str(name).removeprefix(_PREFIX).split("/")
         nearest = [self._nearest(part.removeprefix(_PREFIX)) for part in parts]
@@ -455,10 +453,13 @@ class Selection:
         if limit is None or not rules:  # without rules there is nothing to limit
             return {}
         labels = [quantity.label for rule in rules for quantity in rule.quantities]
-        if isinstance(limit, Mapping):
-            bounds = {self._read_label(name, labels, argument): bound for name, bound in limit.items()}
-        else:
-            bounds = dict.fromkeys(labels, limit)
+        bounds = {} if isinstance(limit, Mapping) else dict.fromkeys(labels, limit)
+        for name, bound in limit.items() if isinstance(limit, Mapping) else ():
+            label = self._quantities.read_rule(name, argument).name.removeprefix("best_")
+            if label not in labels:
+                expected = f"a value used by a rule: {', '.join(labels) or 'none'}"
+                argument.reject(repr(name), expected, "name one of these, or leave it out")
+            bounds[label] = bound
         if not bounds:
             got = f"{limit!r}, and {', '.join(rule.name for rule in rules)}, which uses no value"
             argument.reject(got, "a value for each name, and a rule that uses one", "leave it out")
@@ -466,10 +467,3 @@ class Selection:
             if isinstance(bound, bool) or not isinstance(bound, int | float) or math.isnan(bound):
                 argument.reject(f"{bound!r} ({type(bound).__name__})", "a number", f"{argument.name}=0.5, for example")
         return bounds
-
-    def _read_label(self, name: str, labels: list[str], argument: Argument) -> str:
-        label = self._quantities.read_rule(name, argument).name.removeprefix("best_")
-        if label not in labels:
-            expected = f"a value used by a rule: {', '.join(labels) or 'none'}"
-            argument.reject(repr(name), expected, "name one of these, or leave it out")
-        return label

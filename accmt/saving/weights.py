@@ -289,13 +289,14 @@ class ShardedState:
         """
         if not is_main_process():
             self._follow()
-        return run_on_main_process(lambda: self._act(action))
 
-    def _act(self, action: Callable[[], T]) -> T:
-        try:
-            return action()
-        finally:
-            _announce(_END)
+        def act() -> T:
+            try:
+                return action()
+            finally:
+                _announce(_END)
+
+        return run_on_main_process(act)
 
     def _follow(self) -> None:
         while (name := _announce(_END)) != _END:
@@ -429,7 +430,14 @@ def save_weights(
     named = _name_plainly(state_dict)
     tied = find_tied(named)
     tensors = give_own_memory({name: tensor for name, tensor in named.items() if name not in tied})
-    plan = _plan_files(tensors, tied, SAFETENSORS if safe_serialization else PICKLE, max_shard_size)
+    form = SAFETENSORS if safe_serialization else PICKLE
+    if form is PICKLE:  # torch.save preserves tied weights itself
+        tensors = tensors | {name: tensors[kept] for name, kept in tied.items()}
+        tied = {}
+    split = _split(tensors, max_shard_size)
+    plan = _name_files(split, _fingerprint(tensors, split, tied), tied, form)
+    for suffix, names in split.filename_to_tensors.items():
+        plan.shards[plan.file_of[suffix]] = {name: tensors[name] for name in names}
     return _save(plan, folder, write_others)
 
 
@@ -505,19 +513,6 @@ def _save(plan: _Plan, folder: Path, write_others: WriteOthers | None) -> SavedW
     finally:
         remove_unnamed_shards(folder)
     return SavedWeights(plan.digest, tuple(dict.fromkeys([*plan.shards, *others, plan.entry])))
-
-
-def _plan_files(
-    tensors: dict[str, Tensor], tied: dict[str, str], form: WeightsFormat, max_shard_size: int | str
-) -> _Plan:
-    if form is PICKLE:  # torch.save preserves tied weights itself
-        tensors = tensors | {name: tensors[kept] for name, kept in tied.items()}
-        tied = {}
-    split = _split(tensors, max_shard_size)
-    plan = _name_files(split, _fingerprint(tensors, split, tied), tied, form)
-    for suffix, names in split.filename_to_tensors.items():
-        plan.shards[plan.file_of[suffix]] = {name: tensors[name] for name in names}
-    return plan
 
 
 def _split(tensors: dict[str, Tensor], max_shard_size: int | str) -> StateDictSplit:
@@ -604,13 +599,9 @@ def publish(staged: Path, folder: Path, entry: str) -> None:
         fsync_folder(parent)  # the entry must not be durable before the files that it lists
     _move(staged / entry, folder / entry)
     fsync_folder(folder)
-    _remove_other_entries(folder, keep={entry, *files})
-
-
-def _remove_other_entries(folder: Path, keep: Collection[str]) -> None:
     # In reverse lookup order, so that what a loader reads changes only once, from the old to the new.
     for name in (*reversed(ENTRY_NAMES), *reversed(ADAPTER_NAMES)):
-        if name not in keep:
+        if name != entry and name not in files:
             (folder / name).unlink(missing_ok=True)
     fsync_folder(folder)
 

@@ -44,7 +44,7 @@ from accmt.registry import addon
 from accmt.run import Actions, Run
 from accmt.saving import Selection
 from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_reloading
-from accmt.setup.inputs import Inputs, check_inputs, find_monitored
+from accmt.setup.inputs import check_inputs, find_monitored
 from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
 from accmt.setup.same_on_processes import require_same_settings, require_shared_disk
@@ -52,8 +52,6 @@ from accmt.state import Counters, TrainingState
 from accmt.tracking import Tracking
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from accmt.protocols import TrainerProtocol
 
 
@@ -110,7 +108,9 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     engine = choose_engine(module, accelerator, settings)
     check_reloading(settings.data, module, user_data)
     resumed = _find_start(trainer, module, recovery)
-    inputs = _find_inputs(trainer, module, user_data, accelerator, resumed)
+    user_data.begin("fit", trainer, accelerator)
+    with at_epoch_of_building(state, settings.data):
+        inputs = check_inputs(trainer, module, user_data, resumed)
     seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", inputs.metrics)
     through, kinds = partial(stopping_if_asked, trainer=trainer), all_features(settings)
@@ -166,18 +166,6 @@ def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: R
         trainer.state.load_state_dict(resumed.counters)
     module.trainer, module.state = trainer, trainer.state
     return resumed
-
-
-def _find_inputs(
-    trainer: TrainerProtocol,
-    module: AcceleratorModule,
-    user_data: UserData,
-    accelerator: Accelerator,
-    resumed: Resumed | None,
-) -> Inputs:
-    user_data.begin("fit", trainer, accelerator)
-    with at_epoch_of_building(trainer.state, trainer.settings.data):
-        return check_inputs(trainer, module, user_data, resumed)
 
 
 def _make_parts(

@@ -79,7 +79,14 @@ class DataModule:
             raise ArgumentError(explain("datamodule", f"the class {own.__name__}", "an object of it", do))
         self._own = own
         self._stages: list[Stage] = []
-        self._check_methods()
+        for name in dir(self._own):
+            if name in _METHODS:
+                value = getattr(self._own, name)
+                if value is not None and not callable(value):
+                    where, got = f"{type(self._own).__name__}.{name}", f"an object of type {type(value).__name__}"
+                    raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
+            elif not name.startswith("_"):
+                self._check_spelling(name)
         if not any(self._find(method) for method in _LOADERS.values()):
             expected = f"an object with {' or '.join(f'{method}()' for method in _LOADERS.values())}"
             do = "pass datasets or DataLoaders as train_dataset and val_dataset"
@@ -120,16 +127,6 @@ class DataModule:
         method = getattr(self._own, name, None)
         if method is not None:
             method(*arguments)
-
-    def _check_methods(self) -> None:
-        for name in dir(self._own):
-            if name in _METHODS:
-                value = getattr(self._own, name)
-                if value is not None and not callable(value):
-                    where, got = f"{type(self._own).__name__}.{name}", f"an object of type {type(value).__name__}"
-                    raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
-            elif not name.startswith("_"):
-                self._check_spelling(name)
 
     def _check_spelling(self, name: str) -> None:
         meant = nearest(name, _METHODS, cutoff=0.9)
@@ -269,7 +266,10 @@ def name_sets(data: Any) -> dict[str, Any]:
 
     A list of samples is one dataset; a list of datasets or loaders is several.
     """
-    if isinstance(data, list | tuple) and data and all(_is_dataset(one) for one in data):
+    is_several = isinstance(data, list | tuple) and all(
+        isinstance(one, Dataset | DataLoader) or type(one).__module__.partition(".")[0] == "datasets" for one in data
+    )
+    if data and is_several:
         return {str(index): one for index, one in enumerate(data)}
     if not isinstance(data, dict):
         return {"": data}
@@ -278,11 +278,6 @@ def name_sets(data: Any) -> dict[str, Any]:
             expected = "strings without '__', '@' and '/', which separate them from the names of metrics"
             raise DataError(explain("the names of the validation sets", repr(name), expected, "rename it"))
     return data
-
-
-def _is_dataset(value: Any) -> bool:
-    is_known = isinstance(value, Dataset | DataLoader)
-    return is_known or type(value).__module__.partition(".")[0] == "datasets"
 
 
 def _ask(method: Callable[..., Any], user_data: Any) -> Any:
@@ -306,7 +301,13 @@ def build_train_loader(
     Processes: collective.
     """
     data_settings = settings.data
-    _reject_sampler_beside_loader(data, data_settings)
+    if isinstance(data, DataLoader) and data_settings.data_options.group_by_length:
+        warn("group_by_length has no effect on a DataLoader, which has its own order: pass its dataset to fit")
+    has_sampler = data_settings.sampler_of("train") is not None or data_settings.data_options.batch_sampler is not None
+    if isinstance(data, DataLoader) and has_sampler:
+        expected = "a dataset together with sampler=, or a DataLoader with its own sampler"
+        got, do = "a DataLoader as training data", "pass the sampler to the DataLoader"
+        raise ArgumentError(explain("Trainer(sampler=...)", got, expected, do))
     if isinstance(data, Iterator) and settings.hps.epochs != 1:
         expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
@@ -317,7 +318,14 @@ def build_train_loader(
     batcher = find_token_batcher(
         module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training"
     )
-    micro_batches_per_batch = 1 if batcher else _count_micro_batches(data, settings, max_micro_batch_size)
+    micro_batches_per_batch = 1
+    if not batcher:
+        micro_batch_size = settings.hps.micro_batch_size_within(max_micro_batch_size)
+        micro_batches_per_batch = settings.hps.train_batch_size // micro_batch_size
+        sets_size = isinstance(data, DataLoader) or data_settings.data_options.batch_sampler is not None
+        if micro_batches_per_batch > 1 and sets_size:
+            warn("max_micro_batch_size has no effect: your DataLoader or batch sampler sets the batch size")
+            micro_batches_per_batch = 1
     shard = _shard(data_settings)
     options = SourceOptions(
         purpose="train",
@@ -391,10 +399,13 @@ def build_evaluation_loader(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
     skips_bad = settings.failures.on_bad_sample == "skip"
+    batch_size = settings.hps.val_batch_size if is_validation else settings.hps.test_batch_size
+    if is_validation and data_settings.overfit_batches:
+        batch_size = settings.hps.train_batch_size  # the same number of the same samples
     agrees_on_bad = skips_bad and data_settings.data_options.shard and num_data_processes() > 1
     options = SourceOptions(
         purpose=purpose,
-        batch_size=_evaluation_batch_size(settings, purpose),
+        batch_size=batch_size,
         shard=_shard(data_settings),
         seed=seed,
         limit=getattr(data_settings.limits, _DATA[purpose].limit),
@@ -419,15 +430,6 @@ def _seed_own_generators(data: Any, collate: Any) -> None:
     seed_with_global(collate, *([] if is_stream(source) else [source]))
 
 
-def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:
-    hps = settings.hps
-    if purpose != "validate":
-        return hps.test_batch_size
-    return (
-        hps.train_batch_size if settings.data.overfit_batches else hps.val_batch_size
-    )  # the same number of the same samples
-
-
 def end_workers(loaders: Iterable[Loader]) -> None:
     """End the loader workers, which would wait for another epoch."""
     for loader in loaders:
@@ -436,14 +438,6 @@ def end_workers(loaders: Iterable[Loader]) -> None:
 
 def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
     return settings.dataloader_pin_memory and device.type != "cpu"
-
-
-def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> int:
-    count = settings.hps.train_batch_size // settings.hps.micro_batch_size_within(limit)
-    if count > 1 and (isinstance(data, DataLoader) or settings.data.data_options.batch_sampler is not None):
-        warn("max_micro_batch_size has no effect: your DataLoader or batch sampler sets the batch size")
-        return 1
-    return count
 
 
 def _shard(settings: DataSettings) -> Shard:
@@ -457,20 +451,6 @@ def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Li
     if collate is None:
         collate = build_collate(settings.data.collate_fn_of(phase))
     return collate if bucket is None or isinstance(data, DataLoader) else in_buckets(collate, bucket)
-
-
-def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
-    if isinstance(data, DataLoader) and settings.data_options.group_by_length:
-        warn("group_by_length has no effect on a DataLoader, which has its own order: pass its dataset to fit")
-    if isinstance(data, DataLoader) and (
-        settings.sampler_of("train") is not None or settings.data_options.batch_sampler is not None
-    ):
-        expected = "a dataset together with sampler=, or a DataLoader with its own sampler"
-        raise ArgumentError(
-            explain(
-                "Trainer(sampler=...)", "a DataLoader as training data", expected, "pass the sampler to the DataLoader"
-            )
-        )
 
 
 def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int) -> Any:

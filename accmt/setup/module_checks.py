@@ -48,7 +48,20 @@ STEPS: dict[str, tuple[str, ...]] = {
 def check_module(module: Any) -> None:
     """Check a module before training."""
     check_untrained_module(module, "fit")
-    _check_trainable(module)
+    model = module.model
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    lazy += [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
+    if lazy:
+        got = f"lazy layers without weights ({', '.join(lazy[:3])}): nothing can train or save them"
+        _reject(module, got, "run one batch through the model before `fit`, in __init__: self.model(torch.zeros(...))")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        _reject(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
+    _check_other_parameters(module, model)
+    # Reject a teacher that shares trainable weights with the model.
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
+        got = "self.teacher shares trainable weights with self.model, but a teacher is frozen"
+        _reject(module, got, "self.teacher = copy.deepcopy(...), or freeze the shared weights")
     if not defines(module, "training_step") and not _defines_step(module):
         _reject(module, "neither training_step nor step", "def training_step(self, batch): return loss")
 
@@ -58,7 +71,22 @@ def check_untrained_module(module: Any, function: Function) -> None:
     require_module(module, function)
     _reject_foreign_methods(module)
     _check_spelling(module)
-    _check_model(module)
+    model = getattr(module, "model", None)
+    if model is None:
+        _reject(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
+    if not isinstance(model, nn.Module):
+        _reject(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
+    # Reject nested tensors: strided ones have no size, others have no optimizer step, and none can be sent.
+    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, named in kinds.items():
+        for name, tensor in named:
+            can_be_held = kind == "buffer" and tensor.layout != torch.strided and num_processes() == 1
+            if tensor.is_nested and not can_be_held:
+                got = f"{name}, a {kind} that is a nested tensor ({tensor.layout})"
+                expected = "dense tensors, which can be moved, compared, trained and saved"
+                do = "keep the values of all parts in one tensor and their lengths in another, and build the nested "
+                do += "tensor in forward (torch.nested.nested_tensor_from_jagged)"
+                raise ModuleContractError(explain("self.model", got, expected, do))
     find_hooks(module)
 
 
@@ -73,7 +101,12 @@ def check_validation(module: AcceleratorModule, step: str = "validation_step") -
 def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
     """Return what `get_optimizer` returned: one optimizer, or several with manual optimization."""
     if hasattr(own, "param_groups") and hasattr(own, "step") and not isinstance(own, type):
-        _require_step_without_closure(module, own)
+        if needs_closure(own) and not module.uses_manual_optimization:
+            got = f"{type(own).__name__}, which evaluates the loss several times in one step (it needs a closure)"
+            do = "choose an optimizer that needs one gradient per step, such as torch.optim.AdamW; or derive from "
+            do += "ExtendedAcceleratorModule, and call self.optimizer.step(closure) in training_step"
+            where = f"{type(module).__name__}.get_optimizer"
+            raise ModuleContractError(explain(where, got, "step() without a closure", do))
         return own
     parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
     num_optimizers = sum(hasattr(part, "param_groups") for part in parts)
@@ -89,15 +122,6 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
         do = "def get_optimizer(self): return optimizer, without brackets"
     where, expected = f"{type(module).__name__}.get_optimizer", "one torch.optim.Optimizer, or None"
     raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
-
-
-def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> None:
-    if module.uses_manual_optimization or not needs_closure(optimizer):
-        return
-    got = f"{type(optimizer).__name__}, which evaluates the loss several times in one step (it needs a closure)"
-    do = "choose an optimizer that needs one gradient per step, such as torch.optim.AdamW; or derive from "
-    do += "ExtendedAcceleratorModule, and call self.optimizer.step(closure) in training_step"
-    raise ModuleContractError(explain(f"{type(module).__name__}.get_optimizer", got, "step() without a closure", do))
 
 
 def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
@@ -216,46 +240,6 @@ def _reject_foreign_methods(module: AcceleratorModule) -> None:
         raise ModuleContractError(explain(where, got, "an ExtendedAcceleratorModule, which steps manually", do))
 
 
-def _check_model(module: AcceleratorModule) -> None:
-    model = getattr(module, "model", None)
-    if model is None:
-        _reject(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
-    if not isinstance(model, nn.Module):
-        _reject(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
-    _check_nested(model)
-
-
-def _check_nested(model: nn.Module) -> None:
-    """Reject nested tensors: strided ones have no size, others have no optimizer step, and none can be sent."""
-    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
-    for kind, named in kinds.items():
-        for name, tensor in named:
-            can_be_held = kind == "buffer" and tensor.layout != torch.strided and num_processes() == 1
-            if tensor.is_nested and not can_be_held:
-                got = f"{name}, a {kind} that is a nested tensor ({tensor.layout})"
-                expected = "dense tensors, which can be moved, compared, trained and saved"
-                do = "keep the values of all parts in one tensor and their lengths in another, and build the nested "
-                do += "tensor in forward (torch.nested.nested_tensor_from_jagged)"
-                raise ModuleContractError(explain("self.model", got, expected, do))
-
-
-def _check_trainable(module: AcceleratorModule) -> None:
-    model = module.model
-    _check_initialized(module, model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        _reject(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
-    _check_other_parameters(module, model)
-    _check_teacher(module, model)
-
-
-def _check_initialized(module: AcceleratorModule, model: nn.Module) -> None:
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    lazy += [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
-    if lazy:
-        got = f"lazy layers without weights ({', '.join(lazy[:3])}): nothing can train or save them"
-        _reject(module, got, "run one batch through the model before `fit`, in __init__: self.model(torch.zeros(...))")
-
-
 def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None:
     """Reject trainable parameters outside `self.model`, in attributes and in containers of them."""
     own = {id(parameter) for parameter in model.parameters()}
@@ -293,14 +277,6 @@ def _find_trainable(value: Any, path: str, own: Set[int], depth: int = 0) -> tup
         if found is not None:
             return found
     return None
-
-
-def _check_teacher(module: AcceleratorModule, model: nn.Module) -> None:
-    """Reject a teacher that shares trainable weights with the model."""
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
-        got = "self.teacher shares trainable weights with self.model, but a teacher is frozen"
-        _reject(module, got, "self.teacher = copy.deepcopy(...), or freeze the shared weights")
 
 
 def _reject(module: AcceleratorModule, got: str, do: str) -> NoReturn:

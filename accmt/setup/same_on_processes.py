@@ -131,10 +131,8 @@ def _exchange(error: Exception, number: int) -> tuple[int, str] | None:
         if board is not None:
             board.post("failed", "".join(traceback.format_exception(error)))
         return None
-    return None if board is None else _wait_for_note(board)
-
-
-def _wait_for_note(board: Board) -> tuple[int, str] | None:
+    if board is None:
+        return None
     deadline = time.monotonic() + _ANSWER_S
     notes: dict[int, Any] = board.read("failed")
     while not notes and time.monotonic() < deadline:
@@ -161,7 +159,10 @@ def require_shared_disk(settings: Settings) -> None:
     if num_processes() == 1 or settings.running.fast_dev_run:
         return
     machines = find_machines()
-    for folder in _folders(settings) if len(machines) > 1 else ():
+    folders = [settings.model_folder.absolute()]
+    if settings.checkpoints.writes_to_folder:
+        folders.append(settings.checkpoint_folder.absolute())
+    for folder in folders if len(machines) > 1 else ():
         probe = run_on_main_process(lambda folder=folder: _write_probe(folder))  # type: ignore[misc]
         if probe is None:
             continue
@@ -174,12 +175,6 @@ def require_shared_disk(settings: Settings) -> None:
             got = f"{blind} (process {seen.index(False)}) does not see what {machines[0].name} (process 0) writes there"
             do = "put model_path and checkpoint on shared storage (NFS, Lustre, a mounted volume)"
             raise SavingError(explain(f"folder {folder}", got, "a folder on storage that all machines share", do))
-
-
-def _folders(settings: Settings) -> Iterator[Path]:
-    yield settings.model_folder.absolute()
-    if settings.checkpoints.writes_to_folder:
-        yield settings.checkpoint_folder.absolute()
 
 
 def _write_probe(folder: Path) -> Path | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data import (
@@ -56,7 +55,14 @@ class TokenBatcher:
     def for_training(self, grouping: Grouping) -> ByTokens:
         """Return the maker of micro-batches for training."""
         self._say_what_is_expected(self.training_budget)
-        _warn_of_batch_norm(self.module.model)
+        # Warn about batch norm, whose outputs depend on how samples are split.
+        named = next((name for name, part in self.module.model.named_modules() if is_batch_norm(part)), None)
+        if named is not None:
+            warn_once(
+                f"max_tokens: batch norm ({named}) normalizes each micro-batch separately, so its statistics are those "
+                "of fewer samples, of similar length; LayerNorm and other norms per sample are not affected",
+                about="batch norm and max_tokens",
+            )
         return self._training_kind(self.training_budget, grouping=grouping, **self.training_options)
 
     def count_tokens(self, samples: list[Any]) -> int:
@@ -71,10 +77,6 @@ class TokenBatcher:
     def _training_kind(self) -> type[ByTokens]:
         return ByPackedRows if self.settings.hps.packing else ByTokens
 
-    def _make_packer(self) -> DocumentPacker:
-        """Return the packer of rows; for flash attention, batches contain the document bounds."""
-        return DocumentPacker(gives_bounds="flash" in str(attention_of(self.module.model)))
-
     @property
     def training_budget(self) -> TokenBudget:
         """The limits of a training micro-batch."""
@@ -83,7 +85,11 @@ class TokenBatcher:
     @property
     def training_options(self) -> dict[str, Any]:
         """The options of the training loader."""
-        return self.options | ({"collate": self._make_packer()} if self.settings.hps.packing else {})
+        if not self.settings.hps.packing:
+            return self.options
+        # For flash attention, batches contain the document bounds.
+        packer = DocumentPacker(gives_bounds="flash" in str(attention_of(self.module.model)))
+        return self.options | {"collate": packer}
 
     @property
     def _budget(self) -> TokenBudget:
@@ -124,17 +130,6 @@ class TokenBatcher:
         length_of = self.module.length_of if defines(self.module, "length_of") else None
         lengths = known_lengths(data, length_of, chosen.tolist())
         return None if lengths is None else lengths.tolist()
-
-
-def _warn_of_batch_norm(model: nn.Module) -> None:
-    """Warn about batch norm, whose outputs depend on how samples are split."""
-    named = next((name for name, part in model.named_modules() if is_batch_norm(part)), None)
-    if named is not None:
-        warn_once(
-            f"max_tokens: batch norm ({named}) normalizes each micro-batch separately, so its statistics are those of "
-            "fewer samples, of similar length; LayerNorm and other norms per sample are not affected",
-            about="batch norm and max_tokens",
-        )
 
 
 def find_token_batcher(
@@ -248,18 +243,7 @@ def make_largest(
         return LargestBatch(collate([dataset[index] for index in indices]), len(indices), int(lengths[indices].max()))
     if budget is None:
         return "the lengths of samples are unknown before they are read"
-    return _fill_budget(dataset, length_of, collate, budget, size)
-
-
-def _known(dataset: Any, length_of: Any) -> Any:
-    try:
-        return known_lengths(dataset, length_of)
-    except DataError:  # samples without a length
-        return None
-
-
-def _fill_budget(dataset: Any, length_of: Any, collate: Any, budget: TokenBudget, size: int) -> LargestBatch:
-    """Fill the budget with copies of one sample, the longest of the first few."""
+    # Fill the budget with copies of one sample, the longest of the first few.
     samples = [dataset[index] for index in range(min(_READ, len(dataset)))]
     lengths = [find_length(sample, length_of) for sample in samples]
     longest = max(lengths)
@@ -267,3 +251,10 @@ def _fill_budget(dataset: Any, length_of: Any, collate: Any, budget: TokenBudget
     number = max(1, min(budget.max_tokens // width, budget.max_samples, size))
     sample = samples[lengths.index(longest)]
     return LargestBatch(collate([copy.copy(sample) for _ in range(number)]), number, longest)
+
+
+def _known(dataset: Any, length_of: Any) -> Any:
+    try:
+        return known_lengths(dataset, length_of)
+    except DataError:  # samples without a length
+        return None

@@ -25,8 +25,19 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
     """
     is_file = isinstance(module, str | PathLike) and str(module).endswith((".yaml", ".yml", ".json"))
     if is_file or isinstance(module, Mapping | HyperParameters):
-        _require_processor_alone(kwargs)
-        return AcceleratorModule.from_hps(_model_of(module, hps), in_fit=True, **kwargs)
+        # Reject keywords for `from_pretrained` with hyper-parameters: they belong in the `model` section.
+        others = {name: value for name, value in kwargs.items() if name != "processor"}
+        if others:
+            got = f"the keywords {sorted(others)} together with hyper-parameters"
+            lines = ", ".join(f"`{name}: {value}`" for name, value in others.items())
+            expected = "only `processor`: arguments of `from_pretrained` belong in the `model` section"
+            raise UnknownArgumentError(explain("fit", got, expected, f"write {lines} in `model`"))
+        if isinstance(module, Mapping | HyperParameters) or not hps.is_from(module):
+            own_hps = HyperParameters.from_config(module)
+            _require_same(own_hps, hps, "trainer.fit(trainer.hps, data)")
+        else:
+            own_hps = hps  # from the same source; only the Trainer's include the flags, and the run records them
+        return AcceleratorModule.from_hps(own_hps, in_fit=True, **kwargs)
     if isinstance(module, str | PathLike):
         return AcceleratorModule.from_hf(module, in_fit=True, **kwargs)
     if isinstance(module, tuple):
@@ -42,28 +53,6 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
         _require_same(module.hps, hps, "AcceleratorModule.from_hps(trainer.hps), or SFTModule.from_hps(trainer.hps)")
     own: AcceleratorModule = module
-    return own
-
-
-def _require_processor_alone(kwargs: Mapping[str, Any]) -> None:
-    """Reject keywords for `from_pretrained` with hyper-parameters: they belong in the `model` section."""
-    others = {name: value for name, value in kwargs.items() if name != "processor"}
-    if others:
-        got = f"the keywords {sorted(others)} together with hyper-parameters"
-        lines = ", ".join(f"`{name}: {value}`" for name, value in others.items())
-        expected = "only `processor`: arguments of `from_pretrained` belong in the `model` section"
-        raise UnknownArgumentError(explain("fit", got, expected, f"write {lines} in `model`"))
-
-
-def _model_of(source: Any, hps: HyperParameters) -> HyperParameters:
-    """Return the hyper-parameters of `fit`'s model: the Trainer's, if they come from the same source.
-
-    Only the Trainer's include command-line flags, and the run records them.
-    """
-    if not isinstance(source, Mapping | HyperParameters) and hps.is_from(source):
-        return hps
-    own = HyperParameters.from_config(source)
-    _require_same(own, hps, "trainer.fit(trainer.hps, data)")
     return own
 
 

@@ -110,7 +110,11 @@ def _find(settings: Settings, ckpt_path: CheckpointPath, function: Evaluation) -
     """Return a model folder, or a checkpoint."""
     where = f"{function}(ckpt_path={str(ckpt_path)!r})"
     if ckpt_path == "last":
-        return _find_last(settings, where)
+        saved_last = settings.model_folder / "last"
+        newest = None if settings.checkpoints.every is None else find_newest(settings)
+        if newest is not None:
+            return newest
+        return saved_last if run_on_main_process(partial(_has_weights, saved_last)) else _reject_path(where, saved_last)
     folder = settings.model_folder if ckpt_path == "best" else Path(ckpt_path)
     if run_on_main_process(partial(_has_weights, folder)):
         return folder
@@ -122,14 +126,6 @@ def _find(settings: Settings, ckpt_path: CheckpointPath, function: Evaluation) -
 
 def _has_weights(folder: Path) -> bool:
     return find_entry(folder) is not None
-
-
-def _find_last(settings: Settings, where: str) -> Path:
-    saved_last = settings.model_folder / "last"
-    newest = None if settings.checkpoints.every is None else find_newest(settings)
-    if newest is not None:
-        return newest
-    return saved_last if run_on_main_process(partial(_has_weights, saved_last)) else _reject_path(where, saved_last)
 
 
 def _reject_path(where: str, folder: Path) -> NoReturn:

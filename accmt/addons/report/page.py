@@ -18,7 +18,6 @@ from accmt.files import write_text
 from accmt.tracking.media import Media
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from plotly.graph_objects import Figure
 
 
@@ -109,7 +108,9 @@ def _draw_split(title: str, runs: Sequence[RunRecord], every: Sequence[Mapping[s
 def _draw_course(runs: Sequence[RunRecord]) -> Figure:
     figure = _make_figure("steps over time, and what happened")
     for number, run in enumerate(runs):
-        points = sorted({(event.time_s, event.step) for event in run.events} | set(_progress_of(run)))
+        longest = thin_out(max(run.curves.values(), key=lambda curve: len(curve.steps), default=Curve()))
+        progress = zip(longest.times_s, longest.steps, strict=True)
+        points = sorted({(event.time_s, event.step) for event in run.events} | set(progress))
         line = {"color": _colour(number), "width": 1.5}
         figure.add_scatter(
             x=[time_s for time_s, _ in points],
@@ -135,12 +136,6 @@ def _draw_course(runs: Sequence[RunRecord]) -> Figure:
     figure.update_xaxes(title="seconds since the start")
     figure.update_yaxes(title="steps")
     return figure
-
-
-def _progress_of(run: RunRecord) -> list[tuple[float, int]]:
-    longest = max(run.curves.values(), key=lambda curve: len(curve.steps), default=Curve())
-    curve = thin_out(longest)
-    return list(zip(curve.times_s, curve.steps, strict=True))
 
 
 def thin_out(curve: Curve, most: int = MOST_POINTS) -> Curve:
@@ -228,26 +223,22 @@ def build_page(runs: Sequence[RunRecord]) -> str:
 
 
 def _list_runs(runs: Sequence[RunRecord]) -> str:
-    rows = [
-        [
+    rows = []
+    for number, run in enumerate(runs):
+        kinds = [event.kind for event in run.events if event.kind not in ("started", "finished")]
+        best = ", ".join(f"{name} {value:.5g} at step {step:,}" for name, (step, value) in run.best.items())
+        cells = [
             f'<label><input type="checkbox" class="run" data-run="{number}" checked> '
             f'<i style="background:{COLOURS[number % len(COLOURS)]}"></i> {escape(run.name)}</label>',
             f'<b class="{run.status}">{run.status}</b>',
             f"{run.num_steps:,}",
             f"{run.duration_s:,.1f} s",
-            _count_events(run),
-            escape(", ".join(f"{name} {value:.5g} at step {step:,}" for name, (step, value) in run.best.items()))
-            or "-",
+            ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)) or "-",
+            escape(best) or "-",
             escape(str(run.folder)),
         ]
-        for number, run in enumerate(runs)
-    ]
+        rows.append(cells)
     return _write_table(["run", "status", "steps", "time", "what happened", "best", "folder"], rows)
-
-
-def _count_events(run: RunRecord) -> str:
-    kinds = [event.kind for event in run.events if event.kind not in ("started", "finished")]
-    return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)) or "-"
 
 
 def _write_section(name: str, charts: Sequence[Chart]) -> str:
@@ -306,13 +297,12 @@ def write_images(runs: Sequence[RunRecord]) -> str:
 
     Up to eight images per call are shown, scaled down to 256 pixels; the run folder has the originals.
     """
-    shown = "".join(_write_images_of_name(run, name, logged) for run in runs for name, logged in run.images.items())
+    shown = ""
+    for run in runs:
+        for name, logged in run.images.items():
+            figures = "".join(map(_write_images_of_step, reversed(logged[-MOST_STEPS_OF_IMAGES:])))
+            shown += f"<h3>{escape(run.name)}: {escape(name)}</h3>{figures}"
     return f'<section id="Images"><h2>Images</h2>{shown}</section>' if shown else ""
-
-
-def _write_images_of_name(run: RunRecord, name: str, logged: Sequence[Media]) -> str:
-    figures = "".join(_write_images_of_step(media) for media in reversed(logged[-MOST_STEPS_OF_IMAGES:]))
-    return f"<h3>{escape(run.name)}: {escape(name)}</h3>{figures}"
 
 
 def _write_images_of_step(media: Media) -> str:
@@ -320,13 +310,11 @@ def _write_images_of_step(media: Media) -> str:
         images = list(media.images().values())
     except DataError:  # missing images must not prevent the report
         return f"<p>step {media.step:,}: images in {escape(str(media.folder))} cannot be read</p>"
-    pictures = "".join(f'<img alt="" src="{_to_data_uri(image)}">' for image in images[:MOST_IMAGES])
+    pictures = ""
+    for image in images[:MOST_IMAGES]:
+        image.thumbnail((MOST_PIXELS, MOST_PIXELS))
+        content = BytesIO()
+        image.save(content, "png", optimize=True)
+        pictures += f'<img alt="" src="data:image/png;base64,{b64encode(content.getvalue()).decode()}">'
     more = f" (the first {MOST_IMAGES} of {len(images)})" if len(images) > MOST_IMAGES else ""
     return f"<figure>{pictures}<figcaption>step {media.step:,}{more}</figcaption></figure>"
-
-
-def _to_data_uri(image: Image) -> str:
-    image.thumbnail((MOST_PIXELS, MOST_PIXELS))
-    content = BytesIO()
-    image.save(content, "png", optimize=True)
-    return f"data:image/png;base64,{b64encode(content.getvalue()).decode()}"

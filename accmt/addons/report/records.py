@@ -138,6 +138,10 @@ def read_run(folder: Path) -> RunRecord:
     start = rows[0]["time"]
     logged = [row for row in rows if "values" in row]
     config: dict[str, Any] = next((row["config"] for row in reversed(rows) if "config" in row), {})
+    images: dict[str, list[Media]] = {}
+    for media in (Media.of_line(folder, row) for row in rows if "media" in row):
+        if media.kind == "images":
+            images.setdefault(media.name, []).append(media)
     return RunRecord(
         name=folder.resolve().name,
         folder=folder,
@@ -145,7 +149,7 @@ def read_run(folder: Path) -> RunRecord:
         curves=_read_curves(logged, start),
         evaluations=_read_evaluations(logged),
         events=_read_events(read_history(folder, include_superseded=True), start),
-        images=_read_images(folder, rows),
+        images=images,
         goodput=_read_goodput(folder),
     )
 
@@ -188,28 +192,16 @@ def _is_evaluated(name: str) -> bool:
     return name.startswith("val")
 
 
-def _read_images(folder: Path, rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Media]]:
-    images: dict[str, list[Media]] = {}
-    for media in (Media.of_line(folder, row) for row in rows if "media" in row):
-        if media.kind == "images":
-            images.setdefault(media.name, []).append(media)
-    return images
-
-
 def _read_events(rows: list[dict[str, Any]], start: float) -> list[Event]:
     events: list[Event] = [Event("started", 0, 0.0)]
     step = 0
     for row in rows:
         step = (row["rewind"]["step"] or 0) if "rewind" in row else row.get("step", step)
-        name = _name_event(row)
+        name = "checkpoint" if CHECKPOINT in row.get("values", {}) else None
+        if "rewind" in row:
+            name = "resumed"
+        elif "status" in row:
+            name = str(row.get("how", row["status"])).lower()
         if name is not None:
             events.append(Event(name, step, row["time"] - start))
     return events
-
-
-def _name_event(row: Mapping[str, Any]) -> str | None:
-    if "rewind" in row:
-        return "resumed"
-    if "status" in row:
-        return str(row.get("how", row["status"])).lower()
-    return "checkpoint" if CHECKPOINT in row.get("values", {}) else None

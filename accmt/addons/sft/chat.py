@@ -98,7 +98,10 @@ def mask_row(
         raise DataError(explain(_WHERE, "messages, but a tokenizer without a chat template", "a chat template", do))
     else:
         masked = _mask_messages(tokenizer, messages, row, first, turn)
-    return _cut(_with_one_bos(masked, tokenizer.bos_token_id), max_length)
+    bos = tokenizer.bos_token_id
+    if bos is not None and masked.input_ids[:2] == [bos, bos]:
+        masked = MaskedRow(masked.input_ids[1:], masked.labels[1:], (*masked.problems, Problem(DOUBLED_BOS)))
+    return _cut(masked, max_length)
 
 
 def find_messages(row: Any, where: str = _WHERE) -> tuple[list[Mapping[str, Any]] | None, int]:
@@ -238,7 +241,10 @@ class _Conversation:
         if context and context == asked and context.rstrip() == through[:start].rstrip():
             end = self._without_next_prompt(index, through, first, end)
         if not whole.startswith(through[:end]):  # templates may mark the end of the conversation
-            end = self._find_common_end(through, whole, first) or end
+            # Up to the last token that ends a turn, behind `first`, in both texts.
+            common = len(commonprefix([through, whole]))
+            found = re.finditer(self._tokens, through[:common]) if self._tokens else ()
+            end = max((token.end() for token in found if token.start() >= first), default=end)
         kinds = _find_losses(self.messages[index], through[start:end])
         if not whole.startswith(through[:end]):  # a later message changes this turn, or what it answers
             kinds = [REWRITTEN]
@@ -299,13 +305,6 @@ class _Conversation:
             return end
         found = re.search(self._tokens, through[first:end]) if self._tokens else None
         return end if found is None or followed.startswith(through[:end]) else first + found.end()
-
-    def _find_common_end(self, through: str, whole: str, first: int) -> int | None:
-        """Return where the last end-of-turn token after `first` ends in both texts, or None."""
-        common = len(commonprefix([through, whole]))
-        found = re.finditer(self._tokens, through[:common]) if self._tokens else ()
-        ends = [token.end() for token in found if token.start() >= first]
-        return ends[-1] if ends else None
 
 
 def _common_end(texts: Sequence[str]) -> str:
@@ -452,12 +451,6 @@ def _join(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, end))
     return joined
-
-
-def _with_one_bos(masked: MaskedRow, bos: int | None) -> MaskedRow:
-    if bos is None or masked.input_ids[:2] != [bos, bos]:
-        return masked
-    return MaskedRow(masked.input_ids[1:], masked.labels[1:], (*masked.problems, Problem(DOUBLED_BOS)))
 
 
 def _cut(masked: MaskedRow, max_length: int | None) -> MaskedRow:

@@ -50,8 +50,11 @@ class DVCLiveRun(TrackerRun):
 
     def start(self) -> None:
         if self._first_step is not None:
+            # Remove the points from that step on from DVCLive's tables, whose first column is the step.
             for path in self._folder.glob("plots/metrics/**/*.tsv"):
-                _withdraw(path, self._first_step)
+                header, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept = (line for line in lines if int(line.split("\t")[0]) < self._first_step)
+                write_text(path, "".join([header, *kept]))
         super().start()
 
     def log_rows(self, rows: Sequence[Row]) -> None:
@@ -68,9 +71,3 @@ class DVCLiveRun(TrackerRun):
 
     def finish(self, status: str = "FINISHED") -> None:
         super().finish()
-
-
-def _withdraw(path: Path, first_step: int) -> None:
-    """Remove the points from `first_step` on from a DVCLive table, whose first column is the step."""
-    header, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    write_text(path, "".join([header, *(line for line in lines if int(line.split("\t")[0]) < first_step)]))
