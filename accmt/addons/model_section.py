@@ -110,7 +110,7 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     if "gradient_checkpointing" in values:
         do = "write Trainer(gradient_checkpointing=True), or `accmt sft ... --gradient_checkpointing true`"
         place = ("model", "gradient_checkpointing")
-        found.append(Fault(place, "an argument of the Trainer", "what describes the model", do))
+        found.append(Fault(place, "an argument of the Trainer", "keys that describe the model", do))
     if "lora" in values and "adapter" in values:
         found.append(Fault(("model", "lora"), "both `lora` and `adapter`", "one adapter", "remove one of them"))
     kernels = values.get("kernels")

@@ -1,4 +1,4 @@
-"""Print what the time of a run was spent on, over all its starts: training, evaluating, waiting, saving, interruptions.
+"""Print how a run spent its time, over all its starts: training, evaluating, waiting, saving, interruptions.
 
 The run may still be running. Exit code: 0 success, 2 there are no records.
 """
@@ -17,7 +17,7 @@ def _price(text: str) -> float:
     try:
         price = Goodput(price_per_hour=float(text)).price_per_hour
     except (ValueError, ArgumentError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no price: a number from 0, such as 2.5") from None
+        raise argparse.ArgumentTypeError(f"expected a price, a number from 0 such as 2.5, got {text!r}") from None
     return 0.0 if price is None else price
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price-per-hour",
         type=_price,
         metavar="PRICE",
-        help="what an hour of all machines costs; default: the `price_per_hour` of the run",
+        help="price of one hour on all machines; default: the `price_per_hour` of the run",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

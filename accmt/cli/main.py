@@ -15,7 +15,7 @@ COMMANDS = {
     "diff": "find the first step at which two runs diverge, and why",
     "example": "print or write an example script",
     "get": "write the weights of a checkpoint as a model folder",
-    "goodput": "print what the time of a run was spent on",
+    "goodput": "print how a run spent its time",
     "launch": "start a training script on one or more processes",
     "merge": "merge an adapter into its model",
     "params": "print the parameter groups of hyper-parameters",

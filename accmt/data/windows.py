@@ -265,8 +265,8 @@ class ByFunction:
         numbers = [number for has_ended, number, _ in every if has_ended]
         if numbers and len(numbers) < len(every):
             here = [index for index, (has_ended, _, _) in enumerate(every) if has_ended]
-            got = f"a window that ends after {min(numbers)} micro-batches on process {here[0]}, and not on all others"
-            expected = "the same answer on every process"
+            got = f"a window that ends after {min(numbers)} micro-batches on process {here[0]}, but not on all others"
+            expected = "the same decision on every process"
             do = "decide from the arguments alone, which are the same on every process: not from random numbers, time, "
             do += "or anything that only this process has"
             raise DataError(explain(f"the window maker {self._name!r}", got, expected, do))

@@ -63,7 +63,7 @@ def test_windows_of_a_package_are_steps_of_one_big_batch_and_resume_to_the_same_
 def test_a_window_that_processes_end_differently_is_an_error_on_all_of_them(tmp_path: Path) -> None:
     told = train(tmp_path / "run", 2, stop="apart")["ended"]
     assert "the window maker 'growing'" in told
-    assert "a window that ends after 1 micro-batches on process 0, and not on all others" in told
+    assert "a window that ends after 1 micro-batches on process 0, but not on all others" in told
     assert "decide from the arguments alone" in told
 
 

@@ -29,7 +29,7 @@ def test_two_runs_have_the_same_ledger(precision: str, settings: dict[str, Any])
 
 
 class WithPut(Classifier):
-    """Uses an operation that has no deterministic form on any device."""
+    """Uses an operation that has no deterministic implementation on any device."""
 
     def training_step(self, batch: Any) -> Any:
         made = super().training_step(batch)

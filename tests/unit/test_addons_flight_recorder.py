@@ -263,11 +263,11 @@ def test_a_step_that_is_missing_now_is_a_difference(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(replaying, "_run_program", again)
     assert replaying.replay(folder, 2).is_identical
-    assert "step 5: there is no such step now" in str(replaying.replay(folder, 5, 6).difference)
+    assert "step 5: this step no longer exists" in str(replaying.replay(folder, 5, 6).difference)
 
 
 class NotDeterministic(Drifting):
-    """Uses an operation that has no deterministic form, on the CPU too."""
+    """Uses an operation that has no deterministic implementation, on the CPU too."""
 
     def step(self, batch: Any) -> torch.Tensor:
         zeros = super().step(batch) * torch.zeros(2)
@@ -287,7 +287,7 @@ def test_operations_without_a_deterministic_form_are_named_and_losses_compared_t
     trainer.fit(module, make_points(8))
     folder = Path(trainer.log_dir)
     [differs] = [line["differs"] for line in read_ledger(folder / LEDGER_FILE).lines if "differs" in line]
-    assert "no deterministic form on cpu: put_" in differs["because"]
+    assert "no deterministic implementation on cpu: put_" in differs["because"]
 
     def again(_folder: Path, start: dict[str, Any], request: Path) -> str:
         asked = Examination(every=1, folder=str(request.parent), first=2, last=2, examines=False)
@@ -305,4 +305,4 @@ def test_operations_without_a_deterministic_form_are_named_and_losses_compared_t
         found = replaying.replay(folder, 4)
         assert (found.is_identical, found.tolerance) == (is_same, tolerance)
         assert found.operations == ["put_"]
-        assert "no deterministic form on this device: put_" in str(found)
+        assert "no deterministic implementation on this device: put_" in str(found)

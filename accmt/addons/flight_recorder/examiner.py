@@ -1,4 +1,4 @@
-"""What a replay measures in the steps that were asked for: each sample alone, each layer, and what `--export` writes.
+"""Measurements of a replay in the requested steps: single samples, layers, and the files of `--export`.
 
 A sample is measured with the weights before the step, alone, and weighted as it counts in the step. All processes
 compute the same sample at once, since a sharded model needs all of them. Dropout is replaced by its mean. If the
@@ -76,7 +76,7 @@ class Examination(Ledger):
 
     Args:
         folder: Where reports are written.
-        first: The first step that is asked for.
+        first: The first requested step.
         last: The last one.
         examines: Whether samples and layers are measured.
         without: Numbers of samples that the first step is made without.
@@ -205,7 +205,7 @@ class Examiner(Feature):
                 alone = [measure(sample.batch, 1) for sample in samples]
                 wholes = [measure(batch, size) for own in gather_from_data(self._own_batches()) for batch, size in own]
             except Exception as error:  # noqa: BLE001 - such as batch norm, which needs several samples
-                why = f"a sample alone cannot be computed: {type(error).__name__}: {error}".partition("\n")[0]
+                why = f"single samples cannot be computed: {type(error).__name__}: {error}".partition("\n")[0]
                 return StepReport(step, norm, layers, why_not_split=why)
         total = sum(one.weight for one in alone)
         reports = [
@@ -253,7 +253,7 @@ def _compare(alone: list[_Measured], wholes: list[_Measured], tolerance: float) 
     if abs(parts - whole) <= tolerance * max(abs(whole), abs(parts)):
         return ""
     return (
-        f"the losses of the samples alone have a mean of {parts:.6g}, that of the step is {whole:.6g}: the loss "
+        f"the mean loss of single samples is {parts:.6g}, but the step's loss is {whole:.6g}: the loss "
         "compares samples, normalizes over them, or depends on their padding"
     )
 
@@ -306,7 +306,7 @@ def measuring(run: Run) -> Iterator[Any]:
 
 
 def find_operations(run: Run, batch: Any) -> list[str]:
-    """Return the operations in a training step that have no deterministic form on the run's device.
+    """Return the operations in a training step that have no deterministic implementation on the run's device.
 
     Processes: collective; all get the same batch.
     """

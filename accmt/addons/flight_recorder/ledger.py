@@ -11,7 +11,7 @@ There are six kinds of lines:
 - `{"rewind": {"line", "step"}}` when a resumed run returns to its checkpoint: all lines from `line` (counted from 0) on
   were written after the checkpoint, and are superseded.
 - `{"differs": {...}}` where a step that was made again has another result, after a change that explains it.
-- `{"operations": [...]}`: those of a step that have no deterministic form on the device, before a comparison.
+- `{"operations": [...]}`: those of a step that have no deterministic implementation on the device, before a comparison.
 
 Lines are never removed. Each ends with `"chain"`, a digest of the line and of the chain before it, so that a line that
 was edited or removed shows.

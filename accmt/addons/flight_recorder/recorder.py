@@ -138,19 +138,19 @@ class Recorder(Feature):
             self._contents.append(digest_batch(micro_batch.batch))
 
     def _write_operations(self, micro_batch: MicroBatch) -> None:
-        """Write which operations of a step have no deterministic form, since they may explain a difference.
+        """Write which operations of a step have no deterministic implementation, since they may explain a difference.
 
         Processes: collective.
         """
         try:
             operations = find_operations(self._run, broadcast_object(micro_batch.batch))
         except Exception as error:  # noqa: BLE001 - an attempt only
-            operations = [f"unknown ({type(error).__name__} in the attempt to find them)"]
+            operations = [f"unknown ({type(error).__name__} while looking for them)"]
         if self._file is not None:
             self._file.add({"operations": operations})
         if operations:
             device = self._run.device.type
-            self._changes.append(f"no deterministic form on {device}: {', '.join(operations)}")
+            self._changes.append(f"no deterministic implementation on {device}: {', '.join(operations)}")
 
     def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
         self._losses.append(loss)

@@ -53,7 +53,7 @@ class Replay:
         output: What the program printed.
         tolerance: The relative tolerance to which losses are equal, if the device does not compute deterministically
             and they are not identical; 0.0 otherwise.
-        operations: Operations that have no deterministic form on the device.
+        operations: Operations that have no deterministic implementation on the device.
     """
 
     begin: str
@@ -79,10 +79,10 @@ class Replay:
         """Return the result as text, with so many samples and layers of each step."""
         lines = [f"changed since: {change}" for change in self.changes]
         lines.append(f"replayed from {self.begin}; {self.num_compared} lines of the ledger compared")
-        same = f"losses equal to {self.tolerance:g}, relatively" if self.tolerance else "bit-for-bit identical"
+        same = f"losses equal within a relative {self.tolerance:g}" if self.tolerance else "bit-for-bit identical"
         lines.append(same if self.difference is None else f"different: {self.difference}")
         if self.operations:
-            lines.append(f"no deterministic form on this device: {', '.join(self.operations)}")
+            lines.append(f"no deterministic implementation on this device: {', '.join(self.operations)}")
         for step in self.steps:
             norm = "" if step.gradient_norm is None else f": gradient norm {step.gradient_norm:.4g} before clipping"
             lines += ["", f"step {step.step}{norm}"]
@@ -93,7 +93,7 @@ class Replay:
             if rows:
                 lines += _align([("sample", "loss", "gradient", "tokens", f"of {len(step.samples)} samples"), *rows])
             if step.why_not_split:
-                lines.append(f"  samples cannot be told apart: {step.why_not_split}")
+                lines.append(f"  samples cannot be separated: {step.why_not_split}")
             layers = [(name, f"{norm:.4g}") for name, norm in step.layers[:top]]
             lines += _align([("layer", "gradient"), *layers]) if layers else []
         if self.curve:
@@ -133,11 +133,11 @@ def replay(
 
     Args:
         folder: The run folder.
-        step: The first step that is asked for.
+        step: The first requested step.
         to: The last one; None is the same.
         without: Numbers of samples that the first step is made without. Only the steps before it are compared then.
         probe: "file.py:name" of a `Callback` class, or of a function that is called with the Trainer before each
-            optimizer step that is asked for.
+            requested optimizer step.
         export: A file for batch, weights and gradients of the first step.
         examines: Whether the samples and layers of the steps are measured.
 
@@ -194,7 +194,7 @@ def replay(
     made = {line["step"] for _, line in again.effective() if "batches" in line}
     missing = [number for number in steps if step <= number <= last and number not in made]
     if difference is None and missing:
-        difference = f"step {missing[0]}: there is no such step now"
+        difference = f"step {missing[0]}: this step no longer exists"
     changes = _find_changed_files(start["program"])
     curve = _list_losses(ledger, again, step, last) if without else []
     operations = [name for line in again.lines for name in line.get("operations", ())]
@@ -376,7 +376,7 @@ def _load_probe(probe: str, steps: range) -> Callback:
         return found()
     if not callable(found):
         got = "no such name" if found is None else type(found).__name__
-        do = f"def {name}(trainer): ... is called before each optimizer step that is asked for"
+        do = f"def {name}(trainer): ... is called before each requested optimizer step"
         raise ArgumentError(explain(f"--probe {probe}", got, "a Callback class or a function", do))
     return _Probe(found, steps)
 

@@ -186,5 +186,5 @@ class TimedCheckpoints(Feature):
                 f'checkpoint_every="auto": every {interval_s:,.0f} s. A checkpoint pauses training for '
                 f"{costs.pause_s:.3g} s and is durable after {costs.save_s:.3g} s; a restart takes "
                 f"{costs.restart_s:,.3g} s; {costs.failures} failures so far, one in {costs.mtbf_s / 60:,.0f} minutes "
-                f"is assumed. Expected goodput: {costs.goodput(interval_s):.1%} of the time that it runs"
+                f"is assumed. Expected goodput: {costs.goodput(interval_s):.1%} of the running time"
             )

@@ -1,4 +1,4 @@
-"""Records in `goodput.jsonl` what every second of a run is spent on.
+"""Records in `goodput.jsonl` how a run spends its time.
 
 The main process keeps the clock and writes the lines; a thread does so every ten seconds, also while the main thread is
 busy for long. Several processes exchange two numbers each with every log row, which needs no further communication: for

@@ -1,4 +1,4 @@
-"""`goodput.jsonl`: what every second of a run was spent on, one JSON object per line.
+"""`goodput.jsonl`: how a run spent its time, one JSON object per line.
 
 There are three kinds of lines:
 
@@ -40,7 +40,7 @@ BINS = {
     "unrecorded": "unrecorded before a kill",
     "stopped": "stopped",
 }
-"""What a second can be spent on, and how tables call it."""
+"""Categories of time, and their names in tables."""
 
 LAG_NAMES = {"data": "waiting for data", "forward": "in its training steps"}
 
@@ -213,7 +213,7 @@ def require_goodput(folder: Path) -> Totals:
         return read_goodput(folder)
     except OSError as error:
         got, expected = f"no {GOODPUT_FILE} in it", "the folder of a run: logs/<track>/<run>"
-        do = "pass such a folder, of a run without Trainer(goodput=False)"
+        do = "pass a run folder; Trainer(goodput=False) writes none"
         raise ArgumentError(explain(f"accmt goodput {folder}", got, expected, do)) from error
 
 

@@ -57,7 +57,7 @@ def draw_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     if any(run.goodput for run in runs):
         every = [{} if run.goodput is None else run.goodput.seconds for run in runs]
         named = [{BINS.get(name, name): seconds for name, seconds in one.items() if seconds} for one in every]
-        charts.append(Chart("Time", _draw_split("goodput: what all time was spent on", runs, named)))
+        charts.append(Chart("Time", _draw_split("goodput: how the run spent its time", runs, named)))
     return [*charts, Chart("Time", _draw_course(runs))]
 
 
