@@ -48,6 +48,8 @@ PROBE = """
     found.charts = document.querySelectorAll(".js-plotly-plot").length;
     found.drawn = [...document.querySelectorAll(".chart")].every(box => box.querySelector("svg.main-svg"));
     found.lines = losses().querySelectorAll(".scatterlayer .trace").length;
+    losses().emit("plotly_click", { points: [{ data: losses().data[0], pointNumber: 1 }] });
+    found.replay = document.getElementById("replay").textContent.replace(/ .*one/, " one");
     found.before = losses()._fullLayout.yaxis.type;
     turn("#log", true); await rest();
     found.log = losses()._fullLayout.yaxis.type;
@@ -69,7 +71,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     for name in ("one", "two"):
         trainer = make_trainer(
-            logging_dir=folder, run_name=name, model_path=str(folder / name), monitor=["grad_norm", "time_split"]
+            logging_dir=folder,
+            run_name=name,
+            ledger=True,
+            model_path=str(folder / name),
+            monitor=["grad_norm", "time_split"],
         )
         trainer.fit(Linear(), make_points(16), make_points(4))
     path = folder / "page.html"
@@ -96,9 +102,10 @@ def test_the_page_works_in_a_browser(page: Path, tmp_path: Path) -> None:
     assert zoomed == pytest.approx([0, 1])
     assert found == {
         "errors": [],
-        "charts": 4,
+        "charts": 5,
         "drawn": True,
         "lines": 4,
+        "replay": "accmt one --step 2",
         "before": "linear",
         "log": "log",
         "seconds": True,

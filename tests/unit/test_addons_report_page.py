@@ -42,6 +42,15 @@ def test_curves_can_be_drawn_over_time():
     assert losses.figure.data[0].meta == {"run": 0, "steps": [1, 2, 3], "seconds": [0.0, 1.0, 2.0]}
 
 
+def test_points_of_a_run_with_a_ledger_know_the_command_that_replays_their_step(tmp_path):
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "ledger.jsonl").touch()
+    with_ledger = replace(make_run("a"), folder=tmp_path / "a run")
+    [losses, *_] = draw_charts([with_ledger, make_run("b")])
+    commands = [trace.meta.get("replay") for trace in losses.figure.data]
+    assert commands == [f"accmt replay '{tmp_path}/a run' --step ", None]
+
+
 def test_several_runs_are_drawn_over_one_another_in_a_colour_each():
     [losses, *_] = draw_charts([make_run("a"), make_run("b")])
     assert [trace.name for trace in losses.figure.data] == ["a: train_loss", "b: train_loss"]

@@ -68,6 +68,8 @@ def _section_of(name: str) -> str:
 def _draw_curves(runs: Sequence[RunRecord], names: Sequence[str], title: str) -> Figure:
     figure = _make_figure(title)
     for number, run in enumerate(runs):
+        command = run.replay_command
+        replay = {} if command is None else {"replay": command}
         for place, name in enumerate(name for name in names if name in run.curves):
             curve = thin_out(run.curves[name])
             is_sparse = len(curve.steps) < 50
@@ -78,7 +80,7 @@ def _draw_curves(runs: Sequence[RunRecord], names: Sequence[str], title: str) ->
                 mode="lines+markers" if is_sparse else "lines",
                 line={"color": _colour(number), "dash": ("solid", "dash", "dot", "dashdot")[place % 4], "width": 1.8},
                 marker={"size": 5},
-                meta={"run": number, "steps": curve.steps, "seconds": curve.times_s},
+                meta={"run": number, "steps": curve.steps, "seconds": curve.times_s, **replay},
                 hovertemplate="%{y:.5g} at %{x}",
             )
     figure.update_layout(showlegend=len(figure.data) > 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.flight_recorder.ledger import LEDGER_FILE
 from accmt.addons.goodput.records import Totals, read_goodput
 from accmt.errors import ArgumentError, explain
 from accmt.secrets import hide
@@ -57,6 +59,12 @@ class RunRecord:
     def status(self) -> str:
         """How the run ended, or "running" if it has no final status."""
         return self.events[-1].kind if self.events[-1].kind in _ENDINGS else "running"
+
+    @property
+    def replay_command(self) -> str | None:
+        """The command that replays a step, without its number; None if the run has no ledger."""
+        has_ledger = (self.folder / LEDGER_FILE).is_file()
+        return f"accmt replay {shlex.quote(str(self.folder))} --step " if has_ledger else None
 
     @property
     def num_steps(self) -> int:
