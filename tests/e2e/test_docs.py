@@ -248,7 +248,7 @@ def test_the_table_of_hooks_is_the_real_one():
 
 
 def test_the_table_of_counters_is_the_real_one():
-    rows = read_table(read_section(CONCEPTS, "What the state counts"))
+    rows = read_table(read_section(CONCEPTS, "Counters"))
     assert [name.strip("`") for name, _ in rows] == list(Counters.__dataclass_fields__)
 
 
@@ -262,7 +262,7 @@ def test_the_table_of_shares_is_the_real_one(process):
 
 
 def test_the_table_of_errors_is_the_real_one():
-    rows = read_table(read_section(DOCS / "errors.md", "What to catch"))
+    rows = read_table(read_section(DOCS / "errors.md", "Exception classes"))
     listed = {name.strip("`"): set(re.findall(r"`(\w+)`", bases)) for name, bases, _ in rows}
     classes = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
     assert listed == {
