@@ -196,3 +196,37 @@ def test_an_exported_step_has_batches_weights_and_gradients(tmp_path: Path) -> N
     again = Linear()
     nn.functional.mse_loss(again.model(inputs), targets).backward()
     torch.testing.assert_close(exported["gradients"]["weight"], again.model.weight.grad)
+
+
+class Documents(Dataset[Any]):
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = [(index + place) % 9 + 1 for place in range(3 + index * 5 % 7)]
+        return {"input_ids": ids, "labels": ids}
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_samples_of_a_language_model_count_by_their_labels_packed_or_padded(is_packed: bool) -> None:  # noqa: FBT001
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Language(AcceleratorModule):
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            config = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+            self.model = LlamaForCausalLM(LlamaConfig(vocab_size=11, **config))
+
+        def step(self, batch: Any) -> Any:
+            return self.model(**batch).loss
+
+    def pad_labels(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        padded = pad(samples)
+        return {**padded, "labels": padded["input_ids"].masked_fill(padded["attention_mask"] == 0, -100)}
+
+    hps = {"batch_size": 4, **({"max_tokens": 16, "packing": True} if is_packed else {})}
+    [report, _] = examine(Language(), Documents(), hps, collate_fn=None if is_packed else pad_labels)
+    assert report.why_not_split == ""
+    assert len(report.samples) == 4
+    for sample in report.samples:
+        assert sample.tokens == 3 + sample.number * 5 % 7

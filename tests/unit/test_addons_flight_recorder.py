@@ -262,7 +262,9 @@ def test_a_step_that_is_missing_now_is_a_difference(monkeypatch: pytest.MonkeyPa
         return ""
 
     monkeypatch.setattr(replaying, "_run_program", again)
-    assert replaying.replay(folder, 2).is_identical
+    found = trainer.replay(2)
+    assert found.is_identical
+    assert "bit-for-bit identical" in str(found)
     assert "step 5: this step no longer exists" in str(replaying.replay(folder, 5, 6).difference)
 
 
