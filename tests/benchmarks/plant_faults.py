@@ -54,8 +54,8 @@ FAULTS = [
     ),
     Fault(
         "order: a batch's seed is that of its process",
-        "seed = derive_seed(self._seed, self._purpose, epoch, part.start)",
-        "seed = derive_seed(self._seed, self._purpose, epoch, 0)",
+        "return derive_seed(self._seed, self._purpose, epoch, part.start)",
+        "return derive_seed(self._seed, self._purpose, epoch, 0)",
         "unit/test_data_samplers.py unit/test_data_planned.py",
     ),
     Fault(
@@ -163,8 +163,8 @@ FAULTS = [
     Fault("checkpoint: the oldest is taken", "key=_age, reverse=True)", "key=_age)", "unit/test_checkpoint_store.py"),
     Fault(
         "checkpoint: changed bytes are not seen",
-        "return None if found == expected else f",
-        "return None if found else f",
+        "elif found != expected:",
+        "elif not found:",
         "unit/test_checkpoint_manifest.py unit/test_checkpoint_store.py",
     ),
     Fault(
