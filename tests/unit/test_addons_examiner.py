@@ -77,6 +77,28 @@ def test_a_measured_step_leaves_no_trace() -> None:
     assert "batch norm" in reports[0].why_not_split or "more than 1 value" in reports[0].why_not_split
 
 
+def test_what_a_step_counts_and_collects_in_the_module_is_restored() -> None:
+    class Counting(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.seen, self.queue = 0, [0.0], torch.zeros(2)
+
+        def step(self, batch: Any) -> torch.Tensor:
+            self.calls += 1
+            self.seen.append(float(batch[1].sum()))
+            self.queue[0] += 1
+            self.last = self.calls
+            return super().step(batch) * (1 + 0.1 * self.calls + 0.1 * len(self.seen) + float(self.queue[0]))
+
+    made = []
+    for first in (1, 99):
+        module = Counting()
+        examine(module, make_points(12), {"batch_size": 4}, first=first)
+        made.append((module.calls, module.seen, module.queue.tolist(), module.last, module.model.weight.tolist()))
+    assert made[0] == made[1]
+    assert made[0][0] == 3
+
+
 def test_a_poisoned_sample_is_ranked_first_with_what_it_is() -> None:
     data = make_points(12)
     data.tensors[0][7] *= 100

@@ -8,9 +8,10 @@ them), and no sample has a gradient of its own: the report says so.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ from accmt.run import EvaluationRun, Run
 
 _EXACT, _REDUCED = 1e-3, 5e-2  # relative errors up to which losses count as equal: float32, and reduced precisions
 _MOST_NAMED = 16
+_MOST_VALUES = 10_000
 _NOT_DETERMINISTIC = " does not have a deterministic implementation"
 EXAMINED_FILE = "examined.jsonl"
 
@@ -298,11 +300,50 @@ def measuring(run: Run) -> Iterator[Any]:
     logs = module.logs
     module.logs = SilentLogs(module.trainer)
     try:
-        with without_trace(model), run.engine.unwrapped(trains=True):
+        with _keeping_attributes(module), without_trace(model), run.engine.unwrapped(trains=True):
             yield measure
     finally:
         module.logs = logs
         logs.of_training.drop_batch()
+
+
+@contextmanager
+def _keeping_attributes(module: Any) -> Iterator[None]:
+    """Restore afterwards what a step may count or collect in the module: numbers, tensors, and collections of them."""
+    names = set(vars(module))
+    values = {name: value for name, value in vars(module).items() if _is_plain(value)}
+    copies = {name: copy.deepcopy(value) for name, value in values.items()}
+    try:
+        yield
+    finally:
+        for name in set(vars(module)) - names:
+            del vars(module)[name]
+        for name, value in values.items():
+            vars(module)[name] = _restore(value, copies[name])
+
+
+def _is_plain(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_leaf and not value.requires_grad
+    if isinstance(value, list | tuple | set | deque):
+        return depth > 0 and len(value) <= _MOST_VALUES and all(_is_plain(one, depth - 1) for one in value)
+    if isinstance(value, dict):
+        return depth > 0 and len(value) <= _MOST_VALUES and all(_is_plain(one, depth - 1) for one in value.values())
+    return value is None or isinstance(value, int | float | str)
+
+
+def _restore(value: Any, before: Any) -> Any:
+    """Give a value that others may refer to its earlier content, and return it."""
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            value.copy_(before)
+    elif isinstance(value, list | deque):
+        value.clear()
+        value.extend(before)
+    elif isinstance(value, set | dict):
+        value.clear()
+        value.update(before)
+    return value
 
 
 def find_operations(run: Run, batch: Any) -> list[str]:
