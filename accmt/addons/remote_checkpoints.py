@@ -107,7 +107,9 @@ class RemoteFolder:
         try:
             from fsspec.core import url_to_fs
 
-            self._fs, root = url_to_fs(self.url, use_listings_cache=False)
+            is_local = self.url.startswith(("file://", "local://"))  # whose folders do not appear by themselves
+            options = {"auto_mkdir": True} if is_local else {}
+            self._fs, root = url_to_fs(self.url, use_listings_cache=False, **options)
         except ImportError as error:
             extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}.get(url.partition(":")[0])
             do = f"pip install 'accmt-trainer[{extra}]'" if extra else "install the package that the error names"
@@ -355,7 +357,12 @@ class Lease:
         if holder.get("machine") != self._content["machine"]:
             return False
         process = holder.get("process")
-        return process == os.getpid() or not (isinstance(process, int) and psutil.pid_exists(process))
+        if process == os.getpid() or not isinstance(process, int):
+            return True
+        try:  # in a container, the parent of a killed process may never collect it
+            return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
 
     def _wait_for_expiry(self, holder: dict[str, Any]) -> None:
         has_said = False
@@ -453,6 +460,14 @@ class RemoteCheckpoints(Feature):
             lease = Lease(remote, run_name)
             lease.take()
         try:
+            self._uploads = self._begin_uploads(remote, lease, run_name)
+        except BaseException:
+            lease.release()  # else nobody could use the folder until it has expired
+            raise
+
+    def _begin_uploads(self, remote: RemoteFolder, lease: Lease, run_name: str) -> Uploads:
+        run = self._run
+        try:
             remote.clean()
         except Exception as error:  # noqa: BLE001 - leftovers only take space
             warn(f"the leftovers of unfinished uploads in {remote.shown} could not be deleted: {error}")
@@ -460,7 +475,7 @@ class RemoteCheckpoints(Feature):
         origin = {"url": hide_text(self._url), "run": run_name, "keep": keep}
         make_durable(run.checkpoints.folder)
         write_text(run.checkpoints.folder / ORIGIN, dumps(origin, indent=2) + "\n")
-        self._uploads = Uploads(remote, run.checkpoints.folder, keep, lease)
+        return Uploads(remote, run.checkpoints.folder, keep, lease)
 
     def on_checkpoint(self, folder: Path) -> None:
         """Upload a checkpoint that was published."""

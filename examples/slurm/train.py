@@ -52,6 +52,7 @@ def main() -> None:
     """Train, and print a digest of the weights."""
     parser = argparse.ArgumentParser(description="Train a small network on digits, with interruptions.")
     parser.add_argument("--output", type=Path, default=Path("out/slurm-digits"), help="folder of the saved model")
+    parser.add_argument("--checkpoint", help="folder or URL of the checkpoints; default: beside the model")
     parser.add_argument("--epochs", type=int, default=100, help="passes over the 1,797 images")
     options = parser.parse_args()
 
@@ -61,6 +62,7 @@ def main() -> None:
     trainer = Trainer(
         hps_config={"epochs": options.epochs, "batch_size": 32, "optim": {"type": "AdamW", "lr": 1e-3}},
         model_path=options.output,
+        checkpoint=options.checkpoint,
         checkpoint_every="5 epochs",
         resume="auto",
         seed=0,

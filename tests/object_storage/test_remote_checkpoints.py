@@ -280,6 +280,28 @@ def test_a_second_run_is_refused_until_the_lease_has_expired(bucket: Any, monkey
     assert not bucket.exists("bucket/run/lease.json")
 
 
+def test_two_machines_with_one_host_name_are_not_taken_for_one(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    machines = iter(["node, boot 1", "node, boot 2"])
+    monkeypatch.setattr(remote_checkpoints, "_describe_machine", lambda: next(machines))
+    first, second = Lease(RemoteFolder(URL), "first"), Lease(RemoteFolder(URL), "second")
+    first._content["process"] = 2**30  # of the other machine; here, no process has that number
+    first.take()
+    with pytest.raises(CheckpointError, match=r"in use by run first \(process 1073741824 on node\)"):
+        second.take()
+    first.release()
+
+
+def test_a_start_that_fails_leaves_no_lease(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(remote_checkpoints, "write_text", fail)
+    with pytest.raises(OSError, match="disk full"):
+        train(epochs=1)
+    assert not bucket.exists("bucket/run/lease.json")
+
+
 def test_checkpoints_of_another_run_are_not_touched(bucket: Any) -> None:
     train(epochs=1)
     before = bucket.find("bucket", detail=True)
