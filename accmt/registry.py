@@ -85,6 +85,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
 ONLY_WITH: dict[str, tuple[str, ...]] = {
     "flight_recorder": ("ledger",),
     "examiner": ("ledger",),
+    "timed_checkpoints": ("checkpoint_every",),
     "remote_checkpoints": ("checkpoint", "resume"),
 }
 """The Trainer arguments without which a feature of an add-on does nothing, so that it is not imported."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from accmt import ArgumentError, Callback, Goodput, Trainer
-from accmt.addons.goodput import pace
+from accmt.addons.goodput import pace, recorder
 from accmt.addons.goodput.meter import Meter
 from accmt.addons.goodput.pace import Costs, Pacer
 from accmt.addons.goodput.recorder import find_slowest
@@ -274,6 +276,39 @@ def test_the_report_shows_it_and_does_without_it() -> None:
 
 def test_the_slowest_process_is_the_one_that_the_others_waited_for() -> None:
     assert find_slowest([(1.0, 2.0), (1.5, 6.0), (3.0, 2.0)]) == (1, (-0.5, 4.0))
+
+
+def test_the_energy_of_the_gpu_is_counted_where_the_driver_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DriverError(Exception):
+        pass
+
+    used = iter(range(0, 10**9, 1_800_000))  # in millijoules
+    driver = SimpleNamespace(
+        NVMLError=DriverError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda identity: identity,
+        nvmlDeviceGetTotalEnergyConsumption=lambda gpu: next(used),
+    )
+
+    def fail(gpu: object) -> None:
+        raise DriverError
+
+    gpu = SimpleNamespace(uuid="1234")
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    driver.nvmlDeviceGetTotalEnergyConsumption, count = fail, driver.nvmlDeviceGetTotalEnergyConsumption
+    assert recorder._find_energy_counter(torch.device("cuda", 0)) is None
+    driver.nvmlDeviceGetTotalEnergyConsumption = count
+    read = recorder._find_energy_counter(torch.device("cuda", 0))
+    assert read is not None
+    assert [read(), read()] == [1800, 3600]
+    monkeypatch.setattr(recorder, "_find_energy_counter", lambda device: read)
+    trainer = trainer_of()
+    trainer.fit(Linear(), make_points(8))
+    totals = totals_of(trainer)
+    assert totals.joules > 0
+    assert totals.joules % 1800 == 0
+    assert "energy of the GPUs: " in totals.describe()
 
 
 # ---- Checkpoints by time

@@ -95,6 +95,15 @@ class Costs:
         )
         return interval_s / cycle_s * max(0.0, 1 - self.save_s / mtbf_s)
 
+    def describe(self, interval_s: float) -> str:
+        """Return an interval and the reasons for it as a message."""
+        return (
+            f"every {interval_s:,.0f} s. A checkpoint pauses training for {self.pause_s:.3g} s and is durable after "
+            f"{self.save_s:.3g} s; a restart takes {self.restart_s:,.3g} s; {self.failures} failures so far, one in "
+            f"{self.mtbf_s / 60:,.0f} minutes is assumed. Expected goodput: {self.goodput(interval_s):.1%} of the "
+            "running time"
+        )
+
 
 class Pacer:
     """Decides on the main process when a checkpoint is due, and at which step to decide next.
@@ -182,9 +191,4 @@ class TimedCheckpoints(Feature):
         interval_s = costs.best_interval()
         if abs(interval_s - pacer.interval_s) > _CHANGE * pacer.interval_s or pacer.interval_s == FIRST_S:
             pacer.interval_s = interval_s
-            say(
-                f'checkpoint_every="auto": every {interval_s:,.0f} s. A checkpoint pauses training for '
-                f"{costs.pause_s:.3g} s and is durable after {costs.save_s:.3g} s; a restart takes "
-                f"{costs.restart_s:,.3g} s; {costs.failures} failures so far, one in {costs.mtbf_s / 60:,.0f} minutes "
-                f"is assumed. Expected goodput: {costs.goodput(interval_s):.1%} of the running time"
-            )
+            say(f'checkpoint_every="auto": {costs.describe(interval_s)}')
