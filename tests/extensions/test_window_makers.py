@@ -21,7 +21,7 @@ ENDS = [4, 8, 12, 20, 28, 36, 41, 57, 73, 82]  # 41 samples in each of two epoch
 SGD = {"batch_size": 2, "optim": {"type": "SGD", "lr": 0.1, "momentum": 0.5}}
 
 
-def train(folder: Path, processes: int, stop: str = "0") -> dict[str, Any]:
+def train(folder: Path, processes: int | str, stop: str = "0") -> dict[str, Any]:
     result = folder / f"result-{stop}.json"
     folder.mkdir(exist_ok=True)
     launch(HERE / "scripts" / "windows.py", str(result), str(folder), stop, processes=processes, result=result)
@@ -44,9 +44,9 @@ def train_by_hand() -> list[Any]:
     return [weight.tolist() for weight in model.parameters()]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, 2, "fsdp-2"])
 def test_windows_of_a_package_are_steps_of_one_big_batch_and_resume_to_the_same_bits(
-    tmp_path: Path, processes: int
+    tmp_path: Path, processes: int | str
 ) -> None:
     whole = train(tmp_path / "whole", processes)
     stopped = train(tmp_path / "broken", processes, stop="5")

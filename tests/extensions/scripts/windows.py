@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "site"))  # as where the pack
 import growing
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accmt import AcceleratorModule, Callback, Trainer
 from accmt.errors import DataError
@@ -50,6 +51,11 @@ class Watch(Callback):
         self.seen.append(self.state.samples_seen)
 
 
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight, collected from all processes if it is sharded."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 def main(result: str, folder: str, stop: str) -> None:
     """Run one part."""
     if stop == "apart":
@@ -77,7 +83,7 @@ def main(result: str, folder: str, stop: str) -> None:
         "ended": ended,
         "seen": watch.seen,
         "ends": watch.ends,
-        "weights": [weight.tolist() for weight in module.unwrapped_model.parameters()],
+        "weights": [whole(weight).tolist() for weight in module.unwrapped_model.parameters()],
         "state": trainer.state.state_dict(),
     }
     if is_main_process():
