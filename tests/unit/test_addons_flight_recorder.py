@@ -266,6 +266,8 @@ def test_a_step_that_is_missing_now_is_a_difference(monkeypatch: pytest.MonkeyPa
     assert found.is_identical
     assert "bit-for-bit identical" in str(found)
     assert "step 5: this step no longer exists" in str(replaying.replay(folder, 5, 6).difference)
+    found = replaying.replay(folder, 5, 6, without=[1, 2])  # all samples of a step: it is skipped
+    assert (found.is_identical, found.curve) == (True, [])
 
 
 class NotDeterministic(Drifting):
