@@ -288,6 +288,11 @@ class Augmented(Points):
         return self.inputs[index] + torch.randn(3) * random.random(), self.targets[index]  # noqa: S311
 
 
+class DropsInEvaluation(Linear):
+    def validation_step(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.model(dropout(batch[0], 0.5)), batch[1])
+
+
 class Attends(Linear):
     """The gradient of its keys' bias is 0 but for rounding, of which Adam makes whole steps."""
 
@@ -341,12 +346,14 @@ CORRECT: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any]]] = {
     "plain": (Linear, {"val": Points}),
     "random": (Dropped, {"train": Augmented, "val": Points}),
     "tokens": (Tokens, {**TEXTS, "val": Texts}),
+    "dropout in evaluation": (DropsInEvaluation, {"val": Points}),
     "attention": (Attends, {}),
     "model built in fit": (BuiltInFit, {}),
     "two optimizers": (Adversarial, {"val": Points}),
 }
 
 
+@pytest.mark.feature("F04")
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_correct_program_passes(name: str, tmp_path: Path) -> None:
     make, made = CORRECT[name]

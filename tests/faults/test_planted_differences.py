@@ -9,6 +9,7 @@ import pytest
 from tests.faults.planted_differences import DIFFERENCES, compare
 
 
+@pytest.mark.feature("F03")
 @pytest.mark.parametrize(
     "name",
     [

@@ -53,6 +53,8 @@ class SameForAllSamples(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 kwargs["dropout_p"] = 0.0
             return func(*args, **kwargs)
+        if name == "dropout":  # in inference mode it is not decomposed
+            return func(args[0], args[1], train=False)
         if name == "native_dropout":
             return func(args[0], 0.0, train=True)
         if name == "randperm":

@@ -1,0 +1,103 @@
+"""Silent errors of other projects, written against accmt: what docs/find-out-what-happened.md says of each."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import Dataset
+
+from accmt import ExtendedAcceleratorModule
+from accmt.errors import ModuleContractError
+from tests.toys import Linear, make_points, make_trainer
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_model_without_trained_parameters_is_refused() -> None:  # pytorch-forum-84911
+    module = Linear()
+    module.model.requires_grad_(requires_grad=False)
+    with pytest.raises(ModuleContractError, match="no parameter of self.model requires a gradient"):
+        make_trainer().fit(module, make_points())
+
+
+class Forgets(ExtendedAcceleratorModule):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.step_optimizer()
+        return loss
+
+
+def test_a_missing_zero_grad_is_named(caplog: pytest.LogCaptureFixture) -> None:  # stackoverflow-60335387
+    with caplog.at_level(logging.WARNING, "accmt"):
+        make_trainer().fit(Forgets(), make_points())
+    assert "backward adds to gradients that were already used" in caplog.text
+
+
+class DrawsWithNumpy(Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(np.random.rand(3)).float(), torch.zeros(1)  # noqa: NPY002 - as a user draws
+
+
+class Watches(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.seen += batch[0][:, 0].tolist()
+        return self.step(batch)
+
+
+def test_loader_workers_draw_different_numbers() -> None:  # stackoverflow-67180955
+    module = Watches()
+    make_trainer({"epochs": 2}, dataloader_num_workers=2).fit(module, DrawsWithNumpy())
+    assert len(set(module.seen)) == len(module.seen) == 32
+
+
+def keep_one_row(samples: list[Any]) -> dict[str, torch.Tensor]:
+    return {"inputs": samples[0][0][None], "targets": torch.stack([sample[1] for sample in samples])}
+
+
+class OneRow(Linear):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return (self.model(batch["inputs"]) - batch["targets"]).square().mean()
+
+
+def test_a_batch_of_other_sizes_is_named(caplog: pytest.LogCaptureFixture) -> None:  # transformers-34204
+    with caplog.at_level(logging.WARNING, "accmt"):
+        make_trainer(collate_fn=keep_one_row).fit(OneRow(), make_points())
+    assert "although the batch has tensors with a first dimension of 1" in caplog.text
+
+
+class GoesAroundTheWrapper(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = [self.model]
+
+    def step(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.nets[0](batch[0]), batch[1])
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_called_through_its_wrapper_is_refused() -> None:  # x-jxmnop-ddp-out-of-sync
+    proof = make_trainer({"batch_size": 8}).prove(GoesAroundTheWrapper(), make_points(32), steps=2, samples=16)
+    assert [row.name for row in proof.rows if not row.is_right] == ["2 processes"]
+    assert "the gradients of the processes would not be averaged" in str(proof)
