@@ -5,8 +5,9 @@
 A transformer of the size of MiniLM-L6 (23 M parameters, AdamW: 270 MB of state in 317 tensors) trains on the CPU. Each
 round times the same updates without a checkpoint, with one of accmt (written by a thread: fsynced, digested, published,
 the one before deleted) and with one of `save_state` (neither fsynced nor digested, nothing deleted); the order
-alternates. The disk is idle at the start of each part. "Still" is the time that a save keeps training from going on,
-"whole" what the part took longer than the one without. Ratios are those of the medians.
+alternates. A fourth kind also uploads accmt's, to a folder that stands for object storage: it must not keep training
+waiting longer. The disk is idle at the start of each part. "Still" is the time that a save keeps training from going
+on, "whole" what the part took longer than the one without. Ratios are those of the medians.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
+from accmt.addons.remote_checkpoints import Lease, RemoteFolder, Uploads
 from accmt.checkpoint.contents import StateCollector, load_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter
@@ -54,6 +56,7 @@ class Job:
         self.collector = StateCollector(self.model, [self.optimizer.optimizer])
         self.writer = CheckpointWriter(self.store, self.collector, is_async=True, on_failure=raise_it)
         self.num_saved = 0
+        self.remote = RemoteFolder(f"file://{folder}/remote")
 
     def update(self) -> None:
         """Do one update."""
@@ -77,6 +80,19 @@ class Job:
         """Save with accmt."""
         self.num_saved += 1
         self.writer.save(self.num_saved, OTHERS, INFO)
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Upload what is saved, as a run with a URL does, and wait for it at the end."""
+        lease = Lease(self.remote, "bench")
+        lease.take()
+        uploads = Uploads(self.remote, self.store.folder, 1, lease)
+        self.writer.on_published = [uploads.add]
+        try:
+            yield
+        finally:
+            self.writer.on_published = []
+            uploads.close()
 
     def save_state(self) -> None:
         """Save with Accelerate, into a fresh folder: faster there than over old files."""
@@ -134,10 +150,11 @@ def peak_of_memory() -> Iterator[list[int]]:
 def measure(job: Job, num_updates: int, num_rounds: int) -> Times:
     """Run all rounds and return the seconds of each kind."""
     times: Times = defaultdict(list)
-    kinds = {"without": lambda: None, "accmt": job.save, "save_state": job.save_state}
+    kinds = {"without": lambda: None, "accmt": job.save, "uploaded": job.save, "save_state": job.save_state}
     for number in range(num_rounds):
         for kind in list(kinds) if number % 2 == 0 else reversed(kinds):
-            still, whole = job.train(num_updates, kinds[kind])
+            with job.uploading() if kind == "uploaded" else nullcontext():
+                still, whole = job.train(num_updates, kinds[kind])
             times[f"{kind} still"].append(still)
             times[f"{kind} whole"].append(whole)
         last = job.keep_last_of_accelerate()
@@ -165,8 +182,10 @@ def run(num_threads: int, num_updates: int, num_rounds: int) -> None:
     print(f"\n{state_bytes / 1e6:.0f} MB of state, {num_threads} thread(s) of torch, {os.cpu_count()} cores")
     print("| milliseconds | accmt | Accelerate | ratio |\n|---|---|---|---|")
     print_row("training stands still", median["accmt still"], median["save_state still"])
+    print_row("training stands still, with uploads", median["uploaded still"], median["save_state still"])
     plain = median["without whole"]
     print_row("whole time of a checkpoint", median["accmt whole"] - plain, median["save_state whole"] - plain)
+    print_row("whole time, with uploads", median["uploaded whole"] - plain, median["save_state whole"] - plain)
     print_row("loading (accmt: and verifying)", median["accmt load"], median["load_state load"])
     print(
         f"first save {first * 1e3:.0f} ms; memory while saving: {grown[-1] / state_bytes:.2f} x the state", flush=True
