@@ -185,7 +185,7 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_all_of_its_time(tmp_path
     script.write_text(SCRIPT.format(root=root, is_second=False))
     assert run_script(script).returncode == -9
     with Path("logs/model/run", GOODPUT_FILE).open("a") as file:
-        file.write('{"time": 17')  # torn by the kill
+        file.write('{"start": 5}\n{"seconds": {"training": "much"}}\n{"time": 17')  # edited, and torn by the kill
     script.write_text(SCRIPT.format(root=root, is_second=True))
     assert run_script(script).returncode == 0
     totals = read_goodput(Path("logs/model/run"))

@@ -302,4 +302,12 @@ def _find_energy_counter(device: torch.device) -> Callable[[], float] | None:
     except pynvml.NVMLError:  # a GPU without such a counter, or a container without access to it
         return None
 
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000
+    joules = 0.0
+
+    def read() -> float:
+        nonlocal joules
+        with suppress(pynvml.NVMLError):  # then it is as it was
+            joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000
+        return joules
+
+    return read

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def read_goodput(folder: Path) -> Totals:
     """
     totals = Totals()
     for line in read_json_lines(folder / GOODPUT_FILE):
-        if isinstance(line, dict):
+        with suppress(KeyError, TypeError, ValueError, AttributeError):  # of a line that was edited, or torn
             totals.add(line)
     return totals
 
