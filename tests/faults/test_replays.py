@@ -1,0 +1,19 @@
+"""Random steps of random runs are replayed bit for bit, and a poisoned sample is ranked first."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.poisoned_samples import main as poison
+from tests.faults.random_replays import main as replay_runs
+
+
+def test_a_poisoned_sample_is_ranked_first() -> None:
+    assert poison(runs=6, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(6))
+def test_steps_of_a_killed_run_are_replayed_bit_for_bit(number: int) -> None:
+    """Replays a run of each kind."""
+    assert replay_runs(runs=1, steps=10, seed=5, first=number)
