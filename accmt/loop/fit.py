@@ -113,8 +113,9 @@ def _train_epoch(run: Run) -> bool:
     state.grad_accum_steps = run.accumulation_at(state.epoch) or 1
     state.now.stage = "train"
     state.now.is_last_epoch = run.cadence.is_last_epoch(state, run.steps_per_epoch(state.epoch))
-    if not run.unwrapped_model.training:  # else the user's choice of modes is kept
-        run.unwrapped_model.train()
+    modes = {module.training for module in run.unwrapped_model.modules()}
+    if not run.unwrapped_model.training or modes == {True}:  # else some are in evaluation mode by the user's choice
+        run.unwrapped_model.train()  # which the model may override, to freeze a part
     for hook in run.hooks.on_epoch_start:
         hook()
     run.trained.find_parameters()

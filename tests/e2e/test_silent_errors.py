@@ -87,6 +87,19 @@ def test_a_batch_of_other_sizes_is_named(caplog: pytest.LogCaptureFixture) -> No
     assert "although the batch has tensors with a first dimension of 1" in caplog.text
 
 
+class SpectralNorm(Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Linear(4, 1))
+
+
+def test_a_validation_before_the_first_step_changes_no_weight_under_spectral_norm() -> None:  # pytorch-51800
+    modules = [SpectralNorm(), SpectralNorm()]
+    for module, steps in zip(modules, (0, 2), strict=True):
+        make_trainer(num_sanity_val_steps=steps).fit(module, make_points(), make_points(6))
+    assert all(torch.equal(*both) for both in zip(*(module.model.parameters() for module in modules), strict=True))
+
+
 class GoesAroundTheWrapper(Linear):
     def __init__(self) -> None:
         super().__init__()

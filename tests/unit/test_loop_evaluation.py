@@ -199,6 +199,33 @@ class Frozen(Linear):
         return [module.training for module in self.model.modules()]
 
 
+class FreezingNet(nn.Sequential):
+    """Keeps batch norm in evaluation mode, by an override of `train` as detection backbones have it."""
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+class Freezing(Linear):
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = FreezingNet(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.seen = []
+
+    def training_step(self, batch):
+        self.seen.append([module.training for module in self.model.modules()])
+        return self.step(batch)
+
+
+def test_what_a_models_own_train_freezes_is_frozen_from_the_first_step():
+    module = Freezing()
+    make_trainer({"epochs": 2}).fit(module, make_points(), make_points(6))
+    assert module.seen == [[True, False, True]] * 8
+    assert module.model[0].num_batches_tracked == 0
+
+
 OFF = {(False, False, False, False)}
 
 
