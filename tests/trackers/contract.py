@@ -20,7 +20,7 @@ from accelerate.state import PartialState
 import accmt
 from accmt.errors import TrackerError
 from accmt.tracking import Tracking, read_history, resolve_trackers, sync_run
-from accmt.tracking.replay import Ledger
+from accmt.tracking.replay import DeliveryFile
 from tests.toys import Linear, make_points, make_trainer
 from tests.trackers.killed import CHECKPOINT_AT, KILLED_AT, make
 from tests.trackers.unreachable import FLUSH_S as FLUSH_OF_UNREACHABLE_S
@@ -297,7 +297,7 @@ class TrackerContract:
 
     def run_id(self, tracking: Tracking) -> str:
         """Return the id by which the tracker knows the run."""
-        run_id = Ledger.read(tracking.run_folder).accounts[self.kind.name].run_id
+        run_id = DeliveryFile.read(tracking.run_folder).accounts[self.kind.name].run_id
         assert run_id
         return run_id
 

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.state import PartialState
 
 from accmt.tracking import Tracking, resolve_trackers
-from accmt.tracking.replay import Ledger
+from accmt.tracking.replay import DeliveryFile
 
 CHECKPOINT_AT, KILLED_AT = 10, 17
 
@@ -43,7 +43,7 @@ def main() -> None:
         if step == CHECKPOINT_AT:
             (folder / "state.json").write_text(json.dumps(tracking.state_dict()))
     ends = time.monotonic() + 60
-    while Ledger.read(tracking.run_folder).accounts[name].delivered < KILLED_AT + 2:
+    while DeliveryFile.read(tracking.run_folder).accounts[name].delivered < KILLED_AT + 2:
         if time.monotonic() > ends:
             raise TimeoutError
         time.sleep(0.05)

@@ -11,7 +11,7 @@ from accelerate.state import PartialState
 from accmt import MLFlow, TensorBoard
 from accmt.cli.main import main
 from accmt.tracking import Tracking, resolve_trackers
-from accmt.tracking.replay import Ledger
+from accmt.tracking.replay import DeliveryFile
 from tests.faults.tracking import Faulty, kill, points_of, tensorboard_points, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
@@ -62,7 +62,7 @@ def sync(capsys, folder, *arguments):
 def test_a_killed_run_gets_its_rows_and_its_true_status(store, capsys):
     tracking = start([TensorBoard, MLFlow], store, "killed")
     kill(tracking)
-    left = {key: account.delivered for key, account in Ledger.read(tracking.run_folder).accounts.items()}
+    left = {key: account.delivered for key, account in DeliveryFile.read(tracking.run_folder).accounts.items()}
     assert set(left.values()) == {0}
     exit_code, printed = sync(capsys, tracking.run_folder)
     assert exit_code == 0
@@ -73,17 +73,17 @@ def test_a_killed_run_gets_its_rows_and_its_true_status(store, capsys):
     points = [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert tensorboard_points(tracking.run_folder) == points
     client = mlflow.MlflowClient(f"sqlite:///{store}/mlflow.db")
-    run_id = Ledger.read(tracking.run_folder).accounts["mlflow"].run_id
+    run_id = DeliveryFile.read(tracking.run_folder).accounts["mlflow"].run_id
     assert points_of(client, run_id) == points
     assert client.get_run(run_id).info.status == "KILLED"
 
 
 def test_a_killed_run_of_which_every_row_has_arrived_gets_its_true_status(store, capsys):
     tracking = start(MLFlow, store, "arrived")
-    wait_until(lambda: Ledger.read(tracking.run_folder).accounts["mlflow"].settled == 4)  # with the configuration
+    wait_until(lambda: DeliveryFile.read(tracking.run_folder).accounts["mlflow"].settled == 4)  # with the configuration
     kill(tracking)
     client = mlflow.MlflowClient(f"sqlite:///{store}/mlflow.db")
-    run_id = Ledger.read(tracking.run_folder).accounts["mlflow"].run_id
+    run_id = DeliveryFile.read(tracking.run_folder).accounts["mlflow"].run_id
     client.update_run(run_id, status="RUNNING")  # as it stands where nobody could end it
     exit_code, printed = sync(capsys, tracking.run_folder)
     assert (exit_code, printed.out) == (0, "mlflow: 0 rows delivered, 0 left\n")
@@ -95,7 +95,7 @@ def test_a_killed_run_of_which_every_row_has_arrived_gets_its_true_status(store,
 def test_what_a_killed_tracker_had_in_memory_only_is_delivered_again(settled, steps, store, capsys):
     tracking = start(TensorBoard, store, f"memory-{settled}")
     kill(tracking)
-    ledger = Ledger.read(tracking.run_folder)
+    ledger = DeliveryFile.read(tracking.run_folder)
     account = ledger.accounts["tensorboard"]
     account.delivered, account.handed, account.settled = 4, 4, settled  # of the configuration and three rows
     ledger.save()
