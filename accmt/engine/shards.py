@@ -104,7 +104,7 @@ def _require_fillable(model: nn.Module) -> None:
         if _has_own(part) and not hasattr(part, "reset_parameters"):
             got = f"{name or 'the model'}, a {type(part).__name__} with tensors but without reset_parameters"
             do = "define reset_parameters(self), which initializes its tensors, as in torch's layers"
-            raise ModuleContractError(explain(_WHERE, got, "parts that initialize themselves", do))
+            raise ModuleContractError(explain(_WHERE, got, "modules that initialize their own tensors", do))
 
 
 def _has_own(part: nn.Module) -> bool:
@@ -156,7 +156,9 @@ class _RejectsDraws(TorchFunctionMode):
         changed = next(chain(args, named.values()), None)
         if name.endswith("_") and not name.endswith("__") and is_dtensor(changed):
             got = f"initial values that a part draws ({name}) for parts below its children"
-            raise ModuleContractError(explain(_WHERE, got, "parts that initialize themselves", "build it on the CPU"))
+            raise ModuleContractError(
+                explain(_WHERE, got, "modules that initialize their own tensors", "build it on the CPU")
+            )
         return func(*args, **named)
 
 

@@ -177,7 +177,9 @@ def require_writable_folder(folder: Path, argument: str) -> None:
         if parent.is_symlink():
             got = f"{parent} is a link to {parent.readlink()}, which does not exist"
             do = f"create the target of the link, or remove the link: rm {parent}"
-            raise SavingError(explain(f"Trainer({argument}={str(folder)!r})", got, "a folder, or a free name", do))
+            raise SavingError(
+                explain(f"Trainer({argument}={str(folder)!r})", got, "an existing folder, or a new path", do)
+            )
         parent = parent.parent
     try:
         with tempfile.TemporaryFile(dir=parent):

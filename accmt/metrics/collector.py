@@ -181,7 +181,7 @@ def directions_of(choices: Mapping[str, Choice], directions: Mapping[str, IsBett
         rising = {name: _is_rising(directions[name]) for name in members}
         if {True, False} <= set(rising.values()):
             up, down = ([name for name in members if rising[name] is way] for way in (True, False))
-            got = f"{new!r} over {up}, where greater is better, and {down}, where lower is better"
+            got = f"{new!r} over {up}, where higher is better, and {down}, where lower is better"
             raise MetricError(explain(_WHERE, got, "results with one direction", "average them separately"))
         if members and None not in rising.values():
             found[new] = directions[members[0]]

@@ -124,7 +124,7 @@ class TorchMetric(Metric):
     def _is_better(self, entry: str, new: float, best: float) -> bool:
         greater = self._greater[entry]
         if greater is None:
-            got = f"no direction for {entry!r}: torchmetrics does not define whether greater is better"
+            got = f"no direction for {entry!r}: torchmetrics does not define whether higher is better"
             do = f"TorchMetric(metric, {self.name!r}, greater_is_better=True) from accmt.metrics, or False"
             raise metric_error(self.name, got, "a direction for model selection", do)
         return new > best if greater else new < best

@@ -78,7 +78,9 @@ class Media:
         except (OSError, ValueError) as error:
             problem = str(error)
         if problem:  # not chained to the OSError, which would look like an outage of the server
-            raise DataError(explain(str(path), problem, "the table that was logged", "nothing: it cannot be recovered"))
+            raise DataError(
+                explain(str(path), problem, "the table that was logged", "log it again: it cannot be recovered")
+            )
         return content["columns"], content["data"]
 
 
@@ -213,7 +215,7 @@ def read_image(path: Path) -> Image:
     except OSError as error:
         problem = str(error)
     # Not chained to the OSError, which would look like an outage of the server.
-    raise DataError(explain(str(path), problem, "the image that was logged", "nothing: it cannot be recovered"))
+    raise DataError(explain(str(path), problem, "the image that was logged", "log it again: it cannot be recovered"))
 
 
 def _to_image(name: str, image: Any) -> Image:

@@ -159,7 +159,7 @@ def test_a_name_that_a_result_has_is_rejected():
 def test_results_of_two_directions_are_rejected_at_the_start():
     metrics = [Mean("mean"), Accuracy("count")]
     metrics[0].greater_is_better, metrics[0].comparator = False, "<"
-    with pytest.raises(MetricError, match=r"'average' over \['count__en'.*where greater is better, and \['mean__en'"):
+    with pytest.raises(MetricError, match=r"'average' over \['count__en'.*where higher is better, and \['mean__en'"):
         fit({"average": lambda name: True}, metrics=metrics)
 
 

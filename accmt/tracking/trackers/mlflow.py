@@ -272,7 +272,7 @@ class MLFlowRun(TrackerRun):
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         got = f"the run {self.run_id} to resume was deleted, or is not in {self.tracking_uri}"
-        warn(explain("the tracker mlflow", got, "the run of the checkpoint", "nothing: a new run gets all rows"))
+        warn(explain("the tracker mlflow", got, "the run of the checkpoint", "nothing to do: a new run gets all rows"))
         self.run_id = None
 
     def _restore_environment(self) -> None:
