@@ -89,7 +89,6 @@ if TYPE_CHECKING:
     from accmt.options.saving import Checkpointer as Checkpointer
     from accmt.options.saving import CheckpointOptions as CheckpointOptions
     from accmt.options.saving import PatienceOptions as PatienceOptions
-    from accmt.options.tracking import Goodput as Goodput
     from accmt.options.tracking import Ledger as Ledger
     from accmt.options.tracking import Monitor as Monitor
     from accmt.options.tracking import TrackerOptions as TrackerOptions
@@ -126,7 +125,6 @@ _HOMES = {
     "DVCLive": "accmt.addons.trackers.dvclive",
     "DataError": "accmt.errors",
     "DataOptions": "accmt.options.data",
-    "Goodput": "accmt.options.tracking",
     "Ledger": "accmt.options.tracking",
     "DeviceError": "accmt.errors",
     "EMA": "accmt.callbacks",

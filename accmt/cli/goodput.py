@@ -12,13 +12,14 @@ from accmt.errors import ArgumentError
 
 
 def _price(text: str) -> float:
-    from accmt.options import Goodput
+    from accmt.options import Monitor
 
     try:
-        price = Goodput(price_per_hour=float(text)).price_per_hour
+        price = float(text)
+        Monitor(price_per_hour=price)
     except (ValueError, ArgumentError):
         raise argparse.ArgumentTypeError(f"expected a price, a number from 0 such as 2.5, got {text!r}") from None
-    return 0.0 if price is None else price
+    return price
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

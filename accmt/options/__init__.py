@@ -9,7 +9,7 @@ from accmt.options.optimizer_and_scheduler_names import Optimizer, Scheduler
 from accmt.options.running import RunningSettings, TorchFlags
 from accmt.options.saving import Checkpointer, CheckpointOptions, CheckpointSettings, SavingSettings
 from accmt.options.settings import Settings
-from accmt.options.tracking import Goodput, Ledger, Monitor, TrackerOptions, TrackingSettings
+from accmt.options.tracking import Ledger, Monitor, TrackerOptions, TrackingSettings
 
 __all__ = [
     "CheckpointOptions",
@@ -18,7 +18,6 @@ __all__ = [
     "Clipping",
     "DataOptions",
     "DataSettings",
-    "Goodput",
     "Ledger",
     "EvaluationSettings",
     "FailureSettings",

@@ -29,7 +29,9 @@ from accmt.registry import names
 
 @dataclass(frozen=True, kw_only=True)
 class Monitor:
-    """What to log; each enabled field adds exactly the values listed here to the training rows.
+    """What to measure and log. Each enabled field adds exactly the values listed here to the training rows.
+
+    `record_goodput` and `price_per_hour` add none.
 
     Args:
         train_loss: The training loss.
@@ -55,6 +57,10 @@ class Monitor:
             `goodput_overhead`, that of waiting for data, evaluating and saving; `goodput_lost`, that of starts,
             interruptions and steps made again. On several processes also `slowest_process`, the one that the others
             waited for since the last row, and `slowest_process_s`, for how long.
+        record_goodput: Whether to record how the run spends its time, in `goodput.jsonl` in the run folder, for
+            `accmt goodput` and the report.
+        price_per_hour: The price of one hour on all machines of the run, in any currency; `accmt goodput` and the
+            report then show the cost of the run.
         checkpoint: `checkpoint`, a row with the number of optimizer steps at each checkpoint.
         added: Measurements from other packages, by name: entry points in the group `accmt.monitored_values`. In a dict
             or list, use their names like those above.
@@ -75,6 +81,8 @@ class Monitor:
     gpu_utilization: bool = False
     mfu: bool | float = False
     goodput: bool = False
+    record_goodput: bool = True
+    price_per_hour: float | None = None
     checkpoint: bool = False
     added: tuple[str, ...] = ()
 
@@ -88,6 +96,12 @@ class Monitor:
         peak = _to_positive(self.mfu)
         if not isinstance(self.mfu, bool) and (peak is None or math.isinf(peak)):
             _reject("mfu", self.mfu, "True or False, or operations per second such as 312e12")
+        price = self.price_per_hour
+        if price is not None and not (is_number(price) and 0 <= price < math.inf):
+            _reject("price_per_hour", price, "a number from 0, or None", example=2.5)
+        if not self.record_goodput and (self.goodput or price is not None):
+            expected = "True with `goodput` or `price_per_hour`, which need the record"
+            _reject("record_goodput", self.record_goodput, expected)
 
     @property
     def norm_order(self) -> float | None:
@@ -150,9 +164,9 @@ def _to_positive(value: Any) -> float | None:
     return number if number > 0 else None
 
 
-def _reject(name: str, value: Any, expected: str) -> NoReturn:
+def _reject(name: str, value: Any, expected: str, *, example: bool | float = True) -> NoReturn:
     got = f"{value!r} ({type(value).__name__})"
-    raise ArgumentError(explain(f"Monitor({name}=...)", got, expected, f"Monitor({name}=True)"))
+    raise ArgumentError(explain(f"Monitor({name}=...)", got, expected, f"Monitor({name}={example})"))
 
 
 def _require_seconds(name: str, value: Any) -> None:
@@ -200,23 +214,6 @@ class Ledger(Options):
         return None if self.every is None else int(read_every("every", self.every, ("step",), plain="step").number)
 
 
-def _require_price(name: str, value: Any) -> None:
-    if not is_number(value) or not 0 <= value < math.inf:
-        raise_wrong_value(name, value, "a number from 0", write_argument(name, 2.5))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goodput(Options):
-    """How a run spends its time, recorded in `goodput.jsonl` in the run folder.
-
-    Args:
-        price_per_hour: The price of one hour on all machines of the run, in any currency; `accmt goodput` and the
-            report then show the cost of the run.
-    """
-
-    price_per_hour: Annotated[float, _require_price] | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings:
     """Logging and trackers.
@@ -237,8 +234,6 @@ class TrackingSettings:
             unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
         ledger: Whether to record the result of each step, for `accmt replay` and `accmt diff`;
             `Ledger(every="100 steps")`, or a dict of its arguments, sets the interval of checksums.
-        goodput: Whether to record how a run spends its time, for `accmt goodput`;
-            `Goodput(price_per_hour=2.5)`, or a dict of its arguments, adds the price.
         tracker_kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes
             them to one tracker only.
     """
@@ -253,7 +248,6 @@ class TrackingSettings:
     monitor: Any = None
     tracker_options: TrackerOptions = None  # type: ignore[assignment]  # set in __post_init__
     ledger: bool | Ledger | Mapping[str, Any] = False
-    goodput: bool | Goodput | Mapping[str, Any] = True
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -271,8 +265,6 @@ class TrackingSettings:
         set_field(self, "tracker_options", TrackerOptions.read("tracker_options", self.tracker_options))
         if not isinstance(self.ledger, bool):
             set_field(self, "ledger", Ledger.read("ledger", self.ledger, ", or True or False"))
-        if not isinstance(self.goodput, bool):
-            set_field(self, "goodput", Goodput.read("goodput", self.goodput, ", or True or False"))
         self.log_steps  # noqa: B018 - raises if invalid
 
     @property
@@ -281,13 +273,6 @@ class TrackingSettings:
         return (
             (Ledger() if self.ledger else None) if isinstance(self.ledger, bool) else Ledger.read("ledger", self.ledger)
         )
-
-    @property
-    def goodput_options(self) -> Goodput | None:
-        """The options of the account; None if it is off."""
-        if isinstance(self.goodput, bool):
-            return Goodput() if self.goodput else None
-        return Goodput.read("goodput", self.goodput)
 
     @property
     def log_steps(self) -> int:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         Clipping,
         DataOptions,
         Failures,
-        Goodput,
         Handler,
         Ledger,
         Limits,
@@ -166,8 +165,6 @@ class Trainer(TrainerProperties):
             unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
         ledger: Whether to record the result of each step, for `accmt replay` and `accmt diff`; `Ledger(every="100
             steps")`, or a dict of its arguments, sets the interval of checksums.
-        goodput: Whether to record how a run spends its time, for `accmt goodput`; `Goodput(price_per_hour=2.5)`, or a
-            dict of its arguments, adds the price.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
             an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
             the run folder.
@@ -255,7 +252,6 @@ class Trainer(TrainerProperties):
         run_name: str | None = None,
         tracker_options: TrackerOptions | Mapping[str, Any] | None = None,
         ledger: bool | Ledger | Mapping[str, Any] = False,
-        goodput: bool | Goodput | Mapping[str, Any] = True,
         profiler: Literal["simple", "advanced", "pytorch"] | ProfileKwargs | profile | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | int = False,

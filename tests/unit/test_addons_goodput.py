@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from accmt import ArgumentError, Callback, Goodput, Trainer
+from accmt import ArgumentError, Callback, Monitor, Trainer
 from accmt.addons.goodput import pace, recorder
 from accmt.addons.goodput.meter import Meter
 from accmt.addons.goodput.pace import Costs, Pacer
@@ -231,7 +231,7 @@ def test_rows_have_fractions_of_the_time_if_the_monitor_selects_them() -> None:
 
 
 def test_without_it_nothing_is_recorded() -> None:
-    trainer = trainer_of(goodput=False)
+    trainer = trainer_of(monitor=Monitor(record_goodput=False))
     trainer.fit(Linear(), make_points(8))
     assert not Path(trainer.log_dir, GOODPUT_FILE).exists()
 
@@ -239,13 +239,19 @@ def test_without_it_nothing_is_recorded() -> None:
 @pytest.mark.parametrize("price", ["cheap", -1, float("nan"), True])
 def test_a_price_that_is_no_number_is_an_error(price: Any) -> None:
     with pytest.raises(ArgumentError, match=r"price_per_hour[\s\S]*a number from 0"):
-        Goodput(price_per_hour=price)
+        Monitor(price_per_hour=price)
     with pytest.raises(ArgumentError, match=r"price_per_hour[\s\S]*a number from 0"):
-        trainer_of(goodput={"price_per_hour": price})
+        trainer_of(monitor={"price_per_hour": price})
+
+
+@pytest.mark.parametrize("needs_record", [{"goodput": True}, {"price_per_hour": 2.5}])
+def test_what_needs_the_record_is_an_error_without_it(needs_record: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"Monitor\(record_goodput=...\)[\s\S]*which need the record"):
+        trainer_of(monitor={"record_goodput": False, **needs_record})
 
 
 def test_the_command_prints_a_table_whose_parts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = trainer_of(goodput={"price_per_hour": 7200})
+    trainer = trainer_of(monitor={"price_per_hour": 7200})
     trainer.fit(Linear(), make_points(8))
     assert main(["goodput", str(trainer.log_dir)]) == 0
     printed = capsys.readouterr().out

@@ -76,7 +76,7 @@ class GoodputRecorder(Feature):
     def for_run(cls, run: EvaluationRun) -> GoodputRecorder | None:
         settings = run.settings
         every = settings.checkpoints.every
-        is_on = settings.tracking.goodput_options is not None or (every is not None and every.unit == "auto")
+        is_on = settings.tracking.monitored.record_goodput or (every is not None and every.unit == "auto")
         if not is_on or not isinstance(run, Run) or settings.running.fast_dev_run:
             return None
         return cls(run) if num_processes() == 1 else _OfSeveralProcesses(run)
@@ -139,9 +139,8 @@ class GoodputRecorder(Feature):
             "host": socket.gethostname(),
             "processes": num_processes(),
         }
-        options = self._run.settings.tracking.goodput_options
-        if options is not None and options.price_per_hour is not None:
-            start["price_per_hour"] = options.price_per_hour
+        if (price := self._run.settings.tracking.monitored.price_per_hour) is not None:
+            start["price_per_hour"] = price
         overlap = max(0.0, self.totals.last - self._began)  # this program began before another start of the run ended
         self._written = {name: min(overlap, seconds) for name, seconds in self.meter.read().items()}
         self._add(file, {"start": start})
