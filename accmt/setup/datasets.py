@@ -269,7 +269,7 @@ def name_sets(data: Any) -> dict[str, Any]:
     is_several = isinstance(data, list | tuple) and all(
         isinstance(one, Dataset | DataLoader) or type(one).__module__.partition(".")[0] == "datasets" for one in data
     )
-    if data and is_several:
+    if is_several and len(data):
         return {str(index): one for index, one in enumerate(data)}
     if not isinstance(data, dict):
         return {"": data}

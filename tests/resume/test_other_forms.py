@@ -94,7 +94,7 @@ def test_an_error_of_a_users_own_state_stays_what_it_is():
 def test_what_was_learned_is_read_from_a_checkpoint_before_features_had_states_by_name(size: int | None) -> None:
     train(max_steps=2)
     state, manifest = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("state", "manifest"))
-    assert state["others"].pop("features") == {"loss_guard": {"recent": None}}
+    assert state["others"].pop("features").keys() == {"loss_guard", "goodput"}
     assert state["others"].pop("lessons") == {}
     state["others"]["guard"] = {"recent": None}
     learned = {"max_micro_batch_size": size, "skipped_windows": [4], "careful_until": 5}

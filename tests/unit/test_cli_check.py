@@ -205,7 +205,7 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit) as raised:
         main(["--help"])
     assert raised.value.code == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert all(name in printed and purpose in printed for name, purpose in COMMANDS.items())
 
 

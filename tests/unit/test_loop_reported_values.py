@@ -154,8 +154,8 @@ def test_a_scheduler_of_the_module_names_what_it_watches():
         ({"monitor": "acc"}, {}, "got: 'acc'[\\s\\S]*do: metrics="),
         ({"monitor": "val_loss"}, {}, "do: write `monitor: valid_loss`"),
         ({"monitor": "train_loss"}, {}, "got: 'train_loss'"),
-        ({"monitor": "acc", "mode": "min"}, ACC, "got: 'min' for acc, of which more is better"),
-        ({"monitor": "valid_loss", "mode": "max"}, {}, "got: 'max' for valid_loss, of which less is better"),
+        ({"monitor": "acc", "mode": "min"}, ACC, "got: 'min' for acc, where higher is better"),
+        ({"monitor": "valid_loss", "mode": "max"}, {}, "got: 'max' for valid_loss, where lower is better"),
     ],
 )
 def test_a_monitor_that_cannot_be_is_refused(scheduler, settings, message):
