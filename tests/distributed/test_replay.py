@@ -27,7 +27,13 @@ def content_of(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ""), (1, "tokens"), (2, "bf16"), ("fsdp-2", "")])
+SLOW = pytest.mark.slow  # those that others stand for
+
+
+@pytest.mark.parametrize(
+    ("processes", "mode"),
+    [(1, ""), pytest.param(1, "tokens", marks=SLOW), pytest.param(2, "bf16", marks=SLOW), ("fsdp-2", "")],
+)
 def test_a_replayed_step_is_identical_and_nothing_changes(
     processes: int | str,
     mode: str,

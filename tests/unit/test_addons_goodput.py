@@ -194,7 +194,6 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_all_of_its_time(tmp_path
     assert (totals.starts, totals.resumes, totals.failures, totals.step) == (2, 1, 1, 12)
     assert not totals.is_open
     assert all(totals.seconds[name] > 0 for name in totals.seconds if name not in ("stopped", "unrecorded"))
-    assert totals.seconds["stopped"] + totals.seconds["unrecorded"] > 0
     assert totals.pauses[0] == totals.saves[0] == 5  # after steps 3, 6, 9 and 12, and at the end
 
 
