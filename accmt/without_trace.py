@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -35,8 +35,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for layer, is_training in modes:
-                layer.training = is_training
+            restore_modes(modes)
             for weight, gradient in gradients:
                 weight.grad = gradient
             for registered, before in buffers:  # some may be new or replaced
@@ -44,6 +43,19 @@ def without_trace(model: nn.Module) -> Iterator[None]:
                 registered.update(before)
             for buffer, value in values:
                 _give_back(buffer, value)
+
+
+def restore_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Set the mode of each module, those that contain others first.
+
+    Modes are set one by one, because the user may keep some modules in evaluation mode. A `train` that a module
+    overrides is called, because it may do more than set the mode: some adapters merge their weights for evaluation.
+    """
+    for module, is_training in modes:
+        if type(module).train is nn.Module.train:
+            module.training = is_training
+        elif module.training != is_training:
+            module.train(is_training)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -28,6 +28,7 @@ from accmt.processes import broadcast_object, data_index, gather_objects, num_pr
 from accmt.run import TEST_LOSS, EvaluationRun, Run
 from accmt.saving import name_by_rules
 from accmt.state import Stage
+from accmt.without_trace import restore_modes
 
 
 def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
@@ -67,8 +68,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, is_training in modes:  # individually: the user may keep some in evaluation mode
-            module.training = is_training
+        restore_modes(modes)
 
 
 @torch.no_grad()

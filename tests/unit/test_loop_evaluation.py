@@ -226,6 +226,38 @@ def test_what_a_models_own_train_freezes_is_frozen_from_the_first_step():
     assert module.model[0].num_batches_tracked == 0
 
 
+class MergingLinear(nn.Linear):
+    """Adds its adapter to the weight in evaluation mode, as loralib's layers do."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.weight.requires_grad_(False)
+        self.adapter = nn.Parameter(torch.zeros(1, 3))
+
+    def train(self, mode: bool = True):
+        if mode != self.training:
+            self.weight.data += -self.adapter.data if mode else self.adapter.data
+        return super().train(mode)
+
+    def forward(self, inputs):
+        return super().forward(inputs) + (inputs @ self.adapter.T if self.training else 0)
+
+
+class Merging(Linear):
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(MergingLinear())
+
+
+def test_an_adapter_that_is_merged_for_evaluation_is_trained_after_it():
+    weights = []
+    for every in ("2 steps", "1 epoch"):
+        module = Merging()
+        make_trainer({"epochs": 1}, evaluate_every_n_steps=every).fit(module, make_points(), make_points(6))
+        weights.append(module.model[0].adapter.detach())
+    torch.testing.assert_close(*weights)
+
+
 OFF = {(False, False, False, False)}
 
 
