@@ -250,7 +250,8 @@ def _build(
     if "fused" in parameters_of(optimizer_class) and not _IMPLEMENTATIONS & set(arguments):
         # Other errors of a trial show up when the real optimizer is built.
         with suppress(RuntimeError, TypeError, ValueError):
-            if _is_fused_right(optimizer_class, arguments, trainable, as_trained):
+            is_right = _is_fused_right(optimizer_class, arguments, trainable, as_trained)
+            if is_right and _accepts_late_gradients(optimizer_class, arguments, trainable):
                 arguments["fused"] = True
     try:
         if arguments.get("fused") and not _is_fused_right(optimizer_class, arguments, trainable, as_trained):
@@ -267,6 +268,25 @@ def _build(
             do += "`groups: [{kind: matrix, type: Muon, lr: 0.02}]`"
         expected = f"arguments and parameters accepted by {name}"
         raise HyperParameterError(explain(where, f"{name}: {error}", expected, do)) from error
+
+
+def _accepts_late_gradients(
+    optimizer_class: type[Optimizer], arguments: Mapping[str, Any], trainable: Iterable[nn.Parameter]
+) -> bool:
+    """Return whether a fused step accepts a parameter that has its first gradient after others, as unfrozen ones do.
+
+    In torch 2.13, fused SGD with momentum raises a TypeError.
+    """
+    device = next((parameter.device for parameter in trainable if not parameter.is_meta), None)
+    weights = [nn.Parameter(torch.zeros(1, device=device)) for _ in range(2)]
+    optimizer = optimizer_class(weights, **{**arguments, "fused": True})
+    try:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    except TypeError:
+        return False
+    return True
 
 
 def _is_fused_right(

@@ -86,6 +86,19 @@ def test_every_type_of_weights_is_trained(name, dtype):
     assert torch.allclose(weight, other, rtol=0.02)
 
 
+@pytest.mark.parametrize("said", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
+def test_a_weight_may_have_its_first_gradient_after_others(said):
+    """Torch 2.13's fused SGD with momentum raises a TypeError then."""
+    ours, plain = ([weights(), weights()] for _ in range(2))
+    built = build_optimizer(HyperParameters(optim="SGD", optim_kwargs={"lr": 0.1, **said}), nn.ParameterList(ours))
+    for both, optimizer in ((ours, built), (plain, torch.optim.SGD(plain, lr=0.1, fused=False, **said))):
+        for last in (1, 2, 2):
+            for weight in both[:last]:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    assert all(torch.allclose(*pair) for pair in zip(ours, plain, strict=True))
+
+
 def test_a_fused_kernel_that_was_asked_for_and_does_nothing_is_an_error():
     class Idle(torch.optim.SGD):
         def step(self, closure=None):
