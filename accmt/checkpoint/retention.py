@@ -32,6 +32,9 @@ from accmt.options.units import Every
 PIN_NAME = "PINNED"
 """A file with this name in a checkpoint keeps it permanently."""
 
+KEEP_EVERY = "keep_every\n"
+"""The content of this file if accmt wrote it, so that it is not taken for the user's."""
+
 
 def list_published(folder: Path) -> list[Path]:
     if not folder.is_dir():
@@ -89,13 +92,15 @@ def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
 
 
 def is_kept_for_good(every: Every, info: Mapping[str, Any], folder: Path) -> bool:
-    """Return whether a new checkpoint is the first one after so many steps or epochs of its run.
+    """Return whether a new checkpoint is the first one after so many steps or epochs of its run, or replaces this one.
 
     Args:
         every: The interval.
         info: What the manifest of the new checkpoint holds.
         folder: The folder of the run's checkpoints.
     """
+    if is_kept_by_interval(folder / step_name(info["global_step"])):
+        return True
     number = _interval_of(info, every)
     for path in reversed(list_published(folder)):
         if (path / PIN_NAME).exists():
@@ -103,6 +108,14 @@ def is_kept_for_good(every: Every, info: Mapping[str, Any], folder: Path) -> boo
             if not isinstance(last, Damage) and last.info.get("run_name") == info.get("run_name"):
                 return number > _interval_of(last.info, every)
     return number >= 1
+
+
+def is_kept_by_interval(path: Path) -> bool:
+    """Return whether a checkpoint is kept because of `keep_every`, not because a user pinned it."""
+    try:
+        return (path / PIN_NAME).read_text() == KEEP_EVERY
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _interval_of(info: Mapping[str, Any], every: Every) -> int:
@@ -125,8 +138,8 @@ def delete(path: Path, *, step: int) -> None:
 
 
 def dispose(replaced: Path, *, step: int) -> None:
-    """Delete a replaced checkpoint, or make it visible if it must be kept. A failure causes a warning."""
-    if is_deletable(replaced):
+    """Delete a replaced checkpoint, or make it visible if a user pinned it. A failure causes a warning."""
+    if is_deletable(replaced) or is_kept_by_interval(replaced):
         delete(replaced, step=step)
         return
     try:

@@ -40,6 +40,7 @@ from accmt.checkpoint.manifest import (
     write_manifest,
 )
 from accmt.checkpoint.retention import (
+    KEEP_EVERY,
     PIN_NAME,
     Ages,
     dispose,
@@ -284,7 +285,7 @@ class CheckpointStore:
         published = self.folder / step_name(staging.step)
         try:
             if self._keep_every is not None and is_kept_for_good(self._keep_every, info, self.folder):
-                (staging.folder / PIN_NAME).touch()
+                (staging.folder / PIN_NAME).write_text(KEEP_EVERY)
             # The files are durable; their names come next, then the manifest, then the rename: after a power failure at
             # any point there is either no checkpoint with this name or a complete one.
             for folder in (staging.folder, *(path for path in staging.folder.rglob("*") if path.is_dir())):

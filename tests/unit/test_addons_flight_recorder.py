@@ -203,13 +203,18 @@ def test_the_ledger_can_be_off_and_its_arguments_are_checked() -> None:
     assert json.loads(json.dumps(trainer.config()))["ledger"] == {"every": 2}
 
 
-@pytest.mark.parametrize(("every", "keep_every", "kept"), [(1, "5 steps", [5, 10, 12]), (3, "1 epoch", [6, 9, 12])])
+@pytest.mark.parametrize(
+    ("every", "keep_every", "kept"),
+    [(1, "5 steps", [5, 10, 12]), (3, "1 epoch", [6, 9, 12]), (1, "4 steps", [4, 8, 12])],
+)
 def test_keyframes_are_kept_for_good(every: int, keep_every: str, kept: list[int]) -> None:
     """Four steps make an epoch; a run that resumes goes on as an unbroken one."""
     options = {"checkpoint_every": every, "checkpoint_options": {"keep_every": keep_every}}
     interrupt(step=7, **options)
     trainer_of(resume=True, **options).fit(Linear(), make_points(8))
-    assert sorted(int(path.name.rpartition("-")[2]) for path in Path("out/checkpoint-model").glob("step-*")) == kept
+    folders = sorted(path for path in Path("out/checkpoint-model").iterdir() if path.is_dir())
+    assert [path.name for path in folders] == [f"step-{step:08d}" for step in kept]
+    assert [(path / "PINNED").exists() for path in folders] == [True, True, keep_every != "5 steps"]
     with pytest.raises(ArgumentError, match="keep_every"):
         trainer_of(checkpoint_options={"keep_every": "2 evals"})
 
