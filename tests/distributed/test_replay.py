@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,31 @@ def test_what_differs_and_why_a_step_cannot_be_made_again_are_said(
     ledger.unlink()
     assert main(["replay", str(run), "--step", "2"]) == 2
     assert "no ledger.jsonl" in capsys.readouterr().err
+
+
+def test_a_program_that_changes_its_working_folder_and_trains_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    Path("replayed_run.py").write_text((SCRIPTS / "replayed_run.py").read_text())
+    Path("program.py").write_text(TWICE)
+    assert subprocess.run([sys.executable, "program.py"], check=False).returncode == 0
+    run = tmp_path / "sub" / "logs" / "model" / "run"
+    assert main(["replay", str(run), "--step", "20"]) == 0
+    assert "bit-for-bit identical" in capsys.readouterr().out
+    assert main(["replay", str(run), "--step", "30"]) == 2
+    said = capsys.readouterr().err
+    assert "nothing left to train after step 27" in said
+    assert "only the first fit of a program can be replayed" in said
+
+
+TWICE = """
+import os
+
+from replayed_run import main
+
+os.chdir("sub")
+main(".")
+main(".", epochs=3, resume=True)
+"""

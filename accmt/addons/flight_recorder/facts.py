@@ -55,7 +55,7 @@ def describe_start(run: Run) -> dict[str, Any]:
             "step": run.state.global_step,
             "is_resumed": run.is_resumed,
             "argv": [hide_text(argument) for argument in sys.orig_argv],
-            "cwd": str(current_folder()),
+            "cwd": str(_find_start_folder()),
             "environment": _environment(),
             "processes": num_processes(),
             "data_processes": num_data_processes(),
@@ -97,6 +97,17 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any], names: Seque
         else:
             changes.append(f"{name} {one} -> {other}")
     return changes
+
+
+def _find_start_folder() -> Path:
+    """Return the working folder in which the program was started, also if the program has changed it since."""
+    here, main = current_folder(), Path(_main_file() or "")
+    for argument in sys.orig_argv[1:]:
+        script = Path(argument)
+        if script.name == main.name and not script.is_absolute() and here / script != main:
+            parts = len(script.parts)
+            return Path(*main.parts[:-parts]) if main.parts[-parts:] == script.parts else here
+    return here
 
 
 def _main_file() -> str | None:

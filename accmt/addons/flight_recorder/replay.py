@@ -392,6 +392,7 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
         again = _build_trainer(trainer, request, place)
         del os.environ[FIT_VARIABLE]
         again.fit(module, *data, **others)
+        _require_reached(again.state.global_step, request)
     except BaseException as error:
         notes = getattr(error, "__notes__", ())
         with Path(place, _ERROR_FILE).open("a") as file:
@@ -401,6 +402,16 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
         Path(place, "done").touch()
     again.close()
     raise SystemExit(0)
+
+
+def _require_reached(step: int, request: Mapping[str, Any]) -> None:
+    """Require that training went on until the requested step; without its samples, the step is skipped."""
+    first = request["first"]
+    if step < first - bool(request["without"]):
+        got = f"nothing left to train after step {step}"
+        expected = f"step {first}: only the first fit of a program can be replayed"
+        do = "put the other training into another program, or restore epochs and max_steps"
+        raise ArgumentError(explain("the first trainer.fit of the program", got, expected, do))
 
 
 def _build_trainer(trainer: Any, request: Mapping[str, Any], place: Path) -> Any:

@@ -28,11 +28,12 @@ class Small(AcceleratorModule):
         return 3 + int(1000 * sample[0].abs().sum()) % 5
 
 
-def main(folder: str, mode: str = "") -> None:
+def main(folder: str, mode: str = "", epochs: int = 2, *, resume: bool = False) -> None:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(40, 5, generator=generator)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    hps = {"epochs": 2, "batch_size": 2, "optim": {"type": "AdamW", "lr": 0.01}, "max_tokens": 8 if mode else None}
+    optimizer = {"type": "AdamW", "lr": 0.01}
+    hps = {"epochs": epochs, "batch_size": 2, "optim": optimizer, "max_tokens": 8 if mode else None}
     trainer = Trainer(
         hps,
         f"{folder}/model",
@@ -43,6 +44,7 @@ def main(folder: str, mode: str = "") -> None:
         checkpoint_every="3 steps",
         checkpoint_options={"max_checkpoints": 2},
         ledger=True,
+        resume=resume,
         grad_accumulation_steps=2,
         mixed_precision="bf16" if mode == "bf16" else None,
     )
