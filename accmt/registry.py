@@ -62,6 +62,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "examiner": "accmt.addons.flight_recorder.examiner:Examiner",
         "timed_checkpoints": "accmt.addons.goodput.pace:TimedCheckpoints",  # acts on what the next one has measured
         "goodput": "accmt.addons.goodput.recorder:GoodputRecorder",
+        "remote_models": "accmt.addons.remote_models:RemoteModels",  # a model is published before its checkpoint
         "remote_checkpoints": "accmt.addons.remote_checkpoints:RemoteCheckpoints",
     },
     HPS_SECTIONS: {
@@ -87,8 +88,9 @@ ONLY_WITH: dict[str, tuple[str, ...]] = {
     "examiner": ("ledger",),
     "timed_checkpoints": ("checkpoint_every",),
     "remote_checkpoints": ("checkpoint", "resume"),
+    "remote_models": ("model_url",),
 }
-"""The Trainer arguments without which a feature of an add-on does nothing, so that it is not imported."""
+"""The settings without which a feature of an add-on does nothing, so that it is not imported."""
 
 
 def addon(name: str) -> Any:
@@ -127,7 +129,7 @@ def added_features(is_set: Callable[[str], bool]) -> list[Any]:
     """Return the features of add-ons that a run may use, in the order in which they are listed.
 
     Args:
-        is_set: Returns whether an argument of the Trainer is set.
+        is_set: Returns whether a setting is set.
     """
     every = _BUILT_IN[ADDED_FEATURES]
     return [find(ADDED_FEATURES, name) for name in every if name not in ONLY_WITH or any(map(is_set, ONLY_WITH[name]))]

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -55,8 +55,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
-"""A remote checkpoint: its step, and what makes its name unique, because objects cannot be renamed."""
+_UNIQUE = r"\d{8,}-[0-9a-f]{8}"
+"""In a remote name: the step, and what makes the name unique, because objects cannot be renamed."""
+
+_NAME = re.compile(f"step-{_UNIQUE}")
 
 _LEASE = "lease.json"
 
@@ -97,10 +99,21 @@ class RemoteFolder:
     Args:
         url: Its URL, such as "s3://bucket/run". Leave credentials to the environment or the library's own files.
 
+    Attributes:
+        kind: What is in it.
+        argument: The argument of the Trainer that names it.
+        prefix: What the names of its checkpoints start with.
+        advice_if_skipped: What to do if uploads are too slow for each; "" if only the newest matters.
+
     Raises:
         MissingPackageError: The package for this kind of URL is not installed.
         CheckpointError: fsspec does not know this kind of URL.
     """
+
+    kind: ClassVar[str] = "checkpoint"
+    argument: ClassVar[str] = "checkpoint"
+    prefix: ClassVar[str] = "step"
+    advice_if_skipped: ClassVar[str] = "raise checkpoint_every to upload each"
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -170,7 +183,7 @@ class RemoteFolder:
         objects: dict[str, dict[str, int]] = defaultdict(dict)
         for key, size in self._sizes().items():
             name, _, file = key.partition("/")
-            if _NAME.fullmatch(name) and file:
+            if re.fullmatch(f"{self.prefix}-{_UNIQUE}", name) and file:
                 objects[name][file] = size
         found = [self._inspect(name, sizes) for name, sizes in sorted(objects.items())]
         return sorted(found, key=lambda one: -1 if one.manifest is None else one.manifest.sequence)
@@ -201,7 +214,7 @@ class RemoteFolder:
         manifest = read_manifest(folder)
         if isinstance(manifest, Damage):
             raise CheckpointError(manifest.reason)
-        name = f"{step_name(manifest.step)}-{secrets.token_hex(4)}"
+        name = f"{self.prefix}-{manifest.step:08d}-{secrets.token_hex(4)}"
         files = [*manifest.files, *([PIN_NAME] if (folder / PIN_NAME).exists() else [])]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="accmt-upload-file") as threads:
             list(threads.map(lambda file: self._put(folder / file, f"{name}/{file}"), files))
@@ -232,14 +245,7 @@ class RemoteFolder:
         make_durable(into)
         staged = into / make_unfinished_name("tmp", manifest.step)
         try:
-            for file in one.sizes:
-                (staged / file).parent.mkdir(parents=True, exist_ok=True)
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="accmt-download") as threads:
-                list(threads.map(lambda file: self._get(f"{one.name}/{file}", staged / file), one.sizes))
-            found = examine(staged)
-            if not isinstance(found, Checkpoint):
-                raise CheckpointError(f"{self.shown}/{one.name}: {found.reason}")
-            fsync_folder(staged)
+            self.fetch(one, staged)
             published = into / step_name(manifest.step)
             if published.exists():
                 old = into / make_unfinished_name("old", manifest.step)
@@ -252,6 +258,21 @@ class RemoteFolder:
             return published
         finally:
             shutil.rmtree(staged, ignore_errors=True)
+
+    def fetch(self, one: RemoteCheckpoint, folder: Path) -> None:
+        """Download the files of a checkpoint into a folder, and verify them.
+
+        Raises:
+            CheckpointError: A file does not have the digest that the manifest lists.
+        """
+        for file in one.sizes:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="accmt-download") as threads:
+            list(threads.map(lambda file: self._get(f"{one.name}/{file}", folder / file), one.sizes))
+        found = examine(folder)
+        if not isinstance(found, Checkpoint):
+            raise CheckpointError(f"{self.shown}/{one.name}: {found.reason}")
+        fsync_folder(folder)
 
     def _get(self, key: str, file: Path) -> None:
         self._retry(lambda: self._fs.get_file(f"{self._root}/{key}", str(file)))
@@ -387,9 +408,10 @@ class Lease:
 
     def _refuse(self, holder: dict[str, Any]) -> None:
         got = f"in use by run {holder.get('run', '?')} (process {holder.get('process', '?')} on {holder.get('host')})"
-        expected = "a separate folder for each run: runs in one folder would delete each other's checkpoints"
-        do = "stop that run, or pass another `checkpoint` URL"
-        raise CheckpointError(explain(f"checkpoint folder {self._folder.shown}", got, expected, do))
+        folder = self._folder
+        expected = f"a separate folder for each run: runs in one folder would replace each other's {folder.kind}s"
+        do = f"stop that run, or pass another `{folder.argument}` URL"
+        raise CheckpointError(explain(f"{folder.kind} folder {folder.shown}", got, expected, do))
 
     def _renew(self) -> None:
         while not self._stopping.wait(self.HEARTBEAT_S):
@@ -544,7 +566,7 @@ def clean(url: str) -> Sequence[str]:
 
 
 @contextmanager
-def explaining(url: str) -> Iterator[None]:
+def explaining(url: str, kind: type[RemoteFolder] = RemoteFolder) -> Iterator[None]:
     """Turn the error of a store into one that says what to do."""
     try:
         yield
@@ -552,10 +574,10 @@ def explaining(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         where, expected = (
-            f"checkpoint folder {hide_text(url)}",
+            f"{kind.kind} folder {hide_text(url)}",
             "a bucket or folder that this program may read and write",
         )
-        do = "check the URL, the credentials, the region and the endpoint, or pass a local `checkpoint` folder"
+        do = f"check the URL, the credentials, the region and the endpoint, or pass a local folder as `{kind.argument}`"
         got = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(explain(where, f"{type(error).__name__}: {got}", expected, do)) from error
 
@@ -606,11 +628,11 @@ def _find_same(folder: Path, manifest: Manifest) -> Path | None:
 
 
 class Uploads:
-    """A thread that uploads checkpoints, and keeps the files that it still needs.
+    """A thread that uploads checkpoints or models, and keeps the files that it still needs.
 
     Args:
         remote: Where to.
-        local: The local checkpoint folder, where waiting checkpoints are kept as hard links.
+        local: The local folder, where copies are kept that wait; weights as hard links.
         keep: The number of checkpoints to keep in the remote folder.
         lease: The lease on the remote folder.
     """
@@ -637,15 +659,16 @@ class Uploads:
         One that still waits is skipped, so that uploads do not fall further and further behind.
         """
         waiting = self._local / f".upload-{folder.name}-{secrets.token_hex(4)}"
-        shutil.copytree(folder, waiting, copy_function=_link_or_copy)
+        shutil.copytree(folder, waiting, copy_function=_link_or_copy, ignore=shutil.ignore_patterns(".*"))
         with self._changed:
             skipped = [path for path in self._waiting if not (path / PIN_NAME).exists()]
             self._waiting = [path for path in self._waiting if path not in skipped] + [waiting]
             self._changed.notify_all()
         for path in skipped:
             shutil.rmtree(path, ignore_errors=True)
-            what = f"uploads to {self._remote.shown} are slower than checkpoints: some are skipped, the newest is not"
-            warn_once(f"{what}; raise checkpoint_every to upload each", about="skipped uploads")
+            if advice := self._remote.advice_if_skipped:
+                what = f"uploads to {self._remote.shown} are slower than checkpoints"
+                warn_once(f"{what}: some are skipped, the newest is not; {advice}", about="skipped uploads")
 
     def close(self) -> None:
         """Wait for the uploads, at most `WAIT_AT_END_S`, and give the lease back."""
@@ -653,7 +676,7 @@ class Uploads:
             self._is_ending = True
             self._changed.notify_all()
             if self._is_busy or self._waiting:
-                say(f"waiting for the upload of the last checkpoint to {self._remote.shown}")
+                say(f"waiting for the upload of the last {self._remote.kind} to {self._remote.shown}")
             is_done = self._changed.wait_for(
                 lambda: not (self._waiting or self._is_busy) or not self._thread.is_alive(), self.WAIT_AT_END_S
             )
@@ -661,7 +684,8 @@ class Uploads:
             self._thread.join()
             self._lease.release()
         else:
-            warn(f"the last checkpoint is not in {self._remote.shown} yet: `accmt sync {self._local}` uploads it")
+            remote = self._remote
+            warn(f"the last {remote.kind} is not in {remote.shown} yet: `accmt sync {self._local}` uploads it")
 
     def _work(self) -> None:
         while True:
@@ -675,8 +699,11 @@ class Uploads:
                     self._remote.upload(folder)
                     self._remote.prune(self._keep)
             except Exception as error:  # noqa: BLE001 - training goes on, and the next checkpoint is tried again
-                what = f"a checkpoint could not be uploaded to {self._remote.shown}: {type(error).__name__}: {error}"
-                warn(f"{what}\nTraining continues; local checkpoints are kept, and the next one is uploaded again.")
+                kind, shown = self._remote.kind, self._remote.shown
+                warn(
+                    f"a {kind} could not be uploaded to {shown}: {type(error).__name__}: {error}\n"
+                    f"It is kept in {self._local}. The next upload, or `accmt sync {self._local}`, tries again."
+                )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
                 with self._changed:
@@ -685,7 +712,9 @@ class Uploads:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
+    """Link weights, which are never changed in place, and copy the small files beside them."""
+    if source.endswith((".safetensors", ".bin")):
+        with suppress(OSError):  # a file system without hard links
+            os.link(source, target)
+            return
+    shutil.copy2(source, target)

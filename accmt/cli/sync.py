@@ -18,9 +18,8 @@ LEFT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_folder", type=Path, help="the folder with history.jsonl, logs/<track>/<run>; or the checkpoint folder"
-    )
+    where = "the folder with history.jsonl, logs/<track>/<run>; or the checkpoint or model folder"
+    parser.add_argument("run_folder", type=Path, help=where)
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit per tracker (default 600)"
     )
@@ -30,14 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from accelerate.state import PartialState
 
-    from accmt.addons.remote_checkpoints import ORIGIN, upload_rest
+    from accmt.addons import remote_checkpoints, remote_models
     from accmt.cli.arguments import require_run
     from accmt.tracking import sync_run
 
-    if (options.run_folder / ORIGIN).is_file():
-        uploaded = upload_rest(options.run_folder, url=options.server)
-        print(f"uploaded {uploaded}" if uploaded else "nothing was left to upload")
-        return 0
+    for remote in (remote_checkpoints, remote_models):
+        if (options.run_folder / remote.ORIGIN).is_file():
+            uploaded = remote.upload_rest(options.run_folder, url=options.server)
+            print(f"uploaded {uploaded}" if uploaded else "nothing was left to upload")
+            return 0
     require_run(options.run_folder, "sync")
     PartialState(cpu=True)  # Accelerate's trackers read the process index from it
     trackers = sync_run(options.run_folder, timeout_s=options.timeout, server=options.server)

@@ -99,12 +99,19 @@ class PatienceOptions(Options):
         return None if every is None else int(read_every("patience", every, ["eval"], plain="eval").number)
 
 
+def _name_of_url(url: str) -> str:
+    """Return the last part of a URL's path; "" if it has none."""
+    _, _, path = url.partition("://")
+    return path.rstrip("/").rpartition("/")[2]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavingSettings:
     """Saving the model.
 
     Args:
-        model_path: Folder of the saved model; created on the first save.
+        model_path: Folder of the saved model; created on the first save. With a URL, such as "s3://bucket/models/news",
+            the folder is `out/news`, and saved models are also uploaded there.
         model_saving: Which model to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
             evaluation), "last" (the weights at the end, in `<model_path>/last`), None for none, or a list of them.
             Without validation data, "best_valid_loss" means "best_train_loss". With several validation sets,
@@ -132,9 +139,12 @@ class SavingSettings:
         path = self.model_path
         if not isinstance(path, str | PathLike) or not str(path).strip():
             raise_wrong_value("model_path", path, "a folder path", 'model_path="out/my_model"')
-        if _URL.match(str(path)):
-            do = "mount the remote storage, or copy the folder after training"
-            raise_wrong_value("model_path", path, "a local folder", do)
+        if _URL.match(str(path)) and not (isinstance(path, str) and _name_of_url(path)):
+            do = 'model_path="s3://bucket/models/news"'
+            raise_wrong_value("model_path", path, "a local folder, or a URL as a string that ends in a name", do)
+        if str(path).startswith("hf://"):
+            do = 'pass a local `model_path`, and callbacks=PushToHub("user/name")'
+            raise_wrong_value("model_path", path, "a local folder, or the URL of object storage", do)
         read_size("max_shard_size", self.max_shard_size)
         if isinstance(self.patience, Mapping):
             items = self.patience.items()
@@ -150,6 +160,16 @@ class SavingSettings:
                 '"best_valid_loss", "best_train_loss", "best_<metric>", "always", "last", a list of them, or None'
             )
             raise_wrong_value("model_saving", saving, expected, do)
+
+    @property
+    def model_url(self) -> str | None:
+        """`model_path` if it is a URL: models are saved in a local folder, and copied there."""
+        return self.model_path if isinstance(self.model_path, str) and _URL.match(self.model_path) else None
+
+    @property
+    def local_model_path(self) -> str | PathLike[str]:
+        """The local model folder."""
+        return self.model_path if self.model_url is None else Path("out", _name_of_url(self.model_url))
 
     @property
     def rule(self) -> str | Sequence[str | None] | None:

@@ -159,7 +159,7 @@ class Settings:
         return self.handling.failures
 
     def is_set(self, argument: str) -> bool:
-        """Return whether an argument of the Trainer is set: neither None nor False."""
+        """Return whether a setting, an argument of the Trainer or read from one, is neither None nor False."""
         values = (getattr(getattr(self, group), argument, None) for group in self.GROUPS)
         return any(value is not None and value is not False for value in values)
 
@@ -180,7 +180,7 @@ class Settings:
     @property
     def model_folder(self) -> Path:
         """The model folder."""
-        return self.from_home(self.saving.model_path)
+        return self.from_home(self.saving.local_model_path)
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -78,7 +78,8 @@ class Tracking:
         if self._place.url is not None and not any(spec.takes_url for spec in trackers):
             got = f"the URL {self._place.logging_dir!r}, which none of the trackers supports"
             expected = "a folder, or a tracker with a server"
-            raise ArgumentError(explain("Trainer(logging_dir=...)", got, expected, "log_with=MLFlow"))
+            do = "log_with=MLFlow; for object storage, a URL as `model_path` publishes history.jsonl with the model"
+            raise ArgumentError(explain("Trainer(logging_dir=...)", got, expected, do))
 
     @property
     def run_name(self) -> str:

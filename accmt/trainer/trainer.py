@@ -66,7 +66,8 @@ class Trainer(TrainerProperties):
 
     Args:
         hps_config: The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object.
-        model_path: Folder of the saved model; created on the first save.
+        model_path: Folder of the saved model; created on the first save. With a URL, such as "s3://bucket/models/news",
+            the folder is `out/news`, and saved models are also uploaded there.
         track_name: Name of the project or experiment; None is the base name of `model_path`.
         checkpoint: Checkpoint folder; None is `<parent of model_path>/checkpoint-<its name>`. With a URL, such as
             "s3://bucket/run", checkpoints are written to that default folder and uploaded from there.

@@ -17,6 +17,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 from accmt import Callback, Trainer
 from accmt.addons import remote_checkpoints
 from accmt.addons.remote_checkpoints import Lease, RemoteFolder
+from accmt.addons.remote_models import NEWEST, RemoteModelFolder
 from accmt.checkpoint.store import inspect
 from accmt.cli.main import main
 from accmt.errors import ArgumentError, CheckpointError, MissingPackageError, NoCheckpointError
@@ -233,6 +234,68 @@ def test_the_store_may_go_away_at_each_request(bucket: Any, proxy: Proxy, saved:
         assert steps_in(remote) == [3]
         number += 1
     assert number > FILES_PER_CHECKPOINT
+
+
+def make_models() -> list[Path]:
+    """Make three model folders of two files each."""
+    folders = [Path(f"local-{number}") for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text(folder.name)
+        (folder / "model.safetensors").write_text(f"weights of {folder.name}" * 100)
+    return folders
+
+
+def download_model(bucket: Any, url: str, into: Path) -> str:
+    """Download the newest model as the docs say, and return which of `make_models` it is; it must be whole."""
+    root = url.removeprefix("s3://")
+    bucket.get(f"{root}/{bucket.cat_file(f'{root}/{NEWEST}').decode()}/", f"{into}/", recursive=True)
+    name = (into / "config.json").read_text()
+    assert (into / "model.safetensors").read_text() == f"weights of {name}" * 100
+    return name
+
+
+@pytest.mark.parametrize("fault", ["error", "lost", "twice"])
+def test_each_request_for_a_model_in_turn_may_fail_once(bucket: Any, proxy: Proxy, fault: str) -> None:
+    models, number, is_done = make_models(), 0, False
+    while not is_done:
+        url = f"s3://bucket/{fault}-{number}"
+        remote = RemoteModelFolder(url)
+        remote.upload(models[0])
+        proxy.reset(fault, number, number)
+        remote.upload(models[1])
+        remote.prune(1)
+        is_done = proxy.count <= number
+        proxy.reset()
+        assert download_model(bucket, url, Path(f"{fault}-{number}")) == "local-1"
+        assert len(remote.newest_first()) == 1
+        number += 1
+    assert number > 4
+
+
+def test_the_store_may_go_away_at_each_request_for_a_model(bucket: Any, proxy: Proxy) -> None:
+    """What a kill leaves is the same: nothing is cleaned up."""
+    models, number, is_done = make_models(), 0, False
+    while not is_done:
+        url = f"s3://bucket/models-away-{number}"
+        remote = RemoteModelFolder(url)
+        remote.upload(models[0])
+        proxy.reset("error", number, NEVER)
+        try:
+            remote.upload(models[1])
+            remote.prune(1)
+            is_done = proxy.count <= number
+        except OSError:
+            pass
+        proxy.reset()
+        assert download_model(bucket, url, Path(f"away-{number}")) in ("local-0", "local-1")
+        remote.clean()
+        remote.upload(models[2])
+        remote.prune(1)
+        assert download_model(bucket, url, Path(f"after-{number}")) == "local-2"
+        assert [one.problem for one in remote.checkpoints()] == [""]
+        number += 1
+    assert number > 4
 
 
 def test_a_damaged_checkpoint_is_passed_over(bucket: Any, saved: list[Path], caplog: pytest.LogCaptureFixture) -> None:

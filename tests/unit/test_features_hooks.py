@@ -45,6 +45,7 @@ def test_the_order_of_features() -> None:
         "examiner",
         "timed_checkpoints",
         "goodput",
+        "remote_models",
         "remote_checkpoints",
     ]
 

@@ -251,10 +251,23 @@ def test_a_phase_that_does_not_exist_is_an_error(name):
 
 
 @pytest.mark.feature("L25")
-@pytest.mark.parametrize("path", ["s3://bucket/model", Path("s3://bucket/model"), "hdfs://x", "file:///tmp/x"])
-def test_a_model_path_on_another_machine_is_refused(path):
-    with pytest.raises(ValueError, match="mount the remote storage"):
+@pytest.mark.parametrize("path", [Path("s3://bucket/model"), "s3:/bucket/model", "s3://"])
+def test_a_model_path_that_looks_like_a_url_and_is_none_is_refused(path):
+    with pytest.raises(ValueError, match="a URL as a string that ends in a name"):
         Trainer(HPS, path)
+
+
+@pytest.mark.feature("L25")
+def test_a_model_path_on_the_hub_is_refused():
+    with pytest.raises(ValueError, match=r'callbacks=PushToHub\("user/name"\)'):
+        Trainer(HPS, "hf://user/name")
+
+
+@pytest.mark.parametrize(("url", "name"), [("s3://bucket/models/news/", "news"), ("gs://bucket", "bucket")])
+def test_a_url_as_model_path_has_a_local_folder(url, name):
+    settings = Trainer(HPS, url).settings
+    assert settings.model_folder == Path("out", name)
+    assert settings.checkpoint_folder == Path("out", f"checkpoint-{name}")
 
 
 @pytest.mark.feature("A03")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate.tracking import GeneralTracker
 
-from accmt import Trainer
 from accmt.errors import ArgumentError
 from accmt.features.listed import all_features
+from accmt.options import Settings
 from accmt.registry import _BUILT_IN, ADDED_FEATURES, ONLY_WITH, find, is_built_in, names
 from accmt.tracking import find_specs
 from tests.toys import make_trainer
@@ -80,8 +79,10 @@ def test_a_run_imports_a_feature_of_an_add_on_only_if_an_argument_asks_for_it() 
         ({"ledger": True}, "flight_recorder"),
         ({"checkpoint": "s3://bucket/run"}, "remote_checkpoints"),
         ({"resume": "s3://bucket/run"}, "remote_checkpoints"),
+        ({"model_path": "s3://bucket/model"}, "remote_models"),
     ):
         assert find(ADDED_FEATURES, name).name in features_of(**arguments)
-    known = inspect.signature(Trainer).parameters
+    settings = make_trainer().settings
+    known = {name for group in Settings.GROUPS for name in dir(getattr(settings, group))}
     assert [name for needed in ONLY_WITH.values() for name in needed if name not in known] == []
     assert ONLY_WITH.keys() <= _BUILT_IN[ADDED_FEATURES].keys()
