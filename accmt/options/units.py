@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
 from accmt.errors import nearest
-from accmt.options.checks import raise_wrong_value, require_int
+from accmt.options.checks import raise_wrong_value, require_int, write_argument
 
 Unit = Literal["epoch", "step", "eval", "second", "auto"]
 
@@ -78,9 +78,14 @@ def read_every(
     unit = _SPELLINGS.get(word.lower())
     number = _read_number(digits)
     is_fraction = isinstance(number, float)
-    if unit == "auto" in units and not digits:
-        return Every(1, unit)
-    if unit not in units or not unit or not number or (is_fraction and not (fractions and unit == "epoch")):
+    is_counted = unit == "auto" and digits != ""
+    if (
+        unit not in units
+        or not unit
+        or is_counted
+        or not number
+        or (is_fraction and not (fractions and unit == "epoch"))
+    ):
         _reject(name, value, units, plain, fractions, also)
     return Every(number, unit)
 
@@ -97,7 +102,9 @@ def _reject(
     forms += ["a float fraction of an epoch up to 1.0"] if fractions else []
     examples = " or ".join(f'"{_EXAMPLES[unit]}"' for unit in units)
     forms.append(f"a number from 1 and a unit, such as {examples}")
-    raise_wrong_value(name, value, ", or ".join(forms) + also, f"{name}={_suggest(value, units, plain, fractions)}")
+    raise_wrong_value(
+        name, value, ", or ".join(forms) + also, write_argument(name, _suggest(value, units, plain, fractions))
+    )
 
 
 def _read_number(digits: str) -> int | float | None:
@@ -114,6 +121,8 @@ def _read_number(digits: str) -> int | float | None:
 def _suggest(value: object, units: Sequence[Unit], plain: Unit | None, fractions: bool) -> str:  # noqa: FBT001
     """Return what was probably meant: the given number with the closest unit."""
     text = str(value).lower().replace(",", "").replace("_", "")
+    if "second" in units and (seconds := _guess_seconds(value, text)) is not None:
+        return f'"{_write_seconds(seconds) if seconds >= 1 else _EXAMPLES["second"]}"'
     found = re.search(r"\d+(\.\d+)?(e\d+)?", text)
     number = _read_number(str(float(found[0]))) if found else None
     is_fraction = isinstance(number, float) and fractions
@@ -124,15 +133,36 @@ def _suggest(value: object, units: Sequence[Unit], plain: Unit | None, fractions
     default: Unit = "epoch" if is_fraction or "step" not in units or not found else "step"
     default = default if default in units else units[0]
     unit = next((_SPELLINGS[one] for one in named if _SPELLINGS[one] in units), default)
+    if unit == "auto":
+        return '"auto"'
     if number is None or (isinstance(number, float) and not (is_fraction and unit == "epoch")):
         number = 1
     return f'"{number} {unit}' + ('s"' if number != 1 else '"')
 
 
+_TIME = re.compile(r"\s*(\d*\.?\d*)\s*(days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s)\s*")
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def _guess_seconds(value: object, text: str) -> float | None:
+    """Return the time that was probably meant, such as "1.5 hours" or a timedelta; None for anything else."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return None if isinstance(value, str) else _read(value)
+    return float(found[1] if found[1].strip(".") else 1) * _SECONDS[found[2][0]]
+
+
+def _write_seconds(seconds: float) -> str:
+    number, unit = (seconds / 60, "minute") if seconds % 60 == 0 else (seconds, "second")
+    return f"{number:.0f} {unit}{'s' if round(number) != 1 else ''}"
+
+
 _WRITTEN = (
     re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)"),
     re.compile(
-        r"(?:(\d+) ?(?:d|days?))? ?(?:(\d+) ?(?:h|hours?))? ?(?:(\d+) ?(?:m|min|minutes?))? ?(?:(\d+) ?(?:s|seconds?))?"
+        r"(?:(\d+) ?(?:d|days?))? ?(?:(\d+) ?(?:h|hrs?|hours?))? ?"
+        r"(?:(\d+) ?(?:m|mins?|minutes?))? ?(?:(\d+) ?(?:s|secs?|seconds?))?",
+        re.IGNORECASE,
     ),
 )
 

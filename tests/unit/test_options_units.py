@@ -1,3 +1,5 @@
+from datetime import timedelta
+
 import pytest
 
 from accmt.errors import ArgumentError
@@ -62,3 +64,36 @@ def test_what_cannot_be_read_is_refused_with_all_units_and_a_line_to_write(wrong
     with pytest.raises(ArgumentError, match=rf'(?s)checkpoint_every.*checkpoint_every="({do})"') as raised:
         read_every("checkpoint_every", wrong, UNITS, fractions=True)
     assert 'a number from 1 and a unit, such as "2 epochs" or "500 steps" or "3 evals"' in str(raised.value)
+
+
+TIMES = ("epoch", "step", "second", "auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10 Minutes", 600), ("90 sec", 90), ("5 mins", 300), ("1HR 30MIN", 5400), ("2 hrs", 7200)]
+)
+def test_times_are_read_in_any_case_and_with_usual_abbreviations(text: str, seconds: int) -> None:
+    assert read_every("checkpoint_every", text, TIMES) == Every(seconds, "second")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "do"),
+    [
+        ("1.5 hours", '"90 minutes"'),
+        ("0.5 minutes", '"30 seconds"'),
+        ("minute", '"1 minute"'),
+        ("0 minutes", '"10 minutes"'),
+        (timedelta(minutes=20), '"20 minutes"'),
+        ({"seconds": 90}, '"90 seconds"'),
+        ("2 auto", '"auto"'),
+    ],
+)
+def test_what_was_meant_as_a_time_is_suggested_as_one(wrong: object, do: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        read_every("checkpoint_every", wrong, TIMES)
+    assert str(raised.value).endswith(f"checkpoint_every={do}")
+
+
+def test_the_key_of_an_options_dict_is_written_as_one() -> None:
+    with pytest.raises(ArgumentError, match=r'checkpoint_options=\{"keep_every": "1 epoch"\}'):
+        read_every("checkpoint_options.keep_every", "0.5 epochs", ("epoch", "step"), plain="step")
