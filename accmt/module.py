@@ -538,7 +538,9 @@ class AcceleratorModule(LogsValues):
             return super().__getattr__(name)  # type: ignore[misc]
         if name in _OF_RUN or name == "device":
             do = "use it in a step or a hook such as on_fit_start; accmt moves model and batches to the device"
-            message = explain(f"self.{name}", "no run yet, as in __init__", "access during a run", do)
+            message = explain(
+                f"self.{name}", "no run has started, for example in __init__", "access to it only during a run", do
+            )
         else:
             from accmt.registry import addon
 

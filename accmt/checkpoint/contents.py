@@ -292,7 +292,7 @@ def _reject_stateful_hooks(model: nn.Module) -> None:
     for state in states:
         kind = type(state).__name__
         if kind in _STATEFUL_HOOKS:
-            got = f"a communication hook of DistributedDataParallel with state ({kind}), which no checkpoint contains"
+            got = f"a DistributedDataParallel communication hook whose state ({kind}) cannot be saved in checkpoints"
             expected = "gradients that depend on the step alone, so that the run can resume from a checkpoint"
             do = "set checkpoint_every=None without failure handlers; or use a hook without state, such as "
             do += "DDPCommunicationHookType.BF16"

@@ -176,7 +176,7 @@ def remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        warn(f"could not remove the rest of an unfinished checkpoint: {error}")
+        warn(f"could not delete leftover checkpoint files: {error}")
 
 
 def make_durable(folder: Path) -> None:

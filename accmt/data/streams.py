@@ -147,8 +147,8 @@ class SequentialSource:
             self._warn_of_length("more", "each epoch skips the rest")
 
     def _warn_of_length(self, number: str, consequence: str) -> None:
-        what = f"the length of the {self._options.kind} data is {self._claimed_length} {self._unit}"
-        warn_once(f"{what}, but they have {number}: {consequence}; correct their __len__", about=f"{what} falsely")
+        what = f"len() of the {self._options.kind} data is {self._claimed_length} {self._unit}"
+        warn_once(f"{what}, but iterating yields {number}: {consequence}; correct __len__", about=f"{what} falsely")
         self._claimed_length = None  # warn only once
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:

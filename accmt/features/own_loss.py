@@ -148,7 +148,8 @@ def _warn_of_other_losses(model: Any, named: Mapping[str, Any]) -> None:
     else:
         return
     warn_once(
-        f"{name} adds {added[0]}: no single weight fits both, so it depends on accumulation and processes",
+        f"{name} adds {added[0]}. No weight is right for both terms, so the result depends on the accumulation and "
+        "on the number of processes",
         about="a loss that adds means",
     )
 

@@ -326,8 +326,8 @@ def _reject_own_backward(run: Run, window: AccumulationWindow) -> None:
         gradient = weight.grad
         if gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any()):
             got = f"a step that calls backward itself: {name} has a gradient before the loss is returned"
-            expected = "a loss: accmt calls backward, averaged over processes and accumulated batches"
-            do = "return the whole loss, or derive from ExtendedAcceleratorModule to call self.backward and the steps"
+            expected = "a loss: accmt calls backward, and averages gradients over processes and accumulated batches"
+            do = "return the whole loss; or derive from ExtendedAcceleratorModule, and call self.backward and self.step"
             raise ModuleContractError(explain("training_step", got, expected, do))
 
 

@@ -182,7 +182,9 @@ def directions_of(choices: Mapping[str, Choice], directions: Mapping[str, IsBett
         if {True, False} <= set(rising.values()):
             up, down = ([name for name in members if rising[name] is way] for way in (True, False))
             got = f"{new!r} over {up}, where higher is better, and {down}, where lower is better"
-            raise MetricError(explain(_WHERE, got, "results with one direction", "average them separately"))
+            raise MetricError(
+                explain(_WHERE, got, "results that all improve in the same direction", "average them separately")
+            )
         if members and None not in rising.values():
             found[new] = directions[members[0]]
     return found

@@ -248,7 +248,11 @@ def read_config(config: Config) -> Mapping[str, Any]:
         arguments = read_numbers(yaml.safe_load(Path(config).read_text(encoding="utf-8")))
     if not isinstance(arguments, Mapping):
         got = type(arguments).__name__
-        raise ArgumentError(explain(f"Trainer.from_config({config!r})", got, "arguments by name", "model_path: out/x"))
+        raise ArgumentError(
+            explain(
+                f"Trainer.from_config({config!r})", got, "a mapping from argument names to values", "model_path: out/x"
+            )
+        )
     read, name = dict(arguments), "grad_accumulation_steps"
     if isinstance(table := read.get(name), Mapping):  # by epoch, and JSON keys are always strings
         read[name] = {int(key) if str(key).isdecimal() else key: value for key, value in table.items()}

@@ -29,8 +29,9 @@ from accmt.run import Run
 from accmt.secrets import hide
 
 _UNFINISHED = (
-    "a checkpoint is due in the middle of a step: the module has called backward but not yet step_optimizer, or not "
-    "zero_grad before the next backward, and checkpoints do not include gradients; it will be written after a step"
+    "a checkpoint is due in the middle of a step: since its last backward, the module has not called step_optimizer, "
+    "or it did not call zero_grad before that backward. Checkpoints do not include gradients, so it will be "
+    "written after a later step"
 )
 
 _CHANGED_TEACHER = (

@@ -158,7 +158,7 @@ class ModelSaver(Callback):
             )  # our errors name it already
             warn(
                 f"could not save the model{where}: {error}\n"
-                "Training continues; the next best model will be tried again."
+                "Training continues; saving will be attempted again at the next best model."
             )
             raise _NotSavedError from error
         for name in folders:

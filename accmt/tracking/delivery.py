@@ -176,7 +176,7 @@ class Feed:
                 is_file = media.kind == "artifact"
                 return _Item(line, media=media if is_file else replace(media, name=self._spec.clean_name(media.name)))
             where, got = f"the tracker {self._spec.name}", f"{_PLURALS[media.kind]}, which it does not support"
-            do = f"nothing to do: the files are in {media.folder.parent.parent}; or add a tracker that supports them"
+            do = f"no action needed: the files are in {media.folder.parent.parent}; or add a tracker that supports them"
             warn_once(explain(where, got, "a type that it supports", do), about=f"{media.kind} in {self._spec.name}")
             return None
         values = self._replay.wanted(line, content) if "values" in content else {}
@@ -297,7 +297,7 @@ class Delivery:
         """Warn about undelivered rows, a run that could not be ended in the tracker, and rejected rows."""
         where, account = f"the tracker {self.spec.name}", self.account
         if account.num_rejected > 1:
-            expected, do = "names and values that it accepts", "nothing to do: history.jsonl has them"
+            expected, do = "names and values that it accepts", "no action needed: history.jsonl has them"
             warn(explain(where, f"{account.num_rejected} rejected rows", expected, do))
         if self.is_complete:
             return
@@ -305,7 +305,7 @@ class Delivery:
         got = f"{left} rows not delivered" + (", and the run was not closed" if account.status is None else "")
         folder = self._history.path.parent
         is_users_own = isinstance(self.spec, UserTracker)
-        do = f"nothing to do: {self._history.path} has them" if is_users_own else f"accmt sync {folder}"
+        do = f"no action needed: {self._history.path} has them" if is_users_own else f"accmt sync {folder}"
         expected = f"all rows delivered within {flush_s:g} s"
         warn(explain(where, f"{got} ({name_error(self.outage.error)})", expected, do))
 

@@ -74,7 +74,7 @@ class Outage:
 
     def _warn(self) -> None:
         expected = f"a tracker that accepts rows; training continues, and rows wait in {self._where_rows_wait}"
-        do = "nothing to do: rows are delivered as soon as the tracker accepts them"
+        do = "no action needed: rows are delivered as soon as the tracker accepts them"
         warn(explain(f"the tracker {self._tracker}", name_error(self.error), expected, do))
 
 

@@ -46,7 +46,7 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0, server: str | None =
     history = History(run_folder)
     try:
         if not history.is_ours_alone():
-            do = "nothing to do: it delivers its rows itself"
+            do = "no action needed: it delivers its rows itself"
             raise ArgumentError(
                 explain("accmt sync", f"{run_folder}, which is still running", "a run that is over", do)
             )

@@ -295,7 +295,7 @@ def test_a_leftover_that_cannot_be_removed_is_a_warning(tmp_path, caplog, monkey
 
     monkeypatch.setattr("shutil.rmtree", fail)
     clean(CheckpointStore(tmp_path))
-    assert "could not remove the rest of an unfinished checkpoint" in warnings_in(caplog)[0]
+    assert "could not delete leftover checkpoint files" in warnings_in(caplog)[0]
 
 
 @pytest.mark.parametrize(

@@ -327,8 +327,8 @@ class Says(Sized):
 
 
 SAYING = {
-    "more": (20, {}, "is 20 samples, but they have more: each epoch skips the rest"),
-    "fewer": (30, {}, "is 30 samples, but they have 24: the LR scheduler"),
+    "more": (20, {}, "is 20 samples, but iterating yields more: each epoch skips the rest"),
+    "fewer": (30, {}, "is 30 samples, but iterating yields 24: the LR scheduler"),
     "as many": (24, {}, None),
     "a limit": (20, {"limit": 3}, None),
     "drop_last": (24, {"drop_last": True, "batch_size": 5}, None),
@@ -343,14 +343,14 @@ def test_a_length_that_is_not_that_of_the_stream_is_a_warning_before_the_epoch_e
     says, settings, expected = SAYING[saying]
     if kind == "loader":
         expected = expected and expected.replace("30 samples", "15 batches").replace("20 samples", "10 batches")
-        expected = expected and expected.replace("have 24", "have 12")
+        expected = expected and expected.replace("yields 24", "yields 12")
     data = (lambda: Says(24, says)) if kind == "stream" else (lambda: DataLoader(Says(24, says), batch_size=2))
     with speaking(verbose=True):
         for loader in build_all(data, count, **settings):
             for epoch in range(2):
                 for micro_batch in loader.micro_batches(epoch):
                     assert not micro_batch.is_last or (expected or "") in caplog.text
-    assert caplog.text.count("correct their __len__") == (expected is not None)
+    assert caplog.text.count("correct __len__") == (expected is not None)
 
 
 @pytest.mark.feature("N15")

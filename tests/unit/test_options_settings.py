@@ -103,7 +103,7 @@ def test_a_json_file_of_arguments_is_read_too(tmp_path):
 def test_a_file_without_arguments_by_name_is_refused(tmp_path, text):
     file = tmp_path / "trainer.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match="arguments by name"):
+    with pytest.raises(ValueError, match="argument names"):
         Trainer.from_config(file)
 
 

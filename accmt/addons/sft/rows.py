@@ -239,7 +239,7 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> Non
     )
     if number and not targets:
         got = f"{number} rows, none of them with tokens to train on: {reasons}"
-        raise DataError(explain("supervised fine-tuning", got, "rows with answers of the assistant", _DOS))
+        raise DataError(explain("supervised fine-tuning", got, "rows in which the assistant answers", _DOS))
     if found:
         warn_once(f"of {number} rows checked: {reasons}", about="rows of supervised fine-tuning")
 

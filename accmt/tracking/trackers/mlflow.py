@@ -271,8 +271,9 @@ class MLFlowRun(TrackerRun):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-        got = f"the run {self.run_id} to resume was deleted, or is not in {self.tracking_uri}"
-        warn(explain("the tracker mlflow", got, "the run of the checkpoint", "nothing to do: a new run gets all rows"))
+        got = f"no run {self.run_id}: it was deleted, or is not in {self.tracking_uri}"
+        do = "no action needed: accmt starts a new run and logs all rows to it"
+        warn(explain("the tracker mlflow", got, "the MLflow run recorded in the checkpoint", do))
         self.run_id = None
 
     def _restore_environment(self) -> None:
