@@ -99,8 +99,8 @@ class Costs:
         """Return an interval and the reasons for it as a message."""
         return (
             f"every {interval_s:,.0f} s. A checkpoint pauses training for {self.pause_s:.3g} s and is durable after "
-            f"{self.save_s:.3g} s; a restart takes {self.restart_s:,.3g} s; {self.failures} failures so far, one in "
-            f"{self.mtbf_s / 60:,.0f} minutes is assumed. Expected goodput: {self.goodput(interval_s):.1%} of the "
+            f"{self.save_s:.3g} s; a restart takes {self.restart_s:,.3g} s; {self.failures} failures so far, which "
+            f"gives an estimate of one per {self.mtbf_s / 60:,.0f} minutes. Expected goodput: {self.goodput(interval_s):.1%} of the "
             "running time"
         )
 
