@@ -303,7 +303,7 @@ def explain_apart(doing: Mapping[int, str]) -> str:
     got = "; ".join(f"process {', '.join(map(str, indices))}: {what}" for what, indices in groups.items())
     do = "make calls that need every process on all of them, outside `if trainer.is_main:` and the like; "
     do += "only the main process writes files anyway"
-    return explain("processes that wait for one another", got, "the same call on every process", do)
+    return explain("mismatched calls across processes", got, "the same call on every process", do)
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:

@@ -138,7 +138,7 @@ def describe_crash_loop(before: Sequence[Start], step: int, folder: Path) -> str
     else:
         where = f"after step {known.failed_after}, most recently with {known.error}"
         do = f"check the next batch; {_FOR_SAMPLES}, {_FOR_LOSSES}, {_FOR_MEMORY}"
-    got = f"a crash loop: its last {len(alike)} starts all ended {where}"
+    got = f"a crash loop: the last {len(alike)} starts all ended {where}"
     return explain(f"the run that resumes at step {step} ({folder})", got, "a start that makes progress", do)
 
 

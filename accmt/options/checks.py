@@ -263,7 +263,7 @@ def require_int(name: str, value: Any, *, at_least: int, at_most: float = inf, a
 
     if not is_right(value):
         right = meant(value, is_right, at_least)
-        bounds = f"from {at_least}" if at_most == inf else f"from {at_least} to {at_most}"
+        bounds = f"of at least {at_least}" if at_most == inf else f"from {at_least} to {at_most}"
         raise_wrong_value(name, value, f"a whole number {bounds}{also}", write_argument(name, right))
 
 

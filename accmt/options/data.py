@@ -23,7 +23,7 @@ def require_limit(name: str, value: Any, at_least: int = 0) -> None:
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
     is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and (value > 0.0 or at_least == 0)
     if not (is_count or is_fraction):
-        expected = f"a whole number of batches from {at_least}, or a fraction of them as a float up to 1.0"
+        expected = f"a whole number of batches, at least {at_least}, or a fraction of them as a float up to 1.0"
         raise_wrong_value(name, value, expected, f"{write_argument(name, '1.0')} for all")
 
 

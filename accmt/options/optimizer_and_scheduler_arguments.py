@@ -348,7 +348,7 @@ def _warmup_faults(warmup: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault(("scheduler", name), describe(value), "a number from 0 to 1, the fraction of all steps", do)
     if name == "num_warmup_steps" and not (is_number(value) and value >= 0 and (isinstance(value, int) or value < 1)):
         do = "write `num_warmup_steps: 100`, or `warmup_ratio: 0.1`"
-        yield Fault(("scheduler", name), describe(value), "a whole number of steps from 0", do)
+        yield Fault(("scheduler", name), describe(value), "a whole number of steps, at least 0", do)
 
 
 def _trial(

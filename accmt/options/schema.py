@@ -40,11 +40,11 @@ class Schema(BaseModel):
 
     epochs: PositiveInt | Literal[-1] = Field(
         default=-1,
-        description="a whole number from 1, or -1 with max_steps",
+        description="a whole number of at least 1, or -1 with max_steps",
         examples=["epochs: 3"],
     )
     batch_size: PositiveInt | Annotated[tuple[PositiveInt, ...], Strict(strict=False), Len(1, 3)] = Field(
-        description="a whole number from 1, or a list of up to three: train, validation, test",
+        description="a whole number of at least 1, or a list of up to three: train, validation, test",
         examples=["batch_size: 16"],
     )
     optim: ComponentSchema | None = Field(
@@ -77,12 +77,12 @@ class Schema(BaseModel):
     )
     max_micro_batch_size: PositiveInt | Literal["auto"] | None = Field(
         default=None,
-        description='a whole number from 1, or "auto"',
+        description='a whole number of at least 1, or "auto"',
         examples=["max_micro_batch_size: 8"],
     )
     max_tokens: PositiveInt | None = Field(
         default=None,
-        description="a whole number from 1",
+        description="a whole number of at least 1",
         examples=["max_tokens: 4096"],
     )
     packing: bool = Field(
@@ -213,7 +213,7 @@ def _unbounded(document: Document) -> Iterable[Fault]:
     has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
     if epochs == max_steps == -1 and not has_budget:
         got = "-1 without max_steps" if "epochs" in document.values else _NOTHING
-        expected = "a whole number from 1, or max_steps"
+        expected = "a whole number of at least 1, or max_steps"
         yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
     if document.values.get("packing") is True and document.values.get("max_tokens") is None:
         expected = "packing together with max_tokens, the length of a row"

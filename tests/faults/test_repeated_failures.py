@@ -21,15 +21,15 @@ def start(how: str, resume: str = "auto", every: str = "3 steps") -> str:
 @pytest.mark.parametrize(
     ("how", "every", "said"),
     [
-        ("raise", "3 steps", "its last 3 starts all ended after step 7, most recently with ValueError: a batch that"),
-        ("SIGKILL", "3 steps", "its last 3 starts all ended somewhere after step 6, before the next checkpoint"),
-        ("exit", "100 epochs", "its last 3 starts all ended somewhere after step 0, before the next checkpoint"),
+        ("raise", "3 steps", "the last 3 starts all ended after step 7, most recently with ValueError: a batch that"),
+        ("SIGKILL", "3 steps", "the last 3 starts all ended somewhere after step 6, before the next checkpoint"),
+        ("exit", "100 epochs", "the last 3 starts all ended somewhere after step 0, before the next checkpoint"),
     ],
 )
 def test_the_fourth_start_says_where_the_run_dies(how: str, every: str, said: str) -> None:
     assert all("its last" not in start(how, every=every) for _ in range(3))
     assert said in start(how, every=every)
-    assert "its last 4 starts" in start("none", every=every)
+    assert "the last 4 starts" in start("none", every=every)
     assert not Path("out/checkpoint-model/starts.json").exists()
 
 

@@ -94,7 +94,7 @@ def test_three_failures_at_one_update_are_told(tmp_path, step, ends):
     where, got, expected, do = describe(tmp_path, step, *ends).splitlines()
     assert where == f"the run that resumes at step {step} ({tmp_path})"
     ended = f"all ended after step 7, most recently with ValueError: {len(ends) - 1}"
-    assert got == f"  got: a crash loop: its last 3 starts {ended}"
+    assert got == f"  got: a crash loop: the last 3 starts {ended}"
     assert expected == "  expected: a start that makes progress"
     for name in ("on_bad_sample", "on_nonfinite", "max_micro_batch_size: auto"):
         assert name in do
@@ -105,13 +105,13 @@ def test_three_failures_at_one_update_are_told(tmp_path, step, ends):
 )
 def test_three_kills_before_the_same_checkpoint_are_told(tmp_path, step, ends):
     text = describe(tmp_path, step, *ends)
-    assert f"its last 3 starts all ended somewhere after step {step}, before the next checkpoint" in text
+    assert f"the last 3 starts all ended somewhere after step {step}, before the next checkpoint" in text
     assert "killed without an error message" in text
     assert "checkpoint_every" in text
 
 
 def test_further_failures_are_counted(tmp_path):
-    assert "its last 5 starts" in describe(tmp_path, 6, *[(6, 7)] * 5)
+    assert "the last 5 starts" in describe(tmp_path, 6, *[(6, 7)] * 5)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_what_has_no_direction_cannot_decide():
         ({"metric_options": {"derived": max}}, r"a function of the values of"),
         ({"metric_options": {"derived": 3, "averages": {"a": ["b"]}}}, "a function of the values"),
         ({"metric_options": {"gather_chunk_size": "32"}}, "bytes, or a number with KB, MB, GB or TB"),
-        ({"metric_options": {"gather_chunk_size": 0}}, "a whole number from 1"),
+        ({"metric_options": {"gather_chunk_size": 0}}, "a whole number of at least 1"),
         ({"metric_options": {"report_all": "no"}}, "True or False"),
     ],
 )

@@ -99,9 +99,9 @@ class Costs:
         """Return an interval and the reasons for it as a message."""
         return (
             f"every {interval_s:,.0f} s. A checkpoint pauses training for {self.pause_s:.3g} s and is durable after "
-            f"{self.save_s:.3g} s; a restart takes {self.restart_s:,.3g} s; {self.failures} failures so far, which "
-            f"gives an estimate of one per {self.mtbf_s / 60:,.0f} minutes. Expected goodput: {self.goodput(interval_s):.1%} of the "
-            "running time"
+            f"{self.save_s:.3g} s; a restart takes {self.restart_s:,.3g} s; {self.failures} failures so far, "
+            f"which gives an estimate of one per {self.mtbf_s / 60:,.0f} minutes. Expected goodput: "
+            f"{self.goodput(interval_s):.1%} of the running time"
         )
 
 

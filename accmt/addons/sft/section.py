@@ -69,7 +69,7 @@ def _fault(name: str, value: Any) -> Fault | None:
         is_right, expected = isinstance(value, bool), "true or false"
     elif name == "max_length":
         is_right = isinstance(value, int) and not isinstance(value, bool) and value >= 2
-        expected = "a whole number from 2: each token is predicted from the previous ones"
+        expected = "a whole number of at least 2: each token is predicted from the previous ones"
     return None if is_right else Fault(("sft", name), describe(value), expected, f"write `{_EXAMPLES[name]}`")
 
 
