@@ -31,7 +31,7 @@ FIRST = {
     "log_with": '`"tensorboard"`, `"mlflow"`, `"wandb"`: [trackers](trackers.md)',
     "mixed_precision": '`"bf16"` or `"fp16"`',
     "resume": '`"auto"` continues an interrupted run: [checkpoints](checkpoints.md)',
-    "clip_grad": "the largest gradient norm",
+    "clip_grad": "the maximum gradient norm",
     "patience": "stops after this many evaluations without improvement",
 }
 """The arguments that most scripts set."""
@@ -52,17 +52,18 @@ These ten are enough for most scripts, and only the first two are required:
 Trainer("hps.yaml", "out/model", metrics="accuracy", model_saving="best_accuracy", mixed_precision="bf16", patience=3)
 ```
 
-All other arguments follow by topic. The entries of options have their own tables [at the end](#options).
+The tables below list all arguments by topic. Arguments that take options have their own tables [at the end](#options).
 
-- **Position.** You can pass `{positional}` to `{last}` by position, all others by name only.
-- **Intervals.** A number and a unit, such as "500 steps", "2 epochs" or "3 evals"; for evaluations and checkpoints also
-  a fraction of an epoch, "0.25 epochs" or 0.25. A whole number without a unit counts optimizer steps (`patience`:
-  evaluations; `reload_dataloaders_every_n_epochs`: epochs).
-- **Options.** `failures` and others take an object, `Failures(on_nonfinite="skip")`, for which editors complete the
-  names, or a dict with the same names: `{{"on_nonfinite": "skip"}}`.
-- **Off.** None, False, `[]` and `{{}}` turn an argument off if it can be off. If no meaning of None is listed, it means
-  the default.
-- **Errors.** Invalid values and unknown names raise an error when you create the Trainer. Aliases: {aliases}.
+- **Position.** You can pass the arguments from `{positional}` to `{last}` by position, and all others only by name.
+- **Intervals.** An interval is a number and a unit, such as "500 steps", "2 epochs" or "3 evals". For evaluations and
+  checkpoints, it can also be a fraction of an epoch, such as "0.25 epochs" or 0.25. A whole number without a unit
+  counts optimizer steps (`patience`: evaluations; `reload_dataloaders_every_n_epochs`: epochs).
+- **Options.** Arguments such as `failures` take an object, for example `Failures(on_nonfinite="skip")`, or a dict with
+  the same names, `{{"on_nonfinite": "skip"}}`. With an object, editors can complete the names.
+- **Off.** None, False, `[]` and `{{}}` disable an argument that can be disabled. If the table does not say what None
+  means, it means the default.
+- **Errors.** Invalid values and unknown names raise an error when you create the Trainer.
+- **Aliases.** You can also write {aliases}.
 """
 
 BY_TOPIC = f"""\

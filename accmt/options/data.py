@@ -50,13 +50,14 @@ class DataOptions(Options):
 
     Args:
         batch_sampler: A torch batch sampler for training. Batch i goes to process i modulo the number of processes.
-        group_by_length: Whether to build training batches from samples of similar length: about 50 batches at a time
-            of shuffled samples are sorted by length. This changes which samples share a step; `max_tokens` in the
+        group_by_length: Whether to build training batches from samples of similar length: shuffled samples are sorted
+            by length, about 50 batches at a time. This changes which samples share a step; `max_tokens` in the
             hyper-parameters does not.
         drop_last: Whether to drop the last training batch if it is not full. Validation data are never dropped.
-        persistent_workers: Whether workers stay alive between epochs, which saves restarting them. Their copies of the
-            dataset then do not see changes made between epochs. No effect on streams or on a dataset with `set_epoch`.
-        shard: Whether to shard the data across processes. False: every process sees all of it.
+        persistent_workers: Whether workers stay alive between epochs, so that they need not be restarted. Changes that
+            you make to the dataset between epochs then do not reach the workers. This has no effect on streams or on a
+            dataset with `set_epoch`.
+        shard: Whether to shard the data across processes. With False, every process sees all data.
         device_placement: Whether to move batches to the device before a step.
     """
 
@@ -86,21 +87,23 @@ class DataSettings:
 
     Args:
         shuffle_train: Whether to shuffle the training data every epoch, based on (seed, epoch). Ignored with a sampler.
-        shuffle_validation: Whether to shuffle validation data; results do not depend on it.
+        shuffle_validation: Whether to shuffle validation data. This does not affect results.
         sampler: The order of training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
             indices; `{"train": ..., "val": ...}` also sets the order of validation data.
-        collate_fn: Turns a list of samples into a batch; of a list of functions, each is applied to the result of the
-            one before. `{"train": ..., "val": ...}` sets separate ones, that of "val" also for test and prediction
-            data. None uses torch's default. A `collate_fn` method of the module takes precedence.
-        dataloader_pin_memory: Whether to put batches into pinned memory; no effect without an accelerator device.
-        dataloader_num_workers: Number of data-loading processes per training process; 0 loads in the training process.
-        data_options: Batches of similar length, a batch sampler, and how data are loaded and sharded:
-            `DataOptions(drop_last=True)`, or a dict of its arguments.
+        collate_fn: Function that turns a list of samples into a batch. In a list of functions, each is applied to the
+            result of the previous one. `{"train": ..., "val": ...}` sets separate functions; "val" also applies to test
+            and prediction data. None uses torch's default. A `collate_fn` method of the module takes precedence.
+        dataloader_pin_memory: Whether to put batches into pinned memory. This has no effect without an accelerator
+            device.
+        dataloader_num_workers: Number of data-loading processes per training process. 0 loads data in the training
+            process.
+        data_options: How data are batched, loaded and sharded: `DataOptions(drop_last=True)`, or a dict of its
+            arguments.
         reload_dataloaders_every_n_epochs: Rebuilds the loaders from the module (`get_train_dataloader`,
             `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string
             such as "2 epochs"; 0 builds them once.
         limit_batches: Batches per training epoch, and per validation, test and prediction set: a number, or a fraction
-            as a float (1.0 is all, 1 is one); `Limits(val=0.1)` sets only some of them.
+            as a float (1.0 is all, 1 is one); `Limits(val=0.1)` limits only validation.
         overfit_batches: Trains and validates on this many training batches (or this fraction of them), unshuffled; 0
             is off.
     """

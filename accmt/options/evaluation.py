@@ -29,15 +29,15 @@ class MetricOptions(Options):
     """Averages of results, and how predictions are gathered.
 
     Args:
-        averages: Results to average, by the name of the average: a function of a result's name, such as
-            `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or a list of names, such as
-            `["accuracy__en", "accuracy__de"]`. Losses are not included. `best_mean_accuracy` and `patience` can
+        averages: Results to average. Each key is the name of an average, and its value selects results: a function of a
+            result's name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or a list of names,
+            such as `["accuracy__en", "accuracy__de"]`. Losses are not included. `best_mean_accuracy` and `patience` can
             monitor an average.
         derived: A function that receives a dict with the list of values of each average, and returns further results
             as a dict.
         report_all: Whether to also log results that are part of an average.
-        gather_chunk_size: How much of each process's predictions is sent to the main process at a time, where a metric
-            or `predict` needs them there: bytes, or a string such as "32MB"; None sends everything in one chunk.
+        gather_chunk_size: Size of the chunks in which each process sends predictions to the main process, if a metric
+            or `predict` needs them there: bytes, or a string such as "32MB". None sends everything in one chunk.
     """
 
     averages: Mapping[str, Choice] | None = None
@@ -82,13 +82,13 @@ class EvaluationSettings:
         num_sanity_val_steps: Validation batches to run before training, so that errors show early; they have no other
             effect. 0 is off, -1 runs all batches.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
-        report_loss_after_eval: True logs the mean validation loss once per evaluation; False logs the loss of every
+        report_loss_after_eval: True logs the mean validation loss once per evaluation. False logs the loss of every
             `log_every`-th validation batch.
         metrics: Metrics over all samples of a validation set: names such as "f1", `Metric` or `torchmetrics` objects,
             or metrics from `evaluate`; one of them, a list, a dict by name, or a dict of lists by validation set.
-            `{"perplexity": "min"}` declares the better direction of a value that a step or a hook reports.
-        metric_options: Averages of results, and how predictions are gathered: `MetricOptions(averages=...)`, or a dict
-            of its arguments.
+            `{"perplexity": "min"}` declares that lower is better, for a value that a step or a hook reports.
+        metric_options: Which results to average, and how to gather predictions: `MetricOptions(averages=...)`, or a
+            dict of its arguments.
     """
 
     evaluate_every_n_steps: int | float | str | None = None

@@ -59,24 +59,25 @@ class Failures(Options):
         on_nonfinite: What to do after a training loss that is not finite: "stop" ends the run with an error that names
             the batch, "skip" skips the optimizer step (and waits for the device once per step), "rollback" returns to
             the newest checkpoint and skips that step; None only warns.
-        spike_guard: Treats a loss this many standard deviations above the mean of the process's last 100 losses as not
-            finite, starting with the 21st; None is off.
+        spike_guard: Treats a loss as not finite if it is more than this many standard deviations above the mean of the
+            process's last 100 losses, starting with the 21st loss. None disables this.
         on_bad_sample: "raise" ends the run with an error that names a sample that cannot be read; "skip" drops it from
-            its batch, counts it (`bad_samples`) and warns; no effect on streams.
+            its batch, counts it (`bad_samples`) and warns. This has no effect on streams.
         on_long_sample: What to do with a sample longer than `max_tokens` of the hyper-parameters: "warn" puts it into a
             separate micro-batch and warns once; "raise" ends the run.
-        hang_timeout_s: Seconds without a finished batch after which the run is considered hung and ends, with the
-            location in the message; None is off.
-        machine_timeout_s: On several machines, seconds without a heartbeat from one of them after which the others
-            end; None waits as long as torch does.
+        hang_timeout_s: Seconds without a finished batch after which the run ends, because it is considered hung; the
+            message says where. None disables this.
+        machine_timeout_s: On several machines, seconds without a heartbeat from one machine after which the others end.
+            None waits as long as torch does.
         preempt_exit_code: Exit code after SIGTERM or SIGUSR1, from 0 to 255.
         preflight: Whether to check at the start that the state can be saved and loaded in memory, and that the disk
             has enough space for checkpoints and model.
         try_longest: Whether to run forward and backward on the largest possible micro-batch before training, without
-            side effects, so that an out-of-memory error shows up early; where lengths are known, it has the longest
-            samples. None: only on devices with their own memory.
+            side effects, so that an out-of-memory error occurs early. If lengths are known, this batch contains the
+            longest samples. None does this only on devices with their own memory.
         compare_replicas: Whether processes compare their replicated weights and optimizer state at each evaluation and
-            checkpoint, and end the run if they differ. Set False where replicas differ on purpose, as in local SGD.
+            checkpoint, and end the run if they differ. Set this to False if replicas differ on purpose, as in local
+            SGD.
     """
 
     on_nonfinite: Literal["stop", "skip", "rollback"] | None = "stop"
@@ -102,7 +103,7 @@ class FailureSettings:
     """Failures.
 
     Args:
-        handlers: Errors at which to save a safe checkpoint of the last optimizer step before raising them: a
+        handlers: Errors after which accmt saves a checkpoint of the last optimizer step before it raises them: a
             `Handler`, its name, or a list.
         failures: How to react to a loss that is not finite, an unreadable sample, a hanging process and the like:
             `Failures(on_nonfinite="skip")`, or a dict of its arguments.

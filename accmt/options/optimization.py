@@ -33,8 +33,8 @@ class Clipping(Options):
     """Gradient clipping for `clip_grad`: by norm or by value.
 
     Args:
-        norm: Largest norm of the whole gradient, which is scaled.
-        value: Largest absolute value of each entry, which is clamped.
+        norm: Maximum norm of the whole gradient; a larger gradient is scaled down.
+        value: Maximum absolute value of each entry; larger entries are clamped.
     """
 
     norm: Annotated[float, require_clipping] | None = None
@@ -53,9 +53,10 @@ class OptimizationSettings:
     Args:
         grad_accumulation_steps: Batches per process and optimizer step: a number; `{epoch: number}` with the epoch
             (from 0) at which each number starts to apply; or the name of a window maker from another package
-            (entry-point group `accmt.window_makers`), which decides after each batch. None is 1.
-        clip_grad: Largest gradient norm of an optimizer step: the whole gradient is scaled. `Clipping(value=0.5)`
-            clamps each entry instead. None or 0 is off. For sparse gradients, only the stored values count.
+            (entry-point group `accmt.window_makers`), which decides after each batch whether the window is complete.
+            None means 1.
+        clip_grad: Maximum gradient norm of an optimizer step; the whole gradient is scaled. `Clipping(value=0.5)`
+            clamps each entry instead. None or 0 disables clipping. For sparse gradients, only the stored values count.
         set_to_none: Whether to free gradients after a step instead of setting them to zero.
     """
 

@@ -105,9 +105,10 @@ class TorchFlags(Options):
     """Torch settings during a run.
 
     Args:
-        deterministic: Whether torch uses only deterministic algorithms; "warn" warns where there is none.
+        deterministic: Whether torch uses only deterministic algorithms. "warn" prints a warning if there is none for an
+            operation.
         benchmark: The value of `torch.backends.cudnn.benchmark`; None leaves it unchanged.
-        detect_anomaly: Whether autograd looks for the operation that produced a NaN; slow.
+        detect_anomaly: Whether autograd looks for the operation that produced a NaN. This is slow.
     """
 
     deterministic: bool | Literal["warn"] = False
@@ -121,8 +122,8 @@ class ParallelismOptions(Options):
 
     Args:
         fsdp: True shards the model with FSDP2; a dict sets arguments of `accelerate.FullyShardedDataParallelPlugin`.
-        shard: Number of processes that share the shards of one model replica; None is all.
-        replicate: Number of model replicas; None is one.
+        shard: Number of processes that share the shards of one model replica. None means all processes.
+        replicate: Number of model replicas. None means one.
         tp: Number of processes over which the model is split by its tensor-parallel plan; they process the same
             batches. None does not split.
         ddp: Arguments of `accelerate.DistributedDataParallelKwargs`, for a model that is not sharded. It replaces the
@@ -161,29 +162,30 @@ class RunningSettings:
             `accmt.precisions`); None uses the launch setting.
         parallelism: Shards the model over processes, or sets DDP's arguments: `ParallelismOptions(fsdp=True)`, or a
             dict of its arguments.
-        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. `{"buckets": 64}` pads
-            batches to multiples of 64, which limits the number of graphs; `{"regional": True}` compiles only the
-            repeated layers, which takes a fraction of the time.
-        seed: Random seed for everything; None draws one.
+        compile: Whether to compile the model with `torch.compile`. A dict sets its arguments. `{"buckets": 64}` pads
+            batches to multiples of 64, which limits the number of graphs. `{"regional": True}` compiles only the
+            repeated layers, so that compilation takes a fraction of the time.
+        seed: Random seed for everything. None draws a random seed.
         torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
-        gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict sets
-            arguments.
-        sync_batchnorm: Whether batch norm uses the statistics of all processes during training; on GPUs only. No
-            effect with one process.
-        fast_dev_run: Runs this many batches (True: 1) of each kind, with one evaluation at the end, and writes
-            nothing, to test a script.
+        gradient_checkpointing: Whether a transformers model recomputes activations to save memory. A dict sets
+            arguments of `torch.utils.checkpoint.checkpoint`.
+        sync_batchnorm: Whether batch norm uses the statistics of all processes during training. It works on GPUs only,
+            and has no effect with one process.
+        fast_dev_run: Tests a script: runs this many batches (True: 1) of each kind, with one evaluation at the end, and
+            writes nothing.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
             an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
             the run folder.
-        min_length: Training does not end early before this: "2 epochs", "100 steps", or a list of both.
-        max_time: Training ends at the first optimizer step after this time: "DD:HH:MM:SS" or "1h30m", a timedelta, or a
-            dict of its arguments. Time between interrupted runs does not count, and `min_length` takes precedence.
+        min_length: Minimum length of training before it can end early: "2 epochs", "100 steps", or a list of both.
+        max_time: Maximum training time, after which training ends at the next optimizer step: "DD:HH:MM:SS" or "1h30m",
+            a timedelta, or a dict of its arguments. The time between interrupted runs does not count, and `min_length`
+            takes precedence.
         callbacks: A `Callback` or a list of them.
         verbose: False silences messages and progress bars.
-        enable_progress_bar: True shows a bar even if stderr is not a terminal, False never; None shows a bar in a
-            terminal, and occasional log lines elsewhere.
-        enable_model_summary: Whether to print a table of the model's modules at the start; a number is the depth: True
-            is 1, -1 shows all levels.
+        enable_progress_bar: True shows a progress bar even if stderr is not a terminal; False never shows one. None
+            shows a bar in a terminal, and prints occasional log lines otherwise.
+        enable_model_summary: Whether to print a table of the model's modules at the start. A number sets the depth;
+            True means 1, and -1 shows all levels.
     """
 
     accelerator: Any = None

@@ -201,7 +201,7 @@ class Ledger(Options):
     Args:
         every: Optimizer steps between checksums of weights, gradients and optimizer state, such as "1000 steps"; None:
             only at the first step of each start and at checkpoints.
-        on_difference: What to do if a step of a resumed run differs from before the interruption, although code, data,
+        on_difference: What to do if a resumed run repeats a step and gets a different result, although code, data,
             settings and hardware have not changed: "stop" raises an error, "warn" continues.
     """
 
@@ -219,22 +219,22 @@ class TrackingSettings:
     """Logging and trackers.
 
     Args:
-        track_name: Name of the project or experiment; None is the base name of `model_path`.
+        track_name: Name of the project or experiment. None uses the base name of `model_path`.
         run_name: Name of this run; None generates one from the time and a few letters.
         logging_dir: Log folder, or the URL of the tracker's server.
         log_with: A tracker or a list of trackers: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
             `GeneralTracker`. `history.jsonl` is always written.
         log_every: Optimizer steps between rows of training values: a number, or a string such as "10 steps"; -1 or
-            "epoch" is one row at the end of each epoch.
+            "epoch" logs one row at the end of each epoch.
         train_loss_metric_name: Name of the training loss in the logs.
         val_loss_metric_name: Name of the validation loss in the logs.
-        monitor: What else to measure and log: a `Monitor`, a dict of its fields, a list of fields to enable, or the
-            path of a file with one of these; None logs losses and metrics.
+        monitor: What to measure and log in addition to losses and metrics: a `Monitor`, a dict of its fields, a list of
+            fields to enable, or the path of a file with one of these.
         tracker_options: Additional entries for the run's configuration, and what to do if a tracker's server is
             unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
         ledger: Whether to record the result of each step, for `accmt replay` and `accmt diff`;
             `Ledger(every="100 steps")`, or a dict of its arguments, sets the interval of checksums.
-        tracker_kwargs: Further keywords of the Trainer, passed to the trackers at their start; `mlflow={...}` passes
+        tracker_kwargs: Other keywords of the Trainer are passed to the trackers when they start. `mlflow={...}` passes
             them to one tracker only.
     """
 
