@@ -265,12 +265,20 @@ def name_sets(data: Any) -> dict[str, Any]:
     """Return datasets by name: a dict's keys, "0", "1" ... for a list, "" for a single one.
 
     A list of samples is one dataset; a list of datasets or loaders is several.
+
+    Raises:
+        DataError: A list has both, or a name cannot be used.
     """
-    is_several = isinstance(data, list | tuple) and all(
-        isinstance(one, Dataset | DataLoader) or type(one).__module__.partition(".")[0] == "datasets" for one in data
-    )
-    if is_several and len(data):
-        return {str(index): one for index, one in enumerate(data)}
+    if isinstance(data, list | tuple) and len(data):
+        by_kind = {type(one): one for one in data}  # a list of a million samples has few
+        sets = [kind.__name__ for kind, one in by_kind.items() if _is_dataset(one)]
+        if len(sets) == len(by_kind):
+            return {str(index): one for index, one in enumerate(data)}
+        if sets:
+            got = f"a {type(data).__name__} of {' and '.join(kind.__name__ for kind in by_kind)}"
+            expected = "datasets only, or samples only; a list or tuple inside it is a sample"
+            do = 'name the sets: {"first": ..., "second": ...}'
+            raise DataError(explain("the sets to evaluate", got, expected, do))
     if not isinstance(data, dict):
         return {"": data}
     for name in data:
@@ -278,6 +286,17 @@ def name_sets(data: Any) -> dict[str, Any]:
             expected = "strings without '__', '@' and '/', which separate them from the names of metrics"
             raise DataError(explain("the names of the validation sets", repr(name), expected, "rename it"))
     return data
+
+
+def _is_dataset(one: Any) -> bool:
+    """Return whether an element of a list is a dataset, rather than a sample."""
+    if isinstance(one, Dataset | DataLoader) or type(one).__module__.partition(".")[0] == "datasets":
+        return True
+    # Samples can have a length and indices, too: sequences, arrays, and what is read by key, such as a graph.
+    is_sample = isinstance(one, list | tuple | str | bytes | bytearray | range) or any(
+        hasattr(one, name) for name in ("keys", "__array__")
+    )
+    return hasattr(one, "__len__") and hasattr(one, "__getitem__") and not is_sample
 
 
 def _ask(method: Callable[..., Any], user_data: Any) -> Any:
@@ -547,6 +566,10 @@ class Loaders:
                 do = f"for example {name}=100"
                 raise ArgumentError(explain(f"Trainer({name}=...)", got, "a whole number of steps", do))
         for name, data in val_data.items():
+            if isinstance(data, Iterator):  # the trial before training would consume it
+                where = "the validation data" + (f" {name!r}" if name else "")
+                expected, do = "data that can be read for each evaluation", "pass list(...), or an IterableDataset"
+                raise DataError(explain(where, "an iterator, which can be read only once", expected, do))
             self.validation[name] = build_evaluation_loader(
                 self._module,
                 data,

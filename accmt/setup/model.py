@@ -27,12 +27,13 @@ from accmt.libraries import private_names
 from accmt.libraries.private_names import allow_graphs, compile_in_place, is_compiled
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
-from accmt.messages import warn
+from accmt.messages import say, warn
 from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.stepper import Stepper
 from accmt.options import HyperParameters, RunningSettings, Settings
-from accmt.options.optimizer_and_scheduler_arguments import trains_nothing
+from accmt.options.optimizer_and_scheduler_arguments import standard_rate, trains_nothing
+from accmt.options.optimizer_and_scheduler_names import name_of
 from accmt.processes import num_data_processes
 from accmt.run import Run
 from accmt.setup.module_checks import call_get_scheduler, require_optimizer, require_scheduler
@@ -165,6 +166,9 @@ def prepare(
         hps.optimizer_class, hps.optim_kwargs, hps.scheduler_class, hps.scheduler_kwargs
     ):
         warn(f"{hps.where('optim', 'lr')} is 0, and no scheduler raises it: the weights will not change")
+    rate, chosen = standard_rate(hps.optimizer_class), {*hps.optim_kwargs, *hps.scheduler_kwargs}
+    if own is None and rate is not None and chosen.isdisjoint(("lr", "max_lr", "base_lr")):
+        say(f"{hps.where('optim')} has no lr: the learning rate is {name_of(hps.optimizer_class)}'s default, {rate:g}")
     engine.wrap(optimizer, set_to_none=settings.optimization.set_to_none)
     stepper = Stepper(
         engine.accelerator,

@@ -201,6 +201,21 @@ def test_a_module_with_an_optimizer_needs_none_in_the_hyper_parameters():
     assert again.fit(OwnOptimizer(), make_points(), make_points()).metrics == whole.metrics
 
 
+@each(
+    ("hps", "is_told"),
+    [
+        ({"optim": "AdamW"}, True),
+        ({"optim": {"type": "AdamW", "lr": 1e-3}}, False),
+        ({"optim": "SGD", "scheduler": {"type": "OneCycleLR", "max_lr": 0.1}}, False),
+    ],
+)
+def test_a_learning_rate_that_nobody_chose_is_named(hps, is_told, caplog):
+    with caplog.at_level("INFO", "accmt"):
+        make_trainer(hps).fit(Linear(), make_points())
+    assert ("hps_config optim has no lr: the learning rate is AdamW's default, 0.001" in caplog.text) is is_told
+    caplog.clear()
+
+
 def test_without_any_optimizer_the_run_ends_before_its_first_step():
     trainer = accmt.Trainer({"epochs": 1, "batch_size": 2}, "out/model", verbose=False)
     with pytest.raises(accmt.HyperParameterError, match=r"hps_config optim\n  got: nothing(.|\n)*def get_optimizer"):
