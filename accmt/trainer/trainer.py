@@ -78,8 +78,8 @@ class Trainer(TrainerProperties):
         model_saving: Which model to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
             evaluation), "last" (the weights at the end, in `<model_path>/last`), None (no model is saved), or a list of
             these. Without validation data, "best_valid_loss" means "best_train_loss". With several validation sets,
-            "best_<metric>" is their mean and "best_<metric>@<set>" a single one; "best_accuracy/f1" requires both to
-            improve.
+            "best_<metric>" uses the mean over the sets, and "best_<metric>@<set>" uses a single set. "best_accuracy/f1"
+            requires both metrics to improve.
         evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a
             fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
             of each epoch.
