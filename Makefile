@@ -21,8 +21,8 @@ TRACKERS := wandb==0.31.0 comet-ml==3.58.8 aim==3.29.1 clearml==2.1.12 dvclive==
 QUANTIZED := bitsandbytes==0.50.2 torchao==0.18.0
 # It brings triton, and replaces functions of transformers.
 KERNELS := liger-kernel==0.8.5
-# An S3 in a process, and what speaks to it.
-OBJECT_STORAGE := 's3fs==2026.9.0' 'moto[s3,server]==5.2.5'
+# What speaks S3, an S3 in a process, and a real one: OpenStack Swift.
+OBJECT_STORAGE := 's3fs==2026.9.0' 'moto[s3,server]==5.2.5' 'swift==2.38.3'
 # Its chat templates are files; nothing of it is imported.
 CHAT_TEMPLATES := --no-deps trl==1.16.0
 # How many conversations each of them renders.
@@ -96,7 +96,7 @@ quantized: $(INSTALLED)  ## test quantized weights and low-bit optimizers in an 
 kernels: $(INSTALLED)  ## test Liger's kernels in an environment of its own, as far as a CPU goes
 	@tests/laid_over.sh .venv-kernels $(VENV) tests/kernels $(KERNELS)
 
-object-storage: $(INSTALLED)  ## test checkpoints in object storage against an S3 server, in an environment of its own
+object-storage: $(INSTALLED)  ## test checkpoints and models in object storage against two S3 servers, in an environment of its own
 	@WORKERS=2 tests/laid_over.sh .venv-object-storage $(VENV) tests/object_storage $(OBJECT_STORAGE)
 
 chat-templates: $(INSTALLED)  ## test what is trained of 500 conversations in each chat template of TRL (a few minutes)

@@ -338,10 +338,14 @@ class Lease:
             folder._delete([_LEASE])
         try:
             folder._write(_LEASE, self._encoded, mode="create")
-        except FileExistsError:
-            self._refuse(self._read() or {})
         except (NotImplementedError, TypeError):  # a store without conditional writes
             folder._write(_LEASE, self._encoded)
+        except OSError:
+            holder = self._read()
+            if holder is None:  # another error
+                raise
+            if not self._holds(holder):  # else it was written, but the answer was lost
+                self._refuse(holder)
         self._thread = threading.Thread(target=self._renew, name="accmt-lease", daemon=True)
         self._thread.start()
 

@@ -22,10 +22,10 @@ from accmt.checkpoint.store import inspect
 from accmt.cli.main import main
 from accmt.errors import ArgumentError, CheckpointError, MissingPackageError, NoCheckpointError
 from tests.launching import launch
-from tests.toys import Linear, make_points, make_trainer
+from tests.object_storage.runs import URL, steps_in, train
+from tests.toys import Linear
 
 SCRIPT = Path(__file__).parent / "train_in.py"
-URL = "s3://bucket/run"
 FILES_PER_CHECKPOINT = 3
 NEVER = 10**9
 
@@ -112,24 +112,6 @@ def bucket(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield files
     proxy.reset()
     files.rm("bucket", recursive=True)
-
-
-def train(module: Linear | None = None, epochs: int = 2, folder: str = "out/model", **settings: Any) -> Linear:
-    """Train with two steps an epoch, and a checkpoint after each step."""
-    module = module or Linear()
-    settings = {
-        "checkpoint": URL,
-        "checkpoint_every": "1 step",
-        "resume": "auto",
-        "seed": 0,
-        "verbose": True,
-    } | settings
-    make_trainer({"epochs": epochs, "batch_size": 4}, folder, **settings).fit(module, make_points())
-    return module
-
-
-def steps_in(remote: RemoteFolder) -> list[int]:
-    return [one.manifest.step for one in remote.checkpoints() if not one.problem and one.manifest]
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +322,17 @@ def test_a_second_run_is_refused_until_the_lease_has_expired(bucket: Any, monkey
     second.take()
     assert json.loads(bucket.cat_file("bucket/run/lease.json"))["run"] == "second"
     second.release()
+    assert not bucket.exists("bucket/run/lease.json")
+
+
+def test_of_two_runs_that_ask_at_once_one_gets_the_lease(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Lease(RemoteFolder(URL), "first"), Lease(RemoteFolder(URL), "second")
+    first.take()
+    answers = iter([None, first._read()])  # when it was asked first, nobody had it
+    monkeypatch.setattr(second, "_read", lambda: next(answers))
+    with pytest.raises(CheckpointError, match="in use by run first"):
+        second.take()
+    first.release()
     assert not bucket.exists("bucket/run/lease.json")
 
 
