@@ -197,6 +197,24 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_all_of_its_time(tmp_path
     assert totals.pauses[0] == totals.saves[0] == 5  # after steps 3, 6, 9 and 12, and at the end
 
 
+class NanOnce(Linear):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        is_bad = self.state.global_step == 5 and not hasattr(self, "was_bad")
+        loss = super().training_step(batch)
+        if is_bad:
+            self.was_bad = True
+        return loss * float("nan") if is_bad else loss
+
+
+def test_a_rollback_is_no_failure_and_stops_no_machine() -> None:
+    trainer = trainer_of(failures={"on_nonfinite": "rollback"})
+    trainer.fit(NanOnce(), make_points(8))
+    totals = read_goodput(Path(trainer.log_dir))
+    assert (totals.starts, totals.failures) == (2, 0)
+    assert totals.seconds["stopped"] == pytest.approx(0, abs=1e-3)
+    assert totals.seconds["resuming"] > 0
+
+
 def test_a_run_that_resumes_on_another_disk_keeps_the_account_up_to_its_checkpoint() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         trainer_of(callbacks=StopAt(5)).fit(Linear(), make_points(8))

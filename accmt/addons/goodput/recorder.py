@@ -29,13 +29,13 @@ from accmt.features.hooks import Activity, Feature
 from accmt.files import current_folder
 from accmt.metrics.averages import Rider
 from accmt.processes import is_main_process, num_processes
-from accmt.recovery.restart import Restart
 from accmt.run import EvaluationRun, Run
 
 if TYPE_CHECKING:
     from accmt.data import Window
     from accmt.module import AcceleratorModule
     from accmt.options import Settings
+    from accmt.recovery.restart import Recovery
 
 _DIGITS = 6
 
@@ -51,10 +51,11 @@ class GoodputRecorder(Feature):
     name = "goodput"
     _fit_began: float | None = None
     _is_first_fit = True
+    _left: tuple[Recovery, float] | None = None  # a run that another one continues in the same fit, and when it ended
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.meter = Meter("resuming" if run.is_resumed else "starting", began=self._find_beginning())
+        self.meter = Meter("resuming" if run.is_resumed else "starting", began=self._find_beginning(run.recovery))
         self._began = time.time() - (perf_counter() - self.meter.since)
         self.totals = Totals()
         self._resumed: Totals | None = None
@@ -87,9 +88,12 @@ class GoodputRecorder(Feature):
         GoodputRecorder._fit_began = perf_counter()
 
     @staticmethod
-    def _find_beginning() -> float:
+    def _find_beginning(recovery: Recovery) -> float:
         """Return when this start began: with the program, unless that has done something else before."""
         kind = GoodputRecorder
+        left, kind._left = kind._left, None
+        if left is not None and left[0] is recovery:
+            return left[1]
         is_first, kind._is_first_fit = kind._is_first_fit, False
         if is_first and not (is_notebook() or hasattr(sys, "ps1")):
             import psutil
@@ -158,10 +162,10 @@ class GoodputRecorder(Feature):
         is_restart = False
         try:
             yield
-        except Restart:
-            is_restart = True
-            raise
+            is_restart = self._run.recovery.checkpoint is not None  # another run continues from it at once
         finally:
+            if is_restart:
+                GoodputRecorder._left = self._run.recovery, self.meter.clock()
             self._is_over.set()
             if self._thread is not None:
                 self._thread.join()
