@@ -65,25 +65,31 @@ RULES = (
     KeyRule(
         "batch_size",
         "apply",
-        "The position counts samples, so each is still seen once per epoch; the number of steps changes, and the "
-        "scheduler is rescaled to the new end.",
+        "The position is counted in samples, so each sample is still used once per epoch. The number of steps changes, "
+        "and the scheduler is rescaled to the new end.",
     ),
-    KeyRule("max_micro_batch_size", "apply", "Batches are split differently; steps stay the same."),
+    KeyRule("max_micro_batch_size", "apply", "Batches are split differently, but steps stay the same."),
     KeyRule("max_tokens", "apply", "Like `max_micro_batch_size`."),
     KeyRule(
-        "model", "apply", "Its weights are checked against the checkpoint's: names, shapes, frozen ones by digest."
+        "model",
+        "apply",
+        "Names and shapes of the weights are compared with the checkpoint, and frozen weights by digest.",
     ),
-    KeyRule("sft", "apply", "The position counts samples, whatever their content."),
-    KeyRule("packing", "apply", "Like `max_micro_batch_size`; packed documents have no label for their first token."),
-    KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has been counting in the other unit."),
+    KeyRule("sft", "apply", "The position is counted in samples, regardless of their content."),
+    KeyRule("packing", "apply", "Like `max_micro_batch_size`; the first token of a packed document has no label."),
+    KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has counted in the other unit until now."),
     KeyRule("optim.type", "reject", "The optimizer's state belongs to another class."),
-    KeyRule("optim.lr", "apply", "From now on, the rate is that of a run that used the new value from the start."),
+    KeyRule(
+        "optim.lr",
+        "apply",
+        "From the next step, the rate is the same as if the run had used the new value from the start.",
+    ),
     KeyRule(
         "optim.groups",
         "apply",
-        "Their values apply from the next step; the parameters of a group and its `type` must not change.",
+        "New values apply from the next step. The parameters of a group and its `type` must not change.",
     ),
-    KeyRule("optim.*", "apply", "Applies from the next step; the optimizer's state is kept."),
+    KeyRule("optim.*", "apply", "The new value applies from the next step, and the optimizer's state is kept."),
     KeyRule("scheduler.*", "reject", "A position in the old scheduler has no meaning in the new one."),
     KeyRule("*", "apply", "It is not part of a checkpoint."),
 )
@@ -157,9 +163,9 @@ def require_allowed(changes: Iterable[Change], where: str) -> None:
 
 def rules_table() -> str:
     """Return the rules as a Markdown table for the documentation."""
-    rules = {"reject": "reject, unless `reset_optimizer_on_resume`"}
+    rules = {"apply": "applied", "reject": "rejected, unless `reset_optimizer_on_resume`"}
     rows = [f"| {_name(item.pattern)} | {rules.get(item.rule, item.rule)} | {item.why} |" for item in RULES]
-    return "\n".join(["| key | when it changed | why |", "|---|---|---|", *rows]) + "\n"
+    return "\n".join(["| key | effect of a change | explanation |", "|---|---|---|", *rows]) + "\n"
 
 
 def _name(pattern: str) -> str:
