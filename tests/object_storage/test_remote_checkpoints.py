@@ -35,7 +35,8 @@ class Proxy:
 
     Attributes:
         fault: What: "error" answers 500 before the store sees the request, "lost" after the store has carried it out,
-            "twice" carries it out twice, "cut" leaves out the second half of what a GET returns.
+            "twice" carries it out twice, "cut" leaves out the second half of what a GET returns, "read-only" denies all
+            but reading.
         first, last: With which requests, counted from 0.
         count: How many there have been.
     """
@@ -53,6 +54,8 @@ class Proxy:
             return self._store(environ, start_response)
         if self.fault == "error":
             return self._fail(start_response)
+        if self.fault == "read-only" and environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return self._fail(start_response, "403 Forbidden", b"<Error><Code>AccessDenied</Code></Error>")
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         answers = [self._carry_out(environ, body) for _ in range(2 if self.fault == "twice" else 1)]
         if self.fault == "lost":
@@ -71,9 +74,11 @@ class Proxy:
         parts = self._store({**environ, "wsgi.input": io.BytesIO(body)}, lambda *given: answer.extend(given))
         return answer[0], answer[1], b"".join(parts)
 
-    def _fail(self, start_response: Callable[..., Any]) -> Any:
-        start_response("500 Internal Server Error", [("Content-Length", "0")])
-        return []
+    def _fail(
+        self, start_response: Callable[..., Any], status: str = "500 Internal Server Error", body: bytes = b""
+    ) -> Any:
+        start_response(status, [("Content-Length", str(len(body)))])
+        return [body]
 
 
 class _Quiet(WSGIRequestHandler):
@@ -374,6 +379,65 @@ def test_a_url_that_cannot_be_used_is_an_error_before_training(bucket: Any, url:
     module = Linear()
     with pytest.raises(CheckpointError, match=expected):
         train(module, checkpoint=url, resume=False)
+
+
+class Untrained(Linear):
+    """Fails in its first step: the store is checked before."""
+
+    def step(self, batch: Any) -> torch.Tensor:
+        raise AssertionError
+
+
+@pytest.fixture
+def new_clients() -> Iterator[None]:
+    """Let clients of the store read the environment again, before the test and after it."""
+    fsspec.filesystem("s3").clear_instance_cache()
+    yield
+    fsspec.filesystem("s3").clear_instance_cache()
+
+
+@pytest.mark.parametrize("argument", ["checkpoint", "model_path"])
+@pytest.mark.parametrize("resume", [False, "auto"])
+def test_a_store_that_is_read_only_is_an_error_before_training(
+    bucket: Any, proxy: Proxy, argument: str, resume: Any
+) -> None:
+    proxy.reset("read-only", 0, NEVER)
+    urls = {"checkpoint": URL} if argument == "checkpoint" else {"folder": URL, "checkpoint": None}
+    with pytest.raises(CheckpointError, match=rf"PermissionError[\s\S]*a local folder as `{argument}`"):
+        train(Untrained(), resume=resume, num_sanity_val_steps=0, failures={"preflight": False}, **urls)
+    assert list(Path().rglob("*.safetensors")) == []
+
+
+def test_missing_credentials_are_an_error_before_training(
+    bucket: Any, new_clients: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.delenv("AWS_SECRET_ACCESS_KEY")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "none")
+        patch.setenv("AWS_CONFIG_FILE", "none")
+        with pytest.raises(CheckpointError, match=r"Unable to locate credentials[\s\S]*check the URL, the credentials"):
+            train(Untrained(), failures={"preflight": False})
+
+
+def test_an_endpoint_that_is_down_is_an_error_before_training(
+    bucket: Any, new_clients: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        with pytest.raises(CheckpointError, match=r"127\.0\.0\.1:9[\s\S]*and the endpoint"):
+            train(Untrained(), failures={"preflight": False})
+
+
+def test_a_lease_whose_answer_was_lost_is_ours(bucket: Any, proxy: Proxy) -> None:
+    lease = Lease(RemoteFolder(URL), "first")
+    proxy.reset("lost", 1, 1)  # the first request finds no lease
+    lease.take()
+    proxy.reset()
+    assert json.loads(bucket.cat_file("bucket/run/lease.json"))["run"] == "first"
+    lease.release()
+    assert not bucket.exists("bucket/run/lease.json")
 
 
 def test_a_resume_from_an_empty_url_is_an_error(bucket: Any) -> None:

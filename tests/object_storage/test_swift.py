@@ -95,7 +95,16 @@ def test_names_may_have_spaces_and_letters_of_any_language(bucket: Any, capsys: 
     assert "complete" in capsys.readouterr().out
 
 
-def test_wrong_credentials_are_an_error_before_training(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_region_is_corrected_by_the_client(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("s3").clear_instance_cache()
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_DEFAULT_REGION", "eu-west-9")
+        train(epochs=1)
+    fsspec.filesystem("s3").clear_instance_cache()
+    assert steps_in(RemoteFolder(URL)) == [2]
+
+
+def test_a_wrong_key_is_an_error_before_training(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("s3").clear_instance_cache()
     with monkeypatch.context() as patch:
         patch.setenv("AWS_SECRET_ACCESS_KEY", "another-planted-secret")

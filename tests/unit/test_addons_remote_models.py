@@ -178,6 +178,20 @@ def test_accmt_sync_uploads_the_rest(
     assert capsys.readouterr().out == "nothing was left to upload\n"
 
 
+def test_passwords_in_urls_are_written_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    # A store that takes the password for a part of the path, so that the run succeeds.
+    urls = [f"memory://user:planted-password-{name}@store/{name}" for name in ("models", "checkpoints")]
+    settings = {"checkpoint": urls[1], "checkpoint_every": "1 epoch", "resume": "auto", "verbose": True}
+    train(urls[0], [2.0, 1.0], **settings)
+    files, root = url_to_fs(urls[0])
+    stored = [name for url in urls for name in files.find(url_to_fs(url)[1])]
+    assert len(stored) > 8
+    written = b"".join(path.read_bytes() for path in Path().rglob("*") if path.is_file())
+    written += b"".join(files.cat_file(name) for name in stored)
+    assert b"planted-password" not in written + caplog.text.encode()
+    assert files.cat_file(f"{root}/newest").startswith(b"model-00000004-")
+
+
 def test_models_and_checkpoints_need_different_urls(url: str) -> None:
     with pytest.raises(ArgumentError, match="the same URL"):
         train(url, [1.0], checkpoint=f"{url}/", checkpoint_every="1 epoch")
