@@ -20,7 +20,7 @@ from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 @each("name", ["device", "state", "trainer", "accelerator"])
 def test_what_a_run_lends_is_not_there_before_it(name):
-    with pytest.raises(AttributeError, match=rf"self\.{name}\n  got: no run yet, as in __init__"):
+    with pytest.raises(AttributeError, match=rf"self\.{name}\n  got: no run has started, for example in __init__"):
         getattr(Linear(), name)
     assert not hasattr(Linear(), name)
 
