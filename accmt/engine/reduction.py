@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeGuard
@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.checkpoint.state_dicts import is_made_of_others, plain_parts
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import copy_, exchange_in_forward, left_out_by_ddp, note_trained_parameters
+from accmt.libraries.private_names import (
+    copy_,
+    exchange_in_forward,
+    has_gradient_hook,
+    left_out_by_ddp,
+    note_trained_parameters,
+)
 from accmt.processes import gather_objects, num_processes
 from accmt.sharded_tensors import without_repetition
 
@@ -179,17 +185,43 @@ def require_all_gradients(model: DistributedDataParallel) -> None:
     Raises:
         ModuleContractError: There are such parameters.
     """
-    named = model.module.named_parameters()
     apart = model.parameters_to_ignore
-    names = [name for name, one in named if one.requires_grad and one.grad is None and name not in apart]
+    trained = {name: one for name, one in model.module.named_parameters() if one.requires_grad and name not in apart}
+    names = names_without_gradient(trained)
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        got = f"no gradient for {', '.join(names[:_SHOWN])}{more}: the loss does not depend on them"
+        got = f"no gradient for {shorten(names)}: the loss does not depend on them"
         expected = "a gradient for every trained parameter, because several processes average gradients together"
         do = (
             'freeze them (requires_grad_(False)), or set Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
         )
         raise ModuleContractError(explain("training_step", got, expected, do))
+
+
+def names_without_gradient(trained: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return which of the trained parameters got no gradient.
+
+    Raises:
+        ModuleContractError: None of them got one.
+    """
+    names = [
+        name
+        for name, one in trained.items()
+        # An optimizer that steps within backward uses a gradient and drops it, in such a hook.
+        if one.grad is None and not has_gradient_hook(one)
+    ]
+    if trained and len(names) == len(trained):
+        got = f"a loss without a path to the model: none of its {len(names)} trained parameters has a gradient"
+        expected = "a loss that is computed from the outputs of self.model"
+        do = "compute it from the outputs themselves: without .detach(), .item(), .tolist(), .numpy(), .data, "
+        do += "torch.tensor(...), torch.no_grad(), or requires_grad_() on a result"
+        raise ModuleContractError(explain("training_step", got, expected, do))
+    return names
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return the first names of a list, and the number of the others."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def add_note_of_unused(error: Exception, model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from accmt.features.crash_loop import CrashLoop
 from accmt.features.hooks import Feature
 from accmt.features.loss_guard import LossGuard
 from accmt.features.manual_optimization import ManualOptimization
+from accmt.features.missing_gradients import MissingGradients
 from accmt.features.out_of_memory import OutOfMemory
 from accmt.features.own_loss import OwnLoss
 from accmt.features.packing_check import PackingCheck
@@ -20,6 +21,7 @@ _OF_CORE: tuple[type[Feature], ...] = (
     BadSampleCounts,
     OutOfMemory,
     LossGuard,
+    MissingGradients,  # after it: steps that it skips are not checked
     PackingCheck,
     OwnLoss,
     ManualOptimization,

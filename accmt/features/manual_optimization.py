@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
+from accmt.engine.reduction import names_without_gradient
 from accmt.engine.step_collectives import require_call
 from accmt.errors import ModuleContractError, explain
 from accmt.features.hooks import Feature
@@ -303,7 +304,8 @@ class ManualSteps:
         """
         run = self._run
         factor = self._last_factor = self._find_factor(loss, weight)
-        self.has_gradients = self._own_steps.has_called_backward = True
+        is_first, self._own_steps.has_called_backward = not self._own_steps.has_called_backward, True
+        self.has_gradients = True
         self._own_steps.note_stale()
         if self._has_stepped_on and not self._adds_to_stepped:
             gradients = (parameter.grad for parameter in run.unwrapped_model.parameters())
@@ -316,6 +318,10 @@ class ManualSteps:
         if self._calls is not None:
             require_call(self._calls)
         run.actions.backward(loss if factor == 1.0 else loss * factor)
+        if is_first:
+            every = {*run.unwrapped_model.parameters(), *run.stepper.parameters}  # FSDP2 may have gathered the first
+            trained = (one for one in every if one.requires_grad)
+            names_without_gradient({str(number): one for number, one in enumerate(trained)})  # one part is enough
         # Whichever optimizer steps next; what was averaged before stays as it is.
         run.engine.reduce_remaining(list(run.unwrapped_model.parameters()))
         for hook in run.hooks.on_after_backward:

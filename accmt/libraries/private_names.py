@@ -161,6 +161,11 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
     return twin
 
 
+def has_gradient_hook(parameter: Tensor) -> bool:
+    """Return whether a tensor has a hook from `register_post_accumulate_grad_hook`, which may use its gradient."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's direct buffers: the dict itself, so that they can be replaced."""
     return module._buffers

@@ -610,6 +610,13 @@ def test_a_checkpoint_refuses_hooks_that_carry_something_from_step_to_step(alone
         collect(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
 
 
+def test_a_hook_may_use_a_gradient_within_backward():
+    weight = nn.Parameter(torch.ones(2))
+    assert not names.has_gradient_hook(weight)
+    weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert names.has_gradient_hook(weight), missing("torch", "_post_accumulate_grad_hooks", "has_gradient_hook")
+
+
 def test_operations_name_their_arguments():
     what = missing("torch", "_schema", "arguments_of")
     assert names.arguments_of(torch.ops.aten.native_dropout.default) == ["input", "p", "train"], what

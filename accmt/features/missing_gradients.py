@@ -1,0 +1,51 @@
+"""Checks, at the first optimizer step of a run, that the loss reaches the parameters that are trained."""
+
+from __future__ import annotations
+
+from accmt.engine.reduction import names_without_gradient, shorten
+from accmt.features.hooks import Feature
+from accmt.loop.weighting import AccumulationWindow
+from accmt.messages import say
+from accmt.run import EvaluationRun, Run
+
+
+class MissingGradients(Feature):
+    """Reports parameters that get no gradient: otherwise their optimizer steps change nothing, without an error.
+
+    Only the first step is checked. A module with manual optimization may compute the gradients of its parts one after
+    another; `ManualSteps.backward` checks it.
+    """
+
+    name = "missing_gradients"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        # Of now: where a loss does not reach it, FSDP2 leaves the gathered weights in the model after forward.
+        self._names = {one: name for name, one in run.unwrapped_model.named_parameters()}
+        self._is_checked = False
+
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> MissingGradients | None:
+        return cls(run) if isinstance(run, Run) and not run.module.uses_manual_optimization else None
+
+    def allows_step(self, window: AccumulationWindow) -> bool:
+        """Check the gradients of the first window that ends in a step.
+
+        Raises:
+            ModuleContractError: No trained parameter has a gradient.
+        """
+        if self._is_checked:
+            return True
+        self._is_checked = True
+        run = self._run
+        held = [one for one in run.stepper.parameters if one.requires_grad]
+        trained = {self._names.get(one, f"new parameter {number}"): one for number, one in enumerate(held)}
+        if run.hooks.on_after_backward and all(one.grad is None for one in trained.values()):
+            return True  # a callback may take the gradients away, and return them before the step
+        names = names_without_gradient(trained)
+        if names:
+            say(
+                f"the first step trains {len(trained) - len(names)} of {len(trained)} parameters: the loss does not "
+                f"depend on {shorten(names)} (normal for parts that only some batches use)"
+            )
+        return True
