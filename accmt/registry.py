@@ -44,6 +44,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
         "hint_for_argument": "accmt.addons.hints.arguments:find_foreign",
         "hint_for_attribute": "accmt.addons.hints.methods:describe_missing",
+        "hint_for_callback": "accmt.addons.hints.table:find_callback",
         "hint_for_key": "accmt.addons.hints.arguments:advise_key",
         "hint_for_method": "accmt.addons.hints.methods:find_foreign_method",
         "hint_for_precision": "accmt.addons.hints.table:find_precision",

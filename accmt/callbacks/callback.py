@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -81,7 +82,8 @@ def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
     from accmt.registry import addon
 
     theirs: Mapping[str, str] = addon("other_hook_names")
-    meant = nearest(attribute, [*HOOKS, *ALIASES, *theirs], cutoff=0) or attribute
+    spelled = re.sub("_begin$", "_start", re.sub("_(finish|finished|stop|done)$", "_end", attribute))
+    meant = nearest(spelled, [*HOOKS, *ALIASES, *theirs], cutoff=0) or attribute
     got = "a method that is named like a hook but is not one"
     meant = theirs.get(meant, meant)
     do = f"did you mean {meant}? If it is not a hook, choose a name that does not start with {', '.join(HOOK_PREFIXES)}"
@@ -378,6 +380,9 @@ def build_callbacks(value: Any) -> list[Any]:
             )
             raise ModuleContractError(message)
         if not isinstance(callback, Callback):
-            expected, do = "an accmt.Callback, or a list of them", "class MyCallback(Callback): ..."
+            from accmt.registry import addon
+
+            expected = "an accmt.Callback, or a list of them"
+            do = addon("hint_for_callback")(callback) or "class MyCallback(Callback): ..."
             raise ModuleContractError(explain("Trainer(callbacks=...)", repr(callback), expected, do))
     return callbacks

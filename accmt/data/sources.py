@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,6 +17,9 @@ from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError, explain
 from accmt.processes import gather_objects, num_data_processes, num_processes, process_index, sum_over_processes
 
+_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+"""The names of file formats in `datasets.load_dataset`."""
+
 
 def build_source(data: Any, options: SourceOptions) -> Source:
     """Build the source for a dataset or iterable, which accmt orders and shards, or for a DataLoader with its batches.
@@ -26,11 +31,21 @@ def build_source(data: Any, options: SourceOptions) -> Source:
     source: Source
     if isinstance(data, DataLoader):
         source = _wrap_user_loader(data, options)
-    elif isinstance(data, Mapping | str | bytes) or (is_stream(data) and not hasattr(data, "__iter__")):
+    elif isinstance(data, Mapping | str | bytes | type) or (is_stream(data) and not hasattr(data, "__iter__")):
         got = type(data).__name__ + (f" with the keys {list(data)}" if isinstance(data, Mapping) else "")
         expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
         do = 'pass one of these to fit; if you have a dict of datasets, pass one of them, such as data["train"]'
+        if isinstance(data, str | os.PathLike):
+            got, form = repr(str(data)), _FORMATS.get(Path(data).suffix, "csv")
+            do = f'load it: datasets.load_dataset("{form}", data_files={str(data)!r}, split="train")'
+        elif isinstance(data, type):
+            got, do = f"the class {data.__name__}", f"pass an object of it: {data.__name__}(...)"
+        elif hasattr(data, "__getitem__") and not isinstance(data, Mapping | bytes):
+            got, do = f"{got}, which has __getitem__ but no __len__", "def __len__(self): return the number of samples"
         raise DataError(explain(f"the {options.kind} data", got, expected, do))
+    elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas: indexing selects columns
+        got, expected = f"a {type(data).__name__} of pandas", "data whose [index] is a sample"
+        raise DataError(explain(f"the {options.kind} data", got, expected, 'pass frame.to_dict("records")'))
     elif is_stream(data):
         source = StreamSource(data, options.without_split_stream(data))
     elif options.batch_sampler is None:

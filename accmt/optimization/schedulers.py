@@ -76,9 +76,35 @@ def build_scheduler(
         scheduler: LRScheduler = factory(optimizer, **arguments)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise _refusal(hps, optimizer, error) from error
+    if total_steps is None or total_steps > 1:
+        _try_step(hps, optimizer, arguments)
     if isinstance(scheduler, ReduceLROnPlateau) and monitor is not None:
         scheduler.monitor = monitor  # type: ignore[attr-defined]  # the attribute that a module's get_scheduler sets too
     return scheduler
+
+
+def _try_step(hps: HyperParameters, optimizer: Optimizer, arguments: dict[str, Any]) -> None:
+    """Step another such scheduler once: some divide by an argument of 0 only then, when training has begun.
+
+    Raises:
+        HyperParameterError: It does.
+    """
+    factory = hps.scheduler_class
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if factory is None or None in rates or not factory.__module__.startswith(("torch.", "transformers.")):
+        return
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(()))], "lr": float(rate)} for rate in rates]
+    other = torch.optim.SGD(groups, momentum=0.9)
+    try:
+        scheduler = factory(other, **arguments)
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            other.step()  # torch expects it before a scheduler step
+            scheduler.step()
+    except ArithmeticError as error:
+        zeros = [name for name, value in arguments.items() if isinstance(value, int | float) and value == 0]
+        raise _refusal(hps, optimizer, error, *zeros[: len(zeros) == 1]) from error
+    except (TypeError, ValueError):  # of the other optimizer: the scheduler is one for the user's
+        return
 
 
 class SeveralSchedulers:
@@ -169,7 +195,7 @@ def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParame
     return HyperParameterError(explain(hps.where("scheduler"), got, expected, do))
 
 
-def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception) -> HyperParameterError:
+def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception, *key: str) -> HyperParameterError:
     if any(group["lr"] is None for group in optimizer.param_groups):
         got = f"a scheduler for {type(optimizer).__name__} without lr, which chooses its own learning rate"
         message = explain(hps.where("scheduler"), got, "a learning rate to schedule", "add `lr:` to optim")
@@ -177,4 +203,4 @@ def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception) -> Hy
     name = hps.to_dict()["hps"]["scheduler"]["type"]
     expected = f"arguments and an optimizer accepted by {name}"
     do = "correct the arguments, choose another scheduler, or override get_scheduler"
-    return HyperParameterError(explain(hps.where("scheduler"), f"{name}: {error}", expected, do))
+    return HyperParameterError(explain(hps.where("scheduler", *key), f"{name}: {error}", expected, do))

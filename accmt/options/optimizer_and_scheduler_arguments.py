@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accmt.errors import nearest
 from accmt.libraries.versions import without_tensors
 from accmt.messages import warn_once
-from accmt.options.checks import is_number, whole
+from accmt.options.checks import is_number, number_in, whole
 from accmt.options.grouping import (
     GROUPING,
     SELECTORS,
@@ -289,6 +289,9 @@ class _Call:
             return None
         expected = without_tensors(inspect.formatannotation(annotation))
         do = f"write `{name}: [{value}]`" if isinstance(value, str) and "," in value else f"correct `{name}`"
+        number = number_in(value.replace(",", ".")) if isinstance(value, str) and value.count(",") == 1 else None
+        if number is not None and _fits(number, annotation):  # a decimal comma
+            do = f"write `{name}: {value.replace(',', '.')}`"
         return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", do)
 
 

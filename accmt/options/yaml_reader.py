@@ -227,6 +227,10 @@ def _unreadable(name: str, error: Exception) -> HyperParameterError:
 
 def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]) -> Document:
     inner = root.get("hps", root) if isinstance(root, dict) else root
+    if inner is None and isinstance(root, dict) and (unindented := [key for key in root if key in KEYS]):
+        got, do = f"`hps:` without content, next to {', '.join(unindented)}", "indent these keys below `hps:`"
+        where = f"{name}:{lines['hps',]}" if ("hps",) in lines else name
+        raise HyperParameterError(explain(where, got, _LAYOUT, do))
     if not isinstance(inner, dict):
         raise HyperParameterError(explain(name, describe(inner), _LAYOUT, f"write {_EXAMPLE}"))
     if inner is not root:

@@ -23,6 +23,8 @@ ALWAYS = "always"
 VALID_LOSS = "best_valid_loss"
 TRAIN_LOSS = "best_train_loss"
 _PREFIX = "best_"
+_AS_LOGGED = "val_loss"
+"""The name of the validation loss in log rows, which rules accept, too."""
 _OTHER_TRAINERS_PREFIX = re.compile(r"(eval|val|valid|validation)_")
 """The prefixes that other trainers use for metric names."""
 METRIC_NAMES = ("accuracy", "auroc", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall", "rmse")
@@ -174,6 +176,8 @@ class Quantities:
         return rules
 
     def _find(self, part: str) -> Quantity | None:
+        if _AS_LOGGED not in self.directions and re.match(rf"{_AS_LOGGED}(@|__|$)", part):
+            part = VALID_LOSS.removeprefix(_PREFIX) + part.removeprefix(_AS_LOGGED)
         fitting = [name for name in self.directions if part == name or part.startswith((f"{name}@", f"{name}__"))]
         if not fitting:
             return None
@@ -191,22 +195,28 @@ class Quantities:
         sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # "/" separates the parts of a rule
         of_sets = [f"{metric}@{set_name}" for metric in self.directions for set_name in sets]
         labels = [*self.directions, *(label for label in of_sets if self._find(label) is not None)]
-        others = [ALWAYS, LAST] if argument == _MODEL_SAVING else [ALWAYS]
-        choices = [*(_PREFIX + label for label in labels), *others]
-        expected = f"one of {', '.join(map(repr, choices))}, or None; best_<metric> needs that Metric in metrics="
+        is_value = argument.name == "patience"  # which watches values, and has no rules such as "always"
+        prefix, others = ("", []) if is_value else (_PREFIX, [ALWAYS, LAST] if argument == _MODEL_SAVING else [ALWAYS])
+        choices = [*(prefix + label for label in labels), *others]
+        end = (
+            "; a metric needs its Metric in metrics="
+            if is_value
+            else (", or None; best_<metric> needs that Metric in metrics=")
+        )
+        expected = f"one of {', '.join(map(repr, choices))}{end}"
         parts = str(name).removeprefix(_PREFIX).split("/")
         nearest = [self._nearest(part.removeprefix(_PREFIX)) for part in parts]
         if meant := get_close_matches("/".join(parts), others):
             do = f"did you mean {meant[0]!r}?"
         elif None not in nearest:
-            do = f"did you mean {_PREFIX + '/'.join(filter(None, nearest))!r}?"
+            do = f"did you mean {prefix + '/'.join(filter(None, nearest))!r}?"
         elif not isinstance(name, str) or "" in parts:
-            do = f"write {VALID_LOSS!r}"
+            do = f"write {prefix + VALID_LOSS.removeprefix(_PREFIX)!r}"
         else:
-            do = self._advise_metrics(dict(zip(parts, nearest, strict=True)))
+            do = self._advise_metrics(dict(zip(parts, nearest, strict=True)), prefix)
         argument.reject(repr(name), expected, do)
 
-    def _advise_metrics(self, nearest: Mapping[str, str | None]) -> str:
+    def _advise_metrics(self, nearest: Mapping[str, str | None], prefix: str) -> str:
         """Return advice for parts of a rule that resemble no metric of the run."""
         unknown = {part: self._strip(part.partition("@")[0]) for part, label in nearest.items() if label is None}
         by_name = {part: _find_alike(name, METRIC_NAMES) for part, name in unknown.items()}
@@ -218,7 +228,7 @@ class Quantities:
         added = ", ".join(f'"{name}"' for name in by_name.values())
         own = next(name for name, known in by_name.items() if known is not None)
         reported = f'; where a step or a hook reports it itself, metrics={{"{own}": "min"}}, or "max"'
-        return f"write {_PREFIX + rule!r}, with {added} among metrics=[...]{reported}"
+        return f"write {prefix + rule!r}, with {added} among metrics=[...]{reported}"
 
     def _nearest(self, part: str) -> str | None:
         name, _, set_name = part.partition("@")
@@ -243,7 +253,7 @@ def without_validation(model_saving: Any) -> Any:
     """Return the rules of a run without validation data, where "best_valid_loss" means "best_train_loss"."""
     if isinstance(model_saving, list | tuple):
         return list(dict.fromkeys(without_validation(name) for name in model_saving))
-    return TRAIN_LOSS if model_saving == VALID_LOSS else model_saving
+    return TRAIN_LOSS if model_saving in (VALID_LOSS, _PREFIX + _AS_LOGGED) else model_saving
 
 
 def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: float | None) -> dict[str, float]:

@@ -260,7 +260,8 @@ def _settle_monitor(
         do = "pass them to fit, or choose another scheduler"
         raise ArgumentError(explain("scheduler", got, "validation data", do))
     name, kwargs = monitored_by(scheduler), settings.hps.scheduler_kwargs
-    is_rising = find_monitored(settings, selection, name).is_better(1.0, 0.0)
+    is_own = kwargs.get("monitor") != name
+    is_rising = find_monitored(settings, selection, name, is_own=is_own).is_better(1.0, 0.0)
     mode = "max" if is_rising else "min"
     if scheduler.mode == mode:
         return

@@ -85,8 +85,11 @@ def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = (
     _patience_of(settings, settings.saving.rule, metrics, sets=None)
 
 
-def find_monitored(settings: Settings, selection: Selection, name: str) -> Quantity:
+def find_monitored(settings: Settings, selection: Selection, name: str, *, is_own: bool = False) -> Quantity:
     """Return the result that a scheduler monitors.
+
+    Args:
+        is_own: Whether the module's `get_scheduler` chose it, rather than the hyper-parameters.
 
     Raises:
         ArgumentError: There is no such result, or it is a training result.
@@ -98,7 +101,10 @@ def find_monitored(settings: Settings, selection: Selection, name: str) -> Quant
     is_loss = name in (settings.tracking.val_loss_metric_name, "val_loss", "eval_loss", "loss")
     do = f'metrics={{"{name}": "max"}}, or "min", where a step, self.log or a hook reports it; or add the metric'
     where = settings.hps.where("scheduler", "monitor")
-    do = "write `monitor: valid_loss`, or leave it out" if is_loss else do
+    if is_loss:
+        do = "write `monitor: valid_loss`, or leave it out"
+    if is_own:
+        where, do = "scheduler.monitor, set in get_scheduler", do.replace("`monitor: valid_loss`", "'valid_loss'")
     raise ArgumentError(explain(where, repr(name), f"one of {', '.join(names)}, or another metric's name", do))
 
 

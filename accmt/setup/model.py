@@ -166,11 +166,8 @@ def prepare(
         hps.optimizer_class, hps.optim_kwargs, hps.scheduler_class, hps.scheduler_kwargs
     ):
         warn(f"{hps.where('optim', 'lr')} is 0, and no scheduler raises it: the weights will not change")
-    rate, chosen = (
-        None if own is not None else standard_rate(hps.optimizer_class),
-        {*hps.optim_kwargs, *hps.scheduler_kwargs},
-    )
-    if rate is not None and chosen.isdisjoint(("lr", "max_lr", "base_lr")):
+    has_rate = not {"lr", "max_lr", "base_lr"}.isdisjoint((*hps.optim_kwargs, *hps.scheduler_kwargs))
+    if own is None and not has_rate and (rate := standard_rate(hps.optimizer_class)) is not None:
         say(f"{hps.where('optim')} has no lr: the learning rate is {name_of(hps.optimizer_class)}'s default, {rate:g}")
     engine.wrap(optimizer, set_to_none=settings.optimization.set_to_none)
     stepper = Stepper(

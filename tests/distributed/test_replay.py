@@ -165,3 +165,40 @@ os.chdir("sub")
 main(".")
 main(".", epochs=3, resume=True)
 """
+
+
+UNSEEDED = """
+import torch
+from torch import nn
+from accmt import AcceleratorModule, Trainer
+
+class Linear(AcceleratorModule):
+    def __init__(self):
+        self.model = nn.Linear(1, 1)
+
+    def step(self, batch):
+        return self.model(batch).square().mean()
+
+hps = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
+often = {"checkpoint_every": "2 steps", "checkpoint_options": {"max_checkpoints": 9}}
+trainer = Trainer(hps, "out/model", ledger=True, run_name="run", seed=0, **often)
+trainer.fit(Linear(), torch.ones(8, 1))
+"""
+
+
+def test_a_model_that_was_not_seeded_is_the_told_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(UNSEEDED)
+    monkeypatch.chdir(tmp_path)
+    assert python(script).returncode == 0
+    assert main(["replay", "logs/model/run", "--step", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "different: step 0: the weights of weight" in printed
+    assert "seed it before that: accmt.set_seed(0)" in printed
+    assert "gradient" not in printed  # of the other model
+    assert main(["replay", "logs/model/run", "--step", "4"]) == 0  # from a checkpoint
+    assert "bit-for-bit identical" in capsys.readouterr().out
+    assert main(["replay", "logs/model/other", "--step", "1"]) == 2
+    assert "no such folder; the working directory is" in capsys.readouterr().err

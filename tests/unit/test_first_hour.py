@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -221,3 +222,137 @@ def test_without_any_optimizer_the_run_ends_before_its_first_step():
     with pytest.raises(accmt.HyperParameterError, match=r"hps_config optim\n  got: nothing(.|\n)*def get_optimizer"):
         trainer.fit(Linear(), make_points())
     assert trainer.state.train_step == 0
+
+
+class Unlengthed:
+    def __getitem__(self, index):
+        return 0.0
+
+
+class Framed:
+    """What matters of a pandas DataFrame."""
+
+    iloc = ()
+
+    def to_dict(self, orient):
+        raise NotImplementedError
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, column):
+        raise KeyError(column)
+
+
+@each(
+    ("data", "message"),
+    [
+        ("train.csv", """got: 'train.csv'(.|\n)*load_dataset\\("csv", data_files='train.csv', split="train"\\)"""),
+        (Path("rows.jsonl"), """load_dataset\\("json", data_files='rows.jsonl'"""),
+        (Numbers, r"got: the class Numbers(.|\n)*pass an object of it: Numbers\(\.\.\.\)"),
+        (Unlengthed(), r"got: Unlengthed, which has __getitem__ but no __len__(.|\n)*def __len__"),
+        (Framed(), r'a Framed of pandas(.|\n)*frame\.to_dict\("records"\)'),
+    ],
+)
+def test_what_is_no_dataset_is_told_with_how_to_make_one(data, message):
+    for train, validation in ((data, None), (Numbers(2), data)):
+        with pytest.raises(accmt.DataError, match=message):
+            make_trainer().fit(Scripted(), train, validation)
+
+
+@each(
+    ("scheduler", "where"),
+    [
+        ({"type": "StepLR", "step_size": 0}, "scheduler.step_size\n  got: StepLR: integer modulo by zero"),
+        ({"type": "CosineAnnealingLR", "T_max": 0}, "scheduler.T_max\n  got: CosineAnnealingLR: "),
+    ],
+)
+def test_a_scheduler_that_would_divide_by_zero_is_told_before_training(scheduler, where):
+    module = Scripted()
+    with pytest.raises(accmt.HyperParameterError, match=re.escape(where)):
+        make_trainer({"scheduler": scheduler}).fit(module, Numbers(4))
+    assert not module.seen
+
+
+@each(
+    "scheduler",
+    [
+        {"type": "StepLR", "step_size": 1},
+        {"type": "OneCycleLR", "max_lr": 0.1},
+        {"type": "CyclicLR", "base_lr": 0.0, "max_lr": 0.1},
+        "CosineWithWarmup",
+    ],
+)
+def test_the_trial_of_a_scheduler_moves_no_learning_rate(scheduler):
+    class Watching(Linear):
+        def on_fit_start(self):
+            self.rate, self.calls = self.optimizer.param_groups[0]["lr"], self.scheduler.last_epoch
+
+    module, same = Watching(), Linear()
+    make_trainer({"scheduler": scheduler}).fit(module, make_points())
+    assert module.calls == 0
+    optimizer = torch.optim.SGD(same.model.parameters(), lr=0.1)
+    if isinstance(scheduler, dict):
+        arguments = {name: value for name, value in scheduler.items() if name != "type"}
+        arguments |= {"total_steps": 4} if scheduler["type"] == "OneCycleLR" else {}
+        getattr(torch.optim.lr_scheduler, scheduler["type"])(optimizer, **arguments)
+    assert module.rate == optimizer.param_groups[0]["lr"]
+
+
+def test_a_decimal_comma_is_told():
+    with pytest.raises(accmt.HyperParameterError, match=r"got: '0,001' \(str\)(.|\n)*write `lr: 0\.001`"):
+        make_trainer({"optim": {"type": "SGD", "lr": "0,001"}})
+    with pytest.raises(
+        accmt.HyperParameterError, match=r"write `betas: \[0\.9, 0\.95\]`|write `betas: \[0\.9,0\.95\]`"
+    ):
+        make_trainer({"optim": {"type": "AdamW", "lr": 0.1, "betas": "0.9,0.95"}})
+
+
+def test_keys_that_are_not_indented_below_hps_are_told(tmp_path):
+    (tmp_path / "hps.yaml").write_text("\nhps:\nepochs: 2\nbatch_size: 8\n")
+    told = r"hps\.yaml:2\n  got: `hps:` without content, next to epochs, batch_size(.|\n)*do: indent these keys"
+    with pytest.raises(accmt.HyperParameterError, match=told):
+        HyperParameters.from_config(tmp_path / "hps.yaml")
+
+
+@each(("name", "meant"), [("on_epoch_finish", "on_epoch_end"), ("on_evaluation_begin", "on_evaluation_start")])
+def test_hooks_named_by_another_word_for_start_and_end_are_told(name, meant):
+    callback = type("Mine", (accmt.Callback,), {name: lambda self: None})()
+    with pytest.raises(accmt.ModuleContractError, match=f"did you mean {meant}|def {meant}"):
+        make_trainer(callbacks=callback).fit(Linear(), make_points())
+
+
+def test_a_callback_of_another_trainer_is_told_with_what_replaces_it():
+    class EarlyStoppingCallback:
+        pass
+
+    with pytest.raises(accmt.ModuleContractError, match=r"write Trainer\(patience=3\)"):
+        make_trainer(callbacks=[EarlyStoppingCallback()])
+
+
+def test_a_monitor_that_get_scheduler_sets_is_not_blamed_on_the_hyper_parameters():
+    class Watching(Linear):
+        def get_scheduler(self, optimizer):
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            scheduler.monitor = "acc"
+            return scheduler
+
+    with pytest.raises(accmt.ArgumentError, match=r"^scheduler\.monitor, set in get_scheduler"):
+        make_trainer().fit(Watching(), make_points(), make_points())
+
+
+@each("name", ["val_loss", "valid_loss"])
+def test_val_loss_and_valid_loss_are_one(name):
+    hps = {"epochs": 3, "scheduler": {"type": "ReduceLROnPlateau", "monitor": name, "patience": 0}}
+    saving = {"model_saving": f"best_{name}", "model_saving_above": {name: -5}, "patience": {name: 1}}
+    state = make_trainer(hps, **saving).fit(Scripted([1, 2, 3]), Numbers(2), Numbers(2))
+    assert (state.best, state.epoch) == ({"best_valid_loss": 1.0}, 2)
+    assert make_trainer(model_saving=f"best_{name}").fit(Linear(), make_points()).best.keys() == {"best_train_loss"}
+
+
+def test_the_error_about_patience_lists_values_and_no_rules():
+    with pytest.raises(accmt.ArgumentError) as failure:
+        make_trainer(patience={"acuracy": 2}, metrics="accuracy")
+    told = str(failure.value)
+    assert "one of 'valid_loss', 'train_loss', 'accuracy'; a metric" in told
+    assert "do: did you mean 'accuracy'?" in told

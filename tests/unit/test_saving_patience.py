@@ -135,7 +135,7 @@ def test_an_evaluation_that_lacks_a_watched_value_is_an_error_that_counts_nothin
         ("3", "best_valid_loss", "'3'"),
         ({"accuracy": 0}, None, "'accuracy': 0"),
         ({"accuracy": None}, None, "whole numbers"),
-        ({"acuracy": 3}, None, "did you mean 'best_accuracy'"),
+        ({"acuracy": 3}, None, "did you mean 'accuracy'"),
         ({"bleu": 3}, None, "a Metric named 'bleu'"),
         ({"accuracy": 3, "best_accuracy": 2}, None, "each value once"),
         ({"always": 3}, None, "a value to watch"),

@@ -100,7 +100,7 @@ def test_always_and_never_look_at_no_value(rule, expected):
     ("rule", "nearest"),
     [
         ("best_valid_los", "best_valid_loss"),
-        ("best_val_loss", "best_valid_loss"),
+        ("best_eval_loss", "best_valid_loss"),
         ("best_trian_loss", "best_train_loss"),
         ("best_acuracy", "best_accuracy"),
         ("accuracy", "best_accuracy"),

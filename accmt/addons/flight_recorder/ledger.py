@@ -182,7 +182,8 @@ def require_ledger(folder: Path, where: str) -> Ledger:
         ledger = read_ledger(folder / LEDGER_FILE)
     except OSError as error:
         do = "train with Trainer(ledger=True), and pass logs/<track>/<run>"
-        raise ArgumentError(explain(where, f"no {LEDGER_FILE}", "a run with a ledger", do)) from error
+        got = f"no {LEDGER_FILE} in it" if folder.is_dir() else f"no such folder; the working directory is {Path.cwd()}"
+        raise ArgumentError(explain(where, got, "a run with a ledger", do)) from error
     if ledger.fault is not None:
         number, what = ledger.fault
         got = f"line {number} of {LEDGER_FILE}: {what}"

@@ -191,17 +191,26 @@ def replay(
     if difference is not None and not start["is_deterministic"]:
         tolerance = RELATIVE_TOLERANCE
         num_compared, difference = _compare(ledger, again, start["tensors"], last_compared, tolerance)
+    starts_elsewhere = difference is not None and difference.startswith("step 0: ")
     made = {line["step"] for _, line in again.effective() if "batches" in line}
     missing = [number for number in steps if step <= number <= last and number not in made]
     if difference is None and missing and not without:  # a step without any samples is skipped
         difference = f"step {missing[0]}: this step no longer exists"
     changes = _find_changed_files(start["program"])
     curve = _list_losses(ledger, again, step, last) if without else []
+    if starts_elsewhere:  # so its steps are those of another model
+        difference = f"{difference}\n{_SEED}"
+        reports, curve = [], []
     operations = [name for line in again.lines for name in line.get("operations", ())]
     removed = tuple(sorted(without))
     return Replay(begin, changes, num_compared, difference, reports, removed, curve, output, tolerance, operations)
 
 
+_SEED = (
+    "the run starts with other weights, so its steps are not shown. If the program builds the model at random, seed it "
+    "before that: accmt.set_seed(0), or torch.manual_seed(0). Of this run, only steps after a checkpoint that still "
+    "exists can be replayed"
+)
 _DO = "restore what has changed since, such as rows that were added to the data; the message above is the program's"
 
 

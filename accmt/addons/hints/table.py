@@ -384,3 +384,17 @@ ABOVE = {
 
 UP_TO = {"adam_beta1": 0.9999999, "adam_beta2": 0.9999999, "warmup_ratio": 1}
 """The largest value that is inserted into the line."""
+
+_CALLBACKS = {
+    "EarlyStoppingCallback": "remove it, and write Trainer(patience=3)",
+    "EarlyStopping": "remove it, and write Trainer(patience=3)",
+    "ModelCheckpoint": 'remove it, and write Trainer(model_saving="best_valid_loss", checkpoint_every="epoch")',
+    "LearningRateMonitor": 'remove it, and write Trainer(monitor=["learning_rate"])',
+    "PrinterCallback": "remove it: each evaluation prints a line",
+    "ProgressCallback": "remove it, and write Trainer(enable_progress_bar=True)",
+}
+
+
+def find_callback(callback: object) -> str | None:
+    """Return what to write instead of another trainer's callback, or None."""
+    return next((_CALLBACKS[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), None)

@@ -178,7 +178,8 @@ def _require_possible(steps: int, samples: int) -> None:
         raise ArgumentError(explain(where, "a program that has used the GPU", "one that can be forked", do))
     if steps < 2 or samples < 4 * steps:
         got, expected = f"steps={steps}, samples={samples}", "at least 2 steps, and 4 samples per step"
-        raise ArgumentError(explain(where, got, expected, "steps=4, samples=64"))
+        do = "steps=4, samples=64; of accmt prove: --steps 4 --samples 64"
+        raise ArgumentError(explain(where, got, expected, do))
 
 
 class _Comparison:
