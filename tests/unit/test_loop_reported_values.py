@@ -152,7 +152,7 @@ def test_a_scheduler_of_the_module_names_what_it_watches():
         ({"mode": "max"}, {}, "the rate would be reduced each time the loss improves[\\s\\S]*monitor: accuracy"),
         ({"monitor": 3}, {}, "scheduler.monitor\\s+got: 3"),
         ({"monitor": "acc"}, {}, "got: 'acc'[\\s\\S]*do: metrics="),
-        ({"monitor": "val_loss"}, {}, "do: write `monitor: valid_loss`"),
+        ({"monitor": "eval_loss"}, {}, "do: write `monitor: valid_loss`"),
         ({"monitor": "train_loss"}, {}, "got: 'train_loss'"),
         ({"monitor": "acc", "mode": "min"}, ACC, "got: 'min' for acc, where higher is better"),
         ({"monitor": "valid_loss", "mode": "max"}, {}, "got: 'max' for valid_loss, where lower is better"),
