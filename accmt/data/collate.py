@@ -14,6 +14,7 @@ from torch.utils.data import default_collate, get_worker_info
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.libraries.private_names import stacks_tensors_as_torch
 from accmt.libraries.versions import require
+from accmt.options.checks import find_returns_of_none
 
 Collate = Callable[[Any], Any]
 
@@ -89,6 +90,25 @@ def build_collate(value: Any) -> Collate | None:
         expected = "a function that takes a list of samples, or a list of such functions"
         raise ArgumentError(explain("Trainer(collate_fn=...)", repr(value), expected, "collate_fn=my_function"))
     return functions[0] if len(functions) == 1 else CollateChain(functions)
+
+
+def require_batches(collate: Any) -> None:
+    """Reject a collate function that returns nothing: all its batches would be skipped.
+
+    One that returns None for some samples skips them on purpose.
+    """
+    if isinstance(collate, partial):
+        require_batches(collate.func)
+    elif isinstance(collate, CollateChain):
+        for function in collate.functions:
+            require_batches(function)
+    elif callable(collate):
+        is_function = hasattr(collate, "__code__") or hasattr(collate, "__wrapped__")
+        nones = find_returns_of_none(collate if is_function else type(collate).__call__)
+        if nones and all(nones):
+            name = getattr(collate, "__qualname__", type(collate).__name__)
+            got = f"{name}, which returns None for all samples: it has no `return batch`"
+            raise DataError(explain("collate_fn", got, "a function that returns a batch", "return the batch"))
 
 
 def collate_or_explain(samples: list[Any]) -> Any:

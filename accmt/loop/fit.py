@@ -8,7 +8,7 @@ from typing import Any
 
 from accmt.callbacks.callback import Hook
 from accmt.data import derive_seed, note_dead_worker, seed_generators
-from accmt.errors import DataError, Preempted, explain, is_out_of_memory
+from accmt.errors import DataError, ModuleContractError, Preempted, explain, is_out_of_memory
 from accmt.failures import listening
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.preflight import check_room, try_evaluation, try_largest, try_saving
@@ -93,12 +93,29 @@ def _train(run: Run) -> None:
         say(f"training ends early at step {run.state.global_step}: stopped by {run.interruption.ended_by}")
     elif run.saver.patience is not None and not run.cadence.is_finished(run.state):
         say(f"early stopping at step {run.state.global_step}: {run.saver.patience.describe_exhausted()}")
+    _require_steps(run)
     run.require_equal_replicas()
     if run.settings.saving.saves_last:
         run.saver.save_last(run)
     run.checkpoints.save_last(run)
     run.stepper.end_training()
     run.saver.require_saved(run.settings.model_folder)
+
+
+def _require_steps(run: Run) -> None:
+    """Reject a run that skipped all its optimizer steps: its model would pass for a trained one."""
+    state = run.state
+    if state.global_step or not state.skipped_steps or run.interruption.ends_training:
+        return
+    got = f"all {state.skipped_steps} optimizer steps were skipped"
+    if run.accelerator.scaler is not None:  # it tries out scales at first
+        warn(f'{got} for gradients that overflow in float16: train longer, or with mixed_precision="bf16"')
+        return
+    if state.skipped_batches:
+        got += f": training_step returned None for {state.skipped_batches} batches"
+    do = "look at why: a collate_fn or training_step that returns None for every batch, losses of weight 0, or losses "
+    do += "that are not finite"
+    raise ModuleContractError(explain("training", got, "at least one step: nothing was trained", do))
 
 
 def _train_epoch(run: Run) -> bool:

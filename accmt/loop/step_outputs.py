@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +12,7 @@ import torch
 from accmt.errors import ModuleContractError, explain
 from accmt.metrics.averages import Weight
 from accmt.module import AcceleratorModule, defines
-from accmt.options.checks import as_float
+from accmt.options.checks import as_float, find_returns_of_none
 
 _TRAINING_EXPECTED = 'the mean loss as a tensor of shape [], or a dict with it under "loss"'
 
@@ -65,17 +62,7 @@ def may_return_none(module: AcceleratorModule) -> bool:
     beforehand. A step that never returns a loss is not such a step: its `return` is missing.
     """
     step = module.training_step if defines(module, "training_step") else module.step
-    code = getattr(inspect.unwrap(step), "__code__", None)
-    if code is None:
-        return False
-    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "CACHE")]
-    nones = []
-    for before, one in pairwise(instructions):
-        if one.opname == "RETURN_CONST":
-            nones.append(one.argval is None)
-        elif one.opname == "RETURN_VALUE":
-            nones.append(before.opname == "LOAD_CONST" and before.argval is None)
-            nones += [False] if one.is_jump_target else []  # `loss if ... else None`
+    nones = find_returns_of_none(step)
     return any(nones) and not all(nones)
 
 

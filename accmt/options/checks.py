@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from inspect import Parameter, signature
+from inspect import CO_COROUTINE, CO_GENERATOR, Parameter, signature, unwrap
+from itertools import pairwise
 from math import inf
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
@@ -362,3 +364,22 @@ def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn
         ArgumentError: Always.
     """
     raise ArgumentError(explain(write_place(name), describe_value(value), expected, do))
+
+
+def find_returns_of_none(function: Callable[..., Any]) -> list[bool]:
+    """Return, for each `return` in a function's source, whether it returns None, also at the end of the function.
+
+    Of a generator, and of a function without Python source, nothing is known: there are none.
+    """
+    code = getattr(unwrap(function), "__code__", None)
+    if code is None or code.co_flags & (CO_GENERATOR | CO_COROUTINE):
+        return []
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "CACHE")]
+    nones = []
+    for before, one in pairwise(instructions):
+        if one.opname == "RETURN_CONST":
+            nones.append(one.argval is None)
+        elif one.opname == "RETURN_VALUE":
+            nones.append(before.opname == "LOAD_CONST" and before.argval is None)
+            nones += [False] if one.is_jump_target else []  # `loss if ... else None`
+    return nones

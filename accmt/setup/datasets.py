@@ -24,6 +24,7 @@ from accmt.data import (
     in_buckets,
     is_stream,
     keep_samples,
+    require_batches,
 )
 from accmt.data.lengths import LargestBatch
 from accmt.data.seeding import seed_with_global
@@ -469,6 +470,7 @@ def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Li
     collate = getattr(module, f"collate_fn_{phase}") or module.collate_fn
     if collate is None:
         collate = build_collate(settings.data.collate_fn_of(phase))
+    require_batches(data.collate_fn if isinstance(data, DataLoader) else collate)
     return collate if bucket is None or isinstance(data, DataLoader) else in_buckets(collate, bucket)
 
 

@@ -67,6 +67,7 @@ def test_all_methods_of_another_trainer_are_told_at_once():
         check_module(module_with(**methods))
     assert re.findall(r"^Ported\.(\w+)$", str(caught.value), re.MULTILINE) == sorted(methods)
     assert "return torch.optim.AdamW(self.model.parameters(), lr=1e-3)" in str(caught.value)
+    assert "`step_scheduler_per_epoch: true`" in str(caught.value)
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])

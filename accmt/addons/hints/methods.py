@@ -20,10 +20,11 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "configure_gradient_clipping": "Trainer(clip_grad=1.0)",
         "configure_optimizers": "def get_optimizer(self): return torch.optim.AdamW(self.model.parameters(), lr=1e-3),"
         " and def get_scheduler(self, optimizer, steps_per_epoch, epochs) for its scheduler; or `optim` and `scheduler`"
-        " in the hyper-parameters",
+        " in the hyper-parameters; a scheduler that Lightning stepped once per epoch (its default) also needs"
+        " `step_scheduler_per_epoch: true` in the hyper-parameters",
         "configure_sharded_model": "def __init__(self): self.model = MyNetwork()",
         "lr_scheduler_step": "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler, which is"
-        " stepped after each optimizer step",
+        " stepped after each optimizer step; once per epoch with `step_scheduler_per_epoch: true`",
         "on_after_batch_transfer": "the same at the beginning of training_step and validation_step",
         "on_before_batch_transfer": "the same in collate_fn",
         "on_load_checkpoint": "def load_state_dict(self, state)",
