@@ -117,7 +117,7 @@ def test_a_hook_without_keywords_says_so():
     ("misspelt", "nearest"),
     [
         ("on_epoch_ends", "on_epoch_end"),
-        ("on_fit_begin", "on_fit_end"),
+        ("on_fit_begin", "on_fit_start"),
         ("on_after_optimizer", "on_after_optimizer_step"),
         ("before_epochs", "on_epoch_start"),
         ("after_fitt", "on_fit_end"),
