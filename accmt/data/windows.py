@@ -362,7 +362,7 @@ class _TokenCut:
         if self._rejects_long:
             where, got = f"max_tokens: {max_tokens}", f"{which} are longer, up to {longest} tokens"
             do = f"tokenizer(..., truncation=True, max_length={max_tokens}), filter them, or increase max_tokens"
-            expected = 'no longer samples, because of Trainer(failures={"on_long_sample": "raise"})'
+            expected = f'at most {max_tokens} tokens per sample, because of failures={{"on_long_sample": "raise"}}'
             raise DataError(explain(where, got, expected, do))
         warn_once(
             f"{which} are longer than max_tokens: {max_tokens} (up to {longest} tokens); each such sample gets a "

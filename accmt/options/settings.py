@@ -72,7 +72,7 @@ def _find_mistake(name: str, extra: Mapping[str, Any], names: Iterable[str], *, 
     do = "remove it, or add a tracker: log_with=MLFlow"
     if meant:
         do = f"did you mean {meant}{', one of the hyper-parameters' if meant in _HPS else ''}?"
-    expected += "" if has_tracker else "; other keywords need a tracker"
+    expected += "" if has_tracker else "; keywords for a tracker need log_with"
     return explain(where, "an unknown argument", expected, do)
 
 

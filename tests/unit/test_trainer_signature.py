@@ -122,7 +122,7 @@ def test_a_misspelt_argument_is_refused_with_the_nearest_name(name, tracker):
 @pytest.mark.feature("A56")
 @pytest.mark.parametrize("log_with", [None, []])
 def test_other_keywords_need_a_tracker_that_takes_them(log_with):
-    with pytest.raises(TypeError, match="other keywords need a tracker"):
+    with pytest.raises(TypeError, match="keywords for a tracker need log_with"):
         Trainer(HPS, "out", log_with=log_with, tags=["a"])
 
 

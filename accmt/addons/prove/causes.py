@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from accmt.addons.prove.experiments import Findings
+from accmt.addons.prove.experiments import READING_MODIFIES, Findings
 from accmt.addons.prove.launches import Launch, Outcome
 from accmt.trainer.digests import changed_attributes
 
@@ -28,7 +28,7 @@ class Cause:
 
 def find_random(repeated: Outcome, reference: Outcome, findings: Findings) -> list[Cause]:
     """Return why the same launch differs from itself."""
-    if repeated.batches != reference.batches and findings.data.startswith("reading changes"):
+    if repeated.batches != reference.batches and findings.data.startswith(READING_MODIFIES):
         return find_in_findings(Findings(data=findings.data))
     if repeated.batches != reference.batches:
         got = "two runs with the same seed read different batches"

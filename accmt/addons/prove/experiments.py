@@ -21,6 +21,7 @@ from accmt.processes import gather_objects, num_processes
 from accmt.trainer.digests import changed_attributes, digest, digest_attributes
 from accmt.without_trace import without_trace
 
+READING_MODIFIES = "reading modifies "
 _SAME = 1e-3
 
 
@@ -243,7 +244,7 @@ def _read_twice(data: Any, indices: list[int]) -> str:
         if digest(data[index]) != first:
             changed = changed_attributes(before, middle)
             names = ", ".join(f"self.{name}" for name in changed)
-            return f"reading modifies {names}" if names else "no visible attribute changes"
+            return READING_MODIFIES + names if names else "no visible attribute changes"
     return ""
 
 
