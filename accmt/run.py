@@ -28,7 +28,7 @@ from accmt.metrics import Metric, RunningAverages
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
 from accmt.options import Settings
-from accmt.processes import num_processes
+from accmt.processes import num_data_processes, num_processes
 from accmt.saving import Patience, Selection, may_stop
 from accmt.state import TrainingState
 from accmt.tracking import Tracking
@@ -263,6 +263,7 @@ class Run(EvaluationRun):
         stepper: Backward, clipping and optimizer.
         trained: The currently trained parameters.
         scheduler: The learning-rate scheduler, or None.
+        set_by_module: The sections of the hyper-parameters that the module decides: "optim", "scheduler".
         actions: The steps that a subclass of Trainer may replace.
         cadence: The intervals of logging, evaluations and checkpoints.
         weighting: The weights of windows.
@@ -285,6 +286,7 @@ class Run(EvaluationRun):
     stepper: Stepper
     trained: TrainedParameters
     scheduler: Any
+    set_by_module: frozenset[str]
     actions: Actions
     cadence: Cadence
     weighting: Weighting
@@ -305,6 +307,29 @@ class Run(EvaluationRun):
     def train_loader(self) -> Loader:
         """The training batches."""
         return self.loaders.train
+
+    def replaced_hps(self) -> dict[str, Any]:
+        """Return the sections of the hyper-parameters that the module or a DataLoader decides, with what is used."""
+        replaced: dict[str, Any] = {}
+        name, optimizer = type(self.module).__name__, self.stepper.optimizer
+        if "optim" in self.set_by_module:
+            defaults = getattr(optimizer, "defaults", {})
+            known = {key: value for key, value in defaults.items() if isinstance(value, int | float | str | tuple)}
+            kind = getattr(optimizer, "class_names", type(optimizer).__qualname__)
+            replaced["optim"] = {"type": kind, **known, "set_by": f"{name}.get_optimizer"}
+        if "scheduler" in self.set_by_module:
+            replaced["scheduler"] = {"type": type(self.scheduler).__qualname__, "set_by": f"{name}.get_scheduler"}
+        if self.loaders.takes_user_batches:
+            replaced["batch_size"] = self.loaders.user_batch_size
+        return replaced
+
+    def samples_per_step(self, epoch: int = 0) -> int | None:
+        """Return the samples of a full optimizer step; None if a window maker or a batch sampler decides."""
+        samples = self.settings.samples_per_step(num_data_processes(), epoch)
+        if samples is None or not self.loaders.takes_user_batches:
+            return samples
+        size = self.loaders.user_batch_size
+        return None if size is None else samples // self.settings.hps.train_batch_size * size
 
     @property
     def micro_batch_size(self) -> int:

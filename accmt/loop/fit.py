@@ -15,7 +15,7 @@ from accmt.loop.preflight import check_room, try_evaluation, try_largest, try_sa
 from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, finish_step, resume_stages
 from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
-from accmt.processes import num_data_processes, run_on_every_process, run_on_main_process
+from accmt.processes import run_on_every_process, run_on_main_process
 from accmt.recovery.restart import Restart
 from accmt.recovery.resume_hint import printing_resume_hint
 from accmt.recovery.shutdown import handle_failure, watching
@@ -275,14 +275,14 @@ def describe(run: Run) -> dict[str, Any]:
     from accmt.version import __version__
 
     settings = run.settings
-    samples = settings.samples_per_step(num_data_processes())
+    samples = run.samples_per_step()
     metrics = {
         name: HIGHER_IS_BETTER if is_better(1.0, 0.0) else LOWER_IS_BETTER
         for name, is_better in run.saver.selection.directions.items()
         if f"best_{name}" not in (VALID_LOSS, TRAIN_LOSS)
     }
     return {
-        **settings.hps.get_config(),
+        **settings.hps.get_config(run.replaced_hps()),
         **({} if samples is None else {"effective_batch_size": samples}),
         "grad_accumulation_steps": settings.optimization.window_maker or settings.optimization.accumulation_at(0),
         "num_processes": run.state.num_processes,

@@ -288,12 +288,15 @@ class HyperParameters:
             }
         }
 
-    def get_config(self) -> dict[str, int | float | bool | str]:
+    def get_config(self, replaced: Mapping[str, Any] | None = None) -> dict[str, int | float | bool | str]:
         """Return a flat dict for trackers: `optim.lr` for nested keys, lists as strings, without None.
 
         Secrets are hidden.
+
+        Args:
+            replaced: Sections that something else than the hyper-parameters decides, with what is used.
         """
-        return dict(_flat(hide(self.to_dict()["hps"]), ""))
+        return dict(_flat(hide({**self.to_dict()["hps"], **(replaced or {})}), ""))
 
     def __getitem__(self, key: str) -> Any:
         if key not in FIELDS:

@@ -25,7 +25,7 @@ from accmt.metrics import Metric, ReportedValue
 from accmt.metrics.building import BUILTIN
 from accmt.options import Settings
 from accmt.options.saving import LAST
-from accmt.processes import num_data_processes, run_on_main_process
+from accmt.processes import run_on_main_process
 from accmt.run import Run
 from accmt.saving import (
     RUN_KEY,
@@ -259,7 +259,10 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedSta
         "metrics": state.metrics,
     }
     write_status(folder, status | state.state_dict())
-    write_hps(folder, run.settings.hps.to_dict())
+    replaced = run.replaced_hps()
+    left_out: dict[str, Any] = dict.fromkeys(run.set_by_module)  # the module decides them again
+    size = {"batch_size": replaced["batch_size"]} if replaced.get("batch_size") else {}
+    write_hps(folder, {"hps": {**run.settings.hps.to_dict()["hps"], **left_out, **size}})
     write_trainer_config(folder, describe_trainer(run.settings))
     write_card(run, folder)
 
@@ -307,7 +310,7 @@ def write_card(run: Run, folder: Path) -> None:
                 "parameters": sum(p.numel() for p in model.parameters()),
             },
             "Samples": _count_samples(run),
-            "Hyper-parameters": run.settings.hps.get_config(),
+            "Hyper-parameters": run.settings.hps.get_config(run.replaced_hps()),
             "Training": _describe_training(run),
             "Command": write_command(sys.argv),
         },
@@ -358,13 +361,14 @@ def _name_of_path(path: Path) -> str:
 
 def _describe_training(run: Run) -> dict[str, Any]:
     state, settings = run.state, run.settings
-    samples = settings.samples_per_step(num_data_processes(), state.epoch)
+    samples = run.samples_per_step(state.epoch)
+    unknown = f"decided by {settings.optimization.window_maker or 'the DataLoader'}"
     return {
         "steps": state.global_step,
         # An evaluation at the end of an epoch happens before the epoch is counted.
         "epochs finished": state.epoch + int(state.train_step > 0 and state.is_last_training_batch),
         "training samples seen": state.samples_seen,
-        "samples of a step": f"decided by {settings.optimization.window_maker}" if samples is None else samples,
+        "samples of a step": unknown if samples is None else samples,
         "processes": state.num_processes,
         "mixed precision": str(run.accelerator.mixed_precision),
         "seed": run.seed,

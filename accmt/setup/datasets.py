@@ -547,6 +547,16 @@ class Loaders:
         self._through = through
         self._built_for = _epoch_of_building(trainer.state.epoch, trainer.settings.data)
 
+    @property
+    def takes_user_batches(self) -> bool:
+        """Whether the training data is a DataLoader, whose batches are used as they are."""
+        return isinstance(self._train_data, DataLoader)
+
+    @property
+    def user_batch_size(self) -> int | None:
+        """The batch size of that DataLoader; None if its sampler decides."""
+        return self._train_data.batch_size if self.takes_user_batches else None
+
     def build(self, train_data: Any, val_data: Mapping[str, Any]) -> None:
         """Build the loaders.
 

@@ -27,7 +27,7 @@ from accmt.libraries import private_names
 from accmt.libraries.private_names import allow_graphs, compile_in_place, is_compiled
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
-from accmt.messages import say, warn
+from accmt.messages import say, say_once, warn
 from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.stepper import Stepper
@@ -83,8 +83,8 @@ def measure_run(
 
 def make_scheduler(
     module: AcceleratorModule, optimizer: torch.optim.Optimizer, settings: Settings, cadence: Cadence, length: RunLength
-) -> Any:
-    """Return the module's scheduler, else that of the hyper-parameters, or None.
+) -> tuple[Any, bool]:
+    """Return the module's scheduler, else that of the hyper-parameters, or None; and whether it is the module's.
 
     A scheduler that is reset in a resumed run spans the remaining steps.
     """
@@ -95,11 +95,12 @@ def make_scheduler(
         named = {"steps_per_epoch": length.per_epoch or total or 0, "epochs": epochs}
         own = call_get_scheduler(module, optimizer, named)
         if own is not None:
-            return require_scheduler(module, own)
+            return require_scheduler(module, own), True
     num_epochs = None if begins_late else length.epochs
-    return build_scheduler(
+    built = build_scheduler(
         settings.hps, optimizer, total_steps=total, steps_per_epoch=length.per_epoch, num_epochs=num_epochs
     )
+    return built, False
 
 
 _MAX_GRAPHS = 256
@@ -114,12 +115,14 @@ class Prepared:
         unwrapped_model: The user's model.
         stepper: Runs backward, clipping and optimizer steps.
         scheduler: The scheduler, or None.
+        set_by_module: The sections of the hyper-parameters that the module decides: "optim", "scheduler".
     """
 
     model: nn.Module
     unwrapped_model: nn.Module
     stepper: Stepper
     scheduler: Any
+    set_by_module: frozenset[str]
 
 
 def prepare(
@@ -159,8 +162,13 @@ def prepare(
             explain(f"{type(module).__name__}.get_optimizer", got, "parameters of self.model", do)
         )
     engine.require_optimizer(optimizer)
-    scheduler = make_scheduler(module, optimizer, settings, cadence, length)
+    scheduler, has_own_scheduler = make_scheduler(module, optimizer, settings, cadence, length)
     hps = settings.hps
+    own_parts = {"optim": own is not None, "scheduler": has_own_scheduler}
+    set_by_module = frozenset(part for part, is_own in own_parts.items() if is_own)
+    for part, method in (("optim", "get_optimizer"), ("scheduler", "get_scheduler")):
+        if part in set_by_module and hps[part] is not None:
+            say_once(f"{type(module).__name__}.{method} takes precedence: `{part}` in the hyper-parameters is not used")
     sets_rates = own is not None or defines(module, "get_scheduler")
     if not sets_rates and trains_nothing(
         hps.optimizer_class, hps.optim_kwargs, hps.scheduler_class, hps.scheduler_kwargs
@@ -178,7 +186,7 @@ def prepare(
         clip_type=settings.optimization.clip_type,
         around_backward=engine.around_backward(),
     )
-    return Prepared(engine.model, engine.unwrapped_model, stepper, scheduler)
+    return Prepared(engine.model, engine.unwrapped_model, stepper, scheduler, set_by_module)
 
 
 def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer], **optim_kwargs: Any) -> Any:
