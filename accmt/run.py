@@ -28,7 +28,7 @@ from accmt.metrics import Metric, RunningAverages
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
 from accmt.options import Settings
-from accmt.processes import num_data_processes, num_processes
+from accmt.processes import num_processes
 from accmt.saving import Patience, Selection, may_stop
 from accmt.state import TrainingState
 from accmt.tracking import Tracking
@@ -325,11 +325,7 @@ class Run(EvaluationRun):
 
     def samples_per_step(self, epoch: int = 0) -> int | None:
         """Return the samples of a full optimizer step; None if a window maker or a batch sampler decides."""
-        samples = self.settings.samples_per_step(num_data_processes(), epoch)
-        if samples is None or not self.loaders.takes_user_batches:
-            return samples
-        size = self.loaders.user_batch_size
-        return None if size is None else samples // self.settings.hps.train_batch_size * size
+        return self.loaders.samples_per_step(epoch)
 
     @property
     def micro_batch_size(self) -> int:

@@ -14,7 +14,7 @@ from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary
 from accmt.callbacks.monitor import build_monitor
 from accmt.callbacks.progress import ProgressBar, is_notebook
-from accmt.data import Loader, Source, derive_seed, draw_seed, seed_generators
+from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.data.seeding import seed_with_global
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
@@ -123,7 +123,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     builtin = make_builtin_callbacks(settings, inputs.tracking, saver)
     hooks = connect_hooks(trainer, module, [*callbacks, *builtin], seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)
-    length = _place(trainer, module, loaders.train.source, cadence, resumed)
+    length = _place(trainer, module, loaders, cadence, resumed)
     prepared = prepare(module, engine, settings, cadence, length, callbacks)
     _settle_monitor(prepared.scheduler, settings, inputs.selection, loaders.validation)
     state.num_processes, state.best = num_processes(), inputs.selection.best
@@ -230,14 +230,15 @@ def make_watch(
 
 
 def _place(
-    trainer: TrainerProtocol, module: AcceleratorModule, source: Source, cadence: Cadence, resumed: Resumed | None
+    trainer: TrainerProtocol, module: AcceleratorModule, loaders: Loaders, cadence: Cadence, resumed: Resumed | None
 ) -> RunLength:
     """Set counters and data to the start of the run, and return its length."""
-    state, micro_batches_per_epoch = trainer.state, source.num_micro_batches
+    state, source = trainer.state, loaders.train.source
+    micro_batches_per_epoch = source.num_micro_batches
     if resumed is not None:
         source.resume_from(state.epoch, state.train_step, resumed.others["data"])
     done = Counters() if module.uses_manual_optimization else state  # its steps are not planned
-    length = measure_run(trainer.settings, cadence, source, micro_batches_per_epoch, done)
+    length = measure_run(trainer.settings, cadence, source, micro_batches_per_epoch, loaders.samples_per_step(), done)
     reloads = trainer.settings.data.reload_epochs > 0
     return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
 

@@ -557,6 +557,14 @@ class Loaders:
         """The batch size of that DataLoader; None if its sampler decides."""
         return self._train_data.batch_size if self.takes_user_batches else None
 
+    def samples_per_step(self, epoch: int = 0) -> int | None:
+        """Return the samples of a full optimizer step; None if a window maker or a batch sampler decides."""
+        samples = self._trainer.settings.samples_per_step(num_data_processes(), epoch)
+        if samples is None or not self.takes_user_batches:
+            return samples
+        size = self.user_batch_size
+        return None if size is None else samples // self._trainer.settings.hps.train_batch_size * size
+
     def build(self, train_data: Any, val_data: Mapping[str, Any]) -> None:
         """Build the loaders.
 

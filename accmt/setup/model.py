@@ -34,7 +34,6 @@ from accmt.optimization.stepper import Stepper
 from accmt.options import HyperParameters, RunningSettings, Settings
 from accmt.options.optimizer_and_scheduler_arguments import standard_rate, trains_nothing
 from accmt.options.optimizer_and_scheduler_names import name_of
-from accmt.processes import num_data_processes
 from accmt.run import Run
 from accmt.setup.module_checks import call_get_scheduler, require_optimizer, require_scheduler
 from accmt.state import Counters
@@ -49,7 +48,12 @@ if TYPE_CHECKING:
 
 
 def measure_run(
-    settings: Settings, cadence: Cadence, source: Source, micro_batches_per_epoch: int | None, counters: Counters
+    settings: Settings,
+    cadence: Cadence,
+    source: Source,
+    micro_batches_per_epoch: int | None,
+    samples: int | None,
+    counters: Counters,
 ) -> RunLength:
     """Count the finished steps, the rest of the current epoch, and the following epochs."""
 
@@ -58,7 +62,6 @@ def measure_run(
         return -(-micro_batches // (accumulation * source.micro_batches_per_batch))
 
     done = counters.global_step + counters.skipped_steps
-    samples = settings.samples_per_step(num_data_processes())
     max_steps = cadence.max_steps
     if cadence.max_samples is not None and samples is not None:
         # In full batches: the same number in a run that is resumed within an epoch.

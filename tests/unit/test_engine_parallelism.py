@@ -189,7 +189,7 @@ def test_the_engine_is_asked_for_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     ("parallelism", "do"),
     [
         ({"fdsp": True}, "did you mean fsdp"),
-        ({"shard": 0}, "from 1"),
+        ({"shard": 0}, "at least 1"),
         ({"fsdp": {"reshard_after_foward": True}}, "did you mean reshard_after_forward"),
         ("fsdp", "a dict with any of fsdp, shard, replicate, tp"),
     ],

@@ -34,6 +34,7 @@ def test_the_order_of_features() -> None:
         "bad_samples",
         "out_of_memory",
         "loss_guard",
+        "missing_gradients",
         "packing_check",
         "own_loss",
         "manual_optimization",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
-from accmt import AcceleratorModule, HyperParameterError
+from accmt import AcceleratorModule, HyperParameterError, LambdaCallback
 from accmt.errors import DataError
 from tests.toys import HPS, Linear, make_points, make_trainer
 
@@ -65,6 +66,16 @@ def test_a_scheduler_spans_the_steps_that_hold_so_many_samples():
     assert module.optimizer.param_groups[0]["lr"] == 0.0
     fit(module, {"max_samples": 8, "max_steps": 3, "scheduler": "LinearWithWarmup"})
     assert module.optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_samples_are_counted_in_batches_of_a_users_loader():
+    module, seen = Weighted(), []
+    watching = LambdaCallback(on_update_end=lambda: seen.append(module.optimizer.param_groups[0]["lr"]))
+    hps = {**HPS, "epochs": -1, "max_samples": 8, "scheduler": "LinearWithWarmup", "batch_size": 4}
+    make_trainer(hps, callbacks=watching).fit(module, DataLoader(make_points(11), batch_size=1))
+    assert len(seen) == 8
+    assert seen[-1] == 0.0
+    assert 0.0 not in seen[:-1]
 
 
 def test_what_would_never_end_is_an_error():
