@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -349,6 +349,13 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="accmt-lease", daemon=True)
         self._thread.start()
 
+    def __enter__(self) -> Lease:
+        self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Give the lease back."""
         self._stopping.set()
@@ -483,25 +490,9 @@ class RemoteCheckpoints(Feature):
                     do = 'resume="auto" continues that run; otherwise pass another `checkpoint` URL, or delete them'
                     where = f"checkpoint folder {remote.shown}"
                     raise CheckpointError(explain(where, got, "a folder without checkpoints of another run", do))
-            lease = Lease(remote, run_name)
-            lease.take()
-        try:
-            self._uploads = self._begin_uploads(remote, lease, run_name)
-        except BaseException:
-            lease.release()  # else nobody could use the folder until it has expired
-            raise
-
-    def _begin_uploads(self, remote: RemoteFolder, lease: Lease, run_name: str) -> Uploads:
-        run = self._run
-        try:
-            remote.clean()
-        except Exception as error:  # noqa: BLE001 - leftovers only take space
-            warn(f"the leftovers of unfinished uploads in {remote.shown} could not be deleted: {error}")
         keep = run.settings.checkpoints.checkpoint_options.max_checkpoints or 1
-        origin = {"url": hide_text(self._url), "run": run_name, "keep": keep}
-        make_durable(run.checkpoints.folder)
-        write_text(run.checkpoints.folder / ORIGIN, dumps(origin, indent=2) + "\n")
-        return Uploads(remote, run.checkpoints.folder, keep, lease)
+        origin = {"run": run_name, "keep": keep}
+        self._uploads = start_uploads(remote, run.checkpoints.folder, ORIGIN, origin, run_name=run_name, keep=keep)
 
     def on_checkpoint(self, folder: Path) -> None:
         """Upload a checkpoint that was published."""
@@ -540,17 +531,13 @@ def upload_rest(folder: Path, *, url: str | None = None) -> str | None:
     url = url or origin["url"]
     with explaining(url):
         remote = RemoteFolder(url)
-        lease = Lease(remote, origin["run"])
-        lease.take()
-        try:
+        with Lease(remote, origin["run"]):
             newest = find_resumable(inspect(folder))
             if newest is None or any(one.manifest == newest.manifest for one in remote.newest_first()):
                 return None
             name = remote.upload(newest.folder)
             remote.prune(origin["keep"])
             return name
-        finally:
-            lease.release()
 
 
 def clean(url: str) -> Sequence[str]:
@@ -561,12 +548,8 @@ def clean(url: str) -> Sequence[str]:
     """
     with explaining(url):
         remote = RemoteFolder(url)
-        lease = Lease(remote, "accmt check --clean")
-        lease.take()
-        try:
+        with Lease(remote, "accmt check --clean"):
             return remote.clean()
-        finally:
-            lease.release()
 
 
 @contextmanager
@@ -629,6 +612,38 @@ def _find_same(folder: Path, manifest: Manifest) -> Path | None:
     """Return the local copy of a remote checkpoint, if it is complete."""
     same = (path for path, local in _manifests(folder) if local == manifest)
     return next((path for path in same if isinstance(examine(path), Checkpoint)), None)
+
+
+def start_uploads(
+    remote: RemoteFolder, folder: Path, origin: str, content: Mapping[str, Any], *, run_name: str, keep: int
+) -> Uploads:
+    """Take the lease of a remote folder, delete leftovers there, and start a thread that uploads to it.
+
+    Args:
+        remote: The remote folder.
+        folder: The local folder.
+        origin: A file in the local folder, which says where it is uploaded to.
+        content: What it contains besides the URL.
+        run_name: The run.
+        keep: The number of checkpoints or models to keep in the remote folder.
+
+    Raises:
+        CheckpointError: Another run holds the lease, or the store cannot be used.
+    """
+    lease = Lease(remote, run_name)
+    with explaining(remote.url, type(remote)):
+        lease.take()
+    try:
+        try:
+            remote.clean()
+        except Exception as error:  # noqa: BLE001 - leftovers only take space
+            warn(f"the leftovers of unfinished uploads in {remote.shown} could not be deleted: {error}")
+        make_durable(folder)
+        write_text(folder / origin, dumps({"url": remote.shown, **content}, indent=2) + "\n")
+        return Uploads(remote, folder, keep, lease)
+    except BaseException:
+        lease.release()  # else nobody could use the folder until it has expired
+        raise
 
 
 class Uploads:

@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accmt.addons.remote_checkpoints import Lease, RemoteCheckpoint, RemoteFolder, Uploads, explaining
+from accmt.addons.remote_checkpoints import Lease, RemoteCheckpoint, RemoteFolder, Uploads, explaining, start_uploads
 from accmt.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
 from accmt.errors import ArgumentError, explain
 from accmt.features.hooks import Activity, Feature
-from accmt.files import dumps, loads, write_text
+from accmt.files import loads
 from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 from accmt.run import EvaluationRun, Run
@@ -138,20 +138,8 @@ class RemoteModels(Feature):
         run_id, run_name = run.saver.run_id, run.tracking.run_name
         with explaining(self._url, RemoteModelFolder):
             remote = RemoteModelFolder(self._url, run_id, run_name, history)
-            lease = Lease(remote, run_name)
-            lease.take()
-        try:
-            try:
-                remote.clean()
-            except Exception as error:  # noqa: BLE001 - leftovers only take space
-                warn(f"the leftovers of unfinished uploads in {remote.shown} could not be deleted: {error}")
-            folder.mkdir(parents=True, exist_ok=True)
-            origin = {"url": hide_text(self._url), RUN_KEY: run_id, "run_name": run_name, "history": str(history)}
-            write_text(folder / ORIGIN, dumps(origin, indent=2) + "\n")
-            self._uploads = Uploads(remote, folder, _KEEP, lease)
-        except BaseException:
-            lease.release()  # else nobody could use the folder until it has expired
-            raise
+        origin = {RUN_KEY: run_id, "run_name": run_name, "history": str(history)}
+        self._uploads = start_uploads(remote, folder, ORIGIN, origin, run_name=run_name, keep=_KEEP)
         return self._find_outdated()
 
     def _find_outdated(self) -> list[str]:
@@ -208,9 +196,7 @@ def upload_rest(folder: Path, *, url: str | None = None) -> str | None:
     url = url or origin["url"]
     with explaining(url, RemoteModelFolder):
         remote = RemoteModelFolder(url, origin[RUN_KEY], origin["run_name"], Path(origin["history"]))
-        lease = Lease(remote, origin["run_name"])
-        lease.take()
-        try:
+        with Lease(remote, origin["run_name"]):
             before = [one.name for one in remote.newest_first()]
             with tempfile.TemporaryDirectory(prefix=".upload-", dir=folder) as place:
                 copy = Path(place) / "model"
@@ -218,8 +204,6 @@ def upload_rest(folder: Path, *, url: str | None = None) -> str | None:
                 name = remote.upload(copy)
             remote.prune(_KEEP)
             return None if name in before else name
-        finally:
-            lease.release()
 
 
 def _bring(url: str, folder: Path) -> None:

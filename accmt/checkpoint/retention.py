@@ -92,7 +92,7 @@ def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
 
 
 def is_kept_for_good(every: Every, info: Mapping[str, Any], folder: Path) -> bool:
-    """Return whether a new checkpoint is the first one after so many steps or epochs of its run, or replaces this one.
+    """Return whether a new checkpoint is the first one in a new interval, or replaces the one that is kept.
 
     Args:
         every: The interval.

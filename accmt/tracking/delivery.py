@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.errors import explain
 from accmt.messages import say, warn, warn_once
+from accmt.tracking.delivery_state import Account, DeliveryFile, Replay, Resume, Row, count_rows_left
 from accmt.tracking.history import History, HistoryReader
 from accmt.tracking.media import Media
-from accmt.tracking.replay import Account, DeliveryFile, Replay, Resume, Row, count_rows_left
 from accmt.tracking.spec import Outage, RunStart, TrackerSpec, UserTracker, name_error
 from accmt.tracking.values import CleanNames, flatten
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from accmt.errors import explain
 from accmt.messages import say, warn
 from accmt.secrets import remember
+from accmt.tracking.delivery_state import Resume, Rewinding, Row
 from accmt.tracking.history import RunPlace
 from accmt.tracking.media import Kind, Media
-from accmt.tracking.replay import Resume, Rewinding, Row
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

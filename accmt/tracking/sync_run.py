@@ -10,9 +10,9 @@ from accmt.errors import ArgumentError, explain
 from accmt.registry import is_built_in
 from accmt.secrets import HIDDEN, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
+from accmt.tracking.delivery_state import DELIVERY_FILE, DeliveryFile, count_rows_left
 from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_history
 from accmt.tracking.log_with import GROUP, resolve_trackers
-from accmt.tracking.replay import DELIVERY_FILE, DeliveryFile, count_rows_left
 from accmt.tracking.spec import RunStart, name_error
 
 _START_S = 30.0

@@ -14,7 +14,7 @@ from torch import nn
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, StepsCurriculum, Trainer
 from accmt.errors import AccmtError
 from tests.launching import launch
-from tests.toys import make_points
+from tests.toys import Linear, make_points
 
 HERE = Path(__file__).parent
 ENDS = [4, 8, 12, 20, 28, 36, 41, 57, 73, 82]  # 41 samples in each of two epochs
@@ -91,17 +91,6 @@ def seen_windows() -> list[Any]:
     return __import__("asked_windows").seen
 
 
-class Regression(AcceleratorModule):
-    """Fits a linear function."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 1)
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
-
-
 class Tokens(AcceleratorModule):
     """Sees texts of tokens."""
 
@@ -146,7 +135,7 @@ def test_smaller_micro_batches_make_the_same_windows(
     install("seen.append(window); return window.num_batches == 2 + state.epoch")
     hps = {"epochs": 2, **SGD} | ({} if size is None else {"max_micro_batch_size": size})
     trainer = Trainer(hps, tmp_path / "model", grad_accumulation_steps="asked", verbose=False)
-    trainer.fit(Regression(), make_points(12))
+    trainer.fit(Linear(), make_points(12))
     assert [tuple(window) for window in seen_windows()][:4] == [(1, 2, None), (2, 4, None)] * 2
     assert trainer.state.global_step == 3 + 2
 
@@ -167,7 +156,7 @@ def test_max_steps_is_the_length_of_a_run_whose_windows_are_unknown(
     trainer = Trainer(
         hps, tmp_path / "model", grad_accumulation_steps="asked", callbacks=noted, enable_progress_bar=True
     )
-    module = Regression()
+    module = Linear()
     trainer.fit(module, make_points(12))
     assert noted.length == (5, None)
     assert trainer.state.global_step == 5
@@ -193,10 +182,10 @@ WARMUP = {"scheduler": {"type": "LinearWithWarmup", "warmup_ratio": 0.2}}
 @pytest.mark.parametrize(
     ("arguments", "module", "data", "hps", "message"),
     [
-        ({"checkpoint_every": 0.5}, Regression, POINTS, {}, "checkpoint_every=100"),
-        ({"evaluate_every_n_steps": 0.5}, Regression, POINTS, {}, "evaluate_every_n_steps=100"),
-        ({}, Regression, POINTS, WARMUP, r"the number of steps is unknown(.|\n)*max_steps"),
-        ({}, Regression, StepsCurriculum([(-1, POINTS)]), {"max_steps": 3}, "grad_accumulation_steps=4"),
+        ({"checkpoint_every": 0.5}, Linear, POINTS, {}, "checkpoint_every=100"),
+        ({"evaluate_every_n_steps": 0.5}, Linear, POINTS, {}, "evaluate_every_n_steps=100"),
+        ({}, Linear, POINTS, WARMUP, r"the number of steps is unknown(.|\n)*max_steps"),
+        ({}, Linear, StepsCurriculum([(-1, POINTS)]), {"max_steps": 3}, "grad_accumulation_steps=4"),
         ({}, Manual, POINTS, {}, "the module decides when to step"),
     ],
 )
@@ -224,7 +213,7 @@ def test_a_fraction_of_a_stream_is_no_checkpoint_interval_but_a_time_is(tmp_path
 
     trainer = Trainer({"epochs": 1, **SGD}, tmp_path / "model", checkpoint_every=0.5, verbose=False)
     with pytest.raises(AccmtError, match="checkpoint_every=100"):
-        trainer.fit(Regression(), Stream())
+        trainer.fit(Linear(), Stream())
     for every in ("10 minutes", "auto", "1 epoch"):
         trainer = Trainer({"epochs": 1, **SGD}, tmp_path / "model", checkpoint_every=every, verbose=False)
-        assert trainer.fit(Regression(), Stream()).finished
+        assert trainer.fit(Linear(), Stream()).finished

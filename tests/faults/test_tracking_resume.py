@@ -13,8 +13,8 @@ from accelerate.state import PartialState
 
 from accmt import MLFlow, TensorBoard
 from accmt.tracking import read_history, sync_run
+from accmt.tracking.delivery_state import DELIVERY_FILE
 from accmt.tracking.history import History
-from accmt.tracking.replay import DELIVERY_FILE
 from tests.faults.tracking import (
     Faulty,
     accounts_of,

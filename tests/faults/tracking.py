@@ -7,7 +7,7 @@ from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accmt.tracking import Tracking, read_history, resolve_trackers
-from accmt.tracking.replay import DeliveryFile
+from accmt.tracking.delivery_state import DeliveryFile
 
 
 class Faulty(GeneralTracker):

@@ -22,6 +22,7 @@ from accmt.checkpoint.store import inspect
 from accmt.cli.main import main
 from accmt.errors import ArgumentError, CheckpointError, MissingPackageError, NoCheckpointError
 from tests.launching import launch
+from tests.object_storage.leases import LeaseTests
 from tests.object_storage.runs import URL, steps_in, train
 from tests.toys import Linear
 
@@ -311,34 +312,8 @@ def test_a_store_that_goes_away_does_not_stop_training(
     assert steps_in(RemoteFolder(URL)) == []
 
 
-def test_a_second_run_is_refused_until_the_lease_has_expired(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lease, "HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(Lease, "EXPIRES_AFTER_S", 1.5)
-    remote = RemoteFolder(URL)
-    first = Lease(remote, "first")
-    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    first.take()
-    second = Lease(remote, "second")
-    second._content["host"] = "here"
-    with pytest.raises(CheckpointError, match="in use by run first"):
-        second.take()
-    first._stopping.set()  # its machine is gone
-    first._thread.join()
-    second.take()
-    assert json.loads(bucket.cat_file("bucket/run/lease.json"))["run"] == "second"
-    second.release()
-    assert not bucket.exists("bucket/run/lease.json")
-
-
-def test_of_two_runs_that_ask_at_once_one_gets_the_lease(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Lease(RemoteFolder(URL), "first"), Lease(RemoteFolder(URL), "second")
-    first.take()
-    answers = iter([None, first._read()])  # when it was asked first, nobody had it
-    monkeypatch.setattr(second, "_read", lambda: next(answers))
-    with pytest.raises(CheckpointError, match="in use by run first"):
-        second.take()
-    first.release()
-    assert not bucket.exists("bucket/run/lease.json")
+class TestLease(LeaseTests):
+    """On moto."""
 
 
 def test_two_machines_with_one_host_name_are_not_taken_for_one(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,11 @@ import pytest
 import torch
 
 from accmt.addons import remote_checkpoints
-from accmt.addons.remote_checkpoints import Lease, RemoteFolder
+from accmt.addons.remote_checkpoints import RemoteFolder
 from accmt.cli.main import main
 from accmt.errors import CheckpointError
 from accmt.saving import read_status
+from tests.object_storage.leases import LeaseTests
 from tests.object_storage.runs import URL, steps_in, train
 from tests.object_storage.swift_server import ACCESS_KEY, SECRET_KEY, running_swift
 
@@ -56,31 +56,10 @@ def test_a_run_whose_disk_is_wiped_continues_bit_for_bit(bucket: Any) -> None:
     assert not bucket.exists("bucket/run/lease.json")
 
 
-def test_a_second_run_is_refused_until_the_lease_has_expired(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lease, "HEARTBEAT_S", 0.5)
-    monkeypatch.setattr(Lease, "EXPIRES_AFTER_S", 3.0)
-    first, second = Lease(RemoteFolder(URL), "first"), Lease(RemoteFolder(URL), "second")
-    second._content["machine"] = "another"
-    first.take()
-    with pytest.raises(CheckpointError, match="in use by run first"):
-        second.take()
-    first._stopping.set()  # its machine is gone
-    assert first._thread is not None
-    first._thread.join()
-    second.take()
-    assert json.loads(bucket.cat_file("bucket/run/lease.json"))["run"] == "second"
-    second.release()
-    assert not bucket.exists("bucket/run/lease.json")
+class TestLease(LeaseTests):
+    """On Swift, which answers more slowly."""
 
-
-def test_of_two_runs_that_ask_at_once_one_gets_the_lease(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Lease(RemoteFolder(URL), "first"), Lease(RemoteFolder(URL), "second")
-    first.take()
-    answers = iter([None, first._read()])  # when it was asked first, nobody had it
-    monkeypatch.setattr(second, "_read", lambda: next(answers))
-    with pytest.raises(CheckpointError, match="in use by run first"):
-        second.take()
-    first.release()
+    heartbeat_s, expires_after_s = 0.5, 3.0
 
 
 def test_names_may_have_spaces_and_letters_of_any_language(bucket: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from accelerate.state import PartialState
 import accmt
 from accmt.errors import TrackerError
 from accmt.tracking import Tracking, read_history, resolve_trackers, sync_run
-from accmt.tracking.replay import DeliveryFile
+from accmt.tracking.delivery_state import DeliveryFile
 from tests.toys import Linear, make_points, make_trainer
 from tests.trackers.killed import CHECKPOINT_AT, KILLED_AT, make
 from tests.trackers.unreachable import FLUSH_S as FLUSH_OF_UNREACHABLE_S

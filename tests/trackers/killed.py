@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.state import PartialState
 
 from accmt.tracking import Tracking, resolve_trackers
-from accmt.tracking.replay import DeliveryFile
+from accmt.tracking.delivery_state import DeliveryFile
 
 CHECKPOINT_AT, KILLED_AT = 10, 17
 

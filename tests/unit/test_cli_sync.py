@@ -11,7 +11,7 @@ from accelerate.state import PartialState
 from accmt import MLFlow, TensorBoard
 from accmt.cli.main import main
 from accmt.tracking import Tracking, resolve_trackers
-from accmt.tracking.replay import DeliveryFile
+from accmt.tracking.delivery_state import DeliveryFile
 from tests.faults.tracking import Faulty, kill, points_of, tensorboard_points, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")

@@ -105,4 +105,6 @@ def test_gradients_used_within_backward_are_not_missing():
 
     for parameter in module.model["used"].parameters():
         parameter.register_post_accumulate_grad_hook(use)
+    before = module.model["used"].weight.clone()
     make_trainer(HPS).fit(module, DATA)
+    assert not torch.equal(module.model["used"].weight, before)

@@ -16,7 +16,7 @@ from accmt.errors import explain
 from accmt.messages import say, warn
 from accmt.secrets import hide, hide_text, is_secret_name, remember, write_command
 from accmt.tracking import sync_run
-from accmt.tracking.replay import DeliveryFile
+from accmt.tracking.delivery_state import DeliveryFile
 from tests.toys import HPS, Linear, make_points, make_trainer
 
 SECRET_NAMES = """token hf_token hub_token HF_TOKEN write_token session_token use_auth_token api_key apiKey X-Api-Key
@@ -232,8 +232,8 @@ def test_hyper_parameters_without_their_secrets_are_read_again(tmp_path):
 
 
 def test_rows_are_synced_to_a_server_whose_password_is_in_no_file(monkeypatch, tmp_path):
+    from accmt.tracking.delivery_state import Account
     from accmt.tracking.history import History
-    from accmt.tracking.replay import Account
     from accmt.tracking.sync_run import _find_url
 
     whole = "https://me:hunter22@host.invalid/x"

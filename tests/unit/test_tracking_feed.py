@@ -4,8 +4,8 @@ import time
 import pytest
 
 from accmt.tracking.delivery import Feed
+from accmt.tracking.delivery_state import Account, Replay, Rewinding
 from accmt.tracking.history import History
-from accmt.tracking.replay import Account, Replay, Rewinding
 from accmt.tracking.spec import UserTracker
 from tests.faults.tracking import Faulty
 

@@ -76,7 +76,7 @@ class Replay:
         return self.describe()
 
     def describe(self, top: int = 5) -> str:
-        """Return the result as text, with so many samples and layers of each step."""
+        """Return the result as text, with the first `top` samples and layers of each step."""
         lines = [f"changed since: {change}" for change in self.changes]
         lines.append(f"replayed from {self.begin}; {self.num_compared} lines of the ledger compared")
         same = f"losses equal within a relative {self.tolerance:g}" if self.tolerance else "bit-for-bit identical"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accmt.tracking.delivery_state import Rewinding, Row
 from accmt.tracking.history import RunPlace
 from accmt.tracking.media import Media
-from accmt.tracking.replay import Rewinding, Row
 from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
 
 

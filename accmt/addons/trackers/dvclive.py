@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from accmt.files import write_text
+from accmt.tracking.delivery_state import Resume, Rewinding, Row
 from accmt.tracking.media import Media
-from accmt.tracking.replay import Resume, Rewinding, Row
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import clean_path
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
 from accmt.tracking.media import Media
-from accmt.tracking.replay import Row
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Scalar, clean_file_name
 

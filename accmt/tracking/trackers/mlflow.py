@@ -13,9 +13,9 @@ from typing import Any
 from accmt.errors import explain
 from accmt.files import taking_turns
 from accmt.messages import warn, warn_once
+from accmt.tracking.delivery_state import Resume, Row
 from accmt.tracking.history import DEFAULT_LOGGING_DIR, RunPlace
 from accmt.tracking.media import Media
-from accmt.tracking.replay import Resume, Row
 from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Scalar, clean_path
 

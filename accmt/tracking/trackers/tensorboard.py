@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from accmt.tracking.delivery_state import Rewinding, Row
 from accmt.tracking.history import RunPlace
 from accmt.tracking.media import Media
-from accmt.tracking.replay import Rewinding, Row
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Scalar
 

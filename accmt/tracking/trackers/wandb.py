@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
 from accmt.tracking.media import Media
-from accmt.tracking.replay import Row
 from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
 from accmt.tracking.values import Scalar, clean_file_name
 

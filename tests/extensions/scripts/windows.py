@@ -8,30 +8,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "site"))  # as where the package is installed
 
 import growing
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accmt import AcceleratorModule, Callback, Trainer
+from accmt import Callback, Trainer
 from accmt.errors import DataError
 from accmt.processes import is_main_process, process_index
-from tests.toys import make_points
-
-
-class Regression(AcceleratorModule):
-    """Fits a linear function."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 1)
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+from tests.toys import Linear, make_points
 
 
 class Watch(Callback):
@@ -72,7 +59,7 @@ def main(result: str, folder: str, stop: str) -> None:
         seed=3,
         verbose=False,
     )
-    module, ended = Regression(), "finished"
+    module, ended = Linear(), "finished"
     try:
         trainer.fit(module, make_points(41))
     except InterruptedError:

@@ -1,7 +1,7 @@
 import pytest
 
+from accmt.tracking.delivery_state import Account, Replay, Rewinding, count_rows_left
 from accmt.tracking.history import History
-from accmt.tracking.replay import Account, Replay, Rewinding, count_rows_left
 
 KEEPS, WITHDRAWS, UNKNOWN = Rewinding.KEEPS, Rewinding.WITHDRAWS, Rewinding.UNKNOWN
 
