@@ -38,9 +38,8 @@ from accmt.checkpoint.manifest import (
     examine,
     make_unfinished_name,
     read_manifest,
-    step_name,
 )
-from accmt.checkpoint.retention import PIN_NAME, dispose, list_published, make_durable
+from accmt.checkpoint.retention import PIN_NAME, list_published, make_durable, publish
 from accmt.checkpoint.store import find_resumable, inspect
 from accmt.errors import AccmtError, CheckpointError, MissingPackageError, NoCheckpointError, explain
 from accmt.features.hooks import Feature
@@ -246,16 +245,7 @@ class RemoteFolder:
         staged = into / make_unfinished_name("tmp", manifest.step)
         try:
             self.fetch(one, staged)
-            published = into / step_name(manifest.step)
-            if published.exists():
-                old = into / make_unfinished_name("old", manifest.step)
-                published.rename(old)
-                staged.rename(published)
-                dispose(old, step=manifest.step)
-            else:
-                staged.rename(published)
-            fsync_folder(into)
-            return published
+            return publish(staged, manifest.step)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 

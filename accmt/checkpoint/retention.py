@@ -137,6 +137,24 @@ def delete(path: Path, *, step: int) -> None:
         warn(f"could not delete the old checkpoint {path}: {error}")
 
 
+def publish(staged: Path, step: int) -> Path:
+    """Rename a complete, durable checkpoint to its final name, and return that; one with this name is replaced."""
+    folder = staged.parent
+    published, old = folder / step_name(step), folder / make_unfinished_name("old", step)
+    if published.exists():
+        published.rename(old)
+    try:
+        staged.rename(published)
+    except OSError:
+        if old.exists():
+            old.rename(published)
+        raise
+    fsync_folder(folder)  # before the old one is deleted: otherwise a power failure could lose both
+    if old.exists():
+        dispose(old, step=step)
+    return published
+
+
 def dispose(replaced: Path, *, step: int) -> None:
     """Delete a replaced checkpoint, or make it visible if a user pinned it. A failure causes a warning."""
     if is_deletable(replaced) or is_kept_by_interval(replaced):

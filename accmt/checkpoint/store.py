@@ -49,6 +49,7 @@ from accmt.checkpoint.retention import (
     make_durable,
     move,
     prune,
+    publish,
     remove,
 )
 from accmt.errors import CheckpointError, NoCheckpointError, explain
@@ -282,7 +283,6 @@ class CheckpointStore:
         return explain(where, cause, expected, failure.advice)
 
     def _publish(self, staging: Staging, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> Path:
-        published = self.folder / step_name(staging.step)
         try:
             if self._keep_every is not None and is_kept_for_good(self._keep_every, info, self.folder):
                 (staging.folder / PIN_NAME).write_text(KEEP_EVERY)
@@ -293,18 +293,7 @@ class CheckpointStore:
             sequence = 1 + max((sequence for _, sequence in self._ages.oldest_first()), default=0)
             manifest = Manifest.of_this_run(step=staging.step, sequence=sequence, files=files, info=info)
             write_manifest(staging.folder, manifest)
-            old = self.folder / make_unfinished_name("old", staging.step)
-            if published.exists():
-                published.rename(old)
-            try:
-                staging.folder.rename(published)
-            except OSError:
-                if old.exists():
-                    old.rename(published)
-                raise
-            fsync_folder(self.folder)  # before the old one is deleted: otherwise a power failure could lose both
-            if old.exists():
-                dispose(old, step=staging.step)
+            published = publish(staging.folder, staging.step)
         except Exception:
             self._discard(staging.folder)
             raise
