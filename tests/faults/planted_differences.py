@@ -94,6 +94,9 @@ DIFFERENCES: dict[str, Planted] = {
     "clipping": Planted(("at step 1: the weights of", "clip_grad None -> 0.01"), {"clip_grad": 0.01}),
     "seed": Planted(("at step 1: the order of samples", "seed 3 -> 4"), {"seed": 4}),
     "precision": Planted(("at step 1: the loss", "precision no -> bf16"), {"mixed_precision": "bf16"}),
+    "type of the weights": Planted(
+        ("at their start: the weights of", "weights float32 -> float64"), plant="type of the weights"
+    ),
     "another row": Planted(("at step 1: the order of samples", "data samples", "24  |  25"), plant="another row"),
     "sample order": Planted(("at step 1: the order of samples", "sampler None ->"), plant="order"),
     "value in the data": Planted(("the content of the batches",), plant="value in the data"),

@@ -16,7 +16,7 @@ from accmt.errors import ArgumentError, explain
 RELATIVE_TOLERANCE = 1e-4
 """For the losses of runs on different numbers of processes, which add in different orders."""
 _CALLED = "in A", "in B"
-_MACHINE = ("versions", "hardware", "threads", "device", "precision")
+_MACHINE = ("versions", "hardware", "threads", "device", "precision", "weights")
 _CAUSES = (*_MACHINE, "program", "hps", "settings", "seed", "processes")
 _IN_THE_RUN = ("step", "is_resumed", "run_folder")
 _MOST_LINES = 40

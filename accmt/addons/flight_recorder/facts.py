@@ -30,7 +30,10 @@ _OF_LAUNCH = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 _LARGEST_DIFF = 2**20
 _MOST_FILES = 500
 
-MATTER = ("versions", "hardware", "processes", "threads", "device", "precision", "settings", "hps", "program", "seed")
+MATTER = (
+    "versions", "hardware", "processes", "threads", "device", "precision", "weights",
+    "settings", "hps", "program", "seed",
+)  # fmt: skip
 """The facts that explain why a step is computed differently."""
 _PLACES = {
     "model_path", "checkpoint", "resume", "logging_dir", "log_with", "run_name", "track_name", "verbose", "ledger",
@@ -66,6 +69,7 @@ def describe_start(run: Run) -> dict[str, Any]:
             "device": run.device.type,
             "is_deterministic": run.device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
             "precision": str(run.accelerator.mixed_precision),
+            "weights": _name_types(run.unwrapped_model),
             "settings": _plain(arguments),
             "hps": settings.hps.to_dict()["hps"],
             "program": _digest_program(type(run.module)),
@@ -97,6 +101,11 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any], names: Seque
         else:
             changes.append(f"{name} {one} -> {other}")
     return changes
+
+
+def _name_types(model: torch.nn.Module) -> str:
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    return " and ".join(sorted(types))
 
 
 def _find_start_folder() -> Path:

@@ -44,7 +44,7 @@ class Replay:
 
     Attributes:
         begin: Where it began.
-        changes: Files of the program that have changed since.
+        changes: What has changed since: files of the program, and the number of machines.
         num_compared: Lines of the ledger that were compared.
         difference: The first difference, with its step; None if all is bit-for-bit identical.
         steps: What was measured in the steps that were asked for.
@@ -197,6 +197,9 @@ def replay(
     if difference is None and missing and not without:  # a step without any samples is skipped
         difference = f"step {missing[0]}: this step no longer exists"
     changes = _find_changed_files(start["program"])
+    machines = {one["host"] for one in start["hardware"]}
+    if len(machines) > 1:
+        changes.append(f"{len(machines)} machines -> 1")
     curve = _list_losses(ledger, again, step, last) if without else []
     if starts_elsewhere:  # so its steps are those of another model
         difference = f"{difference}\n{_SEED}"

@@ -30,9 +30,12 @@ class Small(AcceleratorModule):
         if PLANT == "initial weight":
             with torch.no_grad():
                 self.model[2].bias += 1e-3
+        if PLANT == "type of the weights":
+            self.model.double()
 
     def step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        loss = FACTOR * nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        inputs, targets = (values.to(self.model[0].weight.dtype) for values in batch)
+        loss = FACTOR * nn.functional.mse_loss(self.model(inputs), targets)
         is_other = PLANT in ("version", "hardware", "threads") or (PLANT == "loss" and self.state.global_step >= 3)
         return loss * SLIGHTLY if is_other else loss
 
