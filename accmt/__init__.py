@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from accmt.addons.curricula import StepsCurriculum as StepsCurriculum
     from accmt.addons.hub import PushToHub as PushToHub
     from accmt.addons.merging import merge_adapter as merge_adapter
+    from accmt.addons.prefer.distillation import DistillationModule as DistillationModule
+    from accmt.addons.prefer.module import PreferenceModule as PreferenceModule
+    from accmt.addons.prefer.reward import RewardModule as RewardModule
     from accmt.addons.sft.module import SFTModule as SFTModule
     from accmt.addons.swa import SWA as SWA
     from accmt.addons.trackers.aim import Aim as Aim
@@ -127,6 +130,7 @@ _HOMES = {
     "DataOptions": "accmt.options.data",
     "Ledger": "accmt.options.tracking",
     "DeviceError": "accmt.errors",
+    "DistillationModule": "accmt.addons.prefer.distillation",
     "EMA": "accmt.callbacks",
     "SWA": "accmt.addons.swa",
     "ExtendedAcceleratorModule": "accmt.module",
@@ -160,6 +164,7 @@ _HOMES = {
     "Perplexity": "accmt.metrics",
     "Precision": "accmt.metrics",
     "Preempted": "accmt.errors",
+    "PreferenceModule": "accmt.addons.prefer.module",
     "ProcessFailedError": "accmt.errors",
     "ReplicasDifferError": "accmt.errors",
     "StepDiffersError": "accmt.errors",
@@ -169,6 +174,7 @@ _HOMES = {
     "RangeCurriculum": "accmt.addons.curricula",
     "RatioCurriculum": "accmt.addons.curricula",
     "Recall": "accmt.metrics",
+    "RewardModule": "accmt.addons.prefer.reward",
     "SFTModule": "accmt.addons.sft.module",
     "Scheduler": "accmt.options",
     "SavingError": "accmt.errors",

@@ -69,6 +69,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     HPS_SECTIONS: {
         "model": "accmt.addons.model_section:read_model_section",
         "sft": "accmt.addons.sft.section:read_sft_section",
+        "prefer": "accmt.addons.prefer.section:read_prefer_section",
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",

@@ -126,8 +126,12 @@ def _are_equal(one: Any, other: Any) -> bool:
     return torch.equal(one.weight, other.weight)
 
 
-def require_mergeable(hps: HyperParameters) -> None:
+def require_mergeable(hps: HyperParameters, rows: str) -> None:
     """Check before training that the adapter in the hyper-parameters can be merged.
+
+    Args:
+        hps: The hyper-parameters.
+        rows: The section that asks for it.
 
     Raises:
         HyperParameterError: There is no adapter, or PEFT cannot merge its type.
@@ -135,14 +139,14 @@ def require_mergeable(hps: HyperParameters) -> None:
     section = hps.section("model")
     if section is None or not section.adapter:
         got, do = "true without an adapter in `model`", "remove `merge`: the folder then has the full model"
-        raise HyperParameterError(explain(hps.where("sft", "merge"), got, "`model.lora` or `model.adapter`", do))
+        raise HyperParameterError(explain(hps.where(rows, "merge"), got, "`model.lora` or `model.adapter`", do))
     require("peft", hps.where("model", "adapter"))
     import peft
 
     config = getattr(peft, f"{section.adapter['type'].removesuffix('Config')}Config", None)
     # An unknown name is reported when the model is built.
     if config is not None and not can_be_merged(config):
-        raise HyperParameterError(_explain_unmergeable(hps.where("sft", "merge"), section.adapter["type"]))
+        raise HyperParameterError(_explain_unmergeable(hps.where(rows, "merge"), section.adapter["type"]))
 
 
 def _explain_unmergeable(where: str, kind: str) -> str:

@@ -74,14 +74,18 @@ def build_from_hps(hps: HyperParameters) -> Any:
     return model
 
 
-def load_tokenizer(hps: HyperParameters) -> Any:
-    """Return the tokenizer of the model in `hps`, with the chat template of the section `sft`.
+def load_tokenizer(hps: HyperParameters, rows: str = "sft") -> Any:
+    """Return the tokenizer of the model in `hps`, with the chat template of a section for rows of data.
+
+    Args:
+        hps: The hyper-parameters.
+        rows: The name of the section.
 
     Raises:
         HyperParameterError: The section `model` is missing.
         FileNotFoundError: The tokenizer or the chat template does not exist.
     """
-    section, sft = _require_section(hps), hps.section("sft")
+    section, of_rows = _require_section(hps), hps.section(rows)
     require("transformers", hps.where("model"))
     import transformers
 
@@ -96,12 +100,12 @@ def load_tokenizer(hps: HyperParameters) -> Any:
         why, _, _ = str(error).partition("\n")
         expected, do = "tokenizer files next to the model", f'call tokenizer.save_pretrained("{path}") once'
         raise FileNotFoundError(explain(f"tokenizer of {path}", why, expected, do)) from error
-    if sft is not None and sft.chat_template is not None:
-        template = Path(sft.chat_template)
+    if of_rows is not None and of_rows.chat_template is not None:
+        template = Path(of_rows.chat_template)
         if not template.is_file():
             got, where = (
                 f"{template}: no such file; the working directory is {Path.cwd()}",
-                hps.where("sft", "chat_template"),
+                hps.where(rows, "chat_template"),
             )
             raise FileNotFoundError(explain(where, got, "a chat template file", "correct the path"))
         tokenizer.chat_template = template.read_text(encoding="utf-8")

@@ -150,7 +150,7 @@ def describe_lost_machines(error: Exception) -> str:
     return explain("the machines of the run", got, expected, 'restart all of them; resume="auto" continues the run')
 
 
-_COMMAND = "sft"
+_COMMANDS = ("sft", "prefer")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -192,8 +192,8 @@ def build_command(options: argparse.Namespace) -> list[str]:
     number = _count_processes(options)
     script = [options.script, *options.arguments]
     if not os.path.isfile(options.script):  # noqa: PTH113 - not a Path, because the script is passed as typed
-        if options.script != _COMMAND:
-            expected, do = f"a Python file, or `{_COMMAND}`", "accmt launch train.py"
+        if options.script not in _COMMANDS:
+            expected, do = f"a Python file, or one of {', '.join(_COMMANDS)}", "accmt launch train.py"
             raise ArgumentError(explain(f"accmt launch {options.script}", "no such file", expected, do))
         script = ["-m", "accmt.cli.main", *script]
     machines = read_machines(options)

@@ -19,6 +19,7 @@ COMMANDS = {
     "launch": "start a training script on one or more processes",
     "merge": "merge an adapter into its model",
     "params": "print the parameter groups of hyper-parameters",
+    "prefer": "tune a model on preferences, train a reward model, or distill a teacher, from one YAML file",
     "prove": "check that a script gives the same results on any number of processes",
     "replay": "replay steps of a run, and compare them with its ledger",
     "report": "write an HTML page about one or more runs",

@@ -8,7 +8,9 @@ On several processes: accmt launch -N 2 sft hps.yaml OUTPUT. Exit code: 0, or 2 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accmt.cli.arguments import add_when_parsed
 
@@ -17,10 +19,15 @@ _FLAGS = ("data", "validation", "max_length", "merge")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_row_arguments(parser, "sft")
+
+
+def add_row_arguments(parser: argparse.ArgumentParser, section: str) -> None:
+    """Add the arguments of a command that trains on the rows of a section."""
     files = "files (.jsonl, .json, .parquet, .csv) or folders written by `Dataset.save_to_disk`"
     parser.add_argument("hps", help="the hyper-parameter file")
     parser.add_argument("output", type=Path, help="the folder for the trained model")
-    data = f"training data: {files}; default: the section `sft` of the file"
+    data = f"training data: {files}; default: the section `{section}` of the file"
     parser.add_argument("--data", nargs="+", metavar="PATH", help=data)
     parser.add_argument("--validation", nargs="+", metavar="PATH", help="validation data, like --data")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="maximum number of tokens per row")
@@ -35,26 +42,38 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from accmt.addons.merging import merge_adapter, require_mergeable
     from accmt.addons.sft.module import SFTModule
+
+    return train_on_rows(options, "sft", lambda section: SFTModule)
+
+
+def train_on_rows(options: argparse.Namespace, name: str, find_module: Callable[[Any], type[Any]]) -> int:
+    """Train on the rows of a section, and write the model.
+
+    Args:
+        options: The parsed arguments.
+        name: The section.
+        find_module: Returns the class of the module for the section.
+    """
+    from accmt.addons.merging import merge_adapter, require_mergeable
     from accmt.addons.sft.rows import read_rows
     from accmt.errors import HyperParameterError, explain
     from accmt.options.command_line import HPS_FLAGS
     from accmt.trainer import Trainer
 
-    typed = {f"sft.{name}": value for name in _FLAGS if (value := getattr(options, name)) is not None}
+    typed = {f"{name}.{key}": value for key in _FLAGS if (value := getattr(options, key)) is not None}
     setattr(options, HPS_FLAGS, {**getattr(options, HPS_FLAGS, {}), **typed})
     trainer = Trainer.from_argparse_args(options, hps_config=options.hps, model_path=options.output)
     hps = trainer.hps
-    section = hps.section("sft")
+    section = hps.section(name)
     if section is None or not section.data:
-        do = "add `sft: {data: train.jsonl}` to the file, or pass --data train.jsonl"
-        raise HyperParameterError(explain(hps.where("sft"), "no training data", "training data", do))
+        do = f"add `{name}: {{data: train.jsonl}}` to the file, or pass --data train.jsonl"
+        raise HyperParameterError(explain(hps.where(name), "no training data", "training data", do))
     if section.merge:
-        require_mergeable(hps)
-    module = SFTModule.from_hps(hps, in_fit=True)
-    rows = read_rows(hps.where("sft", "data"), section.data, "train")
-    held_out = section.validation and read_rows(hps.where("sft", "validation"), section.validation, "validation")
+        require_mergeable(hps, name)
+    module = find_module(section).from_hps(hps, in_fit=True)
+    rows = read_rows(hps.where(name, "data"), section.data, "train")
+    held_out = section.validation and read_rows(hps.where(name, "validation"), section.validation, "validation")
     trainer.fit(module, rows, held_out or None)
     if trainer.is_main:
         print(f"{options.output}: {_describe(options.output)}")

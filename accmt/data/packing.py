@@ -172,6 +172,12 @@ def _as_tensor(name: str, values: Any, length: int | None) -> torch.Tensor:
             tensor = None
         if tensor is not None and tensor.ndim == 1 and length in (None, len(tensor)):
             return tensor
+    if name == "input_ids" and len(values) and isinstance(values[0], list | tuple):
+        got, do = (
+            "samples of several sequences, such as two answers",
+            "disable packing; max_tokens alone splits batches",
+        )
+        raise DataError(explain(_WHERE, got, "samples of one sequence of tokens", do))
     shape = getattr(values, "shape", None)
     got = f"{name!r}: a {type(values).__name__}" + ("" if shape is None else f" of shape {list(shape)}")
     got += "" if length is None else f", in a sample of {length} tokens"

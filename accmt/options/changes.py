@@ -18,7 +18,7 @@ Rule = Literal["apply", "keep", "reject"]
 
 _SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's value stays", "reject": "rejected"}
 _FINDERS: dict[str, Callable[[Any], Any]] = {"optim": find_optimizer, "scheduler": find_scheduler}
-_SECTIONS = {"model": "path", "sft": "data"}
+_SECTIONS = {"model": "path", "sft": "data", "prefer": "data"}
 """Keys whose value is a section, each with the key that a plain string stands for."""
 
 
@@ -76,6 +76,7 @@ RULES = (
         "Names and shapes of the weights are compared with the checkpoint, and frozen weights by digest.",
     ),
     KeyRule("sft", "apply", "The position is counted in samples, regardless of their content."),
+    KeyRule("prefer", "apply", "Like `sft`. The reference must be the model that training started from."),
     KeyRule("packing", "apply", "Like `max_micro_batch_size`; the first token of a packed document has no label."),
     KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has counted in the other unit until now."),
     KeyRule("optim.type", "reject", "The optimizer's state belongs to another class."),

@@ -52,6 +52,8 @@ class HyperParameters:
         sft: The data for supervised fine-tuning: a path, or a dict with `data`, `validation`, `chat_template`,
             `max_length`, `per_turn` and `merge`. `accmt sft` reads all of them, `SFTModule.from_hps` those that are
             not paths.
+        prefer: The data and the loss for preference tuning, reward models and distillation, like `sft`: `accmt prefer`
+            and the `from_hps` of their modules read it.
         optimizer: Alias of `optim`.
         optimizer_kwargs: Alias of `optim_kwargs`.
 
@@ -85,6 +87,7 @@ class HyperParameters:
         packing: bool = False,
         model: str | Mapping[str, Any] | None = None,
         sft: str | Mapping[str, Any] | None = None,
+        prefer: str | Mapping[str, Any] | None = None,
         optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -108,6 +111,7 @@ class HyperParameters:
             "packing": packing,
             "model": model,
             "sft": sft,
+            "prefer": prefer,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = _kwargs_faults(
@@ -169,6 +173,7 @@ class HyperParameters:
         self.packing = schema.packing
         self.model: str | dict[str, Any] | None = schema.model
         self.sft: str | dict[str, Any] | None = schema.sft
+        self.prefer: str | dict[str, Any] | None = schema.prefer
         self._sections = checked.sections
         self._document = checked.document
 
@@ -285,6 +290,7 @@ class HyperParameters:
                 "packing": self.packing or None,  # like all unset values
                 "model": _plain(self.model),
                 "sft": _plain(self.sft),
+                "prefer": _plain(self.prefer),
             }
         }
 

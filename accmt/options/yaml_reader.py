@@ -44,6 +44,7 @@ FIELDS = (
     "packing",
     "model",
     "sft",
+    "prefer",
 )
 """The names of all hyper-parameters."""
 
@@ -341,7 +342,7 @@ def _line(node: yaml.Node) -> int:
 
 
 PREFIX = "--hps."
-_SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path", "sft": "data"}
+_SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path", "sft": "data", "prefer": "data"}
 """The key that a plain value in place of a mapping sets."""
 
 

@@ -51,7 +51,7 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
     from accmt.module import HuggingFaceModule  # a slow import, which `import accmt` avoids
 
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
-        _require_same(module.hps, hps, "AcceleratorModule.from_hps(trainer.hps), or SFTModule.from_hps(trainer.hps)")
+        _require_same(module.hps, hps, f"{type(module).__name__}.from_hps(trainer.hps)")
     own: AcceleratorModule = module
     return own
 
@@ -62,7 +62,7 @@ def _require_same(own: HyperParameters, hps: HyperParameters, do: str) -> None:
     Raises:
         ArgumentError: They differ, for example because of flags.
     """
-    for section in ("model", "sft"):
+    for section in ("model", "sft", "prefer"):
         if hps[section] is not None and own[section] != hps[section]:
             got = f"{own.where(section)}: {own[section]}, and {hps.where(section)}: {hps[section]}"
             do = f"{do}: the Trainer's hyper-parameters include the flags"

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from accmt import SFTModule, Trainer
 from accmt.addons.sft.chat import IGNORED, mask_row
-from accmt.addons.sft.rows import Masking, PadRows, SFTRows
+from accmt.addons.sft.rows import Masking, PadRows, TokenizedRows
 from accmt.errors import ArgumentError, DataError
 from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
@@ -210,7 +210,7 @@ def test_rows_without_a_target_weigh_nothing_also_where_a_batch_has_no_other(tmp
 
 def test_the_loss_of_a_batch_without_a_target_is_finite_since_other_processes_reduce_its_gradients():
     module = SFTModule(make_model(), tokenizer())
-    samples = SFTRows([NO_ANSWER] * 2, Masking(tokenizer()))
+    samples = TokenizedRows([NO_ANSWER] * 2, Masking(tokenizer()))
     output = module.step(module.collate_fn([samples[0], samples[1]]))
     assert output["weight"] == 0
     assert output["loss"].isfinite()
@@ -282,7 +282,7 @@ def test_rows_of_which_none_has_a_target_are_an_error_before_training(tmp_path: 
 
 def test_each_turn_may_be_a_sample_of_its_own():
     own = make_tokenizer(conversations.REWRITING)
-    whole, turns = (SFTRows(rows(), Masking(own, per_turn=per_turn)) for per_turn in (False, True))
+    whole, turns = (TokenizedRows(rows(), Masking(own, per_turn=per_turn)) for per_turn in (False, True))
     answers = sum(message["role"] == "assistant" for row in rows() for message in row["messages"])
     assert (len(whole), len(turns)) == (10, answers)
     assert any(whole.read(index).problems for index in range(10))

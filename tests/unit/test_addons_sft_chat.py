@@ -117,7 +117,7 @@ def test_an_answer_of_weight_0_is_not_trained(is_marked: bool):
     messages = say("a", "b", "c", "d")
     messages[1]["weight"], messages[3]["weight"] = 0, 1
     assert trained_texts(tokenizer, mask_row(tokenizer, {"messages": messages})) == ["d<|im_end|>"]
-    assert Masking(tokenizer, per_turn=True).turns_of({"messages": messages}) == [3]
+    assert Masking(tokenizer, per_turn=True).turns_of({"messages": messages}, "a row") == [3]
 
 
 def test_of_a_prompt_and_a_completion_of_messages_only_the_completion_is_trained():

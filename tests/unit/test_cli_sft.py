@@ -184,7 +184,7 @@ def test_a_chat_template_is_a_file_where_the_tokenizer_has_none(capsys: pytest.C
     assert main(["sft", "hps.yaml", "out/chat"]) == 2
     _, err = said(capsys)
     assert "expected: a chat template\n" in err
-    assert "sft.chat_template" in err
+    assert "chat_template: template.jinja" in err
     typed = ["--hps.sft.chat_template=own.jinja", "--verbose", "false"]
     assert main(["sft", "hps.yaml", "out/chat", *typed, "--hps.sft.max_length=200"]) == 0
 

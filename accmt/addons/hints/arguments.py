@@ -22,6 +22,7 @@ _SECTIONS: Mapping[str, Mapping[str, str]] = {
     "scheduler": {"type": "LinearWithWarmup"},
     "model": {"path": "./base", "type": "AutoModelForCausalLM"},
     "sft": {"data": "train.jsonl"},
+    "prefer": {"data": "train.jsonl"},
 }
 """Sections of the hyper-parameters with the entries that every suggested line has."""
 

@@ -63,6 +63,23 @@ class MaskedRow(NamedTuple):
         """Whether there is a target; the first token is never predicted."""
         return any(label != IGNORED for label in self.labels[1:])
 
+    def sample(self) -> dict[str, Any]:
+        """Return the row as a sample: without a target, two tokens without labels, which have weight 0."""
+        if not self.has_target:
+            return {"input_ids": [*self.input_ids, 0, 0][:2], "labels": [IGNORED, IGNORED]}
+        return {"input_ids": self.input_ids, "labels": self.labels}
+
+    def show(self, tokenizer: Any) -> str:
+        """Return the text of the row, with the trained parts in brackets."""
+        text, stretch, is_trained = "", list[int](), False
+        for token, label in [*zip(self.input_ids, self.labels, strict=True), (None, None)]:
+            if token is None or (label != IGNORED) != is_trained:
+                part = tokenizer.decode(stretch)
+                text, stretch, is_trained = text + (f"⟦{part}⟧" if is_trained else part), [], not is_trained
+            if token is not None:
+                stretch.append(token)
+        return text
+
 
 def mask_row(
     tokenizer: Any,
@@ -93,8 +110,8 @@ def mask_row(
     if messages is None:
         masked = _mask_text(tokenizer, row)
     elif tokenizer.chat_template is None:
-        do = "set tokenizer.chat_template to the template of a similar instruct model (in "
-        do += 'the YAML, `sft.chat_template: template.jinja`), or use rows with "prompt" and "completion" as strings'
+        do = "set tokenizer.chat_template to the template of a similar instruct model (in the YAML, "
+        do += "`chat_template: template.jinja` in the section of the data), or use rows of strings"
         raise DataError(explain(_WHERE, "messages, but a tokenizer without a chat template", "a chat template", do))
     else:
         masked = _mask_messages(tokenizer, messages, row, first, turn)
@@ -111,10 +128,10 @@ def find_messages(row: Any, where: str = _WHERE) -> tuple[list[Mapping[str, Any]
         DataError: The row has another format.
     """
     if isinstance(row, Mapping):
-        if _is_messages(row.get("messages")):
+        if is_messages(row.get("messages")):
             return list(row["messages"]), 0
         prompt, completion = row.get("prompt"), row.get("completion")
-        if prompt is not None and completion is not None and _is_messages(prompt) and _is_messages(completion):
+        if prompt is not None and completion is not None and is_messages(prompt) and is_messages(completion):
             return [*prompt, *completion], len(prompt)
         if (isinstance(prompt, str) and isinstance(completion, str)) or isinstance(row.get("text"), str):
             return None, 0
@@ -148,7 +165,8 @@ def find_answers(messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[
     return [index for index in answers if index >= first]
 
 
-def _is_messages(value: Any) -> bool:
+def is_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     return is_list and all(isinstance(one, Mapping) and "role" in one for one in value)
 

@@ -1,4 +1,4 @@
-"""`SFTModule`: supervised fine-tuning of a causal model on conversations."""
+"""`SFTModule`: supervised fine-tuning of a causal model on conversations; and the base class of modules on rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accmt.addons.sft.chat import IGNORED
-from accmt.addons.sft.rows import Masking, PadRows, SFTRows, SFTStream, is_table, look_at, make_stream
+from accmt.addons.sft.rows import (
+    Masking,
+    PadRows,
+    RowReader,
+    TokenizedRows,
+    TokenizedStream,
+    look_at,
+    make_stream,
+    padding_id,
+)
 from accmt.data import is_stream
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface.model_kinds import begins_with_prompt
@@ -22,7 +31,59 @@ if TYPE_CHECKING:
     from accmt.options import HyperParameters
 
 
-class SFTModule(HuggingFaceModule):
+class RowModule(HuggingFaceModule):
+    """A transformers model that is trained on rows, which are tokenized when they are read.
+
+    Args:
+        model: The model, or a function that builds it at the start of a run.
+        tokenizer: A fast tokenizer; it is saved with the model.
+        reader: Makes samples of rows.
+        collate_fn: Makes batches of samples.
+
+    Raises:
+        ArgumentError: The reader's `max_length` is below 2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        tokenizer: Any,
+        reader: RowReader,
+        collate_fn: Callable[..., Any],
+    ) -> None:
+        super().__init__(model, tokenizer)
+        if reader.max_length is not None and reader.max_length < 2:
+            got, expected = repr(reader.max_length), "a number from 2: each token is predicted from the previous ones"
+            where = f"{type(self).__name__}(max_length=...)"
+            raise ArgumentError(explain(where, got, expected, "for example max_length=1024"))
+        self.collate_fn = collate_fn
+        self._reader = reader
+
+    def get_train_dataloader(self, dataset: Any = None) -> Any:
+        """Return the rows as samples, after checking some of them."""
+        data = self.make_samples(dataset)
+        if isinstance(data, TokenizedRows | TokenizedStream):
+            look_at(data, self.processor, self.model, purpose=self._reader.purpose)
+        return data
+
+    def get_validation_dataloader(self, dataset: Any = None) -> Any:
+        """Return the rows as samples; several sets are returned by name."""
+        if isinstance(dataset, dict):
+            return {name: self.make_samples(rows) for name, rows in dataset.items()}
+        return self.make_samples(dataset)
+
+    def get_test_dataloader(self, dataset: Any = None) -> Any:
+        """Return the rows as samples; several sets are returned by name."""
+        return self.get_validation_dataloader(dataset)
+
+    def make_samples(self, rows: Any) -> Any:
+        """Return rows as samples; what is None, a loader or already samples is returned as it is."""
+        if rows is None or isinstance(rows, DataLoader | TokenizedRows | TokenizedStream):
+            return rows
+        return (make_stream if is_stream(rows) else TokenizedRows)(rows, self._reader)
+
+
+class SFTModule(RowModule):
     """Supervised fine-tuning of a causal transformers model: only the assistant's tokens are trained.
 
     Pass `fit` rows: `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}`, as a list, a
@@ -52,15 +113,8 @@ class SFTModule(HuggingFaceModule):
         max_length: int | None = None,
         per_turn: bool = False,
     ) -> None:
-        super().__init__(model, tokenizer)
-        if max_length is not None and max_length < 2:
-            expected = "a number from 2: each token is predicted from the previous ones"
-            raise ArgumentError(
-                explain("SFTModule(max_length=...)", repr(max_length), expected, "for example max_length=1024")
-            )
-        self._masking = Masking(tokenizer, max_length, per_turn)
-        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.collate_fn = PadRows(pad_id or 0)
+        masking = Masking(tokenizer, max_length, per_turn)
+        super().__init__(model, tokenizer, masking, PadRows(padding_id(tokenizer)))
 
     @classmethod
     def from_hps(
@@ -113,26 +167,3 @@ class SFTModule(HuggingFaceModule):
             anything = anything.masked_fill(batch["position_ids"] == 0, IGNORED)
         batch = {**batch, "labels": torch.where(weight > 0, labels, anything)}
         return {**super().step(batch), "weight": weight}
-
-    def get_train_dataloader(self, dataset: Any = None) -> Any:
-        """Return the rows as samples, after checking some of them."""
-        data = self._make_samples(dataset)
-        if isinstance(data, SFTRows | SFTStream):
-            look_at(data, self.processor, self.model)
-        return data
-
-    def get_validation_dataloader(self, dataset: Any = None) -> Any:
-        """Return the rows as samples; several sets are returned by name."""
-        if isinstance(dataset, dict):
-            return {name: self._make_samples(rows) for name, rows in dataset.items()}
-        return self._make_samples(dataset)
-
-    def get_test_dataloader(self, dataset: Any = None) -> Any:
-        """Return the rows as samples; several sets are returned by name."""
-        return self.get_validation_dataloader(dataset)
-
-    def _make_samples(self, rows: Any) -> Any:
-        if rows is None or isinstance(rows, DataLoader | SFTRows | SFTStream):
-            return rows
-        masking = self._masking._replace(is_table=is_table(rows))
-        return (make_stream if is_stream(rows) else SFTRows)(rows, masking)

@@ -1,4 +1,4 @@
-"""Reads rows for supervised fine-tuning, tokenizes them on the fly, and checks some at the start of a run."""
+"""Reads rows, tokenizes them on the fly, and checks some at the start of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from accmt.addons.sft.chat import IGNORED, MaskedRow, find_answers, find_messages, mask_row
+from accmt.addons.sft.chat import IGNORED, MaskedRow, Problem, find_answers, find_messages, mask_row
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.huggingface.model_kinds import is_peft_model
@@ -23,44 +23,90 @@ from accmt.messages import say_once, warn_once
 _LOOKED_AT = 512
 _NAMED = 3
 _STATE = ("state_dict", "load_state_dict")
-_WHERE = "a row for supervised fine-tuning"
 _DOS = "print a rendered row: tokenizer.apply_chat_template(row['messages'], tokenize=False)"
 
 
+class TokenizedRow(Protocol):
+    """A row as tokens.
+
+    Attributes:
+        labels: The token id for each target, else -100; of a row with several answers, those of the first.
+        problems: Problems of the row.
+    """
+
+    @property
+    def labels(self) -> list[int]: ...
+    @property
+    def problems(self) -> tuple[Problem, ...]: ...
+    @property
+    def has_target(self) -> bool: ...
+    def sample(self) -> dict[str, Any]: ...
+    def show(self, tokenizer: Any) -> str: ...
+
+
+class RowReader(Protocol):
+    """Makes samples of rows.
+
+    Attributes:
+        purpose: What the rows are for, in messages.
+        max_length: The maximum number of tokens per row; None keeps all.
+        reads_all: Whether to read every row at the start: it may become several samples, or is checked.
+    """
+
+    @property
+    def purpose(self) -> str: ...
+    @property
+    def max_length(self) -> int | None: ...
+    @property
+    def reads_all(self) -> bool: ...
+
+    def turns_of(self, row: Any, where: str) -> list[int | None]:
+        """Return the indices of the messages that become separate samples; [None] means the whole row."""
+
+    def read(self, row: Any, turn: int | None, where: str) -> TokenizedRow:
+        """Return the tokens of a row, or of the row up to a turn."""
+
+
 class Masking(NamedTuple):
-    """How rows become samples.
+    """How rows become samples of supervised fine-tuning.
 
     Attributes:
         tokenizer: The tokenizer.
         max_length: The maximum number of tokens per row; None keeps all.
         per_turn: Whether each assistant turn is a separate sample, rendered with the messages before it.
-        is_table: Whether all rows have the same keys, with None for missing values, as in `datasets`.
     """
 
     tokenizer: Any
     max_length: int | None = None
     per_turn: bool = False
-    is_table: bool = False
 
-    def turns_of(self, row: Any, where: str = _WHERE) -> list[int | None]:
+    @property
+    def purpose(self) -> str:
+        """What the rows are for, in messages."""
+        return "supervised fine-tuning"
+
+    @property
+    def reads_all(self) -> bool:
+        """Every row is read if each assistant turn is a sample."""
+        return self.per_turn
+
+    def turns_of(self, row: Any, where: str) -> list[int | None]:
         """Return the indices of the messages that become separate samples; [None] means the whole row."""
-        row = _without_nothing(row) if self.is_table else row
         messages, first = find_messages(row, where) if self.per_turn else (None, 0)
         if messages is None:
             return [None]
         return [*find_answers(messages, first)]
 
-    def mask(self, row: Any, turn: int | None, where: str = _WHERE) -> MaskedRow:
+    def read(self, row: Any, turn: int | None, where: str) -> MaskedRow:
         """Return the tokens of a row, or of the row up to a turn."""
-        row = _without_nothing(row) if self.is_table else row
         return mask_row(self.tokenizer, row, max_length=self.max_length, turn=turn, where=where)
 
 
-def is_table(rows: Any) -> bool:
-    """Return whether rows come from `datasets`, possibly concatenated."""
+def _is_table(rows: Any) -> bool:
+    """Return whether rows come from `datasets`, possibly concatenated: all have the same keys, with None if missing."""
     datasets = sys.modules.get("datasets")  # if it is not imported, it made no rows
     if isinstance(rows, ConcatDataset):
-        return any(map(is_table, rows.datasets))
+        return any(map(_is_table, rows.datasets))
     return datasets is not None and isinstance(rows, datasets.Dataset | datasets.IterableDataset)
 
 
@@ -70,49 +116,51 @@ def _without_nothing(value: Any) -> Any:
     return [_without_nothing(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _name(index: int) -> str:
-    return f"row {index} for supervised fine-tuning"
+class TokenizedRows(Dataset[dict[str, Any]]):
+    """Rows read by index and tokenized. A row without targets has weight 0."""
 
-
-class SFTRows(Dataset[dict[str, list[int]]]):
-    """Rows read by index. A row without targets becomes two tokens without labels, which have weight 0."""
-
-    def __init__(self, rows: Any, masking: Masking) -> None:
+    def __init__(self, rows: Any, reader: RowReader) -> None:
         self._rows = rows
-        self._masking = masking
-        turns = ((at, turn) for at in range(len(rows)) for turn in masking.turns_of(rows[at], _name(at)))
-        self._turns = list(turns) if masking.per_turn else None
+        self._reader = reader
+        self._is_table = _is_table(rows)
+        turns = ((at, turn) for at in range(len(rows)) for turn in reader.turns_of(self._row(at), self._name(at)))
+        self._turns = list(turns) if reader.reads_all else None
 
     def __len__(self) -> int:
         return len(self._rows) if self._turns is None else len(self._turns)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        masked = self.read(index)
-        if not masked.has_target:
-            return {"input_ids": [*masked.input_ids, 0, 0][:2], "labels": [IGNORED, IGNORED]}
-        return {"input_ids": masked.input_ids, "labels": masked.labels}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.read(index).sample()
 
-    def read(self, index: int) -> MaskedRow:
+    def read(self, index: int) -> TokenizedRow:
         """Return a row and its problems."""
         row, turn = (index, None) if self._turns is None else self._turns[index]
-        return self._masking.mask(self._rows[row], turn, _name(row))
+        return self._reader.read(self._row(row), turn, self._name(row))
 
-    def sample(self) -> Iterator[tuple[int, MaskedRow]]:
+    def _row(self, index: int) -> Any:
+        return _without_nothing(self._rows[index]) if self._is_table else self._rows[index]
+
+    def _name(self, index: int) -> str:
+        return f"row {index} for {self._reader.purpose}"
+
+    def sample(self) -> Iterator[tuple[int, TokenizedRow]]:
         """Yield evenly spaced rows, starting with the first."""
         step = max(1, len(self) // _LOOKED_AT)
         for index in range(0, len(self), step):
             yield index, self.read(index)
 
 
-class SFTStream(IterableDataset[dict[str, list[int]]]):
-    """Rows read in order. Rows without targets are skipped.
+class TokenizedStream(IterableDataset[dict[str, Any]]):
+    """Rows read in order and tokenized. Rows without targets are skipped.
 
     `make_stream` returns a resumable one if the rows have a state.
     """
 
-    def __init__(self, rows: Iterable[Any], masking: Masking) -> None:
+    def __init__(self, rows: Iterable[Any], reader: RowReader) -> None:
         self._rows = rows
-        self._masking = masking
+        self._reader = reader
+        self._is_table = _is_table(rows)
+        self._where = f"a row for {reader.purpose}"
         self._start = 0  # samples of the first row to skip
         self._taken = 0  # samples of the current row yielded so far
 
@@ -125,33 +173,38 @@ class SFTStream(IterableDataset[dict[str, list[int]]]):
         """Set the epoch of the rows."""
         call_set_epoch(self._rows, epoch)
 
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        for masked in self._read():
-            if masked.has_target:
-                yield {"input_ids": masked.input_ids, "labels": masked.labels}
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for row in self._read():
+            if row.has_target:
+                yield row.sample()
 
-    def _read(self) -> Iterator[MaskedRow]:
+    def _read(self) -> Iterator[TokenizedRow]:
         skipped, self._start = self._start, 0
-        for row in self._read_rows():
-            turns = self._masking.turns_of(row)
+        for read in self._read_rows():
+            row = self._clean(read)
+            turns = self._reader.turns_of(row, self._where)
             for index in range(skipped, len(turns)):
                 self._taken = index + 1
-                yield self._masking.mask(row, turns[index])
+                yield self._reader.read(row, turns[index], self._where)
             skipped = 0
 
     def _read_rows(self) -> Iterator[Any]:
         return iter(self._rows)
 
-    def sample(self) -> Iterator[tuple[int, MaskedRow]]:
+    def _clean(self, row: Any) -> Any:
+        return _without_nothing(row) if self._is_table else row
+
+    def sample(self) -> Iterator[tuple[int, TokenizedRow]]:
         """Yield the first rows; nothing from an iterator, which can be read only once."""
         if not isinstance(self._rows, Iterator):
-            rows = iter(self._rows)
-            masked = (self._masking.mask(row, turn) for row in rows for turn in self._masking.turns_of(row))
-            yield from enumerate(islice(masked, _LOOKED_AT // 8))
+            reader, where = self._reader, self._where
+            rows = map(self._clean, self._rows)
+            read = (reader.read(row, turn, where) for row in rows for turn in reader.turns_of(row, where))
+            yield from enumerate(islice(read, _LOOKED_AT // 8))
 
 
-class StatefulSFTStream(SFTStream):
-    """An `SFTStream` of rows with a state: it resumes at the row that was read last."""
+class StatefulTokenizedStream(TokenizedStream):
+    """An `TokenizedStream` of rows with a state: it resumes at the row that was read last."""
 
     _loaded: Any = None
     _at_row: Any = None  # the state of the rows before the current one; None at the start
@@ -173,10 +226,15 @@ class StatefulSFTStream(SFTStream):
             self._rows.load_state_dict(deepcopy(self._loaded))  # type: ignore[attr-defined]
 
 
-def make_stream(rows: Iterable[Any], masking: Masking) -> SFTStream:
+def make_stream(rows: Iterable[Any], reader: RowReader) -> TokenizedStream:
     """Return a stream of samples, resumable if the rows are."""
     is_stateful = all(hasattr(rows, name) for name in _STATE)
-    return (StatefulSFTStream if is_stateful else SFTStream)(rows, masking)
+    return (StatefulTokenizedStream if is_stateful else TokenizedStream)(rows, reader)
+
+
+def padding_id(tokenizer: Any) -> int:
+    """Return the token with which to pad; the attention mask and the labels exclude it."""
+    return (tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id) or 0
 
 
 class PadRows:
@@ -195,25 +253,30 @@ class PadRows:
 
     def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Make a batch."""
-        multiple = self.pad_to_multiple_of or 1
-        width = -(-max(len(sample["input_ids"]) for sample in samples) // multiple) * multiple
+        return self.pad([sample["input_ids"] for sample in samples], [sample["labels"] for sample in samples])
 
-        def pad(rows: Iterable[Sequence[int]], value: int) -> torch.Tensor:
+    def pad(self, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return rows of tokens as tensors, with their mask."""
+        multiple = self.pad_to_multiple_of or 1
+        width = -(-max(map(len, input_ids)) // multiple) * multiple
+
+        def fill(rows: Iterable[Sequence[int]], value: int) -> torch.Tensor:
             return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
 
         return {
-            "input_ids": pad((sample["input_ids"] for sample in samples), self._pad_id),
-            "labels": pad((sample["labels"] for sample in samples), IGNORED),
-            "attention_mask": pad(([1] * len(sample["input_ids"]) for sample in samples), 0),
+            "input_ids": fill(input_ids, self._pad_id),
+            "labels": fill(labels, IGNORED),
+            "attention_mask": fill(([1] * len(row) for row in input_ids), 0),
         }
 
 
-def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> None:
+def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = None, *, purpose: str) -> None:
     """Show the first row with its trained parts, and warn about problems in a sample of the rows.
 
     Args:
         data: The rows.
         tokenizer: The tokenizer.
+        purpose: What the rows are for, in messages.
         model: The model; its generation config is changed so that it stops at the token that ends answers.
 
     Raises:
@@ -226,12 +289,12 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> Non
         )
     found: dict[str, list[str]] = {}
     number = targets = 0
-    for index, masked in data.sample():
-        number, targets = number + 1, targets + masked.has_target
-        if masked.has_target and targets == 1:
-            say_once(f"row {index}, with the trained text between ⟦ and ⟧:\n{show(masked, tokenizer)}")
-            _stop_at_end(masked.labels, tokenizer, model)
-        for kind, detail in {problem.kind: problem.detail for problem in masked.problems}.items():
+    for index, row in data.sample():
+        number, targets = number + 1, targets + row.has_target
+        if row.has_target and targets == 1:
+            say_once(f"row {index}, with the trained text between ⟦ and ⟧:\n{row.show(tokenizer)}")
+            _stop_at_end(row.labels, tokenizer, model)
+        for kind, detail in {problem.kind: problem.detail for problem in row.problems}.items():
             found.setdefault(kind, []).append(f"row {index}" + (f": {detail}" if detail else ""))
     reasons = "; ".join(
         f"{len(rows)} {kind} ({', '.join(rows[:_NAMED])}{', ...' if len(rows) > _NAMED else ''})"
@@ -239,9 +302,9 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> Non
     )
     if number and not targets:
         got = f"{number} rows, none of them with tokens to train on: {reasons}"
-        raise DataError(explain("supervised fine-tuning", got, "rows in which the assistant answers", _DOS))
+        raise DataError(explain(purpose, got, "rows in which the assistant answers", _DOS))
     if found:
-        warn_once(f"of {number} rows checked: {reasons}", about="rows of supervised fine-tuning")
+        warn_once(f"of {number} rows checked: {reasons}", about=f"rows of {purpose}")
 
 
 def _stop_at_end(labels: Sequence[int], tokenizer: Any, model: Any) -> None:
@@ -259,18 +322,6 @@ def _stop_at_end(labels: Sequence[int], tokenizer: Any, model: Any) -> None:
             f"answers end with {tokenizer.decode([end])!r} (token {end}), so model.generate now also stops there "
             f"(generation_config.eos_token_id = {config.eos_token_id}, {place})"
         )
-
-
-def show(masked: MaskedRow, tokenizer: Any) -> str:
-    """Return the text of a row, with the trained parts in brackets."""
-    text, stretch, is_trained = "", list[int](), False
-    for token, label in [*zip(masked.input_ids, masked.labels, strict=True), (None, None)]:
-        if token is None or (label != IGNORED) != is_trained:
-            part = tokenizer.decode(stretch)
-            text, stretch, is_trained = text + (f"⟦{part}⟧" if is_trained else part), [], not is_trained
-        if token is not None:
-            stretch.append(token)
-    return text
 
 
 # ---- Rows from files: JSON lines, folders of `datasets`, and other formats that it reads.

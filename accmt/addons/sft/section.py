@@ -1,35 +1,78 @@
-"""The `sft` section of the hyper-parameters: the data for supervised fine-tuning, and how to use them."""
+"""The `sft` section of the hyper-parameters, and what it shares with other sections for rows of data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from accmt.options.unusual import is_off
 from accmt.options.yaml_reader import Fault, describe, suggest
 
-_PATHS, _FLAGS = ("data", "validation"), ("per_turn", "merge")
-_EXAMPLES = {
-    "data": "data: train.jsonl",
-    "validation": "validation: validation.jsonl",
-    "chat_template": "chat_template: template.jinja",
-    "max_length": "max_length: 2048",
-    "per_turn": "per_turn: true",
-    "merge": "merge: true",
+
+class Key(NamedTuple):
+    """A key of a section.
+
+    Attributes:
+        example: What to write.
+        expected: Its valid values.
+        is_right: Returns whether a value is valid.
+    """
+
+    example: str
+    expected: str
+    is_right: Callable[[Any], bool]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_paths(value: Any) -> bool:
+    return bool(value) and all(isinstance(one, str) for one in as_tuple(value))
+
+
+def is_flag(value: Any) -> bool:
+    """Return whether a value is true or false."""
+    return isinstance(value, bool)
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 2
+
+
+def path_key(example: str) -> Key:
+    """Return a key whose value is one path."""
+    return Key(example, "a path", _is_text)
+
+
+def flag_key(name: str) -> Key:
+    """Return a key whose value is true or false."""
+    return Key(f"{name}: true", "true or false", is_flag)
+
+
+DATA_KEYS: Mapping[str, Key] = {
+    "data": Key("data: train.jsonl", "a path, or a list of paths", _are_paths),
+    "validation": Key("validation: validation.jsonl", "a path, or a list of paths", _are_paths),
+    "chat_template": path_key("chat_template: template.jinja"),
+    "max_length": Key(
+        "max_length: 2048",
+        "a whole number of at least 2: each token is predicted from the previous ones",
+        _is_length,
+    ),
 }
+"""The keys of every section for rows of data."""
 
 
 @dataclass(frozen=True)
-class SFTSection:
-    """Data and options for supervised fine-tuning.
+class DataSection:
+    """Rows of data, and how to tokenize them.
 
     Attributes:
         data: Files or folders with training rows.
         validation: Files or folders with validation rows.
         chat_template: A template file; None uses the tokenizer's template.
         max_length: Number of tokens to keep of each row; None keeps all.
-        per_turn: Whether each assistant turn is a separate sample.
         merge: Whether to merge the adapter into its model at the end.
     """
 
@@ -37,41 +80,54 @@ class SFTSection:
     validation: tuple[str, ...] = ()
     chat_template: str | None = None
     max_length: int | None = None
-    per_turn: bool = False
     merge: bool = False
+
+
+@dataclass(frozen=True)
+class SFTSection(DataSection):
+    """Data and options for supervised fine-tuning.
+
+    Attributes:
+        per_turn: Whether each assistant turn is a separate sample.
+    """
+
+    per_turn: bool = False
+
+
+_KEYS = {**DATA_KEYS, "per_turn": flag_key("per_turn"), "merge": flag_key("merge")}
 
 
 def read_sft_section(value: Any) -> tuple[SFTSection | None, list[Fault]]:
     """Return the section and its errors; a plain path is the path of the data."""
+    values, faults = read_keys("sft", value, _KEYS)
+    return None if faults else SFTSection(**values), faults
+
+
+def read_keys(section: str, value: Any, keys: Mapping[str, Key]) -> tuple[dict[str, Any], list[Fault]]:
+    """Return the values of a section, paths of data as tuples, and its errors.
+
+    Args:
+        section: Its name.
+        value: The section as written: a mapping, or only the path of the data.
+        keys: Its keys by name.
+    """
     values = {"data": value} if isinstance(value, str | list) else value
     if not isinstance(values, Mapping):
-        expected, do = "a path, or a mapping with `data`", f"write `sft: {{{_EXAMPLES['data']}}}`"
-        return None, [Fault(("sft",), describe(value), expected, do)]
+        expected, do = "a path, or a mapping with `data`", f"write `{section}: {{{keys['data'].example}}}`"
+        return {}, [Fault((section,), describe(value), expected, do)]
     values = {str(name): entry for name, entry in values.items() if not is_off(entry)}  # as unset: each default is off
-    faults = [fault for name, entry in values.items() if (fault := _fault(name, entry)) is not None]
-    if faults:
-        return None, faults
-    arguments: dict[str, Any] = {n: _as_list(entry) if n in _PATHS else entry for n, entry in values.items()}
-    return SFTSection(**arguments), []
+    faults = []
+    for name, entry in values.items():
+        if name not in keys:
+            do = suggest(name, keys, f"remove `{name}`")
+            faults.append(Fault((section, name), f"{name} = {describe(entry)}", f"one of {', '.join(keys)}", do))
+        elif not keys[name].is_right(entry):
+            do = f"write `{keys[name].example}`"
+            faults.append(Fault((section, name), describe(entry), keys[name].expected, do))
+    paths = ("data", "validation")
+    return {name: as_tuple(entry) if name in paths else entry for name, entry in values.items()}, faults
 
 
-def _fault(name: str, value: Any) -> Fault | None:
-    if name not in _EXAMPLES:
-        do = suggest(name, _EXAMPLES, f"remove `{name}`")
-        return Fault(("sft", name), f"{name} = {describe(value)}", f"one of {', '.join(_EXAMPLES)}", do)
-    is_right, expected = isinstance(value, str), "a path"
-    if name in _PATHS:
-        is_right, expected = (
-            bool(value) and all(isinstance(one, str) for one in _as_list(value)),
-            "a path, or a list of paths",
-        )
-    elif name in _FLAGS:
-        is_right, expected = isinstance(value, bool), "true or false"
-    elif name == "max_length":
-        is_right = isinstance(value, int) and not isinstance(value, bool) and value >= 2
-        expected = "a whole number of at least 2: each token is predicted from the previous ones"
-    return None if is_right else Fault(("sft", name), describe(value), expected, f"write `{_EXAMPLES[name]}`")
-
-
-def _as_list(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a list or a single value as a tuple."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)

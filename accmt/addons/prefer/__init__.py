@@ -1,0 +1,1 @@
+"""Preference tuning, reward models and distillation."""

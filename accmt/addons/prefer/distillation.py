@@ -1,0 +1,120 @@
+"""`DistillationModule`: trains a causal model on the predictions of a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accmt.addons.prefer.losses import divergence, in_full_precision
+from accmt.addons.sft.chat import IGNORED
+from accmt.addons.sft.module import SFTModule
+from accmt.engine.shards import building_for
+from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.huggingface.pretrained import load_pretrained
+
+if TYPE_CHECKING:
+    from accmt.options import HyperParameters
+
+
+class DistillationModule(SFTModule):
+    """Distillation: a causal model learns the predictions of a teacher at the tokens that `SFTModule` would train.
+
+    The rows are those of `SFTModule`. A batch weighs as many as its target tokens, of which the loss is the mean.
+
+    Args:
+        model: The model, or a function that builds it at the start of a run.
+        tokenizer: A fast tokenizer, with a chat template for conversations; it is saved with the model.
+        teacher: A model with the same vocabulary, or a function that builds it; it is not trained or saved.
+        beta: 0 is the forward KL divergence, 1 the reverse, and between them the generalized Jensen-Shannon divergence.
+        temperature: Divides the logits of both models.
+        max_length: The maximum number of tokens per row; None keeps all.
+
+    Raises:
+        ArgumentError: `beta` or `temperature` is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        tokenizer: Any,
+        teacher: nn.Module | Callable[[], nn.Module],
+        *,
+        beta: float = 0.0,
+        temperature: float = 1.0,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, max_length=max_length)
+        if not 0 <= beta <= 1:
+            do = "0 is the forward KL divergence, 1 the reverse"
+            raise ArgumentError(explain("DistillationModule(beta=...)", repr(beta), "a number from 0 to 1", do))
+        if not temperature > 0:
+            where = "DistillationModule(temperature=...)"
+            raise ArgumentError(explain(where, repr(temperature), "a number above 0", "for example 1.0"))
+        self._beta, self._temperature = beta, temperature
+        if isinstance(teacher, nn.Module):
+            self.teacher = teacher
+        else:
+            self._build_teacher = teacher
+
+    @classmethod
+    def from_hps(  # type: ignore[override]
+        cls,
+        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
+        *,
+        in_fit: bool = False,
+        processor: Any = None,
+    ) -> DistillationModule:
+        """Create a module from the sections `model` and `prefer`, like `PreferenceModule.from_hps`."""
+        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
+        from accmt.options import HyperParameters
+
+        hps = HyperParameters.from_config(hps_config)
+        section = hps.section("prefer")
+        tokenizer = load_tokenizer(hps, "prefer") if processor is None else processor
+        teacher = partial(load_pretrained, section.teacher, "AutoModelForCausalLM")
+        own = {"max_length": section.max_length, **section.options}
+        module = cls(partial(build_from_hps, hps), tokenizer, teacher, **own)
+        module.hps = hps
+        if not in_fit:
+            module.configure_model()
+        return module
+
+    def configure_model(self) -> None:
+        """Build the model and the teacher."""
+        super().configure_model()
+        if self.teacher is None:
+            with building_for(None):  # each process needs it in full
+                self.teacher = self._build_teacher()
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """Return the mean divergence over the target tokens, and their number as weight.
+
+        Raises:
+            ModuleContractError: The vocabularies differ.
+        """
+        labels = batch["labels"]
+        inputs = {**{name: value for name, value in batch.items() if name != "labels"}, "use_cache": False}
+        with torch.no_grad():
+            theirs = self.teacher(**inputs).logits  # type: ignore[misc]
+        own = self.model(**inputs).logits[:, -labels.shape[1] :]
+        if own.shape[-1] != theirs.shape[-1]:
+            got = f"a teacher with a vocabulary of {theirs.shape[-1]} tokens, and a model with {own.shape[-1]}"
+            do = "choose a teacher of the same family, with the same tokenizer"
+            raise ModuleContractError(explain("distillation", got, "the same vocabulary", do))
+        is_target = labels[:, 1:] != IGNORED
+        own, theirs = (in_full_precision(one[:, :-1][is_target]) for one in (own, theirs))
+        weight = is_target.sum()
+        per_token = divergence(own, theirs, beta=self._beta, temperature=self._temperature)
+        # Without targets, the loss is 0 and has a gradient of 0, which the other processes need.
+        loss = per_token.sum() / weight.clamp(min=1)
+        agrees = (own.detach().argmax(-1) == theirs.argmax(-1)).float().sum() / weight.clamp(min=1)
+        return {"loss": loss, "weight": weight, "agreement": agrees}
+
+    def validation_step(self, batch: Any, key: str = "") -> dict[str, Any]:
+        """Return the same as `step`."""
+        return self.step(batch)

@@ -1,0 +1,171 @@
+"""Losses on preferences and on a teacher's predictions: pure functions that return one loss per pair, answer or token.
+
+Notation: x is a prompt, y_w its chosen and y_l its rejected answer, |y| the number of trained tokens of an answer, and
+σ the logistic function. log π(y|x) is the sum of the log-probabilities of the trained tokens of y, and
+h = log π(y|x) - log π_ref(y|x) the log-ratio of the trained model to the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def dpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Direct preference optimization: -(1 - ε) log σ(β (h_w - h_l)) - ε log σ(-β (h_w - h_l)); a mean over pairs.
+
+    With log-ratios divided by the lengths of the answers, this is the length-normalized loss of Tülu 3.
+
+    Sources: Rafailov et al. 2023, arXiv:2305.18290, equation 7; label smoothing ε: Mitchell 2023, "A note on DPO with
+    noisy preferences"; length normalization: Lambert et al. 2024, arXiv:2411.15124, equation 6.
+
+    Args:
+        chosen: h_w `[pairs]`.
+        rejected: h_l `[pairs]`.
+        beta: β.
+        label_smoothing: ε, the assumed share of pairs whose answers are swapped.
+    """
+    logits = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * functional.logsigmoid(logits) - label_smoothing * functional.logsigmoid(-logits)
+
+
+def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """The hinge loss of SLiC on log-ratios: max(0, 1 - β (h_w - h_l)); a mean over pairs.
+
+    Source: Liu et al. 2023, arXiv:2309.06657, equation 9, after Zhao et al. 2023, arXiv:2305.10425.
+
+    Args:
+        chosen: h_w `[pairs]`.
+        rejected: h_l `[pairs]`.
+        beta: β.
+    """
+    return torch.relu(1 - beta * (chosen - rejected))
+
+
+def ipo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Identity preference optimization: (h_w - h_l - 1 / (2 τ))²; a mean over pairs.
+
+    Source: Azar et al. 2023, arXiv:2310.12036, equation 17. The log-ratios are divided by the lengths of the answers,
+    as its authors recommend and TRL does.
+
+    Args:
+        chosen: h_w / |y_w| `[pairs]`.
+        rejected: h_l / |y_l| `[pairs]`.
+        beta: τ.
+    """
+    return (chosen - rejected - 1 / (2 * beta)) ** 2
+
+
+def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float) -> Tensor:
+    """Simple preference optimization: -log σ(β log π(y_w|x) / |y_w| - β log π(y_l|x) / |y_l| - γ); a mean over pairs.
+
+    Source: Meng et al. 2024, arXiv:2405.14734, equation 6. TRL's `simpo_gamma` is the same γ.
+
+    Args:
+        chosen: log π(y_w|x) / |y_w| `[pairs]`.
+        rejected: log π(y_l|x) / |y_l| `[pairs]`.
+        beta: β.
+        gamma: γ, the target margin.
+    """
+    return -functional.logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Odds ratio preference optimization: -m_w - λ log σ(log odds(m_w) - log odds(m_l)); a mean over pairs.
+
+    m = log π(y|x) / |y| is the mean log-probability of an answer's tokens, and odds(m) = exp(m) / (1 - exp(m)).
+
+    Source: Hong et al. 2024, arXiv:2403.07691, equations 4 to 7. The first term, the loss of supervised fine-tuning, is
+    that of the answer, as in the paper and its code; TRL adds the tokens of the prompt, and averages over the tokens of
+    a batch, which depends on what else is in it.
+
+    Args:
+        chosen: m_w `[pairs]`.
+        rejected: m_l `[pairs]`.
+        beta: λ.
+    """
+    # log(1 - exp(m)) without the loss of digits near m = 0.
+    log_odds = (chosen - rejected) - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
+    return -chosen - beta * functional.logsigmoid(log_odds)
+
+
+def kto(
+    ratios: Tensor, is_desirable: Tensor, baseline: Tensor, *, beta: float, desirable: float, undesirable: float
+) -> Tensor:
+    """Kahneman-Tversky optimization: λ_D (1 - σ(β (h - z))) for desirable, λ_U (1 - σ(β (z - h))) for other answers.
+
+    A mean over answers. z is the baseline, max(0, mean log-ratio of answers to other prompts) over the whole batch, an
+    estimate of the KL divergence of the trained model from the reference; it has no gradient.
+
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8.
+
+    Args:
+        ratios: h `[answers]`.
+        is_desirable: Whether each answer is desirable `[answers]`.
+        baseline: z, a scalar.
+        beta: β.
+        desirable: λ_D.
+        undesirable: λ_U.
+    """
+    liked = desirable * (1 - torch.sigmoid(beta * (ratios - baseline)))
+    disliked = undesirable * (1 - torch.sigmoid(beta * (baseline - ratios)))
+    return torch.where(is_desirable, liked, disliked)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.0, *, center: float = 0.0) -> Tensor:
+    """The loss of a reward model: -log σ(r_w - r_l - m) + c (r_w + r_l)²; a mean over pairs.
+
+    Sources: Ouyang et al. 2022, arXiv:2203.02155, equation 1; margins m: Touvron et al. 2023, arXiv:2307.09288,
+    equation 2; centering c: Eisenstein et al. 2023, arXiv:2312.09244, section 4.
+
+    Args:
+        chosen: Rewards r_w of the chosen answers `[pairs]`.
+        rejected: Rewards r_l of the rejected answers `[pairs]`.
+        margins: m, how much better each chosen answer is `[pairs]`, or one for all.
+        center: c, which keeps rewards near 0.
+    """
+    losses = -functional.logsigmoid(chosen - rejected - margins)
+    return losses if center == 0 else losses + center * (chosen + rejected) ** 2
+
+
+def divergence(student: Tensor, teacher: Tensor, *, beta: float = 0.0, temperature: float = 1.0) -> Tensor:
+    """Generalized Jensen-Shannon divergence between the predictions of a teacher and a student, per token.
+
+    β KL(P ‖ M) + (1 - β) KL(Q ‖ M) with M = β P + (1 - β) Q, the teacher's P and the student's Q. Its limits are used
+    for β = 0, the forward KL(P ‖ Q), and for β = 1, the reverse KL(Q ‖ P). A mean over target tokens.
+
+    Source: Agarwal et al. 2023, arXiv:2306.13649, equation 1 and section 3.
+
+    Args:
+        student: Logits `[tokens, vocabulary]`.
+        teacher: Logits `[tokens, vocabulary]`.
+        beta: β, from 0 to 1.
+        temperature: Divides the logits of both.
+    """
+    own = functional.log_softmax(student / temperature, -1)
+    theirs = functional.log_softmax(teacher / temperature, -1)
+    if beta == 0:
+        return _kl(theirs, own)
+    if beta == 1:
+        return _kl(own, theirs)
+    weights = torch.tensor([beta, 1 - beta], dtype=own.dtype, device=own.device).log()
+    mixture = torch.logsumexp(torch.stack([theirs + weights[0], own + weights[1]]), 0)
+    return beta * _kl(theirs, mixture) + (1 - beta) * _kl(own, mixture)
+
+
+def _kl(one: Tensor, other: Tensor) -> Tensor:
+    """Return KL(one ‖ other) of log-probabilities."""
+    return functional.kl_div(other, one, reduction="none", log_target=True).sum(-1)
+
+
+def in_full_precision(logits: Tensor) -> Tensor:
+    """Return logits in float32, or float64 if they are."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Return a weighted mean; if all weights are 0, it is 0 with a gradient, which other processes may need."""
+    total = weights.sum()
+    mean: Tensor = (values * weights).sum() / torch.where(total > 0, total, 1)
+    return mean

@@ -1,0 +1,366 @@
+"""`PreferenceModule`: tunes a causal model on preferences, in one forward over all answers of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import fields
+from functools import partial
+from math import nan
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from accmt.addons.prefer import losses
+from accmt.addons.prefer.objectives import LossName, Objective, Reference
+from accmt.addons.prefer.rows import AnswersReader, LabeledRows, PadAnswers
+from accmt.addons.sft.chat import IGNORED
+from accmt.addons.sft.module import RowModule
+from accmt.addons.sft.rows import TokenizedRows, padding_id
+from accmt.checkpoint.frozen import digest_of
+from accmt.data import is_stream
+from accmt.engine.shards import building_for
+from accmt.errors import ArgumentError, CheckpointError, DataError, ModuleContractError, explain, nearest
+from accmt.huggingface.model_kinds import is_peft_model
+from accmt.messages import say_once
+from accmt.processes import num_processes
+from accmt.without_trace import restore_modes
+
+if TYPE_CHECKING:
+    from accmt.options import HyperParameters
+
+
+class LogProbs(NamedTuple):
+    """The log-probabilities of answers.
+
+    Attributes:
+        sums: Sums over the trained tokens of each answer `[samples, answers]`.
+        lengths: Numbers of trained tokens `[samples, answers]`.
+    """
+
+    sums: Tensor
+    lengths: Tensor
+
+
+def log_probs(logits: Tensor, labels: Tensor) -> LogProbs:
+    """Return the log-probabilities of labels, in float32 or higher.
+
+    Args:
+        logits: `[samples, answers, length, vocabulary]`.
+        labels: `[samples, answers, length]`, -100 at tokens that do not count.
+    """
+    shifted, targets = losses.in_full_precision(logits[..., :-1, :]), labels[..., 1:]
+    lost = functional.cross_entropy(shifted.flatten(0, 2), targets.flatten(), reduction="none", ignore_index=IGNORED)
+    return LogProbs(-lost.view_as(targets).sum(-1), (targets != IGNORED).sum(-1))
+
+
+class PreferenceModule(RowModule):
+    """Preference tuning of a causal transformers model.
+
+    Pass `fit` rows: `{"prompt": ..., "chosen": ..., "rejected": ...}`, or for KTO `{"prompt": ..., "completion": ...,
+    "label": true}`, as a list, a `datasets.Dataset` or a stream. They are tokenized on the fly. A batch weighs as many
+    as its pairs (or their `"weight"`), so that accumulation and the number of processes do not change the gradient.
+
+    Args:
+        model: The model, or a function that builds it at the start of a run.
+        tokenizer: A fast tokenizer, with a chat template for conversations; it is saved with the model.
+        loss: "dpo", "dpo_norm" (length-normalized), "hinge", "ipo", "simpo", "orpo" or "kto".
+        max_length: The maximum number of tokens of a prompt with its answer; None keeps all. Answers are truncated, and
+            prompts are not: a pair whose prompt is too long is not trained.
+        reference: "adapter" is the model without its PEFT adapter, "copy" a copy of the model as it starts. "auto" uses
+            the former if the adapter does not change the model yet. SimPO and ORPO need no reference.
+        **options: `beta`, `label_smoothing`, `gamma`, `desirable_weight` and `undesirable_weight`, depending on the
+            loss.
+
+    Raises:
+        ArgumentError: An unknown loss, an invalid option, or an option that the loss does not have.
+
+    Examples:
+        With a causal language model of transformers, and its tokenizer:
+
+            Trainer("hps.yaml", "out/chat").fit(PreferenceModule(model, tokenizer, beta=0.1), rows)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        tokenizer: Any,
+        loss: LossName = "dpo",
+        *,
+        max_length: int | None = None,
+        reference: Reference = "auto",
+        **options: float,
+    ) -> None:
+        names = [field.name for field in fields(Objective)[1:]]
+        for name in options:
+            if name not in names:
+                do = f"did you mean {nearest(name, names, cutoff=0)}?"
+                raise ArgumentError(explain("PreferenceModule", name, f"an option: {', '.join(names)}", do))
+        self.objective = Objective(loss, **options)
+        reader = AnswersReader(tokenizer, "labels" if loss == "kto" else "pairs", max_length)
+        super().__init__(model, tokenizer, reader, PadAnswers(padding_id(tokenizer)))
+        self._reference = reference
+        self._reference_digest: str | None = None
+        if isinstance(model, nn.Module):
+            self._choose_reference()
+
+    @classmethod
+    def from_hps(
+        cls,
+        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
+        *,
+        in_fit: bool = False,
+        processor: Any = None,
+    ) -> PreferenceModule:
+        """Create a module with the model and the loss from the sections `model` and `prefer` of the hyper-parameters.
+
+        Args:
+            hps_config: See `AcceleratorModule.from_hps`.
+            in_fit: Whether to build the model at the start of a run instead of now.
+            processor: The tokenizer; None loads that of the model, with the chat template of the section `prefer`.
+
+        Raises:
+            HyperParameterError: The section `model` is missing or invalid.
+            FileNotFoundError: The tokenizer or the chat template does not exist.
+            MissingPackageError: A required package is not installed.
+        """
+        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
+        from accmt.addons.prefer.section import PreferSection
+        from accmt.options import HyperParameters
+
+        hps = HyperParameters.from_config(hps_config)
+        section = hps.section("prefer") or PreferSection()
+        tokenizer = load_tokenizer(hps, "prefer") if processor is None else processor
+        own = {"max_length": section.max_length, "reference": section.reference}
+        module = cls(partial(build_from_hps, hps), tokenizer, section.loss, **own, **section.options)
+        module.hps = hps
+        if not in_fit:
+            module.configure_model()
+        return module
+
+    def configure_model(self) -> None:
+        """Build the model, and its reference."""
+        # A reference is needed in full by each process, so the model is not built in shards.
+        with building_for(None):
+            super().configure_model()
+        self._choose_reference()
+
+    def _choose_reference(self) -> None:
+        if not self.objective.kind.needs_reference:
+            return
+        is_adapted, is_new = is_peft_model(self.model), _has_new_adapter(self.model)
+        if self._reference == "adapter" and not is_new:
+            got = "an adapter that already changes the model" if is_adapted else "a model without a PEFT adapter"
+            do = 'reference="copy"; or merge the adapter first' if is_adapted else 'reference="copy", or add LoRA'
+            expected = "an adapter that is new: without it, the model is the one that training starts from"
+            raise ArgumentError(explain('reference="adapter"', got, expected, do))
+        if self._reference == "adapter" or (self._reference == "auto" and is_new):
+            return
+        if is_adapted:
+            say_once(
+                "the adapter already changes the model, so the reference is a copy of model and adapter; to save "
+                "memory, merge the adapter (accmt merge) and train a new one"
+            )
+        self.teacher = deepcopy(self.model).requires_grad_(requires_grad=False).eval()
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """Return the mean loss over the pairs (or answers), and their number or total weight as weight."""
+        return self._evaluate(batch, with_kl=False)
+
+    def validation_step(self, batch: Any, key: str = "") -> dict[str, Any]:
+        """Return the loss, and the KL divergence from the reference in addition."""
+        return self._evaluate(batch, with_kl=True)
+
+    def _evaluate(self, batch: Any, *, with_kl: bool) -> dict[str, Any]:
+        kind, labels, weights = self.objective.kind, batch["labels"], batch["weight"]
+        before = self._reference_logits(batch) if kind.needs_reference else None
+        logits = self._logits(self.model, batch)
+        own = log_probs(logits, labels)
+        totals = own.sums if before is None else own.sums - log_probs(before, labels).sums
+        scores = totals / own.lengths.clamp(min=1) if kind.is_per_token else totals
+        # An answer without targets would have a probability of 1 and infinite odds, and 0 * inf is NaN.
+        scores = torch.where(own.lengths > 0, scores, scores - 1)
+        if self.objective.loss == "kto":
+            lost, values = self._score_answers(scores, batch["is_desirable"] > 0, weights, own)
+        else:
+            lost, values = self._score_pairs(scores, totals if kind.needs_reference else scores, own)
+        if with_kl and before is not None:
+            values["kl"] = _mean_kl(logits, before, labels)
+        return {
+            "loss": losses.weighted_mean(lost, weights),
+            "weight": weights.sum(),
+            **{name: losses.weighted_mean(one.detach(), weights) for name, one in values.items()},
+        }
+
+    def _score_pairs(self, scores: Tensor, totals: Tensor, own: LogProbs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of each pair; its rewards are β times the log-ratios."""
+        chosen, rejected = (self.objective.strength * totals).unbind(1)
+        return self.objective.score(scores), {
+            "margin": chosen - rejected,
+            "accuracy": share_right(chosen - rejected),
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "log_prob_chosen": own.sums[:, 0],
+            "log_prob_rejected": own.sums[:, 1],
+            "length_chosen": own.lengths[:, 0],
+            "length_rejected": own.lengths[:, 1],
+        }
+
+    def _score_answers(
+        self, ratios: Tensor, is_desirable: Tensor, weights: Tensor, own: LogProbs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of each answer, for KTO.
+
+        Processes: collective in training.
+        """
+        objective, ratios, others = self.objective, ratios[:, 0], ratios[:, 1].detach()
+        totals = torch.stack([(others * weights).sum(), weights.sum()])
+        if self.state.stage == "train":
+            self._require_whole_batch()
+            if num_processes() > 1:
+                dist.all_reduce(totals)
+        baseline = (totals[0] / torch.where(totals[1] > 0, totals[1], 1)).clamp(min=0)
+        lost = losses.kto(
+            ratios,
+            is_desirable,
+            baseline,
+            beta=objective.strength,
+            desirable=objective.desirable_weight,
+            undesirable=objective.undesirable_weight,
+        )
+        rewards = objective.strength * ratios
+        values = {
+            "accuracy": share_right(torch.where(is_desirable, 1, -1) * (ratios - baseline)),
+            "baseline": baseline.expand_as(ratios),
+            "length": own.lengths[:, 0],
+        }
+        if self.state.stage != "train":  # `on_validation_end` makes means of them
+            values |= {
+                "share_desirable": is_desirable,
+                "reward_desirable": rewards * is_desirable,
+                "reward_undesirable": rewards * ~is_desirable,
+            }
+        return lost, values
+
+    def on_validation_end(self, key: str, outputs: dict[str, float]) -> None:
+        """Compute the mean rewards of desirable and of undesirable answers over the whole set, for KTO."""
+        if (share := outputs.pop("share_desirable", None)) is not None:
+            for name, number in (("reward_desirable", share), ("reward_undesirable", 1 - share)):
+                outputs[name] = outputs[name] / number if number else nan
+            outputs["margin"] = outputs["reward_desirable"] - outputs["reward_undesirable"]
+
+    def _require_whole_batch(self) -> None:
+        hps, number = self.trainer.hps, self.state.grad_accum_steps
+        settings = {"max_tokens": hps.max_tokens, "max_micro_batch_size": hps.max_micro_batch_size}
+        splits = next((name for name, value in settings.items() if value is not None), None)
+        if splits is None and number == 1:
+            return
+        got = f"{splits}, which splits batches" if splits else f"{number} micro-batches per optimizer step"
+        do = f"remove {splits}" if splits else "remove grad_accumulation_steps, and use more processes"
+        expected = "one micro-batch on each process: the baseline of KTO is a mean over the whole batch"
+        raise ModuleContractError(explain("loss: kto", got, expected, f"{do}; or train pairs with another loss"))
+
+    def _logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the logits of all answers, computed in one forward."""
+        ids, mask = batch["input_ids"].flatten(0, 1), batch["attention_mask"].flatten(0, 1)
+        logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        # An adapter may put a trained prompt before the tokens.
+        return logits[:, -ids.shape[1] :].reshape(*batch["input_ids"].shape, -1)
+
+    @torch.no_grad()
+    def _reference_logits(self, batch: Any) -> Tensor:
+        """Return the logits of the reference, without dropout."""
+        if self.teacher is not None:
+            logits = self._logits(self.teacher, batch)
+        else:
+            with _without_adapter(self.unwrapped_model):
+                logits = self._logits(self.unwrapped_model, batch)
+        return logits
+
+    def make_samples(self, rows: Any) -> Any:
+        """Return rows as samples; those of KTO have an answer to another prompt, too."""
+        if self.objective.loss != "kto" or rows is None or isinstance(rows, DataLoader | TokenizedRows):
+            return super().make_samples(rows)
+        where = "rows for KTO"
+        if is_stream(rows):
+            do = "pass a list or a datasets.Dataset"
+            raise DataError(explain(where, "a stream", "rows with an index: each is paired with another answer", do))
+        samples = LabeledRows(rows, self._reader)
+        labels = {bool(rows[index]["label"]) for index in range(len(rows))}
+        if len(labels) < 2:
+            got, expected = f"only rows with the label {labels.pop()}", "desirable and undesirable answers"
+            raise DataError(explain(where, got, expected, "add rows with the other label"))
+        return samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a digest of the reference, so that a resumed run cannot continue with another one."""
+        return {} if self.teacher is None else {"reference": self._digest_reference(self.teacher)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Compare the reference with that of the checkpoint.
+
+        Raises:
+            CheckpointError: They differ.
+        """
+        if self.teacher is not None and state.get("reference") != self._digest_reference(self.teacher):
+            got, expected = (
+                "another reference model than that of the checkpoint",
+                "the model that training started from",
+            )
+            do = "build the module with the same model as at the start; the checkpoint restores the trained weights"
+            raise CheckpointError(explain(f"{type(self).__name__}.load_state_dict", got, expected, do))
+
+    def _digest_reference(self, reference: nn.Module) -> str:
+        if self._reference_digest is None:
+            digests = [f"{name} {digest_of(weight)}" for name, weight in reference.named_parameters()]
+            self._reference_digest = xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
+        return self._reference_digest
+
+
+def share_right(margins: Tensor) -> Tensor:
+    """Return 1 for each positive margin, and a half for each of 0, as at the start of training."""
+    return (margins.sign() + 1) / 2
+
+
+def _mean_kl(logits: Tensor, before: Tensor, labels: Tensor) -> Tensor:
+    """Return KL(π ‖ π_ref) at the trained tokens: the mean over the tokens of each answer, and over the answers."""
+    is_target = labels[..., 1:] != IGNORED
+    own, theirs = (losses.in_full_precision(one[..., :-1, :][is_target]) for one in (logits, before))
+    per_token = own.new_zeros(is_target.shape)
+    per_token[is_target] = losses.divergence(own, theirs, beta=1.0)
+    return (per_token.sum(-1) / is_target.sum(-1).clamp(min=1)).mean(1)
+
+
+def _has_new_adapter(model: Any) -> bool:
+    """Return whether a PEFT model's adapter does not change it yet: LoRA's second factors are 0."""
+    if not is_peft_model(model):
+        return False
+    factors = [weight for name, weight in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
+    return bool(factors) and not any(bool(weight.any()) for weight in factors)
+
+
+@contextmanager
+def _without_adapter(model: Any) -> Iterator[None]:
+    """Switch the adapter off, and dropout, too."""
+    modes = [(module, module.training) for module in model.modules()]
+    is_trained = [(weight, weight.requires_grad) for weight in model.parameters()]
+
+    def keep_trained() -> None:
+        for weight, requires_grad in is_trained:
+            weight.requires_grad_(requires_grad)
+
+    model.eval()
+    try:
+        with model.disable_adapter():
+            keep_trained()  # PEFT freezes the adapter meanwhile, and FSDP2 would keep it frozen
+            yield
+    finally:
+        keep_trained()
+        restore_modes(modes)

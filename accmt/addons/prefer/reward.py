@@ -1,0 +1,113 @@
+"""`RewardModule`: trains a reward model, a sequence classifier with one label, on pairs of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accmt.addons.prefer.losses import bradley_terry, in_full_precision, weighted_mean
+from accmt.addons.prefer.module import share_right
+from accmt.addons.prefer.rows import AnswersReader, PadAnswers
+from accmt.addons.sft.module import RowModule
+from accmt.addons.sft.rows import padding_id
+from accmt.errors import ArgumentError, ModuleContractError, explain
+
+if TYPE_CHECKING:
+    from accmt.options import HyperParameters
+
+
+class RewardModule(RowModule):
+    """Trains a reward model on pairs of answers, with the loss of Bradley and Terry.
+
+    Pass `fit` rows as for `PreferenceModule`; a row may have a `"margin"`, by which the chosen answer is better. The
+    model is saved as a sequence classifier with one label, the reward.
+
+    Args:
+        model: A transformers model for sequence classification with `num_labels=1`, or a function that builds it.
+        tokenizer: A fast tokenizer, with a chat template for conversations; it is saved with the model.
+        max_length: The maximum number of tokens of a prompt with its answer; None keeps all.
+        center: Keeps rewards near 0: the factor of (r_w + r_l)² in the loss.
+
+    Raises:
+        ArgumentError: `center` is negative.
+        ModuleContractError: The model has another number of labels.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        center: float = 0.0,
+    ) -> None:
+        if not center >= 0:
+            raise ArgumentError(explain("RewardModule(center=...)", repr(center), "at least 0", "for example 0.01"))
+        reader = AnswersReader(tokenizer, "pairs", max_length)
+        super().__init__(model, tokenizer, reader, PadAnswers(padding_id(tokenizer)))
+        self._center = center
+        if isinstance(model, nn.Module):
+            self._prepare_head()
+
+    @classmethod
+    def from_hps(
+        cls,
+        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
+        *,
+        in_fit: bool = False,
+        processor: Any = None,
+    ) -> RewardModule:
+        """Create a module from the sections `model` and `prefer`, like `PreferenceModule.from_hps`."""
+        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
+        from accmt.addons.prefer.section import PreferSection
+        from accmt.options import HyperParameters
+
+        hps = HyperParameters.from_config(hps_config)
+        section = hps.section("prefer") or PreferSection()
+        tokenizer = load_tokenizer(hps, "prefer") if processor is None else processor
+        module = cls(partial(build_from_hps, hps), tokenizer, max_length=section.max_length, **section.options)
+        module.hps = hps
+        if not in_fit:
+            module.configure_model()
+        return module
+
+    def configure_model(self) -> None:
+        """Build the model, and check its head."""
+        super().configure_model()
+        self._prepare_head()
+
+    def _prepare_head(self) -> None:
+        config: Any = self.model.config
+        if getattr(config, "num_labels", None) != 1 or not hasattr(self.model, "score"):
+            got = f"{type(self.model).__name__} with {getattr(config, 'num_labels', 'no')} labels"
+            do = "write `model: {path: ..., type: AutoModelForSequenceClassification, num_labels: 1}`"
+            raise ModuleContractError(explain("a reward model", got, "a sequence classifier with one label", do))
+        # With it, the model finds the last token of each answer.
+        config.pad_token_id = padding_id(self.processor)
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """Return the mean loss over the pairs, and their number or total weight as weight."""
+        ids, mask, weights = batch["input_ids"], batch["attention_mask"], batch["weight"]
+        outputs = self.model(input_ids=ids.flatten(0, 1), attention_mask=mask.flatten(0, 1), use_cache=False)
+        rewards = in_full_precision(outputs.logits).reshape(ids.shape[:2])
+        chosen, rejected = rewards.unbind(1)
+        lost, margins = bradley_terry(chosen, rejected, batch["margin"], center=self._center), chosen - rejected
+        values = {
+            "margin": margins,
+            "accuracy": share_right(margins),
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+        }
+        return {
+            "loss": weighted_mean(lost, weights),
+            "weight": weights.sum(),
+            **{name: weighted_mean(one.detach(), weights) for name, one in values.items()},
+        }
+
+    def validation_step(self, batch: Any, key: str = "") -> dict[str, Any]:
+        """Return the same as `step`."""
+        return self.step(batch)

@@ -1,0 +1,39 @@
+"""Preference tuning on several processes gives the weights and metrics that one gives, sharded or not, and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launching import SCRIPTS, launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.feature("N84")]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(tmp_path_factory.mktemp("prefer"), 1)
+
+
+def run(folder: Path, processes: int | str) -> dict[str, Any]:
+    result = folder / "result.json"
+    launch(SCRIPTS / "prefer.py", str(result), str(folder), processes=processes, result=result, timeout_s=280)
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+@pytest.mark.parametrize("way", [2, "fsdp-2"])
+def test_processes_train_what_one_trains_and_resume_with_equal_bits(one: Any, way: int | str, tmp_path: Path) -> None:
+    for name, found in run(tmp_path, way).items():
+        expected = one[name]
+        assert found["moved"] > 1e-4, name
+        assert found["resumes"], name
+        assert expected["resumes"], name
+        difference = torch.tensor(found["weights"], dtype=torch.float64) - torch.tensor(expected["weights"])
+        assert difference.abs().max() < 1e-7, name
+        for metric, value in expected["metrics"].items():
+            assert found["metrics"][metric] == pytest.approx(value, rel=1e-5, abs=1e-7), (name, metric)

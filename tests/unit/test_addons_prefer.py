@@ -1,0 +1,498 @@
+"""Preference tuning: losses, gradients and metrics are those of one big batch, computed by hand."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import IterableDataset
+
+from accmt import DistillationModule, PreferenceModule, RewardModule, Trainer
+from accmt.addons.sft.chat import IGNORED, mask_row
+from accmt.errors import ArgumentError, CheckpointError, DataError, ModuleContractError
+from tests import conversations
+from tests.conversations import make_tokenizer
+from tests.resume.unbroken import InterruptAt, InterruptionError
+
+pytestmark = pytest.mark.feature("N84")
+HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.5}}
+WORDS = ["the", "rain", "window", "price", "don't", "e.g.", "3.14", "yes", "no", "why"]
+
+
+@cache
+def tokenizer() -> Any:
+    return make_tokenizer(conversations.CHATML)
+
+
+def pair(index: int) -> dict[str, Any]:
+    question = {"role": "user", "content": f"{WORDS[index % 7]} {WORDS[index % 3]}?"}
+    chosen = {"role": "assistant", "content": " ".join(WORDS[index % 5 : index % 5 + 1 + index % 4])}
+    rejected = {"role": "assistant", "content": " ".join(WORDS[(index + 4) % 9 :][: 1 + index % 3]) + "!"}
+    return {"prompt": [question], "chosen": [chosen], "rejected": [rejected]}
+
+
+def pairs(number: int = 10) -> list[dict[str, Any]]:
+    return [pair(index) for index in range(number)]
+
+
+def labeled(number: int = 10) -> list[dict[str, Any]]:
+    return [
+        {"prompt": one["prompt"], "completion": one["rejected" if index % 3 else "chosen"], "label": not index % 3}
+        for index, one in enumerate(pairs(number))
+    ]
+
+
+def make_model(seed: int = 0) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer()), **sizes)).double()
+
+
+def with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def fit(folder: Path, data: Any, *, module: Any, hps: dict[str, Any] | None = None, val: Any = None, **settings: Any):
+    own = {"seed": 1, "shuffle_train": False, "verbose": False, "dataloader_num_workers": 0, **settings}
+    trainer = Trainer({**HPS, **(hps or {})}, folder, **own)
+    trainer.fit(module, data, val)
+    return trainer
+
+
+def trained(module: Any) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in module.model.parameters() if weight.requires_grad]
+
+
+def assert_close(one: Any, other: Any, tolerance: float = 2e-8) -> None:
+    for own, expected in zip(trained(one), trained(other), strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=tolerance)
+
+
+def by_hand(model: Any, prompt: Any, answer: Any) -> tuple[torch.Tensor, int]:
+    """The log-probability of an answer, token by token, and its length."""
+    masked = mask_row(tokenizer(), {"prompt": prompt, "completion": answer})
+    logits = model(input_ids=torch.tensor([masked.input_ids])).logits[0].log_softmax(-1)
+    targets = [at for at, label in enumerate(masked.labels) if at and label != IGNORED]
+    return sum(logits[at - 1, masked.input_ids[at]] for at in targets), len(targets)
+
+
+OPTIONS: dict[str, dict[str, float]] = {
+    "dpo": {"beta": 0.3, "label_smoothing": 0.1},
+    "dpo_norm": {"beta": 2.0},
+    "hinge": {"beta": 0.4},
+    "ipo": {"beta": 0.5},
+    "simpo": {"beta": 1.5, "gamma": 0.7},
+    "orpo": {"beta": 0.2},
+}
+
+
+def loss_by_hand(name: str, model: Any, reference: Any, row: dict[str, Any]) -> torch.Tensor:
+    o = OPTIONS[name]
+    (w, n_w), (l, n_l) = (by_hand(model, row["prompt"], row[one]) for one in ("chosen", "rejected"))  # noqa: E741
+    with torch.no_grad():
+        (rw, _), (rl, _) = (by_hand(reference, row["prompt"], row[one]) for one in ("chosen", "rejected"))
+    log_sigmoid = functional.logsigmoid
+    match name:
+        case "dpo":
+            margin = o["beta"] * ((w - rw) - (l - rl))
+            return -0.9 * log_sigmoid(margin) - 0.1 * log_sigmoid(-margin)
+        case "dpo_norm":
+            return -log_sigmoid(o["beta"] * ((w - rw) / n_w - (l - rl) / n_l))
+        case "hinge":
+            return (1 - o["beta"] * ((w - rw) - (l - rl))).clamp(min=0)
+        case "ipo":
+            return ((w - rw) / n_w - (l - rl) / n_l - 1 / (2 * o["beta"])) ** 2
+        case "simpo":
+            return -log_sigmoid(o["beta"] * (w / n_w - l / n_l) - o["gamma"])
+        case _:
+            odds = [(m / n).exp() / (1 - (m / n).exp()) for m, n in ((w, n_w), (l, n_l))]
+            return -w / n_w - o["beta"] * log_sigmoid((odds[0] / odds[1]).log())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_are_those_of_whole_batches_by_hand_for_any_split(tmp_path: Path, name: str):
+    """Ten pairs in steps of 4, 4 and 2: as batches, accumulated, and split by tokens."""
+    model, reference = make_model(), make_model()
+    for start in (0, 4, 8):
+        rows = pairs()[start : start + 4]
+        loss = torch.stack([loss_by_hand(name, model, reference, row) for row in rows]).mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight -= 0.5 * weight.grad
+    expected = PreferenceModule(model, tokenizer(), "simpo")
+    for number, hps in enumerate(({}, {"max_micro_batch_size": 3}, {"max_tokens": 60})):
+        module = PreferenceModule(make_model(), tokenizer(), name, **OPTIONS[name])
+        trainer = fit(tmp_path / str(number), pairs(), module=module, hps=hps)
+        assert trainer.state.global_step == 3
+        assert_close(module, expected)
+    start = make_model()
+    assert any(
+        (one - other).abs().max() > 1e-3 for one, other in zip(trained(expected), start.parameters(), strict=True)
+    )
+
+
+def test_metrics_are_means_over_the_whole_validation_set(tmp_path: Path):
+    module = PreferenceModule(make_model(), tokenizer(), beta=0.3)
+    own = {"metrics": {"margin": "max"}, "model_saving": "best_margin", "checkpoint_every": "1 epoch"}
+    trainer = fit(tmp_path, pairs(), module=module, val=pairs(7), hps={"epochs": 2}, **own)
+    reference, found = make_model(), []
+    with torch.inference_mode():
+        for row in pairs(7):
+            values: list[Any] = []
+            for name in ("chosen", "rejected"):
+                own_log, length = by_hand(module.model, row["prompt"], row[name])
+                before_log, _ = by_hand(reference, row["prompt"], row[name])
+                masked = mask_row(tokenizer(), {"prompt": row["prompt"], "completion": row[name]})
+                ids = torch.tensor([masked.input_ids])
+                logs, before = (one(input_ids=ids).logits[0].log_softmax(-1) for one in (module.model, reference))
+                at = [place - 1 for place, label in enumerate(masked.labels) if place and label != IGNORED]
+                kl = (logs.exp() * (logs - before)).sum(-1)[at].mean()
+                values += [0.3 * (own_log - before_log), length, kl]
+            chosen, n_w, kl_w, rejected, n_l, kl_l = values
+            margin = chosen - rejected
+            found.append([margin, float(margin > 0), chosen, rejected, (kl_w + kl_l) / 2, n_w, n_l])
+    names = ["margin", "accuracy", "reward_chosen", "reward_rejected", "kl", "length_chosen", "length_rejected"]
+    for name, value in zip(names, torch.tensor(found).mean(0).tolist(), strict=True):
+        assert trainer.state.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+    assert trainer.state.metrics["kl"] > 0
+    assert trainer.state.best["best_margin"] == trainer.state.metrics["margin"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_new_adapter_switched_off_is_the_reference_as_a_copy_of_the_model_is(tmp_path: Path, name: Any):
+    rows = pairs() if name == "dpo" else labeled()
+    first = with_lora(make_model())
+    start = [weight.detach().clone() for weight in first.parameters()]
+    modules = [
+        PreferenceModule(first, tokenizer(), name),
+        PreferenceModule(with_lora(make_model()), tokenizer(), name, reference="copy"),
+    ]
+    assert [module.teacher is None for module in modules] == [True, False]
+    for number, module in enumerate(modules):
+        module.model.train()
+        fit(tmp_path / str(number), rows, module=module, val=rows)
+        assert all(weight.requires_grad for name, weight in module.model.named_parameters() if "lora_" in name)
+    assert_close(*modules)
+    assert sum(not torch.equal(one, other) for one, other in zip(start, first.parameters(), strict=True)) == 4
+
+
+def test_an_adapter_that_changes_the_model_is_copied_as_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model = with_lora(make_model())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight += 0.1
+    with caplog.at_level(logging.INFO, logger="accmt"):
+        module = PreferenceModule(model, tokenizer())
+    assert "the adapter already changes the model" in caplog.text
+    trainer = fit(tmp_path, pairs(), module=module, hps={"optim": {"type": "SGD", "lr": 0.0}}, val=pairs(3))
+    assert trainer.state.metrics["kl"] == pytest.approx(0, abs=1e-9)
+    with pytest.raises(ArgumentError, match="an adapter that already changes the model"):
+        PreferenceModule(model, tokenizer(), reference="adapter")
+    with pytest.raises(ArgumentError, match="a model without a PEFT adapter"):
+        PreferenceModule(make_model(), tokenizer(), reference="adapter")
+
+
+@pytest.mark.parametrize(("name", "lora"), [("dpo", False), ("dpo", True), ("kto", False), ("simpo", False)])
+def test_a_run_resumes_with_equal_bits_and_keeps_the_reference(tmp_path: Path, name: Any, lora: bool):
+    rows, own = labeled(11) if name == "kto" else pairs(11), {"checkpoint_every": "1 steps", "hps": {"epochs": 2}}
+
+    def module(seed: int = 0) -> PreferenceModule:
+        model = make_model(seed)
+        return PreferenceModule(with_lora(model) if lora else model, tokenizer(), name)
+
+    whole, parts = module(), module()
+    fit(tmp_path / "whole", rows, module=whole, **own)
+    with pytest.raises(InterruptionError):
+        fit(tmp_path / "parts", rows, module=module(), callbacks=InterruptAt(4), **own)
+    if not lora and name != "simpo":
+        with pytest.raises(CheckpointError, match="another reference model than that of the checkpoint"):
+            fit(tmp_path / "parts", rows, module=module(seed=5), resume=True, **own)
+    fit(tmp_path / "parts", rows, module=parts, resume=True, **own)
+    assert all(map(torch.equal, trained(whole), trained(parts)))
+
+
+def test_the_saved_folder_has_the_trained_model_only(tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module = PreferenceModule(make_model(), tokenizer())
+    fit(tmp_path, pairs(), module=module)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert all(map(torch.equal, loaded.parameters(), module.model.parameters()))
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == conversations.CHATML
+
+
+def test_weights_of_pairs_count_like_repeated_pairs(tmp_path: Path):
+    weighted = [{**row, "weight": float(index % 3)} for index, row in enumerate(pairs(8))]
+    repeated = [row for index, row in enumerate(pairs(8)) for _ in range(index % 3)]
+    one, other = (PreferenceModule(make_model(), tokenizer()) for _ in range(2))
+    fit(tmp_path / "one", weighted, module=one, hps={"batch_size": 8, "max_micro_batch_size": 2})
+    fit(tmp_path / "other", repeated, module=other, hps={"batch_size": 8})
+    assert_close(one, other)
+
+
+def test_kto_is_that_of_the_whole_batch_by_hand(tmp_path: Path):
+    rows = labeled(8)
+    model, reference = make_model(), make_model()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
+    started = make_model()
+    started.load_state_dict(model.state_dict())
+
+    def ratio(prompt: Any, answer: Any) -> torch.Tensor:
+        with torch.no_grad():
+            before = by_hand(reference, prompt, answer)[0]
+        return by_hand(model, prompt, answer)[0] - before
+
+    others = [ratio(row["prompt"], rows[(index + 1) % 8]["completion"]) for index, row in enumerate(rows)]
+    baseline = torch.stack(others).mean().detach().clamp(min=0)
+    lost = []
+    for row in rows:
+        own = ratio(row["prompt"], row["completion"])
+        sign, weight = (1, 2.0) if row["label"] else (-1, 0.5)
+        lost.append(weight * (1 - torch.sigmoid(sign * 0.4 * (own - baseline))))
+    torch.stack(lost).mean().backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 0.5 * weight.grad
+    module = PreferenceModule(started, tokenizer(), "kto", beta=0.4, desirable_weight=2.0, undesirable_weight=0.5)
+    module.teacher = reference
+    trainer = fit(tmp_path, rows, module=module, hps={"batch_size": 8}, val=rows)
+    assert_close(module, PreferenceModule(model, tokenizer(), "simpo"))
+    rewards = {label: [] for label in (True, False)}
+    with torch.no_grad():
+        for row in rows:
+            rewards[row["label"]].append(0.4 * ratio(row["prompt"], row["completion"]))
+    found = trainer.state.metrics
+    for name, label in (("reward_desirable", True), ("reward_undesirable", False)):
+        assert found[name] == pytest.approx(float(torch.stack(rewards[label]).mean()), rel=1e-6)
+    assert found["margin"] == pytest.approx(found["reward_desirable"] - found["reward_undesirable"])
+
+
+@pytest.mark.parametrize("hps", [{"max_micro_batch_size": 2}, {"max_tokens": 100}])
+def test_kto_rejects_batches_that_are_split(tmp_path: Path, hps: dict[str, Any]):
+    module = PreferenceModule(make_model(), tokenizer(), "kto")
+    with pytest.raises(ModuleContractError, match="the baseline of KTO is a mean over the whole batch"):
+        fit(tmp_path, labeled(), module=module, hps=hps)
+    with pytest.raises(ModuleContractError, match="2 micro-batches per optimizer step"):
+        fit(tmp_path, labeled(), module=module, grad_accumulation_steps=2)
+
+
+def make_reward_model(labels: int = 1) -> Any:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer()), num_labels=labels, **sizes)
+    return LlamaForSequenceClassification(config).double()
+
+
+def test_a_reward_model_is_trained_with_margins_and_saved_as_a_classifier(tmp_path: Path):
+    from transformers import AutoModelForSequenceClassification
+
+    rows = [{**row, "margin": index / 4} for index, row in enumerate(pairs(6))]
+    model = make_reward_model()
+
+    def reward(row: Any, name: str, of: Any) -> torch.Tensor:
+        ids = mask_row(tokenizer(), {"prompt": row["prompt"], "completion": row[name]}).input_ids
+        return of(input_ids=torch.tensor([ids])).logits[0, 0]
+
+    lost = []
+    for row in rows:
+        chosen, rejected = (reward(row, name, model) for name in ("chosen", "rejected"))
+        lost.append(-functional.logsigmoid(chosen - rejected - row["margin"]) + 0.1 * (chosen + rejected) ** 2)
+    torch.stack(lost).mean().backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 0.5 * weight.grad
+    module = RewardModule(make_reward_model(), tokenizer(), center=0.1)
+    fit(tmp_path, rows, module=module, hps={"batch_size": 6, "max_micro_batch_size": 4}, val=rows)
+    assert_close(module, RewardModule(model, tokenizer()))
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config.num_labels == 1
+    assert loaded.config.pad_token_id is not None
+    assert reward(rows[0], "chosen", loaded) == reward(rows[0], "chosen", module.model)
+    for other in (make_reward_model(3), make_model()):
+        with pytest.raises(ModuleContractError, match="a sequence classifier with one label"):
+            RewardModule(other, tokenizer())
+
+
+@pytest.mark.parametrize("beta", [0, 0.3, 1])
+def test_distillation_is_the_mean_divergence_over_all_target_tokens(tmp_path: Path, beta: float):
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(6)]
+    model, teacher = make_model(), make_model(seed=3)
+    total, number = torch.zeros(()), 0
+    for row in rows:
+        masked = mask_row(tokenizer(), row)
+        at = [place - 1 for place, label in enumerate(masked.labels) if place and label != IGNORED]
+        ids = torch.tensor([masked.input_ids])
+        own = (model(input_ids=ids).logits[0, at] / 2).softmax(-1)
+        theirs = (teacher(input_ids=ids).logits[0, at] / 2).softmax(-1).detach()
+        mixture = beta * theirs + (1 - beta) * own
+        if beta in (0, 1):
+            one, other = (theirs, own) if beta == 0 else (own, theirs)
+            total = total + (one * (one / other).log()).sum()
+        else:
+            total = total + beta * (theirs * (theirs / mixture).log()).sum()
+            total = total + (1 - beta) * (own * (own / mixture).log()).sum()
+        number += len(at)
+    (total / number).backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 0.5 * weight.grad
+    module = DistillationModule(make_model(), tokenizer(), teacher, beta=beta, temperature=2.0)
+    fit(tmp_path, rows, module=module, hps={"batch_size": 6, "max_tokens": 60})
+    assert_close(module, PreferenceModule(model, tokenizer(), "simpo"))
+
+
+def test_a_teacher_of_another_vocabulary_is_rejected(tmp_path: Path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer()) + 1, **sizes))
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(4)]
+    with pytest.raises(ModuleContractError, match="a teacher with a vocabulary of"):
+        fit(tmp_path, rows, module=DistillationModule(make_model(), tokenizer(), other))
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+def test_rows_that_cannot_be_trained_are_counted_and_change_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    equal = {**pair(1), "rejected": pair(1)["chosen"]}
+    empty = {**pair(2), "rejected": [{"role": "assistant", "content": ""}]}
+    long = {**pair(3), "prompt": [{"role": "user", "content": "rain " * 60}]}
+    odd = [pairs(1)[0], equal, empty, *pairs(8)[1:], long]
+    one, streamed, other = (PreferenceModule(make_model(), tokenizer(), max_length=40) for _ in range(3))
+    with caplog.at_level(logging.WARNING, logger="accmt"):
+        fit(tmp_path / "one", odd, module=one, hps={"batch_size": 11}, verbose=True)
+    [warning] = [record.getMessage() for record in caplog.records if "rows checked" in record.getMessage()]
+    assert "of 11 rows checked: 1 with two equal answers (row 1); 1 with an empty answer (row 2)" in warning
+    assert "1 without any token to train on (row 10: its answers start after 40 tokens)" in warning
+    fit(tmp_path / "other", pairs(8), module=other, hps={"batch_size": 8})
+    assert_close(one, other)
+    fit(tmp_path / "stream", Stream(odd), module=streamed, hps={"batch_size": 8})
+    assert_close(streamed, other)
+
+
+ASSISTANT = {"role": "assistant", "content": "yes"}
+NO = {"role": "assistant", "content": "no"}
+USER = {"role": "user", "content": "why?"}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [NO]},
+        {"chosen": [USER, ASSISTANT], "rejected": [USER, NO]},
+        {"prompt": "why?", "chosen": [USER, ASSISTANT], "rejected": [USER, NO]},
+        {"prompt": "why?", "chosen": [ASSISTANT], "rejected": [NO]},
+        {"messages": [USER], "chosen": ASSISTANT, "rejected": NO},
+        {"question": "why?", "chosen": "yes", "rejected": "no"},
+        {"instruction": "why?", "chosen_response": "yes", "rejected_response": "no"},
+    ],
+    ids=["explicit", "implicit", "ultra", "string prompt", "axolotl", "intel", "argilla"],
+)
+def test_the_formats_of_trl_and_axolotl_are_the_same_pair(row: dict[str, Any]):
+    module = PreferenceModule(make_model(), tokenizer())
+    sample = module.make_samples([row])[0]
+    texts = [tokenizer().decode(ids) for ids in sample["input_ids"]]
+    assert texts == [
+        f"<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n{word}<|im_end|>\n" for word in ("yes", "no")
+    ]
+    shown = [tokenizer().decode([label for label in labels if label != IGNORED]) for labels in sample["labels"]]
+    assert shown == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+def test_strings_and_tool_calls_are_pairs_too():
+    module = PreferenceModule(make_model(), tokenizer())
+    strings = {"chosen": "Q: why?\nA: yes", "rejected": "Q: why?\nA: no"}
+    tools = {"prompt": [USER], "chosen": [CALL], "rejected": [NO], "tools": [TOOL]}
+    for row, expected in (({"prompt": "Q: why?\nA:", "chosen": " yes", "rejected": " no"}, " yes"), (strings, " yes")):
+        sample = module.make_samples([row])[0]
+        text = tokenizer().decode([label for label in sample["labels"][0] if label != IGNORED])
+        assert text.removesuffix(tokenizer().eos_token) == expected
+    sample = module.make_samples([tools])[0]
+    assert "<call>f {}</call>" in tokenizer().decode([label for label in sample["labels"][0] if label != IGNORED])
+    assert "Tools:" in tokenizer().decode(sample["input_ids"][1])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "why?", "answer": "yes"}, r"row 1 for preference tuning[\s\S]*row\[\"question\"\]"),
+        ({"prompt": "?", "chosen": "yes", "rejected": ["no"]}, '"rejected" of type list'),
+        ({"prompt": "?", "completion": "yes", "label": True}, "loss: kto"),
+        (
+            {"conversations": [], "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
+            "gpt",
+        ),
+        ({"instruction": "?", "output": ["yes", "no"]}, r'row\["output"\]\[1\]'),
+        ({"chosen": "yes", "rejected": "no"}, "both answers begin with it"),
+        ({**pair(0), "weight": -1}, '"weight": -1'),
+        ({**pair(0), "margin": "much"}, "\"margin\": 'much'"),
+        ("text", "got: str"),
+    ],
+)
+def test_a_row_of_another_format_is_named_with_the_line_that_repairs_it(row: Any, message: str):
+    with pytest.raises(DataError, match=message):
+        PreferenceModule(make_model(), tokenizer()).make_samples([pair(0), row])
+
+
+def test_rows_of_kto_have_both_labels():
+    module = PreferenceModule(make_model(), tokenizer(), "kto")
+    with pytest.raises(DataError, match="only rows with the label True"):
+        module.make_samples([row for row in labeled() if row["label"]])
+    with pytest.raises(DataError, match=r'row 1 for preference tuning[\s\S]*"label": \'good\''):
+        module.make_samples([labeled()[0], {**labeled()[1], "label": "good"}])
+    with pytest.raises(DataError, match='row\\["chosen"\\], "label": True'):
+        module.make_samples(pairs())
+    with pytest.raises(DataError, match="a stream"):
+        module.make_samples(Stream(labeled()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "dpoo"}, "did you mean 'dpo'"),
+        ({"beta": 0}, "with 0, the loss does not depend on the answers"),
+        ({"label_smoothing": 0.5}, "the answers of a pair count the same"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, "remove `label_smoothing`"),
+        ({"gama": 1.0}, "did you mean gamma"),
+        ({"loss": "kto", "desirable_weight": -1.0}, "at least 0"),
+        ({"max_length": 1}, "a number from 2"),
+    ],
+)
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str):
+    with pytest.raises(ArgumentError, match=message):
+        PreferenceModule(make_model(), tokenizer(), **options)
+
+
+def test_packing_of_pairs_is_rejected(tmp_path: Path):
+    module = PreferenceModule(make_model(), tokenizer())
+    with pytest.raises(DataError, match="samples of several sequences, such as two answers"):
+        fit(tmp_path, pairs(), module=module, hps={"max_tokens": 100, "packing": True})
