@@ -67,6 +67,7 @@ class Logs(Protocol):
         prog_bar: bool,
         logger: bool,
     ) -> None: ...
+    def show(self, names: Iterable[str]) -> None: ...
     def media(self, method: str) -> MediaLog | None: ...
     def of_bar(self, row: Mapping[str, float]) -> dict[str, float]: ...
     def of_trackers(self, row: Mapping[str, float]) -> dict[str, float]: ...
@@ -257,9 +258,12 @@ class AcceleratorModule(LogsValues):
         collate_fn_val: The same for validation data only.
         uses_manual_optimization: Whether `training_step` calls backward and optimizer itself; derive from
             `ExtendedAcceleratorModule` for this.
+        wants_sample_losses: During a run that mixes data sets: whether `training_step` may also return the loss of each
+            sample as "losses", and their weights as "weights".
     """
 
     uses_manual_optimization: ClassVar[bool] = False
+    wants_sample_losses: bool = False
 
     model: nn.Module
     teacher: nn.Module | None = None
@@ -807,7 +811,14 @@ class HuggingFaceModule(AcceleratorModule):
         from accmt.huggingface.loss_targets import count_targets
 
         weight = count_targets(self.unwrapped_model, batch)
-        return loss if weight is None else {"loss": loss, "weight": weight}
+        if weight is None:
+            return loss
+        result = {"loss": loss, "weight": weight}
+        if self.wants_sample_losses and torch.is_grad_enabled():  # not in an evaluation
+            from accmt.huggingface.sample_losses import find_sample_losses
+
+            result |= find_sample_losses(self.unwrapped_model, outputs, batch)
+        return result
 
     def predict_step(self, batch: Any) -> Any:
         """Return the logits, or a dict of the model's other outputs; the batch may have labels."""

@@ -50,6 +50,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hint_for_precision": "accmt.addons.hints.table:find_precision",
         "hint_for_replaced": "accmt.addons.hints.arguments:find_replaced",
         "hints_for_unused_methods": "accmt.addons.hints.methods:find_unused_foreign_methods",
+        "mix_sources": "accmt.addons.mix.sources:mix_sources",
         "notebook_curve": "accmt.addons.notebook:NotebookView",
         "other_hook_names": "accmt.compat:HOOK_NAMES",
         "prove": "accmt.addons.prove:prove",
@@ -63,6 +64,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "examiner": "accmt.addons.flight_recorder.examiner:Examiner",
         "timed_checkpoints": "accmt.addons.goodput.pace:TimedCheckpoints",  # acts on what the next one has measured
         "goodput": "accmt.addons.goodput.recorder:GoodputRecorder",
+        "sources": "accmt.addons.mix.feature:SourceLosses",
         "remote_models": "accmt.addons.remote_models:RemoteModels",  # a model is published before its checkpoint
         "remote_checkpoints": "accmt.addons.remote_checkpoints:RemoteCheckpoints",
     },
@@ -70,6 +72,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "model": "accmt.addons.model_section:read_model_section",
         "sft": "accmt.addons.sft.section:read_sft_section",
         "prefer": "accmt.addons.prefer.section:read_prefer_section",
+        "data": "accmt.addons.mix.section:read_data_section",
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",
@@ -91,6 +94,7 @@ ONLY_WITH: dict[str, tuple[str, ...]] = {
     "timed_checkpoints": ("checkpoint_every",),
     "remote_checkpoints": ("checkpoint", "resume"),
     "remote_models": ("model_url",),
+    "sources": ("data",),
 }
 """The settings without which a feature of an add-on does nothing, so that it is not imported."""
 

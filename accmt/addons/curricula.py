@@ -55,12 +55,13 @@ class Curriculum(ConcatDataset[Any]):
             raise self._wrong(got, f"{max_steps} steps (max_steps)", do)
         return [min(end, max_steps) - min(begin, max_steps) for begin, end in pairwise([0, *ends])]
 
-    def order_run(self, module: Any, settings: Settings, *, num_shards: int) -> StageOrder:
+    def order_run(self, module: Any, settings: Settings, *, num_shards: int, seed: int) -> StageOrder:
         """Return the order of all samples of a run.
 
         Args:
             module: The module that is trained.
             num_shards: The number of processes, or groups of processes, that train on different data.
+            seed: The run's seed, under which the sampler draws anyway.
 
         Raises:
             ArgumentError: The run has no `max_steps`, uses manual optimization, or sets another order.

@@ -71,7 +71,7 @@ def tune(
     require_module(module, "tune")
     hps = trainer.settings.hps
     module.trainer, module.state = trainer, trainer.state  # its dataloaders may need them
-    data = find_train_data(module, train_dataset)
+    data = find_train_data(module, train_dataset, hps)
     size, rate, curve = None, None, list[tuple[float, float]]()
     with working(trainer.settings.running):
         if search is not None:

@@ -27,7 +27,7 @@ class Cut(NamedTuple):
         places: In an evaluation, for each sample of this process's batch, the index of the batch it was read in and
             its position there; None in training.
         num_targets: Labeled tokens in a row of packed documents, over which its loss is averaged; None otherwise.
-        samples: In an evaluation, the positions in the data of this process's samples; None for data without indices.
+        samples: The positions in the data of this process's samples; None for data without indices.
     """
 
     number: int

@@ -80,6 +80,7 @@ class PlannedSource:
         self._dataset = dataset
         self._options = options
         self._order = order
+        self._resumable = order.resumable if isinstance(order, Order) else None
         self._sampler = GlobalBatchSampler(order, seed=options.seed, purpose=options.purpose)
         self._multiple = multiple
         self._start = EPOCH_START
@@ -182,15 +183,18 @@ class PlannedSource:
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         if num_micro_batches == 0:  # the epoch's order may not have been drawn yet
-            position = {"kind": self._kind, self._unit: 0, "of": None, "rows": self.rows}
+            position = {"kind": self._kind, self._unit: 0, "of": None, "rows": self.rows, **self._state_at(epoch)}
             if self._has_user_order and self._epoch == epoch - 1:
                 position["before"] = {"of": self._size, "order": self._order.digest(epoch - 1)}
             return position
         if epoch != self._epoch:
             self._begin(epoch, num_micro_batches)
         consumed = self._plan.samples_before(num_micro_batches)
-        order = self._order.digest(epoch)
-        return {"kind": self._kind, self._unit: consumed, "of": self._size, "order": order, "rows": self.rows}
+        order = {"of": self._size, "order": self._order.digest(epoch), **self._state_at(epoch)}
+        return {"kind": self._kind, self._unit: consumed, **order, "rows": self.rows}
+
+    def _state_at(self, epoch: int) -> dict[str, Any]:
+        return {} if self._resumable is None else {"sampler": self._resumable.state_at(epoch)}
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         self._start = read_start(
@@ -211,6 +215,10 @@ class PlannedSource:
                     "changed, or its order depends on more than set_epoch(epoch), a seed, and torch's, numpy's or "
                     "Python's generators"
                 )
+        is_saved = self._resumable is not None and "sampler" in position
+        if self._resumable is not None and is_saved:
+            self._resumable.load_state(position["sampler"])
+            self._order.forget()
         self._begin(epoch, first_micro_batch)
         require_same_number(self._start, self._size, self._unit, self._options)
         if self._start.position:
@@ -218,6 +226,10 @@ class PlannedSource:
             compare_rows(position, self.rows, self._options, is_in_epoch=True)
         else:
             self._rows_before = position.get("rows")
+        if self._resumable is not None and is_saved:  # only now: what was trained on is in the order of then
+            self._resumable.continue_after(self._start.consumed)
+            self._order.forget()
+            self._begin(epoch, first_micro_batch)
 
     def _begin(self, epoch: int, first: int) -> Plan:
         call_set_epoch(self._dataset, epoch)

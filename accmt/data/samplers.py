@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -158,6 +158,30 @@ class TensorSampler(Sampler[int]):
         return iter(self.draw().tolist())
 
 
+class ResumableSampler(TensorSampler):
+    """A sampler whose order depends on the settings that a run had before it was interrupted."""
+
+    def state_at(self, epoch: int) -> dict[str, Any]:
+        """Return what the order of an epoch depends on besides this run's settings, as JSON values."""
+        raise NotImplementedError
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Draw the epoch that a state is of as before, whatever this run's settings are.
+
+        Raises:
+            DataError: That is not possible.
+        """
+        raise NotImplementedError
+
+    def continue_after(self, consumed: int) -> None:
+        """Apply this run's settings to the samples after the first `consumed` ones of that epoch.
+
+        Raises:
+            DataError: That is not possible.
+        """
+        raise NotImplementedError
+
+
 class UserSampler(Generic[T]):
     """A user's sampler, drawn once per epoch before any sample is read, so that training does not affect it."""
 
@@ -167,6 +191,10 @@ class UserSampler(Generic[T]):
         self._read = read
         self._randomness = UserRandomness(sampler)
         self._drawn: tuple[int, T] | None = None
+
+    def forget(self) -> None:
+        """Draw again when an epoch is needed next."""
+        self._drawn = None
 
     def at(self, epoch: int) -> T:
         if self._drawn is None or self._drawn[0] != epoch:
@@ -183,15 +211,25 @@ class Order:
         seed: The run's seed.
         shuffle: Whether each epoch has a different permutation.
         sampler: An iterable of indices that defines the order instead.
+
+    Attributes:
+        resumable: The sampler, if its order depends on earlier settings.
     """
 
     def __init__(self, length: int, seed: int, *, shuffle: bool = False, sampler: Iterable[int] | None = None) -> None:
         self.length = length
         self._seed = seed
         self._shuffle = shuffle
+        self.resumable = sampler if isinstance(sampler, ResumableSampler) else None
         self._drawn = None if sampler is None else UserSampler(sampler, seed, _read_indices)
         self._digest: tuple[int, int, str] | None = None
         self._last: tuple[int, int, torch.Tensor] | None = None
+
+    def forget(self) -> None:
+        """Draw again when an epoch is needed next."""
+        self._digest = None
+        if self._drawn is not None:
+            self._drawn.forget()
 
     def digest(self, epoch: int) -> str:
         if self._digest is None or self._digest[:2] != (epoch, self.length):

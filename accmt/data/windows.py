@@ -395,12 +395,14 @@ class ByTokens(_TokenCut):
 
     def windows(self, source: Source, epoch: int, first: int) -> Iterator[Window]:
         for batches in self._grouping.groups(_unpacked(source.micro_batches(epoch, first)), epoch):
-            yield self._make_window(epoch, batches)
+            yield self._make_window(source, epoch, batches)
 
-    def _make_window(self, epoch: int, batches: list[MicroBatch]) -> Window:
-        samples = [sample for batch in batches for sample in batch.batch]
-        every = gather_from_data([find_length(sample, self._length_of) for sample in samples])
-        lengths = list(chain(*every))
+    def _make_window(self, source: Source, epoch: int, batches: list[MicroBatch]) -> Window:
+        samples, own_indices = _read_window(source, epoch, batches)
+        own_lengths = [find_length(sample, self._length_of) for sample in samples]
+        gathered = gather_from_data((own_lengths, own_indices))
+        every = [of_one for of_one, _ in gathered]
+        lengths, indices = list(chain(*every)), list(chain(*(of_one for _, of_one in gathered)))
         self._check_longest(lengths)
         widths = self._budget.widths(lengths)
         cut = self.cut(widths, self._budget, len(every))
@@ -413,7 +415,8 @@ class ByTokens(_TokenCut):
             for number in range(num_parts):
                 sizes = [len(own[number]) if number < len(own) else 0 for own in cut]
                 positions = cut[data_index()][number] if sizes[data_index()] else []
-                micro_batch = _make_micro_batch(batches, number, num_parts)
+                known = [index for position in positions if (index := indices[position]) is not None]
+                micro_batch = _make_micro_batch(batches, number, num_parts, samples=known or None)
                 micro_batch.num_samples = sum(sizes) if self._knows_samples else None
                 micro_batch.own_samples = len(positions)
                 micro_batch.is_partial = 0 in sizes
@@ -462,15 +465,8 @@ class ByTokensInEvaluation(_TokenCut):
                 batches, num_batches = [], min(2 * num_batches, self._largest_window)
 
     def _make_window(self, source: Source, epoch: int, batches: list[MicroBatch]) -> Window:
-        samples: list[Any] = []
-        places: list[tuple[int, int]] = []
-        indices: list[int | None] = []
-        for batch in batches:
-            read = batch.batch
-            samples += read
-            found = _indices_of(batch, source.samples_of(epoch, batch.index))
-            indices += [None] * len(read) if found is None or len(found) != len(read) else found
-            places += [(batch.index, place) for place in range(len(read))]
+        samples, indices = _read_window(source, epoch, batches)
+        places = [(batch.index, place) for batch in batches for place in range(len(batch.batch))]
         lengths = [find_length(sample, self._length_of) for sample in samples]
         self._check_longest(lengths)
         [groups] = cut_by_tokens(self._budget.widths(lengths), self._budget)
@@ -489,6 +485,18 @@ class ByTokensInEvaluation(_TokenCut):
                 yield self._fill(micro_batch, epoch, chosen, [lengths[position] for position in positions])
 
         return Window(make_micro_batches(), num_parts)
+
+
+def _read_window(source: Source, epoch: int, batches: list[MicroBatch]) -> tuple[list[Any], list[int | None]]:
+    """Return this process's samples in some uncollated batches, and the position of each in the data, or None."""
+    samples: list[Any] = []
+    indices: list[int | None] = []
+    for batch in batches:
+        read = batch.batch
+        samples += read
+        found = _indices_of(batch, source.samples_of(epoch, batch.index))
+        indices += [None] * len(read) if found is None or len(found) != len(read) else found
+    return samples, indices
 
 
 def _make_micro_batch(

@@ -159,8 +159,8 @@ class Feature:
             batch: The batch as loaded, on the CPU.
         """
 
-    def after_forward(self) -> None:
-        """Called after a training step."""
+    def after_forward(self, outputs: Any) -> None:
+        """Called after a training step, with what it returned."""
 
     def on_step_error(self, error: Exception, batch: Any) -> None:
         """Called with an error that a training or validation step raised, before it propagates.
@@ -304,7 +304,7 @@ class Features:
     before_emergency_checkpoint: tuple[Callable[[], None], ...]
     before_batch: tuple[Callable[[MicroBatch], None], ...]
     before_forward: tuple[Callable[[Any], None], ...]
-    after_forward: tuple[Callable[[], None], ...]
+    after_forward: tuple[Callable[[Any], None], ...]
     on_step_error: tuple[Callable[[Exception, Any], None], ...]
     weigh: tuple[Callable[..., torch.Tensor | None], ...]
     on_first_batch: tuple[Callable[..., None], ...]
@@ -381,7 +381,7 @@ class Features:
                 on_step_error(error, read)
             raise
         for after_forward in self.after_forward:
-            after_forward()
+            after_forward(outputs)
         return outputs
 
     def find_weight(self, loss: Any, *, is_given: bool) -> torch.Tensor | None:

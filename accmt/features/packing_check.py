@@ -344,7 +344,7 @@ class PackingCheck(Feature):
         if self._looked.is_packed and self._is_compiled and len(self._watched) == 1:  # compiled calls are not looked at
             self._require_isolation(next(iter(self._watched)), held, self._looked)
 
-    def after_forward(self) -> None:
+    def after_forward(self, outputs: Any) -> None:
         """Check after a training step that it passed the positions of the documents to the model.
 
         Raises:

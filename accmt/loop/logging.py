@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accmt.callbacks import Callback
@@ -88,6 +88,10 @@ class Logs:
         elif step is not None:
             expected = "step only with instant=True: other values are logged in the row of a step"
             raise ArgumentError(explain(f"log({name!r}, ...)", f"step={step!r}", expected, "remove step"))
+
+    def show(self, names: Iterable[str]) -> None:
+        """Show values of these names on the progress bar."""
+        self._names_on_bar.update(names)
 
     def media(self, method: str) -> MediaLog | None:
         """Return the current log of images, tables and files.

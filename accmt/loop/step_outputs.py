@@ -79,13 +79,18 @@ def read_further_values(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the other scalars that a step returned, detached; values that are not scalars are left out."""
     others = {}
     for name, value in output.items():
-        if name in ("loss", "weight"):
+        if name in ("loss", "weight") or _is_of_samples(name, value):
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             others[name] = value.detach().reshape(()).clone()
         elif isinstance(value, Real):
             others[name] = torch.tensor(as_float(value), dtype=torch.float64)
     return others
+
+
+def _is_of_samples(name: str, value: Any) -> bool:
+    """Return whether an entry has one value per sample, for features that need them, rather than a value to report."""
+    return name in ("losses", "weights") and isinstance(value, torch.Tensor) and value.ndim == 1
 
 
 def read_weight(step: str, weight: Any) -> Weight | None:
@@ -145,5 +150,9 @@ def read_validation_output(output: Any, loss_name: str) -> tuple[dict[str, Any],
     if not isinstance(output, Mapping):
         expected = 'a tensor of shape [], or a dict such as {"loss": loss, "accuracy": (predictions, references)}'
         raise ModuleContractError(explain("validation_step", _describe(output), expected, 'return {"loss": loss}'))
-    entries = {loss_name if name == "loss" else name: value for name, value in output.items() if name != "weight"}
+    entries = {
+        loss_name if name == "loss" else name: value
+        for name, value in output.items()
+        if name != "weight" and not _is_of_samples(name, value)
+    }
     return entries, read_weight("validation_step", output.get("weight"))

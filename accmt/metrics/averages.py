@@ -198,6 +198,15 @@ class LoggedValues:
         else:
             self._waiting.append((name, scalar))
 
+    def add_weighted(self, name: str, value: torch.Tensor, weight: Weight) -> None:
+        """Add a detached value with a weight of its own instead of that of the batch."""
+        self._sums.setdefault(name, WeightedSum()).add(value, weight)
+
+    def add_to_total(self, name: str, value: float | torch.Tensor) -> None:
+        """Add to a total, between batches as well as in them."""
+        self._totals.add(name)
+        self.add_weighted(name, value if isinstance(value, torch.Tensor) else torch.tensor(float(value)), 1.0)
+
     def end_batch(
         self,
         weight: Weight,

@@ -18,7 +18,7 @@ Rule = Literal["apply", "keep", "reject"]
 
 _SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's value stays", "reject": "rejected"}
 _FINDERS: dict[str, Callable[[Any], Any]] = {"optim": find_optimizer, "scheduler": find_scheduler}
-_SECTIONS = {"model": "path", "sft": "data", "prefer": "data"}
+_SECTIONS = {"model": "path", "sft": "data", "prefer": "data", "data": "mix"}
 """Keys whose value is a section, each with the key that a plain string stands for."""
 
 
@@ -77,6 +77,11 @@ RULES = (
     ),
     KeyRule("sft", "apply", "The position is counted in samples, regardless of their content."),
     KeyRule("prefer", "apply", "Like `sft`. The reference must be the model that training started from."),
+    KeyRule(
+        "data",
+        "apply",
+        "New weights apply from the next step, and each source continues in its order. The sources must not change.",
+    ),
     KeyRule("packing", "apply", "Like `max_micro_batch_size`; the first token of a packed document has no label."),
     KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has counted in the other unit until now."),
     KeyRule("optim.type", "reject", "The optimizer's state belongs to another class."),

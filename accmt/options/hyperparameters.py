@@ -54,6 +54,7 @@ class HyperParameters:
             not paths.
         prefer: The data and the loss for preference tuning, reward models and distillation, like `sft`: `accmt prefer`
             and the `from_hps` of their modules read it.
+        data: The shares in which several training sets are mixed: a dict with `mix`, `stop` and `unit`. None: one set.
         optimizer: Alias of `optim`.
         optimizer_kwargs: Alias of `optim_kwargs`.
 
@@ -88,6 +89,7 @@ class HyperParameters:
         model: str | Mapping[str, Any] | None = None,
         sft: str | Mapping[str, Any] | None = None,
         prefer: str | Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
         optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -112,6 +114,7 @@ class HyperParameters:
             "model": model,
             "sft": sft,
             "prefer": prefer,
+            "data": data,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = _kwargs_faults(
@@ -174,6 +177,7 @@ class HyperParameters:
         self.model: str | dict[str, Any] | None = schema.model
         self.sft: str | dict[str, Any] | None = schema.sft
         self.prefer: str | dict[str, Any] | None = schema.prefer
+        self.data: dict[str, Any] | None = schema.data
         self._sections = checked.sections
         self._document = checked.document
 
@@ -291,6 +295,7 @@ class HyperParameters:
                 "model": _plain(self.model),
                 "sft": _plain(self.sft),
                 "prefer": _plain(self.prefer),
+                "data": _plain(self.data),
             }
         }
 

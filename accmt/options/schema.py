@@ -19,7 +19,7 @@ from accmt.options.yaml_reader import Document, Fault, KeyPath, describe, sugges
 from accmt.registry import HPS_SECTIONS, addon, find, is_built_in
 
 _OTHER_NAMES = {"optimizer": "optim"}
-_SECTIONS = ("optim", "optimizer", "scheduler", "model", "sft", "prefer")
+_SECTIONS = ("optim", "optimizer", "scheduler", "model", "sft", "prefer", "data")
 _LIMITS = ("max_samples", "max_target_tokens", "max_tokens", "max_micro_batch_size")
 _NOTHING = "nothing"
 """The value shown for a missing key."""
@@ -93,6 +93,9 @@ class Schema(BaseModel):
     model: Any = Field(default=None, description="a path, or a mapping with `path`", examples=["model: out/base"])
     sft: Any = Field(default=None, description="a path, or a mapping with `data`", examples=["sft: train.jsonl"])
     prefer: Any = Field(default=None, description="a path, or a mapping with `data`", examples=["prefer: train.jsonl"])
+    data: Any = Field(
+        default=None, description="a mapping with `mix`", examples=["data: {mix: {news: 0.5, code: rest}}"]
+    )
 
     @field_validator(
         *("epochs", "batch_size", "max_steps", "max_samples", "max_target_tokens"),

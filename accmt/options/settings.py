@@ -159,8 +159,8 @@ class Settings:
         return self.handling.failures
 
     def is_set(self, argument: str) -> bool:
-        """Return whether a setting, an argument of the Trainer or read from one, is neither None nor False."""
-        values = (getattr(getattr(self, group), argument, None) for group in self.GROUPS)
+        """Return whether a setting, a hyper-parameter or an argument of the Trainer, is neither None nor False."""
+        values = (getattr(owner, argument, None) for owner in (self.hps, *(getattr(self, g) for g in self.GROUPS)))
         return any(value is not None and value is not False for value in values)
 
     def samples_per_step(self, num_parts: int, epoch: int = 0) -> int | None:

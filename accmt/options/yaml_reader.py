@@ -45,6 +45,7 @@ FIELDS = (
     "model",
     "sft",
     "prefer",
+    "data",
 )
 """The names of all hyper-parameters."""
 
@@ -342,7 +343,15 @@ def _line(node: yaml.Node) -> int:
 
 
 PREFIX = "--hps."
-_SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path", "sft": "data", "prefer": "data"}
+_SHORT = {
+    "optim": "type",
+    "optimizer": "type",
+    "scheduler": "type",
+    "model": "path",
+    "sft": "data",
+    "prefer": "data",
+    "data": "mix",
+}
 """The key that a plain value in place of a mapping sets."""
 
 

@@ -34,10 +34,10 @@ from accmt.features.hooks import Feature
 from accmt.loop.cadence import Cadence
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, defines
-from accmt.options import DataSettings, Settings
+from accmt.options import DataSettings, HyperParameters, Settings
 from accmt.processes import data_index, num_data_processes, run_on_every_process
 from accmt.recovery.restart import Recovery
-from accmt.registry import find
+from accmt.registry import addon, find
 from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.token_budget import find_token_batcher, make_largest, reject_conflicts
 from accmt.state import TrainingState
@@ -220,9 +220,11 @@ _DATA: dict[Evaluation, _Source] = {
 }
 
 
-def find_train_data(module: AcceleratorModule, user_data: Any) -> Any:
-    """Return the training data: from the module, else as passed to `fit`."""
+def find_train_data(module: AcceleratorModule, user_data: Any, hps: HyperParameters) -> Any:
+    """Return the training data: from the module, else as passed to `fit`; several sources are mixed."""
     data = _ask(module.get_train_dataloader, user_data)
+    if isinstance(data, dict) or hps.data is not None:
+        return addon("mix_sources")(data, hps)
     if data is None:
         do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
         raise DataError(explain("fit", "no training data", "a dataset or a DataLoader", do))
@@ -236,7 +238,7 @@ def find_sets(module: AcceleratorModule, user_data: UserData, settings: Settings
     """
 
     def find() -> dict[str, Any]:
-        train = find_train_data(module, user_data.load("train"))
+        train = find_train_data(module, user_data.load("train"), settings.hps)
         sets = find_validation_data(module, user_data.load("validate"), settings.data)
         return {_TRAINING: train, **{_VALIDATION + name: data for name, data in sets.items()}}
 
@@ -355,7 +357,7 @@ def build_train_loader(
         seed=seed,
         limit=data_settings.limits.train,
         shuffle=data_settings.shuffle_train,
-        sampler=find_sampler(module, data, settings, num_shards=shard.count),
+        sampler=find_sampler(module, data, settings, num_shards=shard.count, seed=seed),
         groups=_find_groups(module, data, settings) if is_stream(data) else None,
         batch_sampler=data_settings.data_options.batch_sampler,
         drop_last=data_settings.data_options.drop_last,
@@ -474,13 +476,13 @@ def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Li
     return collate if bucket is None or isinstance(data, DataLoader) else in_buckets(collate, bucket)
 
 
-def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int) -> Any:
+def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int, seed: int) -> Any:
     """Return the sampler of the training data, or None.
 
-    A dataset with a method `order_run`, such as a curriculum, defines the order of the whole run.
+    A dataset with a method `order_run`, such as a curriculum or a mixture, defines the order of the whole run.
     """
     if hasattr(data, "order_run"):
-        return data.order_run(module, settings, num_shards=num_shards)
+        return data.order_run(module, settings, num_shards=num_shards, seed=seed)
     if isinstance(data, DataLoader) and hasattr(data.dataset, "order_run"):
         name = type(data.dataset).__name__
         got, do = f"a DataLoader around a {name}", f"pass the {name} itself to fit: it decides the order"
@@ -517,6 +519,7 @@ class Loaders:
 
     Attributes:
         train: The training loader.
+        train_data: The training data.
         validation: The validation loaders, by name.
     """
 
@@ -535,7 +538,7 @@ class Loaders:
         through: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]],
     ) -> None:
         self.validation: dict[str, Loader] = {}
-        self._train_data: Any = None
+        self.train_data: Any = None
         self._also_read: list[Any] = []
         self._trainer = trainer
         self._module = module
@@ -550,12 +553,12 @@ class Loaders:
     @property
     def takes_user_batches(self) -> bool:
         """Whether the training data is a DataLoader, whose batches are used as they are."""
-        return isinstance(self._train_data, DataLoader)
+        return isinstance(self.train_data, DataLoader)
 
     @property
     def user_batch_size(self) -> int | None:
         """The batch size of that DataLoader; None if its sampler decides."""
-        return self._train_data.batch_size if self.takes_user_batches else None
+        return self.train_data.batch_size if self.takes_user_batches else None
 
     def samples_per_step(self, epoch: int = 0) -> int | None:
         """Return the samples of a full optimizer step; None if a window maker or a batch sampler decides."""
@@ -571,7 +574,7 @@ class Loaders:
         Processes: collective.
         """
         settings = self._trainer.settings
-        self._train_data = train_data
+        self.train_data = train_data
         for kind in self._feature_kinds:
             kind.check(settings, self._module, train_data)
         self._also_read = list(val_data.values())
@@ -609,7 +612,7 @@ class Loaders:
         lessons = self._recovery.lessons.get("out_of_memory", {}) if settings.hps.halves_micro_batches else {}
         return build_train_loader(
             self._module,
-            self._train_data,
+            self.train_data,
             settings,
             self._trainer.state,
             seed=self._seed,
@@ -639,7 +642,7 @@ class Loaders:
 
     def make_largest_batch(self) -> LargestBatch | str:
         """Return the largest possible training micro-batch, or why it is unknown."""
-        return make_largest_batch(self._module, self._train_data, self._trainer.settings, self.train)
+        return make_largest_batch(self._module, self.train_data, self._trainer.settings, self.train)
 
 
 def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:

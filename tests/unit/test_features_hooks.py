@@ -46,6 +46,7 @@ def test_the_order_of_features() -> None:
         "examiner",
         "timed_checkpoints",
         "goodput",
+        "sources",
         "remote_models",
         "remote_checkpoints",
     ]

@@ -287,7 +287,7 @@ def test_what_lies_on_the_device_is_not_waited_for(is_packed: bool, monkeypatch:
         for _ in range(2):
             guard.before_forward(rows)
             model(**on_device)
-            guard.after_forward()
+            guard.after_forward(None)
         assert trials.number == is_packed
         with pytest.raises(RuntimeError, match="meta"):
             model(**on_device)  # positions that no batch has shown

@@ -263,7 +263,7 @@ class _OfSeveralProcesses(GoodputRecorder):
         self._forward_s = 0.0
         self._before = (0.0, 0.0)
 
-    def after_forward(self) -> None:
+    def after_forward(self, outputs: Any) -> None:
         self._forward_s += self.meter.clock() - self.meter.since
 
     def exchange(self) -> Rider:

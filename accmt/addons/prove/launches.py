@@ -257,7 +257,7 @@ def _find_data(subject: Subject) -> tuple[Any, Any]:
             getattr(maker, name, lambda *_: None)(*arguments)
         train = maker.train_dataloader()
         val = maker.val_dataloader() if defines_method(maker, "val_dataloader") else None
-    train = find_train_data(module, train)
+    train = find_train_data(module, train, subject.trainer.hps)
     own = module.get_validation_dataloader(val) if _takes_argument(module) else module.get_validation_dataloader()
     return train, val if own is None else own
 

@@ -60,10 +60,15 @@ class RowModule(HuggingFaceModule):
         self._reader = reader
 
     def get_train_dataloader(self, dataset: Any = None) -> Any:
-        """Return the rows as samples, after checking some of them."""
-        data = self.make_samples(dataset)
+        """Return the rows as samples, after checking some of them; several sources are returned by name."""
+        if isinstance(dataset, dict):
+            return {name: self._make_checked(rows, f" ({name})") for name, rows in dataset.items()}
+        return self._make_checked(dataset)
+
+    def _make_checked(self, rows: Any, of_source: str = "") -> Any:
+        data = self.make_samples(rows)
         if isinstance(data, TokenizedRows | TokenizedStream):
-            look_at(data, self.processor, self.model, purpose=self._reader.purpose)
+            look_at(data, self.processor, self.model, purpose=self._reader.purpose + of_source)
         return data
 
     def get_validation_dataloader(self, dataset: Any = None) -> Any:
@@ -166,4 +171,7 @@ class SFTModule(RowModule):
         if "position_ids" in batch:  # packed documents: their first tokens are not targets
             anything = anything.masked_fill(batch["position_ids"] == 0, IGNORED)
         batch = {**batch, "labels": torch.where(weight > 0, labels, anything)}
-        return {**super().step(batch), "weight": weight}
+        result = {**super().step(batch), "weight": weight}
+        if "weights" in result:  # of samples
+            result["weights"] = result["weights"] * (weight > 0)
+        return result

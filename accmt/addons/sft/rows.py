@@ -331,18 +331,20 @@ _KINDS = {".jsonl": "json lines", ".json": "json", ".parquet": "parquet", ".csv"
 _EXPECTED = f"a file ({', '.join(_KINDS)}), or a folder written by `Dataset.save_to_disk`"
 
 
-def read_rows(where: str, paths: Sequence[str], split: str) -> Any:
+def read_rows(where: str, paths: Sequence[str] | Mapping[str, Sequence[str]], split: str) -> Any:
     """Return the rows of files and folders, by index.
 
     Args:
         where: The setting that names them, for error messages.
-        paths: Files and folders; their rows are concatenated.
+        paths: Files and folders; their rows are concatenated. If they have names, so have the rows.
         split: The set to read from a folder with several sets.
 
     Raises:
         FileNotFoundError: A path does not exist.
         DataError: A file has another format, or no rows.
     """
+    if isinstance(paths, Mapping):
+        return {name: read_rows(f"{where}.{name}", own, split) for name, own in paths.items()}
     parts = [_read(where, Path(path), split) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if not len(part):

@@ -29,7 +29,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_paths(value: Any) -> bool:
-    return bool(value) and all(isinstance(one, str) for one in as_tuple(value))
+    every = list(value.values()) if isinstance(value, Mapping) else [value]
+    return bool(value) and all(one and all(isinstance(path, str) for path in as_tuple(one)) for one in every)
 
 
 def is_flag(value: Any) -> bool:
@@ -51,9 +52,11 @@ def flag_key(name: str) -> Key:
     return Key(f"{name}: true", "true or false", is_flag)
 
 
+_PATHS = "a path, a list of paths, or a mapping from the names of several sources to these"
+
 DATA_KEYS: Mapping[str, Key] = {
-    "data": Key("data: train.jsonl", "a path, or a list of paths", _are_paths),
-    "validation": Key("validation: validation.jsonl", "a path, or a list of paths", _are_paths),
+    "data": Key("data: train.jsonl", _PATHS, _are_paths),
+    "validation": Key("validation: validation.jsonl", _PATHS, _are_paths),
     "chat_template": path_key("chat_template: template.jinja"),
     "max_length": Key(
         "max_length: 2048",
@@ -64,20 +67,23 @@ DATA_KEYS: Mapping[str, Key] = {
 """The keys of every section for rows of data."""
 
 
+Paths = tuple[str, ...] | Mapping[str, tuple[str, ...]]
+
+
 @dataclass(frozen=True)
 class DataSection:
     """Rows of data, and how to tokenize them.
 
     Attributes:
-        data: Files or folders with training rows.
-        validation: Files or folders with validation rows.
+        data: Files or folders with training rows; by name for several sources, which the section `data` mixes.
+        validation: Files or folders with validation rows; by name for several sets.
         chat_template: A template file; None uses the tokenizer's template.
         max_length: Number of tokens to keep of each row; None keeps all.
         merge: Whether to merge the adapter into its model at the end.
     """
 
-    data: tuple[str, ...] = ()
-    validation: tuple[str, ...] = ()
+    data: Paths = ()
+    validation: Paths = ()
     chat_template: str | None = None
     max_length: int | None = None
     merge: bool = False
@@ -125,7 +131,11 @@ def read_keys(section: str, value: Any, keys: Mapping[str, Key]) -> tuple[dict[s
             do = f"write `{keys[name].example}`"
             faults.append(Fault((section, name), describe(entry), keys[name].expected, do))
     paths = ("data", "validation")
-    return {name: as_tuple(entry) if name in paths else entry for name, entry in values.items()}, faults
+    return {name: _read_paths(entry) if name in paths else entry for name, entry in values.items()}, faults
+
+
+def _read_paths(value: Any) -> Paths:
+    return {str(name): as_tuple(one) for name, one in value.items()} if isinstance(value, Mapping) else as_tuple(value)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

@@ -1,0 +1,1 @@
+"""Mixing data sets in known shares, and the loss of each."""

@@ -1,0 +1,202 @@
+"""The order of the samples of a mixture, as a function of the seed, the weights and the position in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from accmt.addons.mix.interleaving import Interleaving, Stretch
+from accmt.data.samplers import ResumableSampler
+from accmt.data.seeding import derive_seed
+from accmt.errors import DataError, explain
+from accmt.messages import say
+
+_WHERE = "the sources of a mixture in a resumed run"
+
+
+class Stage(NamedTuple):
+    """The weights of the sources from a step on, as whole parts of their sum."""
+
+    step: int
+    parts: tuple[int, ...]
+
+
+class _Base(NamedTuple):
+    """The epoch in which a run began, or resumed: later ones follow from it.
+
+    Attributes:
+        epoch: Its index.
+        begin: Its first position in the run.
+        length: Its number of samples.
+        end_step: With "repeat", the steps of the run at its end.
+    """
+
+    epoch: int
+    begin: int
+    length: int
+    end_step: int
+
+
+class MixOrder(ResumableSampler):
+    """The samples of each epoch: sources interleaved by their weights, each in a separate order.
+
+    A source continues in the next epoch where it stopped, and has another order in each pass over it. All of this
+    follows from the position in the run; only a run that resumes with other weights has to know its earlier ones.
+
+    Args:
+        sizes: The number of samples of each source, by name.
+        stages: The weights; several only with "repeat".
+        epochs: The number of passes after which a source is exhausted, by name.
+        stop: What ends an epoch: "first", "last" or "repeat".
+        max_steps: With "repeat", the steps of the run; None if it ends when all sources are exhausted.
+        samples_per_step: The samples of an optimizer step, if `max_steps` is set.
+        seed: The run's seed.
+        shuffle: Whether each pass is shuffled.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        stages: Sequence[Stage],
+        *,
+        epochs: Mapping[str, int],
+        stop: str,
+        max_steps: int | None,
+        samples_per_step: int | None,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._sizes = dict(sizes)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._limits = [size * epochs[name] if name in epochs else None for name, size in sizes.items()]
+        self._settings: dict[str, Any] = {
+            "stop": stop,
+            "stages": [[step, list(parts)] for step, parts in stages],
+            "limits": self._limits,
+            "max_steps": max_steps,
+            "samples_per_step": samples_per_step,
+        }
+        self._stages = tuple(stages)
+        self._stop = stop
+        self._max_steps = max_steps
+        self._samples_per_step = samples_per_step or 0
+        self._begin_with([Stretch(step * self._samples_per_step, parts) for step, parts in stages])
+        self._length = self._measure()
+        self._base = _Base(0, 0, self._length, max_steps or 0)
+        self._loaded: Mapping[str, Any] = {}
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._positions(self._epoch))
+
+    def draw(self) -> torch.Tensor:
+        """Return the indices of the epoch, counted through all sources in their order."""
+        positions = self._positions(self._epoch)
+        before = self._interleaving.counts(positions.start)
+        sources = torch.from_numpy(self._interleaving.sources(positions.start, positions.stop))
+        drawn = torch.empty(len(positions), dtype=torch.long)
+        offset = 0
+        for number, (name, size) in enumerate(self._sizes.items()):
+            places = (sources == number).nonzero().squeeze(1)
+            if len(places):
+                drawn[places] = offset + self._take(name, size, int(before[number]), len(places))
+            offset += size
+        return drawn
+
+    def _take(self, name: str, size: int, first: int, count: int) -> torch.Tensor:
+        """Return `count` samples of a source, after the `first` that were taken before."""
+        if not self._shuffle:
+            return torch.arange(first, first + count) % size
+        begin, end = first // size, -(-(first + count) // size)
+        passes = []
+        for number in range(begin, end):
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, f"pass over {name}", number))
+            passes.append(torch.randperm(size, generator=generator))
+        return torch.cat(passes)[first - begin * size :][:count]
+
+    def _positions(self, epoch: int) -> range:
+        """Return the positions of an epoch in the run."""
+        begin, length = self._base.begin, self._base.length
+        if epoch != self._base.epoch:
+            begin, length = begin + length + (epoch - self._base.epoch - 1) * self._length, self._length
+        end = self._interleaving.end
+        stop = begin + length if end is None else min(begin + length, end)
+        if stop <= begin:
+            got = f"epoch {epoch + 1}, but all sources are exhausted after {end} samples"
+            do = "reduce `epochs` of the run, or increase `epochs` of a source in `data.mix`"
+            raise DataError(explain("a mixture whose sources are all limited", got, "samples in every epoch", do))
+        return range(begin, stop)
+
+    def _begin_with(self, stretches: Sequence[Stretch]) -> None:
+        self._stretches = tuple(stretches)
+        self._interleaving = Interleaving(self._stretches, self._limits)
+
+    def _measure(self) -> int:
+        """Return the samples of an epoch that begins the run."""
+        if self._stop == "repeat":
+            end = self._interleaving.end
+            return end or 0 if self._max_steps is None else self._max_steps * self._samples_per_step
+        drawn = [number for number, part in enumerate(self._stages[0].parts) if part]
+        sizes = list(self._sizes.values())
+        ends = [self._interleaving.share_of(number, sizes[number]) for number in drawn]
+        return min(ends) if self._stop == "first" else max(ends)
+
+    # ---- Resuming, possibly with other weights
+
+    def state_at(self, epoch: int) -> dict[str, Any]:
+        positions = self._positions(epoch)
+        end_step = self._base.end_step + (epoch - self._base.epoch) * (self._max_steps or 0)
+        return {
+            "sizes": [list(size) for size in self._sizes.items()],
+            "stretches": [[start, list(parts)] for start, parts in self._stretches],
+            "epoch": [epoch, positions.start, len(positions), end_step],
+            **self._settings,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        own = [list(size) for size in self._sizes.items()]
+        if state["sizes"] != own:
+            got, expected = (
+                ", ".join(f"{name}: {size} samples" for name, size in one) for one in (own, state["sizes"])
+            )
+            do = "pass the same sources in the same order (a weight of 0 leaves one out), or start a new run with "
+            do += "resume=False"
+            raise DataError(explain(_WHERE, got, expected, do))
+        self._loaded, self._limits = state, list(state["limits"])
+        self._base = _Base(*state["epoch"])
+        self._begin_with([Stretch(start, tuple(parts)) for start, parts in state["stretches"]])
+
+    def continue_after(self, consumed: int) -> None:
+        before, self._loaded = self._loaded, {}
+        if not before or all(before[name] == value for name, value in self._settings.items()):
+            return
+        base = self._base
+        if before["stop"] != self._stop and "repeat" in (before["stop"], self._stop):
+            do = f"write `stop: {before['stop']}`, or start a new run with resume=False"
+            raise DataError(explain(_WHERE, f"stop: {self._stop}", f"stop: {before['stop']}, as before", do))
+        cut, done = base.begin + consumed, 0
+        if before["samples_per_step"]:  # from the end, because an earlier part of the epoch may have had other steps
+            done = base.end_step - (base.length - consumed) // before["samples_per_step"]
+        stretches = [stretch for stretch in self._stretches if stretch.start < cut]
+        in_force = max(stage for stage in self._stages if stage.step <= done)
+        if not stretches or stretches[-1].parts != in_force.parts:
+            stretches.append(Stretch(cut, in_force.parts))
+            say(f"from here on, after {cut} samples of the mixture, its sources have other weights")
+        later = (stage for stage in self._stages if stage.step > done)
+        stretches += [Stretch(cut + (stage.step - done) * self._samples_per_step, stage.parts) for stage in later]
+        self._limits = self._settings["limits"]
+        self._begin_with(stretches)
+        if self._stop != "repeat":
+            length = base.length if consumed else self._length
+        elif self._max_steps is None:
+            length = (self._interleaving.end or base.begin) - base.begin
+        else:
+            length = consumed + max(self._max_steps - done, 1) * self._samples_per_step
+        self._base = base._replace(length=length, end_step=self._max_steps or 0)

@@ -1,0 +1,457 @@
+"""Several data sets in known shares: the order, epochs, resuming with other weights, and the loss of each."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from accmt import AcceleratorModule, Trainer
+from accmt.addons.mix.interleaving import Interleaving, Stretch, whole_parts
+from accmt.addons.mix.section import read_data_section
+from accmt.addons.mix.sources import Mixture
+from accmt.data import Shard, SourceOptions, build_source
+from accmt.data.samplers import Order
+from accmt.errors import ArgumentError, DataError, HyperParameterError
+from accmt.metrics.averages import exact_sum
+from accmt.tracking import read_history
+from tests.resume.unbroken import InterruptAt, InterruptionError
+from tests.tables import each
+
+pytestmark = pytest.mark.feature("N90")
+HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.01}}
+MIX = {"news": 0.5, "code": 0.3, "chat": "rest"}
+
+
+def draw_weights(seed: int) -> list[Fraction]:
+    rng = random.Random(seed)
+    count = rng.randint(1, 8)
+    weights = [Fraction(str(round(rng.random() ** rng.choice([1, 4]), rng.choice([1, 2, 4])))) for _ in range(count)]
+    return weights if any(weights) else [Fraction(1)]
+
+
+def test_at_every_step_each_of_50_random_mixtures_is_within_one_sample_of_its_shares():
+    for seed in range(50):
+        weights = draw_weights(seed)
+        sources = Interleaving([Stretch(0, whole_parts(weights))], [None] * len(weights)).sources(0, 5000)
+        total = sum(weights)
+        positions = np.arange(1, 5001)
+        for number, weight in enumerate(weights):
+            counts = np.cumsum(sources == number)
+            assert np.abs(counts - positions * float(weight / total)).max() < 1, (seed, number)
+
+
+def numbers(begin: int, count: int) -> TensorDataset:
+    """Return samples that are their own positions in all sources."""
+    return TensorDataset(torch.arange(begin, begin + count, dtype=torch.float32)[:, None])
+
+
+def mix(sizes: dict[str, int], data: dict[str, Any]) -> Mixture:
+    section, faults = read_data_section(data)
+    assert section is not None, faults
+    begins = np.cumsum([0, *sizes.values()]).tolist()
+    sources = {name: numbers(begin, size) for (name, size), begin in zip(sizes.items(), begins, strict=False)}
+    return Mixture(sources, section)
+
+
+def order_of(mixture: Mixture, seed: int = 1, *, num_shards: int = 1, **settings: Any) -> Any:
+    hps = {**HPS, **settings.pop("hps", {})}
+    trainer = Trainer(hps, "unused", verbose=False, **settings)
+    module = Points()
+    return mixture.order_run(module, trainer.settings, num_shards=num_shards, seed=seed)
+
+
+def draw(mixture: Mixture, epoch: int = 0, seed: int = 1, **settings: Any) -> list[int]:
+    order = order_of(mixture, seed, **settings)
+    return Order(len(mixture), seed, sampler=order).at(epoch).tolist()
+
+
+class Points(AcceleratorModule):
+    """Predicts twice a number; keeps what it was trained on."""
+
+    def __init__(self, *, of_samples: bool = True) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(1, 1)
+        self.of_samples = of_samples
+        self.seen: list[tuple[list[int], list[float], float]] = []
+
+    def training_step(self, batch: Any) -> Any:
+        inputs = batch[0] / 100
+        losses = (self.model(inputs) - 2 * inputs).square().squeeze(1)
+        if torch.is_grad_enabled():
+            self.seen.append((batch[0].flatten().int().tolist(), losses.tolist(), float(len(losses))))
+        return {"loss": losses.mean(), **({"losses": losses} if self.of_samples else {})}
+
+    validation_step = training_step
+
+
+def test_shares_hold_for_the_batches_of_one_two_and_three_processes():
+    for seed in range(50):
+        weights = draw_weights(seed)
+        sizes = {f"s{number}": 15 + 5 * number for number in range(len(weights))}
+        data = {"mix": dict(zip(sizes, map(float, weights), strict=True))}
+        mixture = mix(sizes, data)
+        ends = np.cumsum(list(sizes.values()))
+        expected = draw(mixture)
+        shares = np.array([float(weight / sum(weights)) for weight in weights])
+        for count in (1, 2, 3):
+            options = SourceOptions(purpose="train", batch_size=6 // count, seed=1, sampler=order_of(mixture))
+            shards = [build_source(mixture, replace_shard(options, index, count)) for index in range(count)]
+            trained: list[int] = []
+            for parts in zip(*(shard.micro_batches(0) for shard in shards), strict=True):
+                trained += [
+                    int(v) for part in parts if part.batch is not None for v in part.batch[0].flatten().tolist()
+                ]
+                counts = np.bincount(np.searchsorted(ends, trained, side="right"), minlength=len(weights))
+                assert (np.abs(counts - len(trained) * shares) < 1).all(), (seed, count)
+            assert trained == expected, (seed, count)
+
+
+def replace_shard(options: SourceOptions, index: int, count: int) -> SourceOptions:
+    from dataclasses import replace
+
+    return replace(options, shard=Shard(index, count))
+
+
+def test_each_source_is_read_in_passes_each_in_another_order():
+    mixture = mix({"news": 6, "code": 4}, {"mix": {"news": 0.5, "code": 0.5}, "stop": "last"})
+    trained = [index for epoch in range(4) for index in draw(mixture, epoch)]
+    code = [index for index in trained if index >= 6]
+    news = [index for index in trained if index < 6]
+    assert len(trained) == 4 * 12, "an epoch ends when the larger source was read: 6 of each"
+    for own, size in ((news, 6), (code, 4)):
+        passes = [own[begin : begin + size] for begin in range(0, len(own), size)]
+        assert all(sorted(one) == sorted(passes[0]) for one in passes)
+        assert len({tuple(one) for one in passes}) > 1
+    assert trained != [index for epoch in range(4) for index in draw(mixture, epoch, seed=2)]
+    in_order = draw(mixture, shuffle_train=False)
+    assert [index for index in in_order if index >= 6] == [6, 7, 8, 9, 6, 7]
+
+
+ONCE, TWICE = {"weight": 1, "epochs": 1}, {"weight": 1, "epochs": 2}
+
+
+@each(
+    ("data", "settings", "lengths"),
+    [
+        ({"stop": "first"}, {}, [20, 20, 20]),  # 10 of news
+        ({"stop": "last"}, {}, [100, 100, 100]),  # 50 of chat, which has 50
+        ({"stop": "repeat"}, {"hps": {"max_steps": 7}}, [28, 28]),
+        ({"mix": {"news": TWICE, "code": 0, "chat": 1}, "stop": "last"}, {}, [70, 70]),
+        ({"mix": {"news": TWICE, "code": ONCE, "chat": 0}}, {}, [20, 20, None]),
+        ({"mix": {"news": TWICE, "code": 0, "chat": ONCE}, "stop": "repeat"}, {}, [70]),
+    ],
+)
+def test_an_epoch_ends_where_the_rule_says(data: dict[str, Any], settings: dict[str, Any], lengths: list[int | None]):
+    mixture = mix({"news": 10, "code": 20, "chat": 50}, {"mix": {"news": 0.5, "code": 0, "chat": 0.5}, **data})
+    order = order_of(mixture, **settings)
+    for epoch, length in enumerate(lengths):
+        order.set_epoch(epoch)
+        if length is None:
+            with pytest.raises(DataError, match="exhausted after"):
+                len(order)
+        else:
+            assert len(order) == length == len(order.draw()), epoch
+
+
+def test_a_source_that_is_exhausted_leaves_its_share_to_the_others():
+    data = {"mix": {"news": {"weight": 0.5, "epochs": 1}, "code": 0.3, "chat": "rest"}, "stop": "last"}
+    drawn = draw(mix({"news": 10, "code": 30, "chat": 40}, data))
+    sources = np.searchsorted([10, 40, 80], drawn, side="right")
+    assert np.bincount(sources[:20]).tolist() == [10, 6, 4]
+    assert np.bincount(sources[20:70], minlength=3).tolist() == [0, 30, 20]
+
+
+def test_weights_change_at_their_steps():
+    data = {"mix": {"easy": {0: 1, 3: 0}, "hard": {0: 0, 3: 0.5, 5: 1}, "both": {"weight": {0: 0, 3: 0.5, 5: 0}}}}
+    drawn = draw(mix({"easy": 5, "hard": 7, "both": 9}, data), hps={"max_steps": 8})
+    sources = np.searchsorted([5, 12, 21], drawn, side="right")
+    assert len(drawn) == 8 * 4
+    assert set(sources[:12]) == {0}
+    assert np.bincount(sources[12:20], minlength=3).tolist() == [0, 4, 4]
+    assert set(sources[20:]) == {1}
+
+
+def test_shares_of_target_tokens_follow_from_the_mean_of_each_source():
+    class Texts(Dataset[Any]):
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def __getitem__(self, index: int) -> Any:
+            return {"input_ids": [1] * (self.length + 1), "labels": [-100] + [1] * self.length}
+
+        def __len__(self) -> int:
+            return 90
+
+    section, _ = read_data_section({"mix": {"short": 1, "long": 1}, "unit": "tokens"})
+    assert section is not None
+    mixture = Mixture({"short": Texts(10), "long": Texts(50)}, section)
+    sources = np.array(draw(mixture)) // 90
+    counts = np.bincount(sources[:60]).tolist()
+    assert counts == [50, 10], "500 tokens of each"
+
+
+# ---- Runs
+
+
+def fit(
+    folder: Path, module: Any, sizes: dict[str, int], data: Any = None, hps: Any = None, **settings: Any
+) -> Trainer:
+    begins = np.cumsum([0, *sizes.values()]).tolist()
+    sources = {name: numbers(begin, size) for (name, size), begin in zip(sizes.items(), begins, strict=False)}
+    given = {"seed": 1, "log_every": 2, "verbose": False, "logging_dir": folder / "logs", "checkpoint": folder / "ckpt"}
+    trainer = Trainer(
+        {**HPS, "data": data or {"mix": MIX}, **(hps or {})},
+        folder / "model",
+        **{**given, "model_saving": None, **settings},
+    )
+    trainer.fit(module, sources, {name: source for name, source in sources.items() if settings.get("model_saving")})
+    return trainer
+
+
+SIZES = {"news": 10, "code": 14, "chat": 30}
+
+
+def rows_of(trainer: Trainer) -> list[dict[str, float]]:
+    return [
+        row["values"] for row in read_history(trainer.run.tracking.run_folder) if "train_loss" in row.get("values", {})
+    ]
+
+
+def test_each_row_has_the_loss_and_the_samples_of_each_source(tmp_path: Path):
+    module = Points()
+    trainer = fit(tmp_path, module, SIZES, hps={"epochs": 3}, grad_accumulation_steps=2, log_every=3)
+    ends = np.cumsum(list(SIZES.values()))
+    rows, seen, taken, counted = rows_of(trainer), iter(module.seen), 0, {name: 0 for name in SIZES}
+    every = [(np.searchsorted(ends, samples, side="right").tolist(), losses) for samples, losses, _ in seen]
+    assert len(rows) == 3
+    for row in rows:
+        losses: dict[str, list[float]] = {name: [] for name in SIZES}
+        missing = sum(row[f"samples_seen__{name}"] for name in SIZES) - sum(counted.values())
+        while sum(map(len, losses.values())) < missing:
+            for source, loss in zip(*every[taken], strict=True):
+                losses[list(SIZES)[source]].append(loss)
+            taken += 1
+        for name, own in losses.items():
+            counted[name] += len(own)
+            assert row[f"samples_seen__{name}"] == counted[name]
+            assert (f"train_loss__{name}" in row) == bool(own)
+            if own:
+                assert row[f"train_loss__{name}"] == pytest.approx(exact_sum(own) / len(own), rel=1e-6)
+        total = [loss for own in losses.values() for loss in own]
+        assert row["train_loss"] == pytest.approx(exact_sum(total) / len(total), rel=1e-6)
+    assert taken == len(every)
+    assert sum(counted.values()) == trainer.state.samples_seen
+
+
+def test_the_steps_are_those_of_plain_torch_on_the_same_samples(tmp_path: Path):
+    module = Points()
+    fit(tmp_path, module, SIZES, grad_accumulation_steps=2)
+    plain = Points()
+    optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.01)
+    for begin in range(0, len(module.seen), 2):
+        samples = [sample for batch in module.seen[begin : begin + 2] for sample in batch[0]]
+        plain.training_step((torch.tensor(samples, dtype=torch.float32)[:, None],))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for own, expected in zip(module.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.parametrize("stop", [3, 9])
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, stop: int):
+    settings: dict[str, Any] = {"hps": {"epochs": 3}, "checkpoint_every": "2 steps", "log_every": 3}
+    whole = Points()
+    unbroken = fit(tmp_path / "whole", whole, SIZES, **settings)
+    with pytest.raises(InterruptionError):
+        fit(tmp_path / "parts", Points(), SIZES, callbacks=InterruptAt(stop), **settings)
+    rest = Points()
+    resumed = fit(tmp_path / "parts", rest, SIZES, resume=True, **settings)
+    assert all(map(torch.equal, rest.model.parameters(), whole.model.parameters()))
+    assert [samples for samples, _, _ in rest.seen] == [samples for samples, _, _ in whole.seen][-len(rest.seen) :]
+    assert rows_of(resumed) == rows_of(unbroken)
+
+
+def test_a_run_resumes_with_other_weights_where_each_source_was(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    settings: dict[str, Any] = {"checkpoint_every": "2 steps", "ledger": True}
+    sizes = {"news": 40, "code": 40, "chat": 80}
+    changed = {"mix": {"news": 0, "code": 0.25, "chat": 0.75}}
+    before = Points()
+    with pytest.raises(InterruptionError):
+        fit(tmp_path, before, sizes, callbacks=InterruptAt(4), **settings)
+    after = Points()
+    with caplog.at_level("INFO", logger="accmt"):
+        trainer = fit(
+            tmp_path,
+            after,
+            sizes,
+            changed,
+            resume=True,
+            verbose=True,
+            **settings,
+        )
+    assert "data.mix.news: 0.5 -> 0" in caplog.text
+    assert "after 16 samples of the mixture" in caplog.text
+    trained = [sample for samples, _, _ in before.seen[:4] for sample in samples]
+    then = [sample for samples, _, _ in after.seen for sample in samples]
+    sources = np.searchsorted([40, 80, 160], then, side="right")
+    assert len(set(trained + then)) == len(trained + then), "no sample twice: each source goes on in its pass"
+    counts = [np.cumsum(sources == number) for number in range(3)]
+    for own, share in zip(counts, (0, 0.25, 0.75), strict=True):
+        assert (np.abs(own - share * np.arange(1, len(then) + 1)) < 1).all()
+    assert '"chat": 0.75' in (Path(trainer.run.tracking.run_folder) / "ledger.jsonl").read_text()
+    # A second resumption continues the changed mixture.
+    again = Points()
+    trainer = fit(
+        tmp_path,
+        again,
+        sizes,
+        changed,
+        hps={"epochs": 2},
+        resume=True,
+        **settings,
+    )
+    assert np.bincount(np.array([s for samples, _, _ in again.seen for s in samples]) // 40)[0] == 0
+
+
+def test_more_steps_continue_a_run_that_repeats_its_sources(tmp_path: Path):
+    data = {"mix": {"news": {0: 1, 3: 0.5}, "code": {0: 0, 3: 0.5}, "chat": 0}}
+    settings: dict[str, Any] = {"checkpoint_every": "2 steps"}
+    whole = Points()
+    fit(tmp_path / "whole", whole, SIZES, data, hps={"epochs": -1, "max_steps": 12}, **settings)
+    fit(tmp_path / "parts", Points(), SIZES, data, hps={"epochs": -1, "max_steps": 6}, **settings)
+    rest = Points()
+    fit(tmp_path / "parts", rest, SIZES, data, hps={"epochs": -1, "max_steps": 12}, resume=True, **settings)
+    assert len(rest.seen) == 6
+    assert all(map(torch.equal, rest.model.parameters(), whole.model.parameters()))
+
+
+def test_the_best_model_of_one_source_is_saved(tmp_path: Path):
+    trainer = fit(tmp_path, Points(), SIZES, model_saving="best_valid_loss@code")
+    assert set(trainer.state.best_metrics) >= {"val_loss__news", "val_loss__code", "val_loss__chat"}
+    assert trainer.state.best["best_valid_loss@code"] == trainer.state.metrics["val_loss__code"]
+
+
+def test_without_losses_of_samples_the_reason_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    trainer = fit(tmp_path, Points(of_samples=False), SIZES)
+    assert "the training loss of each source is not logged" in caplog.text
+    for row in rows_of(trainer):
+        assert not any(name.startswith("train_loss__") for name in row)
+        assert row["samples_seen__news"] > 0
+
+
+# ---- Bad input
+
+
+@each(
+    ("data", "message"),
+    [
+        ([1], "a mapping with `mix`"),
+        ({"mix": {}}, "a mapping with `mix`"),
+        ({"mix": {"a": -0.5, "b": 1}}, "a number of at least 0"),
+        ({"mix": {"a": 0, "b": 0}}, "weights that sum to 0"),
+        ({"mix": {"a": float("nan"), "b": 1}}, "a number of at least 0"),
+        ({"mix": {"a": True, "b": 1}}, "a number of at least 0"),
+        ({"mix": {"a": "half", "b": 1}}, "a number of at least 0"),
+        ({"mix": {"a": 0.7, "b": 0.3, "c": "rest"}}, "weights that sum to 1, and `rest`"),
+        ({"mix": {"a": "rest", "b": "rest"}}, "`rest` for one source"),
+        ({"mix": {"a__b": 1}}, "a name without"),
+        ({"mix": {"a": {"weight": 1, "epoch": 2}}}, "write `epochs`"),
+        ({"mix": {"a": {"weight": 1, "epochs": 0}}}, "the largest number of passes"),
+        ({"mix": {"a": {"epochs": 1}}}, "no `weight`"),
+        ({"mix": {"a": {5: 1}}}, "starts at step 0"),
+        ({"mix": {"a": {0: 1, 5: 0}, "b": {0: 1, 5: 0}}}, "weights that sum to 0 from step 5"),
+        ({"mix": {"a": {0: 1, 5: 2}}, "stop": "first"}, "write `stop: repeat`"),
+        ({"mix": {"a": 1}, "stop": "frist"}, "write `first`"),
+        ({"mix": {"a": 1}, "unit": "token"}, "write `tokens`"),
+        ({"mix": {"a": 1}, "seed": 1}, "one of mix, stop, unit"),
+    ],
+)
+def test_invalid_weights_are_reported_with_their_place(data: Any, message: str):
+    with pytest.raises(HyperParameterError, match=message):
+        Trainer({**HPS, "data": data}, "unused")
+
+
+def test_a_name_that_appears_twice_is_reported(tmp_path: Path):
+    (tmp_path / "hps.yaml").write_text("epochs: 1\nbatch_size: 2\noptim: SGD\ndata:\n  mix:\n    a: 0.5\n    a: 0.3\n")
+    with pytest.raises(HyperParameterError, match=r"hps\.yaml:7"):
+        Trainer(tmp_path / "hps.yaml", "unused")
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from range(3)
+
+
+ONE = numbers(0, 3)
+
+
+@each(
+    ("data", "sources", "error", "message"),
+    [
+        (None, {"a": ONE, "b": ONE}, ArgumentError, "their weights in the hyper-parameters"),
+        ({"a": 1, "b": 1}, {"a": ONE, "c": ONE}, ArgumentError, "use the same names in both"),
+        ({"a": 1, "b": 1}, ONE, DataError, "a dict with the sources of `data.mix`: a, b"),
+        ({"a": 1, "b": 1}, {"a": ONE, "b": []}, DataError, "the source 'b' of the training data"),
+        ({"a": 1, "b": 1}, {"a": ONE, "b": DataLoader(ONE)}, DataError, "pass its dataset"),
+        ({"a": 1, "b": 1}, {"a": ONE, "b": Endless()}, DataError, "the source 'b' of the training data"),
+        ({"a": 1, "b": 1}, {"a": [{"x": 1}], "b": [{"y": 1}]}, DataError, "y in 'b', but x in 'a'"),
+    ],
+)
+def test_invalid_sources_are_reported(data: Any, sources: Any, error: type[Exception], message: str):
+    trainer = Trainer({**HPS, **({} if data is None else {"data": {"mix": data}})}, "unused", verbose=False)
+    with pytest.raises(error, match=message):
+        trainer.fit(Points(), sources)
+
+
+@each(
+    ("settings", "message"),
+    [
+        ({"sampler": [0, 1]}, "the weights decide the order"),
+        ({"data_options": {"group_by_length": True}}, "max_tokens"),
+        ({"hps": {"data": {"mix": {"news": 1, "code": 1, "chat": 1}, "stop": "repeat"}}}, "without max_steps"),
+    ],
+)
+def test_other_orders_are_rejected(settings: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ArgumentError, match=message):
+        fit(tmp_path, Points(), SIZES, **settings)
+
+
+def test_a_run_does_not_resume_with_other_sources(tmp_path: Path):
+    with pytest.raises(InterruptionError):
+        fit(tmp_path, Points(), SIZES, callbacks=InterruptAt(3), checkpoint_every="2 steps")
+    with pytest.raises(DataError, match="news: 10 samples, code: 14 samples, chat: 30 samples"):
+        fit(tmp_path, Points(), {**SIZES, "chat": 31}, resume=True)
+    with pytest.raises(DataError, match="write `stop: first`"):
+        fit(tmp_path, Points(), SIZES, {"mix": MIX, "stop": "repeat"}, hps={"max_steps": 9}, resume=True)
+
+
+def test_a_step_that_returns_other_losses_is_reported(tmp_path: Path):
+    class Wrong(Points):
+        def training_step(self, batch: Any) -> Any:
+            result = super().training_step(batch)
+            return {**result, "losses": result["losses"][1:]}
+
+    with pytest.raises(TypeError, match="one value for each of the 4 samples"):
+        fit(tmp_path, Wrong(), SIZES, num_sanity_val_steps=0)
+
+
+def test_an_unreadable_sample_names_its_source(tmp_path: Path):
+    class Broken(Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("torn")
+
+        def __len__(self) -> int:
+            return 3
+
+    trainer = Trainer({**HPS, "data": {"mix": {"good": 1, "bad": 1}}}, tmp_path / "m", verbose=False, model_saving=None)
+    with pytest.raises(OSError, match="torn") as caught:
+        trainer.fit(Points(), {"good": ONE, "bad": Broken()})
+    assert "the source 'bad'" in "".join(caught.value.__notes__)

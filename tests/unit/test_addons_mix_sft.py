@@ -1,0 +1,59 @@
+"""Supervised fine-tuning on several sources: the loss over the target tokens of each, however they are batched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from accmt import SFTModule, Trainer
+from accmt.addons.sft.chat import IGNORED, mask_row
+from accmt.tracking import read_history
+from tests import conversations
+from tests.conversations import draw_conversations, make_tokenizer
+from tests.unit.test_addons_sft import make_model
+
+pytestmark = pytest.mark.feature("N91")
+
+
+@pytest.mark.parametrize(
+    ("hps", "settings"),
+    [
+        ({}, {"grad_accumulation_steps": 2}),
+        ({"max_tokens": 600}, {}),
+        ({"max_tokens": 900, "packing": True}, {}),
+    ],
+    ids=["padded", "budget", "packed"],
+)
+def test_the_loss_of_each_source_is_the_mean_over_its_target_tokens(tmp_path: Path, hps: Any, settings: Any):
+    tokenizer = make_tokenizer(conversations.CHATML)
+    no_answer = {"messages": [{"role": "user", "content": "nobody answers"}]}
+    sources = {"long": draw_conversations(9, seed=3), "short": [*draw_conversations(4, seed=4), no_answer]}
+    module = SFTModule(make_model(), tokenizer)
+    values = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 1e-9}}
+    mix = {"data": {"mix": {"long": 9, "short": 5}}}
+    trainer = Trainer(
+        {**values, **mix, **hps}, tmp_path / "m", seed=1, log_every=-1, verbose=False, model_saving=None, **settings
+    )
+    trainer.fit(module, sources)
+    expected: dict[str, tuple[float, int]] = {}
+    for name, rows in sources.items():
+        losses: list[float] = []
+        for row in rows:
+            masked = mask_row(tokenizer, row)
+            ids, labels = torch.tensor([masked.input_ids]), torch.tensor(masked.labels)
+            with torch.inference_mode():
+                logits = module.model(input_ids=ids).logits[0]
+            each = functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+            losses += each[labels[1:] != IGNORED].tolist()
+        expected[name] = sum(losses) / len(losses), len(losses)
+    rows = [row["values"] for row in read_history(trainer.run.tracking.run_folder) if "values" in row]
+    row = rows[-1]
+    for name, (loss, tokens) in expected.items():
+        assert row[f"train_loss__{name}"] == pytest.approx(loss, rel=1e-5), name
+        assert row[f"target_tokens_seen__{name}"] == tokens
+        assert row[f"samples_seen__{name}"] == len(sources[name])
+    assert sum(tokens for _, tokens in expected.values()) == trainer.state.target_tokens_seen
