@@ -149,7 +149,7 @@ def test_rows_of_json_lines_are_what_is_written_in_them():
     [
         (3, "hps.yaml:10 sft\n  got: 3 (int)\n  expected: a path, or a mapping with `data`"),
         ({"dta": "x"}, "sft.dta\n  got: dta = 'x' (str)"),
-        ({"data": 3}, "sft.data\n  got: 3 (int)\n  expected: a path, or a list"),
+        ({"data": 3}, "sft.data\n  got: 3 (int)\n  expected: a path, a list"),
         ({"data": "train.jsonl", "max_length": 1}, "expected: a whole number of at least 2"),
         ({"data": "train.jsonl", "per_turn": "yes"}, "sft.per_turn\n  got: 'yes' (str)\n  expected: true or false"),
         ({"data": "train.jsonl", "merge": True}, "sft.merge\n  got: true without an adapter in `model`"),
