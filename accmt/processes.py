@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import reduce, wraps
 from operator import add
 from pathlib import Path
@@ -83,6 +84,7 @@ T = TypeVar("T")
 
 _is_alone = False
 _ranks_per_batch = 1  # of a run; see `share_batches`
+_disk_managers: tuple[int, ...] = ()  # of each process; empty if all share a disk; see `separate_disks`
 _index_after_leaving = 0
 _host_group: tuple[Any, dist.ProcessGroup] | None = None  # the default group, and another one for host memory
 _serving: list[str] = []  # the Trainer's methods that are running, which every process has to call
@@ -131,6 +133,29 @@ def share_batches(ranks: int) -> None:
     """
     global _ranks_per_batch  # noqa: PLW0603 - as there is one group of processes
     _ranks_per_batch = ranks
+
+
+def separate_disks(managers: Sequence[int]) -> None:
+    """Record that the run's checkpoint folder is on a separate disk for some of the processes.
+
+    Args:
+        managers: For each process, the process that manages the files on its disk: the first one that uses this disk.
+            Empty if all share a disk, which the main process manages.
+
+    Processes: all.
+    """
+    global _disk_managers  # noqa: PLW0603 - as there is one group of processes
+    _disk_managers = tuple(managers)
+
+
+def has_separate_disks() -> bool:
+    """Return whether some processes do not see the files that the main process writes."""
+    return len(set(_disk_managers)) > 1 and num_processes() > 1
+
+
+def manages_disk() -> bool:
+    """Return whether this process manages the files on its disk: one process per disk does."""
+    return process_index() == (_disk_managers[process_index()] if has_separate_disks() else 0)
 
 
 def num_data_processes() -> int:
@@ -381,7 +406,35 @@ def run_on_main_process(action: Callable[[], T], *, group: dist.ProcessGroup | N
     return result.unwrap()
 
 
-def run_on_every_process(action: Callable[[], T]) -> list[T]:
+def run_on_each_disk(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """Call `action` on one process of each disk, and return its picklable result on all processes of this disk.
+
+    Processes: collective.
+
+    Raises:
+        Exception: Any error of the action, on every process.
+    """
+    if not has_separate_disks():
+        return run_on_main_process(action, group=group)
+    results = run_on_every_process(lambda: action() if manages_disk() else None, group=group)
+    return results[_disk_managers[process_index()]]  # type: ignore[return-value]
+
+
+def new_disk_group() -> dist.ProcessGroup | None:
+    """Return a new group of the processes that manage a disk, for another thread; None if there is one disk.
+
+    Processes: collective; other processes get a group that they cannot use.
+    """
+    if not has_separate_disks():
+        return None
+    managers = sorted(set(_disk_managers))
+    group: dist.ProcessGroup = dist.new_group(managers, backend="gloo", timeout=timedelta(days=1))
+    if manages_disk():
+        names_of_threads.add(group.group_name)
+    return group
+
+
+def run_on_every_process(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `action` on each process, and return all picklable results, ordered by rank.
 
     Processes: collective.
@@ -392,7 +445,7 @@ def run_on_every_process(action: Callable[[], T]) -> list[T]:
     """
     own = _Result.of(action)
     try:
-        every = gather_objects(own.for_others())
+        every = gather_objects(own.for_others(), group=group)
     except Exception:
         if own.error is None:
             raise

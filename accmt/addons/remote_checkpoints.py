@@ -5,6 +5,9 @@ main process uploads each published checkpoint under a name of its own; its mani
 complete if its manifest is there and every file has the size and digest that the manifest lists. Older ones are deleted
 only after that, manifest first. A resume takes the newest checkpoint of both places.
 
+If machines have separate disks, each of them uploads the files on its disk: the main process chooses the checkpoint,
+and uploads the manifest when all have uploaded theirs.
+
 A store that fsspec does not know is a class derived from `fsspec.AbstractFileSystem`, registered by its package:
 https://filesystem-spec.readthedocs.io/en/latest/developer.html
 """
@@ -30,6 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch.distributed as dist
+
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -39,13 +44,20 @@ from accmt.checkpoint.manifest import (
     make_unfinished_name,
     read_manifest,
 )
-from accmt.checkpoint.retention import PIN_NAME, list_published, make_durable, publish
-from accmt.checkpoint.store import find_resumable, inspect
+from accmt.checkpoint.retention import KEEP_EVERY, PIN_NAME, list_published, make_durable, publish
+from accmt.checkpoint.store import CheckpointStore, Inspection, find_resumable, inspect
 from accmt.errors import AccmtError, CheckpointError, MissingPackageError, NoCheckpointError, explain
 from accmt.features.hooks import Feature
 from accmt.files import dumps, fsync_file, fsync_folder, loads, write_text
 from accmt.messages import say, warn, warn_once
-from accmt.processes import run_on_main_process
+from accmt.processes import (
+    close_cpu_group,
+    is_main_process,
+    new_disk_group,
+    process_index,
+    run_on_each_disk,
+    run_on_main_process,
+)
 from accmt.run import EvaluationRun, Run
 from accmt.secrets import hide_text
 
@@ -55,7 +67,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _UNIQUE = r"\d{8,}-[0-9a-f]{8}"
-"""In a remote name: the step, and what makes the name unique, because objects cannot be renamed."""
+"""In a remote name: the step, and the first digits of the manifest's digest. Objects cannot be renamed."""
 
 _NAME = re.compile(f"step-{_UNIQUE}")
 
@@ -175,6 +187,12 @@ class RemoteFolder:
             return {name.removeprefix(f"{self._root}/"): entry["size"] for name, entry in found.items()}
         return {}
 
+    def try_writing(self) -> None:
+        """Write an object and delete it, so that missing credentials are found before training."""
+        probe = f"probe-{secrets.token_hex(4)}"
+        self._write(probe, b"")
+        self._delete([probe])
+
     # ---- Checkpoints
 
     def checkpoints(self) -> list[RemoteCheckpoint]:
@@ -194,10 +212,14 @@ class RemoteFolder:
     def _inspect(self, name: str, sizes: dict[str, int]) -> RemoteCheckpoint:
         if MANIFEST_NAME not in sizes:
             return RemoteCheckpoint(name, None, sizes, "its upload was not finished")
+        try:
+            content = self._read(f"{name}/{MANIFEST_NAME}")
+        except FileNotFoundError:  # since it was listed
+            return RemoteCheckpoint(name, None, sizes, "its run is deleting it")
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / name
             folder.mkdir()
-            (folder / MANIFEST_NAME).write_bytes(self._read(f"{name}/{MANIFEST_NAME}"))
+            (folder / MANIFEST_NAME).write_bytes(content)
             manifest = read_manifest(folder)
         if isinstance(manifest, Damage):
             return RemoteCheckpoint(name, None, sizes, manifest.reason)
@@ -208,15 +230,34 @@ class RemoteFolder:
         )
         return RemoteCheckpoint(name, manifest, sizes, next(wrong, ""))
 
+    def name_of(self, manifest: Manifest) -> str:
+        """Return the remote name of a checkpoint."""
+        return f"{self.prefix}-{manifest.step:08d}-{manifest.digest[:8]}"
+
     def upload(self, folder: Path) -> str:
         """Upload a published checkpoint, and return its name in the remote folder."""
-        manifest = read_manifest(folder)
-        if isinstance(manifest, Damage):
-            raise CheckpointError(manifest.reason)
-        name = f"{self.prefix}-{manifest.step:08d}-{secrets.token_hex(4)}"
-        files = [*manifest.files, *([PIN_NAME] if (folder / PIN_NAME).exists() else [])]
+        self.upload_files(folder)
+        return self.publish(folder)
+
+    def upload_files(self, folder: Path) -> None:
+        """Upload the files of a checkpoint that are on this disk, without the manifest."""
+        manifest = _require_manifest(folder)
+        files = [file for file in (*manifest.files, PIN_NAME) if (folder / file).exists()]
+        name = self.name_of(manifest)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="accmt-upload-file") as threads:
             list(threads.map(lambda file: self._put(folder / file, f"{name}/{file}"), files))
+
+    def publish(self, folder: Path) -> str:
+        """Upload the manifest of a checkpoint once all its files are uploaded, and return its remote name.
+
+        Raises:
+            OSError: A file is neither on this disk nor uploaded.
+        """
+        manifest = _require_manifest(folder)
+        name = self.name_of(manifest)
+        for file, entry in manifest.files.items():
+            if not (folder / file).exists():
+                self._retry(partial(self._require_size, f"{name}/{file}", entry.size))
         self._put(folder / MANIFEST_NAME, f"{name}/{MANIFEST_NAME}")
         return name
 
@@ -225,12 +266,15 @@ class RemoteFolder:
 
         def put() -> None:
             self._fs.put_file(str(file), f"{self._root}/{key}")
-            self._fs.invalidate_cache()
-            stored = self._fs.info(f"{self._root}/{key}")["size"]
-            if stored != size:
-                raise OSError(f"{key} has {stored} bytes instead of {size}")
+            self._require_size(key, size)
 
         self._retry(put)
+
+    def _require_size(self, key: str, size: int) -> None:
+        self._fs.invalidate_cache()
+        stored = self._fs.info(f"{self._root}/{key}")["size"]
+        if stored != size:
+            raise OSError(f"{key} has {stored} bytes instead of {size}")
 
     def download(self, one: RemoteCheckpoint, into: Path) -> Path:
         """Download a checkpoint into a folder of checkpoints, verify every file, and publish it there.
@@ -274,10 +318,25 @@ class RemoteFolder:
         self._delete([f"{one.name}/{file}" for file in names])
 
     def prune(self, keep: int) -> None:
-        """Delete all complete checkpoints but the newest `keep` and pinned ones."""
-        surplus = [one for one in self.newest_first() if not one.is_pinned][keep:]
-        for one in surplus:
-            self.delete(one)
+        """Delete what the local folder would not keep either.
+
+        That is all complete checkpoints but the newest `keep` and pinned ones, and those whose step was saved again,
+        except if a user has pinned them. The newest one counts even if it is pinned.
+        """
+        steps: set[int] = set()
+        num_kept = 0
+        for one in self.newest_first():
+            step = -1 if one.manifest is None else one.manifest.step
+            is_newest, is_replaced = not steps, step in steps
+            steps.add(step)
+            if one.is_pinned and not is_newest:
+                is_by_interval = is_replaced and self._read(f"{one.name}/{PIN_NAME}") == KEEP_EVERY.encode()
+                if not is_by_interval:
+                    continue
+            if is_replaced or num_kept == keep:
+                self.delete(one)
+            else:
+                num_kept += 1
 
     def clean(self) -> Sequence[str]:
         """Delete what unfinished uploads have left, and return their names.
@@ -443,7 +502,8 @@ class RemoteCheckpoints(Feature):
     def __init__(self, run: Run, url: str) -> None:
         self._run = run
         self._url = url
-        self._uploads: Uploads | None = None
+        self._group: UploadGroup | None = None
+        self._uploads: Uploads | UploadsOfOtherDisk | None = None
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> RemoteCheckpoints | None:
@@ -452,20 +512,29 @@ class RemoteCheckpoints(Feature):
 
     @classmethod
     def before_resume(cls, settings: Settings) -> Path | None:
-        """Download the checkpoint to resume from, unless the local folder has it."""
+        """Return the checkpoint to resume from: the local one, or a newer one that is downloaded to each disk."""
         options, resume = settings.checkpoints, settings.checkpoints.resume
         folder = settings.checkpoint_folder
         if isinstance(resume, str) and is_url(resume):
-            return run_on_main_process(
-                lambda: _bring(resume, folder.with_name(f"{folder.name}.resumed"), is_asked=True)
-            )
-        if options.url is not None and resume is not False and resume in (True, None, "auto"):
-            run_on_main_process(partial(_bring, options.url, folder, is_asked=False))
-        return None
+            found = _bring(resume, folder.with_name(f"{folder.name}.resumed"))
+            if found is None:
+                where, do = (
+                    f"Trainer(resume={hide_text(resume)!r})",
+                    "check the URL: `accmt check URL` lists what is there",
+                )
+                raise NoCheckpointError(explain(where, "no complete checkpoint", "one", do))
+            return found
+        if options.url is None or options.checkpointer is not None or resume not in (True, None, "auto"):
+            return None
+        local = CheckpointStore(folder).newest()
+        found = _bring(options.url, folder, newer_than=None if local is None else local.manifest)
+        return found if found is not None or local is None else local.folder
 
     def on_start(self) -> None:
         """Take the lease, so that missing credentials or a second run are errors before training."""
+        self._group = UploadGroup.open()
         run_on_main_process(self._start)
+        run_on_each_disk(self._follow)
 
     def _start(self) -> None:
         run = self._run
@@ -480,14 +549,35 @@ class RemoteCheckpoints(Feature):
                     do = 'resume="auto" continues that run; otherwise pass another `checkpoint` URL, or delete them'
                     where = f"checkpoint folder {remote.shown}"
                     raise CheckpointError(explain(where, got, "a folder without checkpoints of another run", do))
-        keep = run.settings.checkpoints.checkpoint_options.max_checkpoints or 1
-        origin = {"run": run_name, "keep": keep}
-        self._uploads = start_uploads(remote, run.checkpoints.folder, ORIGIN, origin, run_name=run_name, keep=keep)
+        folder, origin, group = run.checkpoints.folder, self._origin, self._group
+        self._uploads = start_uploads(
+            remote, folder, ORIGIN, origin, run_name=run_name, keep=origin["keep"], group=group
+        )
+
+    def _follow(self) -> None:
+        """Upload what is on the disk of this process, if that is another one than the main process's."""
+        if self._group is not None and not is_main_process():
+            folder = self._run.checkpoints.folder
+            with explaining(self._url):
+                remote = RemoteFolder(self._url)
+                remote.try_writing()
+            _write_origin(folder / ORIGIN, remote, self._origin)
+            self._uploads = UploadsOfOtherDisk(remote, folder, self._group)
+
+    @property
+    def _origin(self) -> dict[str, Any]:
+        """What `accmt sync` needs to know besides the URL."""
+        keep = self._run.settings.checkpoints.checkpoint_options.max_checkpoints or 1
+        return {"run": self._run.tracking.run_name, "keep": keep, "is_part": self._group is not None}
 
     def on_checkpoint(self, folder: Path) -> None:
         """Upload a checkpoint that was published."""
-        if self._uploads is not None:
+        if self._uploads is None:
+            return
+        try:
             self._uploads.add(folder)
+        except OSError as error:  # the checkpoint is durable; only its copy for the upload is not
+            warn(f"checkpoint {folder} is not uploaded to {hide_text(self._url)} now: {error}")
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -515,19 +605,35 @@ def upload_rest(folder: Path, *, url: str | None = None) -> str | None:
         The name of the uploaded checkpoint; None if nothing was left to upload.
 
     Raises:
-        CheckpointError: A run is still writing there.
+        CheckpointError: A run is still writing there, or some files are on the disks of other machines.
     """
     origin = loads((folder / ORIGIN).read_text(encoding="utf-8"))
     url = url or origin["url"]
     with explaining(url):
         remote = RemoteFolder(url)
         with Lease(remote, origin["run"]):
-            newest = find_resumable(inspect(folder))
+            found = inspect(folder)
+            newest = _find_newest_part(found) if origin["is_part"] else find_resumable(found)
             if newest is None or any(one.manifest == newest.manifest for one in remote.newest_first()):
                 return None
-            name = remote.upload(newest.folder)
+            try:
+                name = remote.upload(newest.folder)
+            except FileNotFoundError as error:
+                got, expected = f"no file {error}", "all files of the checkpoint, some of which are on other machines"
+                do = "run `accmt sync` on the other machines, too: the last one completes the checkpoint"
+                raise CheckpointError(explain(f"checkpoint folder {remote.shown}", got, expected, do)) from error
             remote.prune(origin["keep"])
             return name
+
+
+def _find_newest_part(found: Sequence[Inspection]) -> Inspection | None:
+    """Return the newest checkpoint of which this disk has some files, all of them intact."""
+    for one in reversed(found):
+        names = () if one.manifest is None else one.manifest.files
+        num_missing = sum(not (one.folder / name).exists() for name in names)
+        if num_missing < len(names) and len(one.faults) == num_missing:
+            return one
+    return None
 
 
 def clean(url: str) -> Sequence[str]:
@@ -559,53 +665,61 @@ def explaining(url: str, kind: type[RemoteFolder] = RemoteFolder) -> Iterator[No
         raise CheckpointError(explain(where, f"{type(error).__name__}: {got}", expected, do)) from error
 
 
-def _bring(url: str, folder: Path, *, is_asked: bool) -> Path | None:
-    """Download the newest checkpoint that is newer than those in a local folder; damaged ones are skipped.
+def _bring(url: str, folder: Path, *, newer_than: Manifest | None = None) -> Path | None:
+    """Download the newest checkpoint to each disk; damaged ones are skipped.
+
+    Processes: collective; the main process chooses the checkpoint.
 
     Args:
         url: The remote folder, or one checkpoint in it.
         folder: The local folder.
-        is_asked: Whether it is an error if there is none.
+        newer_than: The newest local checkpoint.
+
+    Returns:
+        The local folder of the checkpoint; None if there is none, or if the local one is not older.
     """
+    parent, _, name = url.rstrip("/").rpartition("/")
+    is_one = _NAME.fullmatch(name) is not None
     with explaining(url):
-        parent, _, name = url.rstrip("/").rpartition("/")
-        remote = RemoteFolder(parent if _NAME.fullmatch(name) else url)
-        found = [one for one in remote.newest_first() if one.name == name or not _NAME.fullmatch(name)]
-        for one in found:
+        remote = RemoteFolder(parent if is_one else url)
+        for one in run_on_main_process(remote.newest_first):
             manifest = one.manifest
-            local = None if manifest is None else _find_same(folder, manifest)
-            if local is not None or (not is_asked and manifest and manifest.sequence < _newest_sequence(folder)):
-                return local
-            say(f"downloading {remote.shown}/{one.name} to {folder}")
+            if manifest is None or (is_one and one.name != name):
+                continue
+            if newer_than is not None and (manifest == newer_than or manifest.sequence < newer_than.sequence):
+                return None
             try:
-                return remote.download(one, folder)
+                return run_on_each_disk(partial(_download, remote, one, folder))
             except CheckpointError as error:
                 warn(f"a checkpoint is damaged, so the one before it is used: {error}")
-    if is_asked:
-        do = "check the URL: `accmt check URL` lists what is there"
-        raise NoCheckpointError(explain(f"Trainer(resume={hide_text(url)!r})", "no complete checkpoint", "one", do))
     return None
 
 
-def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+def _download(remote: RemoteFolder, one: RemoteCheckpoint, folder: Path) -> Path:
+    """Return the local copy of a remote checkpoint; download it if there is none, or if it is incomplete."""
     for path in list_published(folder):
-        manifest = read_manifest(path)
-        if isinstance(manifest, Manifest):
-            yield path, manifest
+        if read_manifest(path) == one.manifest and isinstance(examine(path), Checkpoint):
+            return path
+    say(f"downloading {remote.shown}/{one.name} to {folder}")
+    return remote.download(one, folder)
 
 
-def _newest_sequence(folder: Path) -> int:
-    return max((manifest.sequence for _, manifest in _manifests(folder)), default=-1)
-
-
-def _find_same(folder: Path, manifest: Manifest) -> Path | None:
-    """Return the local copy of a remote checkpoint, if it is complete."""
-    same = (path for path, local in _manifests(folder) if local == manifest)
-    return next((path for path in same if isinstance(examine(path), Checkpoint)), None)
+def _require_manifest(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    if isinstance(manifest, Damage):
+        raise CheckpointError(manifest.reason)
+    return manifest
 
 
 def start_uploads(
-    remote: RemoteFolder, folder: Path, origin: str, content: Mapping[str, Any], *, run_name: str, keep: int
+    remote: RemoteFolder,
+    folder: Path,
+    origin: str,
+    content: Mapping[str, Any],
+    *,
+    run_name: str,
+    keep: int,
+    group: UploadGroup | None = None,
 ) -> Uploads:
     """Take the lease of a remote folder, delete leftovers there, and start a thread that uploads to it.
 
@@ -616,6 +730,7 @@ def start_uploads(
         content: What it contains besides the URL.
         run_name: The run.
         keep: The number of checkpoints or models to keep in the remote folder.
+        group: The upload threads of the machines, if they have separate disks.
 
     Raises:
         CheckpointError: Another run holds the lease, or the store cannot be used.
@@ -629,11 +744,15 @@ def start_uploads(
         except Exception as error:  # noqa: BLE001 - leftovers only take space
             warn(f"the leftovers of unfinished uploads in {remote.shown} could not be deleted: {error}")
         make_durable(folder)
-        write_text(folder / origin, dumps({"url": remote.shown, **content}, indent=2) + "\n")
-        return Uploads(remote, folder, keep, lease)
+        _write_origin(folder / origin, remote, content)
+        return Uploads(remote, folder, keep=keep, lease=lease, group=group)
     except BaseException:
         lease.release()  # else nobody could use the folder until it has expired
         raise
+
+
+def _write_origin(file: Path, remote: RemoteFolder, content: Mapping[str, Any]) -> None:
+    write_text(file, dumps({"url": remote.shown, **content}, indent=2) + "\n")
 
 
 class Uploads:
@@ -644,22 +763,25 @@ class Uploads:
         local: The local folder, where copies are kept that wait; weights as hard links.
         keep: The number of checkpoints to keep in the remote folder.
         lease: The lease on the remote folder.
+        group: The upload threads of the machines, if they have separate disks.
     """
 
     WAIT_AT_END_S = 600.0
 
-    def __init__(self, remote: RemoteFolder, local: Path, keep: int, lease: Lease) -> None:
+    def __init__(
+        self, remote: RemoteFolder, local: Path, *, keep: int, lease: Lease, group: UploadGroup | None = None
+    ) -> None:
         self._remote = remote
         self._local = local
         self._keep = keep
         self._lease = lease
+        self._group = group
         self._waiting: list[Path] = []
         self._is_busy = False
         self._is_ending = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="accmt-upload", daemon=True)
-        for leftover in local.glob(".upload-*"):  # of a killed run
-            shutil.rmtree(leftover, ignore_errors=True)
+        _remove_leftovers(local)
         self._thread.start()
 
     def add(self, folder: Path) -> None:
@@ -667,8 +789,7 @@ class Uploads:
 
         One that still waits is skipped, so that uploads do not fall further and further behind.
         """
-        waiting = self._local / f".upload-{folder.name}-{secrets.token_hex(4)}"
-        shutil.copytree(folder, waiting, copy_function=_link_or_copy, ignore=shutil.ignore_patterns(".*"))
+        waiting = _copy_aside(folder, self._local)
         with self._changed:
             skipped = [path for path in self._waiting if not (path / PIN_NAME).exists()]
             self._waiting = [path for path in self._waiting if path not in skipped] + [waiting]
@@ -681,31 +802,28 @@ class Uploads:
 
     def close(self) -> None:
         """Wait for the uploads, at most `WAIT_AT_END_S`, and give the lease back."""
+        remote = self._remote
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
             if self._is_busy or self._waiting:
-                say(f"waiting for the upload of the last {self._remote.kind} to {self._remote.shown}")
-            is_done = self._changed.wait_for(
-                lambda: not (self._waiting or self._is_busy) or not self._thread.is_alive(), self.WAIT_AT_END_S
-            )
-        if is_done:
-            self._thread.join()
-            self._lease.release()
-        else:
-            remote = self._remote
+                say(f"waiting for the upload of the last {remote.kind} to {remote.shown}")
+        self._thread.join(self.WAIT_AT_END_S)
+        if self._thread.is_alive():
             warn(f"the last {remote.kind} is not in {remote.shown} yet: `accmt sync {self._local}` uploads it")
+        else:
+            self._lease.release()
 
     def _work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_ending)
                 if not self._waiting:
-                    return
+                    break
                 folder, self._is_busy = self._waiting.pop(0), True
             try:
                 if not self._lease.is_lost:
-                    self._remote.upload(folder)
+                    self._upload(folder)
                     self._remote.prune(self._keep)
             except Exception as error:  # noqa: BLE001 - training goes on, and the next checkpoint is tried again
                 kind, shown = self._remote.kind, self._remote.shown
@@ -717,7 +835,141 @@ class Uploads:
                 shutil.rmtree(folder, ignore_errors=True)
                 with self._changed:
                     self._is_busy = False
-                    self._changed.notify_all()
+        if self._group is not None:
+            self._group.end()
+
+    def _upload(self, folder: Path) -> None:
+        if self._group is not None:
+            try:
+                self._group.choose(self._remote.name_of(_require_manifest(folder)))
+                failures = self._group.upload(partial(self._remote.upload_files, folder))
+            except RuntimeError as error:  # of the connection
+                warn(f"the other machines cannot be reached, so this one uploads only what it has whole: {error}")
+                self._group = None
+            else:
+                if failures:
+                    raise OSError("; ".join(failures))
+                self._remote.publish(folder)
+                return
+        self._remote.upload(folder)
+
+
+class UploadsOfOtherDisk:
+    """A thread that uploads the files on another disk than the main process's, of the checkpoints that this chooses.
+
+    Args:
+        remote: Where to.
+        local: The local folder, where copies are kept that wait.
+        group: The upload threads of the machines.
+    """
+
+    WAIT_FOR_OWN_S = 60.0
+
+    def __init__(self, remote: RemoteFolder, local: Path, group: UploadGroup) -> None:
+        self._remote = remote
+        self._local = local
+        self._group = group
+        self._waiting: dict[str, Path] = {}
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="accmt-upload", daemon=True)
+        _remove_leftovers(local)
+        self._thread.start()
+
+    def add(self, folder: Path) -> None:
+        """Keep a copy of a checkpoint until the main process has chosen it, or a newer one."""
+        if self._thread.is_alive():
+            waiting = _copy_aside(folder, self._local)
+            with self._changed:
+                self._waiting[self._remote.name_of(_require_manifest(waiting))] = waiting
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait until the main process has ended the uploads."""
+        self._thread.join(Uploads.WAIT_AT_END_S)
+
+    def _work(self) -> None:
+        try:
+            while (name := self._group.receive()) is not None:
+                self._group.upload(partial(self._upload, name))
+        except RuntimeError as error:  # of the connection
+            warn(f"the main process cannot be reached, so nothing more is uploaded from here: {error}")
+        finally:
+            self._group.close()
+            _remove_leftovers(self._local)
+
+    def _upload(self, name: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: name in self._waiting, self.WAIT_FOR_OWN_S):
+                raise OSError(f"no files of {name} to upload in {self._local}")
+            names = list(self._waiting)
+            done = [self._waiting.pop(one) for one in names[: names.index(name) + 1]]
+        try:
+            self._remote.upload_files(done[-1])
+        finally:
+            for folder in done:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class UploadGroup:
+    """The upload threads of machines with separate disks; that of the main process chooses what they upload together.
+
+    Processes: collective, once per run: `open`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @classmethod
+    def open(cls) -> UploadGroup | None:
+        """Return the group, or None if all machines share a disk."""
+        group = new_disk_group()
+        return None if group is None else cls(group)
+
+    def choose(self, name: str | None) -> None:
+        """Send the name of the next checkpoint from the main process to the others."""
+        dist.broadcast_object_list([name], src=0, group=self._group)
+
+    def receive(self) -> str | None:
+        """Wait for the name of the next checkpoint; None at the end."""
+        received: list[str | None] = [None]
+        dist.broadcast_object_list(received, src=0, group=self._group)
+        return received[0]
+
+    def upload(self, upload: Callable[[], None]) -> list[str]:
+        """Upload what is on this disk, wait for the others, and return what has failed.
+
+        Raises:
+            RuntimeError: Another machine cannot be reached.
+        """
+        failure = ""
+        try:
+            upload()
+        except Exception as error:  # noqa: BLE001 - reported by the main process
+            failure = f"on process {process_index()}: {type(error).__name__}: {error}"
+        failures = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(failures, failure, group=self._group)
+        return [one for one in failures if one]
+
+    def end(self) -> None:
+        """Let the other threads end."""
+        with suppress(RuntimeError):  # of the connection
+            self.choose(None)
+        self.close()
+
+    def close(self) -> None:
+        close_cpu_group(self._group)
+
+
+def _remove_leftovers(local: Path) -> None:
+    """Delete the copies that still waited for their upload when a run was killed."""
+    for leftover in local.glob(".upload-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _copy_aside(folder: Path, local: Path) -> Path:
+    copy = local / f".upload-{folder.name}-{secrets.token_hex(4)}"
+    shutil.copytree(folder, copy, copy_function=_link_or_copy, ignore=shutil.ignore_patterns(".*"))
+    return copy
 
 
 def _link_or_copy(source: str, target: str) -> None:

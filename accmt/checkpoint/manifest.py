@@ -162,6 +162,17 @@ class Manifest:
             time=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """The entries of `manifest.json` without its own digest."""
+        # Through JSON and back: the digest must match what is read later, with string keys and tuples as lists.
+        content: dict[str, Any] = loads(dumps({"version": MANIFEST_VERSION, **asdict(self)}))
+        return content
+
+    @property
+    def digest(self) -> str:
+        return _digest(self.content)
+
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Manifest:
         """Create it from a parsed JSON file."""
@@ -192,9 +203,7 @@ class Damage:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` durably; the folder is complete afterwards."""
-    # Through JSON and back: the digest must match what is read later, with string keys and tuples as lists.
-    content = loads(dumps({"version": MANIFEST_VERSION, **asdict(manifest)}))
-    write_text(folder / MANIFEST_NAME, dumps({**content, _OWN_DIGEST: _digest(content)}, indent=2) + "\n")
+    write_text(folder / MANIFEST_NAME, dumps({**manifest.content, _OWN_DIGEST: manifest.digest}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest | Damage:

@@ -166,6 +166,17 @@ def dispose(replaced: Path, *, step: int) -> None:
         warn(f"could not rename the replaced checkpoint {replaced}: {error}")
 
 
+def set_aside(damaged: Path, reason: str) -> None:
+    """Rename a checkpoint that cannot be used, with a warning."""
+    aside = find_free_name(damaged.with_name(f"damaged-{damaged.name}"))
+    try:
+        damaged.rename(aside)
+        outcome = f"renamed it to {aside.name}"
+    except OSError as error:
+        outcome = f"could not rename it ({error})"
+    warn(f"checkpoint {damaged} is damaged: {reason}; {outcome}")
+
+
 def move(paths: Sequence[Path], target: Path, *, otherwise: Path) -> Path:
     """Move folders into `target`, or into `otherwise` if they are on another disk; return which one was used."""
     try:

@@ -3,6 +3,9 @@
 A checkpoint is written under a temporary name, made durable, and published by one rename; older ones are deleted only
 afterwards. When a step is saved again, its old checkpoint is moved aside between two renames; after a kill in that
 instant, whoever opens the folder next moves it back.
+
+The folder may be on several disks that not all processes see. Each disk then has the whole manifest, but only the files
+that its own processes have written. Before a resume, the missing files are copied between the disks.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from safetensors import safe_open
 
+from accmt.checkpoint.copying import copy_missing, find_newest_on_disks
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
     SET_ASIDE,
@@ -51,22 +55,30 @@ from accmt.checkpoint.retention import (
     prune,
     publish,
     remove,
+    set_aside,
 )
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.files import (
     LOCK_NAME,
     FolderLock,
     FolderTakenError,
-    find_free_name,
     find_surplus,
     fsync_file,
     fsync_folder,
     place_beside,
     place_inside,
 )
-from accmt.messages import say, warn
+from accmt.messages import say
 from accmt.options.units import Every
-from accmt.processes import gather_objects, process_index, run_on_main_process
+from accmt.processes import (
+    gather_objects,
+    has_separate_disks,
+    manages_disk,
+    process_index,
+    run_on_each_disk,
+    run_on_every_process,
+    run_on_main_process,
+)
 
 T = TypeVar("T")
 
@@ -162,7 +174,7 @@ class CheckpointStore:
     def claim(self) -> None:
         """Lock the folder against other runs until `release` or the end of this process.
 
-        Processes: collective; the main process holds the lock.
+        Processes: collective; the process that manages the disk holds the lock.
         """
 
         def lock() -> None:
@@ -178,7 +190,7 @@ class CheckpointStore:
                 message = explain(f"checkpoint folder {self.folder}", got, expected, do)
                 raise CheckpointError(message) from None
 
-        self._run_on_main(lock)
+        self._run_on_each_disk(lock)
 
     def release(self) -> None:
         """Release the lock of `claim`, if there is one. Not collective."""
@@ -198,7 +210,7 @@ class CheckpointStore:
             self._in_progress = staged
             return staged
 
-        return Staging(step, self._run_on_main(make, step=step))
+        return Staging(step, self._run_on_each_disk(make, step=step))
 
     def publish(self, staging: Staging, info: Mapping[str, Any]) -> Path:
         """Rename a checkpoint to its final name once every process has written its part, then delete surplus ones.
@@ -212,11 +224,22 @@ class CheckpointStore:
         if whole.failure is not None:
             self.discard(staging)
             raise CheckpointError(self._explain(whole.failure, staging.step)) from staging.error
-        return self._run_on_main(lambda: self._publish(staging, whole.files, info), step=staging.step)
+        step = staging.step
+        try:
+            manifest, is_kept = self._run_on_main(lambda: self._describe(step, whole.files, info), step=step)
+            published = self._run_on_each_disk(lambda: self._publish(staging, manifest, is_kept=is_kept), step=step)
+        except CheckpointError:
+            self.discard(staging)
+            raise
+        # Only now, because on other disks the new one may have been missing until here.
+        self._run_on_each_disk(
+            lambda: prune(self.folder, self._ages, newest=published, num_kept=self._num_kept), step=step
+        )
+        return published
 
     def discard(self, staging: Staging) -> None:
         """Remove the temporary folder of a checkpoint that will not be published. Processes: collective."""
-        self._run_on_main(lambda: self._discard(staging.folder))
+        self._run_on_each_disk(lambda: self._discard(staging.folder))
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, with every file verified, or None.
@@ -225,9 +248,13 @@ class CheckpointStore:
 
         Raises an error if one has a version unknown to this accmt: it may be the newest.
 
-        Processes: collective; the main process decides.
+        Processes: collective; the main process decides. On several disks, it is the newest one of which each
+        file is on one of them, and the missing files are copied to each disk.
         """
-        return self._run_on_main(self._find_newest)
+        if not has_separate_disks():
+            return self._run_on_main(self._find_newest)
+        self._run_on_each_disk(self._finish_replacements)
+        return find_newest_on_disks(self.folder)
 
     def find(self, path: Path) -> Checkpoint:
         """Return the checkpoint in the folder `path`, with every file verified.
@@ -244,6 +271,11 @@ class CheckpointStore:
             self._finish_replacements()
             return read_checkpoint(path)
 
+        if has_separate_disks():
+            here = run_on_every_process(lambda: read_manifest(path) if manages_disk() else None)
+            found = [manifest for manifest in here if isinstance(manifest, Manifest)]
+            if found and not copy_missing(path, newest := max(found, key=lambda manifest: manifest.sequence)):
+                return Checkpoint(path, newest)
         return self._run_on_main(read)
 
     def set_aside_previous(self) -> Path | None:
@@ -251,12 +283,12 @@ class CheckpointStore:
 
         Processes: collective.
         """
-        return self._run_on_main(self._set_aside_previous)
+        return self._run_on_each_disk(self._set_aside_previous)
 
     def remove_surplus(self, keep: int | None) -> None:
         """Delete the checkpoints of the oldest earlier runs; other files there are kept.
 
-        Processes: main only.
+        Processes: only those that manage a disk.
         """
         for place in find_surplus(self.folder.resolve(), keep, _newest_manifest_in):
             for path in filter(_is_checkpoint, sorted(place.iterdir())):
@@ -266,15 +298,18 @@ class CheckpointStore:
             say(f"deleted the checkpoints of an earlier run in {place} (max_previous_runs={keep})")
 
     def _run_on_main(self, action: Callable[[], T], *, step: int | None = None) -> T:
-        def act() -> T:
-            try:
-                return action()
-            except CheckpointError:
-                raise
-            except Exception as error:
-                raise CheckpointError(self._explain(Failure.of(error), step)) from error
+        return run_on_main_process(lambda: self._explaining(action, step), group=self._group)
 
-        return run_on_main_process(act, group=self._group)
+    def _run_on_each_disk(self, action: Callable[[], T], *, step: int | None = None) -> T:
+        return run_on_each_disk(lambda: self._explaining(action, step), group=self._group)
+
+    def _explaining(self, action: Callable[[], T], step: int | None) -> T:
+        try:
+            return action()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(self._explain(Failure.of(error), step)) from error
 
     def _explain(self, failure: Failure, step: int | None) -> str:
         where = f"checkpoint folder {self.folder}" if step is None else f"checkpoint of step {step} in {self.folder}"
@@ -282,23 +317,22 @@ class CheckpointStore:
         cause = failure.cause.replace(f"{self.folder}/", "")  # `where` already contains the folder
         return explain(where, cause, expected, failure.advice)
 
-    def _publish(self, staging: Staging, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> Path:
-        try:
-            if self._keep_every is not None and is_kept_for_good(self._keep_every, info, self.folder):
-                (staging.folder / PIN_NAME).write_text(KEEP_EVERY)
-            # The files are durable; their names come next, then the manifest, then the rename: after a power failure at
-            # any point there is either no checkpoint with this name or a complete one.
-            for folder in (staging.folder, *(path for path in staging.folder.rglob("*") if path.is_dir())):
-                fsync_folder(folder)
-            sequence = 1 + max((sequence for _, sequence in self._ages.oldest_first()), default=0)
-            manifest = Manifest.of_this_run(step=staging.step, sequence=sequence, files=files, info=info)
-            write_manifest(staging.folder, manifest)
-            published = publish(staging.folder, staging.step)
-        except Exception:
-            self._discard(staging.folder)
-            raise
+    def _describe(self, step: int, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> tuple[Manifest, bool]:
+        """Return the manifest of a new checkpoint, and whether `keep_every` keeps it."""
+        is_kept = self._keep_every is not None and is_kept_for_good(self._keep_every, info, self.folder)
+        sequence = 1 + max((sequence for _, sequence in self._ages.oldest_first()), default=0)
+        return Manifest.of_this_run(step=step, sequence=sequence, files=files, info=info), is_kept
+
+    def _publish(self, staging: Staging, manifest: Manifest, *, is_kept: bool) -> Path:
+        if is_kept:
+            (staging.folder / PIN_NAME).write_text(KEEP_EVERY)
+        # The files are durable; their names come next, then the manifest, then the rename: after a power failure at any
+        # point there is either no checkpoint with this name or a complete one.
+        for folder in (staging.folder, *(path for path in staging.folder.rglob("*") if path.is_dir())):
+            fsync_folder(folder)
+        write_manifest(staging.folder, manifest)
+        published = publish(staging.folder, staging.step)
         self._in_progress = None
-        prune(self.folder, self._ages, newest=published, num_kept=self._num_kept)
         return published
 
     def _discard(self, staged: Path) -> None:
@@ -312,13 +346,7 @@ class CheckpointStore:
             found = examine(folder)
             if isinstance(found, Checkpoint):
                 return found
-            aside = find_free_name(folder.with_name(f"damaged-{folder.name}"))
-            try:
-                folder.rename(aside)
-                outcome = f"renamed it to {aside.name}"
-            except OSError as error:
-                outcome = f"could not rename it ({error})"
-            warn(f"checkpoint {folder} is damaged: {found.reason}; {outcome}")
+            set_aside(folder, found.reason)
         return None
 
     def _clean(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accmt.failures.board import Board as Board
+from accmt.failures.board import Machine as Machine
 from accmt.failures.board import find_machines as find_machines
 from accmt.failures.interruption import Clock as Clock
 from accmt.failures.interruption import Interruption as Interruption

@@ -104,11 +104,16 @@ class Machine:
 
     Attributes:
         name: Its host name.
-        first: The index of its first process.
+        processes: The indices of its processes.
     """
 
     name: str
-    first: int
+    processes: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The index of its first process."""
+        return self.processes[0]
 
 
 def find_machines() -> list[Machine]:
@@ -119,8 +124,10 @@ def find_machines() -> list[Machine]:
     Processes: collective.
     """
     own = socket.gethostname(), os.environ.get("GROUP_RANK")
-    every = gather_objects(own)
-    return [Machine(name[0], index) for index, name in enumerate(every) if name not in every[:index]]
+    machines: dict[tuple[str, str | None], list[int]] = {}
+    for index, name in enumerate(gather_objects(own)):
+        machines.setdefault(name, []).append(index)
+    return [Machine(name[0], tuple(indices)) for name, indices in machines.items()]
 
 
 class SignsOfLife:

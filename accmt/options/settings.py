@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
@@ -191,6 +191,10 @@ class Settings:
         if model.name in ("", ".."):
             model = model.resolve()
         return model.with_name(f"checkpoint-{model.name}")
+
+    def resuming_newest(self) -> Settings:
+        """Return these settings with `resume="auto"`."""
+        return replace(self, checkpoints=replace(self.checkpoints, resume="auto"))
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from accmt.checkpoint.writer import CheckpointWriter, CustomWriter
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.messages import say, warn, warn_once
 from accmt.options import Settings
-from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run_on_every_process
+from accmt.processes import close_cpu_group, manages_disk, new_cpu_group, run_on_every_process
 from accmt.recovery.restart import describe_launch
 from accmt.recovery.resume import find_newest
 from accmt.recovery.run_state import collect_others
@@ -281,7 +281,7 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.close()
             self._writer = self._custom  # which has nothing to close
-        if not has_result and self._previous is not None and is_main_process():
+        if not has_result and self._previous is not None and manages_disk():
             self._put_back(self._previous)
         elif self._previous is not None and self._latest is not None:
             self._remove_surplus()
@@ -293,7 +293,7 @@ class Checkpoints:
     def _remove_surplus(self, *, at_least: int = 0) -> None:
         """Delete the oldest earlier runs' checkpoints; the last run's are kept until this run has a result."""
         keep = self._settings.checkpoints.checkpoint_options.max_previous_runs
-        if keep is None or not is_main_process():
+        if keep is None or not manages_disk():
             return
         try:
             self._store.remove_surplus(max(keep, at_least))

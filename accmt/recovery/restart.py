@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from accmt.checkpoint.manifest import STEP, Manifest, read_manifest
 from accmt.options import Settings
-from accmt.processes import gather_objects, run_on_main_process
-from accmt.recovery.resume import find_newest
+from accmt.processes import gather_objects, manages_disk, run_on_each_disk, run_on_every_process
 
 
 class Restart(Exception):  # noqa: N818 - not an error: the run continues
@@ -60,7 +59,7 @@ class Recovery:
         Processes: collective.
         """
         if self.is_temporary:
-            run_on_main_process(lambda: shutil.rmtree(checkpoint))
+            run_on_each_disk(lambda: shutil.rmtree(checkpoint))
         self.is_temporary = False
 
     def restart(self, checkpoint: Path) -> NoReturn:
@@ -97,18 +96,17 @@ def free_finished(optimizer: Optimizer) -> None:
 # enough.
 
 
-def find_relaunched(settings: Settings) -> Path | None:
-    """Return the newest checkpoint if this launcher has started the run before, otherwise None.
+def is_relaunched(settings: Settings) -> bool:
+    """Return whether this launcher has started the run before, and it has written a checkpoint.
 
     Processes: collective.
     """
     if not (_may_start_again() and settings.checkpoints.writes_to_folder):
-        return None
+        return False
     own = describe_launch()
     folder = settings.checkpoint_folder
-    if not run_on_main_process(lambda: any(_is_of(path, own) for path in folder.glob("step-*"))):
-        return None
-    return find_newest(settings)
+    found = run_on_every_process(lambda: manages_disk() and any(_is_of(path, own) for path in folder.glob("step-*")))
+    return any(found)
 
 
 def describe_launch() -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from accmt.errors import NoCheckpointError, explain
 from accmt.messages import say, warn
 from accmt.options import Settings
 from accmt.options.changes import Change, compare, require_allowed
-from accmt.processes import num_processes
+from accmt.processes import gather_objects, num_processes
 from accmt.secrets import hide
 
 
@@ -130,7 +130,8 @@ def find_checkpoint(path: Path) -> Checkpoint:
     Processes: collective.
     """
     path = path.parent if path.name == MANIFEST_NAME else path
-    newest = None if (path / MANIFEST_NAME).exists() else CheckpointStore(path).newest()
+    is_one = any(gather_objects((path / MANIFEST_NAME).exists()))  # on one of the disks
+    newest = None if is_one else CheckpointStore(path).newest()
     return newest or CheckpointStore(path.parent).find(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +37,8 @@ from accmt.options.units import read_max_time
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
 from accmt.recovery.model_saver import ModelSaver
-from accmt.recovery.restart import Recovery, find_relaunched
-from accmt.recovery.resume import Resumed, find_resumed
+from accmt.recovery.restart import Recovery, is_relaunched
+from accmt.recovery.resume import Resumed, find_newest, find_resumed
 from accmt.recovery.run_state import StepSnapshot, restore
 from accmt.recovery.shutdown import stopping_if_asked
 from accmt.registry import addon
@@ -47,7 +48,7 @@ from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_
 from accmt.setup.inputs import check_inputs, find_monitored
 from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
-from accmt.setup.same_on_processes import require_same_settings, require_shared_disk
+from accmt.setup.same_on_processes import find_disks, require_same_settings
 from accmt.state import Counters, TrainingState
 from accmt.tracking import Tracking
 
@@ -155,17 +156,23 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
 def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return the checkpoint to resume from, and set its position before the module's data methods are called."""
     require_same_settings(trainer.settings)
-    require_shared_disk(trainer.settings)
-    folder = recovery.take_checkpoint() or find_relaunched(trainer.settings) or trainer.chosen_checkpoint
-    if folder is None:
-        brought = [feature.before_resume(trainer.settings) for feature in all_features(trainer.settings)]
-        folder = next((one for one in brought if one is not None), None)
+    find_disks(trainer.settings)
+    folder = recovery.take_checkpoint()
+    if folder is None and is_relaunched(trainer.settings):
+        folder = _find_folder(trainer.settings.resuming_newest()) or find_newest(trainer.settings)
+    folder = folder or trainer.chosen_checkpoint or _find_folder(trainer.settings)
     resumed = find_resumed(trainer.settings, folder)
     if resumed is not None:
         recovery.learn(resumed.others["lessons"])
         trainer.state.load_state_dict(resumed.counters)
     module.trainer, module.state = trainer, trainer.state
     return resumed
+
+
+def _find_folder(settings: Settings) -> Path | None:
+    """Return the checkpoint that a feature has found in place of `resume`, or None."""
+    found = [feature.before_resume(settings) for feature in all_features(settings)]
+    return next((one for one in found if one is not None), None)
 
 
 def _make_parts(

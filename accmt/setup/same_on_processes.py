@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -15,15 +15,14 @@ from torch.utils.data import DataLoader
 
 from accmt.data.base import length_of
 from accmt.errors import ArgumentError, DataError, ProcessFailedError, SavingError, explain
-from accmt.failures import Board, find_machines, is_consequence, record_for_launcher
+from accmt.failures import Board, Machine, find_machines, is_consequence, record_for_launcher
 from accmt.options import DataSettings, Settings
 from accmt.processes import (
     gather_objects,
-    is_main_process,
     num_processes,
     process_index,
     run_on_every_process,
-    run_on_main_process,
+    separate_disks,
 )
 
 T = TypeVar("T")
@@ -141,40 +140,59 @@ def _exchange(error: Exception, number: int) -> tuple[int, str] | None:
     return next(iter(notes.items()), None)
 
 
-# ---- Checks that all machines share the folders to which each writes its part of a checkpoint.
+# ---- Which machines share the folders of models and checkpoints.
 
 
 _WAIT_S = 10.0  # network disks show changes with a delay
+_WAIT_IF_SEPARATE_S = 2.0
 _POLL_DISK_S = 0.2
 
 
-def require_shared_disk(settings: Settings) -> None:
-    """Check that files written by the main process next to models and checkpoints are visible on all machines.
+def find_disks(settings: Settings) -> None:
+    """Find out which machines share the checkpoint folder, and record it; require that all share what they have to.
+
+    A folder need not be shared if everything in it is also copied to object storage.
 
     Processes: collective.
 
     Raises:
-        SavingError: A machine does not see them.
+        SavingError: A machine does not see what the main process writes, and has to.
     """
+    separate_disks([])
     if num_processes() == 1 or settings.running.fast_dev_run:
         return
-    machines = find_machines()
-    folders = [settings.model_folder.absolute()]
-    if settings.checkpoints.writes_to_folder:
-        folders.append(settings.checkpoint_folder.absolute())
-    for folder in folders if len(machines) > 1 else ():
-        probe = run_on_main_process(lambda folder=folder: _write_probe(folder))  # type: ignore[misc]
-        if probe is None:
-            continue
-        looks = any(machine.first == process_index() for machine in machines)
-        seen = gather_objects(_appears(probe) if looks else True)
-        if is_main_process():
-            probe.unlink(missing_ok=True)
-        if not all(seen):
-            blind = ", ".join(machine.name for machine in machines if not seen[machine.first])
-            got = f"{blind} (process {seen.index(False)}) does not see what {machines[0].name} (process 0) writes there"
-            do = "put model_path and checkpoint on shared storage (NFS, Lustre, a mounted volume)"
-            raise SavingError(explain(f"folder {folder}", got, "a folder on storage that all machines share", do))
+    machines, checkpoints = find_machines(), settings.checkpoints
+    if len(machines) == 1:
+        return
+    if settings.saving.model_url is None:
+        _find_managers(settings.model_folder.absolute(), machines, may_differ=False)
+    may_differ = checkpoints.url is not None or not checkpoints.writes_to_folder
+    separate_disks(_find_managers(settings.checkpoint_folder.absolute(), machines, may_differ=may_differ))
+
+
+def _find_managers(folder: Path, machines: Sequence[Machine], *, may_differ: bool) -> list[int]:
+    """Return for each process the first one that sees the same disk at `folder`; an empty list if all share it."""
+    is_first = any(machine.first == process_index() for machine in machines)
+    own = _write_probe(folder) if is_first else None
+    probes = gather_objects(own)
+    if probes[0] is None:
+        return []
+    wait_s = _WAIT_IF_SEPARATE_S if may_differ else _WAIT_S
+    seen = (index for index, probe in enumerate(probes) if probe and _appears(probe, 0 if index else wait_s))
+    first_seen = gather_objects(next(seen, process_index()) if is_first else 0)
+    if own is not None:
+        own.unlink(missing_ok=True)
+    managers: dict[int, int] = {}
+    for machine in machines:
+        manager = first_seen[machine.first]
+        managers |= dict.fromkeys(machine.processes, managers.get(manager, manager))
+    blind = [machine for machine in machines if managers[machine.first] != 0]
+    if blind and not may_differ:
+        names = ", ".join(machine.name for machine in blind)
+        got = f"{names} (process {blind[0].first}) does not see what {machines[0].name} (process 0) writes there"
+        do = "put model_path and checkpoint on shared storage (NFS, Lustre, a mounted volume), or pass URLs as both"
+        raise SavingError(explain(f"folder {folder}", got, "a folder on storage that all machines share", do))
+    return [managers[index] for index in sorted(managers)] if blind else []
 
 
 def _write_probe(folder: Path) -> Path | None:
@@ -187,8 +205,8 @@ def _write_probe(folder: Path) -> Path | None:
     return None
 
 
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _WAIT_S
+def _appears(path: Path, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
     while not path.exists():
         if time.monotonic() > deadline:
             return False

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,20 @@ from accmt import Callback, Trainer
 from accmt.addons import remote_checkpoints
 from accmt.addons.remote_checkpoints import Lease, RemoteFolder
 from accmt.addons.remote_models import NEWEST, RemoteModelFolder
-from accmt.checkpoint.store import inspect
+from accmt.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from accmt.checkpoint.retention import KEEP_EVERY
+from accmt.checkpoint.store import CheckpointStore, inspect
 from accmt.cli.main import main
 from accmt.errors import ArgumentError, CheckpointError, MissingPackageError, NoCheckpointError
-from tests.launching import launch
+from accmt.options.units import Every
+from tests.checkpoints import save_with
+from tests.launching import launch, run_together
 from tests.object_storage.leases import LeaseTests
 from tests.object_storage.runs import URL, steps_in, train
 from tests.toys import Linear
 
 SCRIPT = Path(__file__).parent / "train_in.py"
+ON_HOSTS = Path(__file__).parent / "train_on_hosts.py"
 FILES_PER_CHECKPOINT = 3
 NEVER = 10**9
 
@@ -157,6 +165,18 @@ def test_the_newest_of_both_places_is_taken(bucket: Any, caplog: pytest.LogCaptu
     assert steps_in(remote) == [8]
 
 
+def test_a_checkpoint_may_be_deleted_while_another_program_looks(bucket: Any, saved: list[Path]) -> None:
+    remote, listed = RemoteFolder(URL), RemoteFolder(URL)
+    first, second = remote.upload(saved[0]), remote.upload(saved[1])
+    sizes = remote._sizes()
+    remote.prune(1)
+    listed._sizes = lambda: sizes  # type: ignore[method-assign]
+    assert [(one.name, one.problem) for one in listed.checkpoints()] == [
+        (first, "its run is deleting it"),
+        (second, ""),
+    ]
+
+
 def test_another_run_resumes_from_a_url(bucket: Any) -> None:
     train(epochs=1)
     before = bucket.find("bucket")
@@ -176,6 +196,36 @@ def test_max_checkpoints_and_pins_hold_in_the_store(bucket: Any, saved: list[Pat
         remote.upload(copy)
         remote.prune(2)
     assert steps_in(remote) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("pin", ["", KEEP_EVERY, None])
+def test_a_step_that_is_saved_again_stays_once_unless_a_user_pinned_it(
+    bucket: Any, saved: list[Path], pin: str | None
+) -> None:
+    remote = RemoteFolder(URL)
+    for sequence, (step, pins) in enumerate([(1, pin), (2, None), (1, pin), (2, None)], start=1):
+        copy = Path(shutil.copytree(saved[step - 1], f"{sequence}"))
+        manifest = read_manifest(copy)
+        assert isinstance(manifest, Manifest)
+        write_manifest(copy, replace(manifest, sequence=sequence))
+        if pins is not None:
+            (copy / "PINNED").write_text(pins)
+        remote.upload(copy)
+        remote.prune(2)
+    assert steps_in(remote) == ([1, 1, 2] if pin == "" else [1, 2])
+
+
+def test_the_newest_counts_even_if_it_is_pinned(bucket: Any, saved: list[Path], tmp_path: Path) -> None:
+    """As in the local folder."""
+    remote, store = RemoteFolder(URL), CheckpointStore(tmp_path, max_checkpoints=2, keep_every=Every(1, "epoch"))
+    for step in (1, 2, 3, 4):
+        info = {"epoch": step // 4, "global_step": step, "run_name": "run"}
+        remote.upload(save_with(store, step, lambda folder: (folder / "x").write_text("x") and None, info))
+        remote.prune(2)
+        local = [one.manifest.step for one in inspect(tmp_path) if one.manifest]
+        assert steps_in(remote) == local
+    assert local == [3, 4]
+    assert (tmp_path / "step-00000004" / "PINNED").exists()
 
 
 @pytest.mark.parametrize("fault", ["error", "lost", "twice", "cut"])
@@ -465,6 +515,21 @@ def test_accmt_sync_uploads_what_the_run_could_not(
     assert capsys.readouterr().out == "nothing was left to upload\n"
 
 
+def test_accmt_sync_completes_a_checkpoint_from_the_disks_of_two_machines(
+    bucket: Any, saved: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for disk, missing in (("a", "*.safetensors"), ("b", "state.json")):
+        shutil.copytree(saved[0], f"{disk}/{saved[0].name}", ignore=shutil.ignore_patterns(missing))
+        origin = {"url": URL, "run": "run", "keep": 1, "is_part": True}
+        (Path(disk) / remote_checkpoints.ORIGIN).write_text(json.dumps(origin))
+    assert main(["sync", "a"]) == 2
+    assert "run `accmt sync` on the other machines, too" in capsys.readouterr().err
+    assert steps_in(RemoteFolder(URL)) == []
+    assert main(["sync", "b"]) == 0
+    newest = RemoteFolder(URL).newest_first()[0]
+    assert inspect(RemoteFolder(URL).download(newest, Path("whole")))[0].is_complete
+
+
 def test_secrets_in_a_url_are_written_nowhere(bucket: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
     url = "s3://user:planted-password@bucket/run"
     with pytest.raises(CheckpointError) as error:
@@ -485,3 +550,39 @@ def test_processes_that_start_on_an_empty_disk_go_on_together(
     whole, second = (torch.load(tmp_path / place / "weights.pt") for place in ("whole", "second"))
     assert all(torch.equal(whole[name], second[name]) for name in whole)
     assert (tmp_path / "second" / "said").read_text() == "resumed at 2"
+
+
+@pytest.mark.parametrize("processes", [2, "fsdp-2"])
+def test_hosts_without_a_common_disk_continue_on_empty_disks(
+    bucket: Any, proxy: Proxy, tmp_path: Path, processes: int | str
+) -> None:
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("separate disks are namespaces of mounts, which cannot be made here")
+    url, result = f"s3://bucket/hosts-{processes}", tmp_path / "weights.pt"
+
+    def run(url: str, epochs: int, number: int | str = processes) -> dict[str, torch.Tensor]:
+        for name in ("disk", "disk-0", "disk-1"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+            (tmp_path / name).mkdir()
+        result.unlink(missing_ok=True)
+        launch(ON_HOSTS, str(tmp_path), url, str(epochs), "0", processes=number, result=result)
+        weights: dict[str, torch.Tensor] = torch.load(result)
+        return weights
+
+    whole = run("", 3)
+    for name in ("disk-0", "disk-1"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    forks, printed = run_together(ON_HOSTS, str(tmp_path), url, "3", "3", processes=processes)
+    assert [fork.poll() for fork in forks] == [-signal.SIGKILL] * 2, printed
+    parts = [sorted(path.name for path in tmp_path.glob(f"disk-{host}/out/*/step-*/*")) for host in (0, 1)]
+    assert parts[0] == ["manifest.json", "state.json", "tensors-00001-of-00002.safetensors"]
+    assert parts[1] == ["manifest.json", "tensors-00002-of-00002.safetensors"]
+    resumed = run(url, 3)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert (tmp_path / "said").read_text() == "resumed at 2"
+    assert steps_in(RemoteFolder(url)) == [6]
+    assert not bucket.exists(f"{url.removeprefix('s3://')}/lease.json")
+    assert len(RemoteModelFolder(f"{url}-models").newest_first()) >= 1
+    if processes == 2:
+        run(url, 4, 1)
+        assert (tmp_path / "said").read_text() == "resumed at 6"

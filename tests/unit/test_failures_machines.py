@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from accmt.failures import Board, find_machines
 from accmt.failures.board import Machine, SignsOfLife
 
-MACHINES = [Machine("here", 0), Machine("there", 2), Machine("beyond", 4)]
+MACHINES = [Machine("here", (0, 1)), Machine("there", (2, 3)), Machine("beyond", (4,))]
 
 
 class Hosts:
@@ -108,7 +108,7 @@ def test_leaving_ends_the_guard_also_where_the_store_is_gone() -> None:
 
 def test_machines_are_told_apart_by_name_and_by_what_the_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     own = socket.gethostname()
-    assert find_machines() == [Machine(own, 0)]
+    assert find_machines() == [Machine(own, (0,))]
     names = [("a", "0"), ("a", "0"), ("b", "1"), ("b", "2"), ("a", "0")]
     monkeypatch.setattr("accmt.failures.board.gather_objects", lambda value: names)
-    assert find_machines() == [Machine("a", 0), Machine("b", 2), Machine("b", 3)]
+    assert find_machines() == [Machine("a", (0, 1, 4)), Machine("b", (2,)), Machine("b", (3,))]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accmt.recovery import restart
-from accmt.recovery.restart import describe_launch, find_relaunched
+from accmt.recovery.restart import describe_launch, is_relaunched
 from tests.toys import Linear, make_points, make_trainer
 
 LAUNCHER, OWN = os.getppid(), os.getpid()
@@ -94,9 +94,7 @@ def test_one_of_several_launchers_is_enough(
 def test_without_a_launcher_that_starts_again_nothing_is_looked_for(tmp_path: Path) -> None:
     assert describe_launch() is None
     steps_of(tmp_path, 4)
-    assert (
-        find_relaunched(make_trainer(model_path=str(tmp_path / "model"), checkpoint_every="2 steps").settings) is None
-    )
+    assert not is_relaunched(make_trainer(model_path=str(tmp_path / "model"), checkpoint_every="2 steps").settings)
     assert steps_of(tmp_path, 3) == [1, 2, 3]
 
 

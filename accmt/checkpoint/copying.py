@@ -1,0 +1,165 @@
+"""A checkpoint whose files are on several disks: finding it, and copying to each disk the files that it lacks.
+
+Every disk has the same manifest, but only the files that its own processes have written. The checkpoint is complete if
+each file is intact on one of the disks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from accmt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Checkpoint,
+    Damage,
+    Manifest,
+    find_faults,
+    read_manifest,
+    step_name,
+    write_manifest,
+)
+from accmt.checkpoint.retention import list_published, make_durable, set_aside
+from accmt.errors import CheckpointError, explain
+from accmt.files import fsync_folder
+from accmt.messages import say
+from accmt.processes import broadcast_object, manages_disk, process_index, run_on_each_disk, run_on_every_process
+
+_CHUNK = 1 << 26
+
+
+def find_newest_on_disks(folder: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint in a folder that is on several disks, or None; all of them have it then.
+
+    Newer ones that are incomplete are renamed, as damaged ones.
+
+    Processes: collective.
+    """
+    known: list[Manifest] = []
+    for listed in run_on_every_process(lambda: _list_manifests(folder) if manages_disk() else []):
+        known += [manifest for manifest in listed if manifest not in known]
+    for manifest in sorted(known, key=lambda one: one.sequence, reverse=True):
+        path = folder / step_name(manifest.step)
+        missing = copy_missing(path, manifest)
+        if not missing:
+            return Checkpoint(path, manifest)
+        reason = f"no disk has {', '.join(missing)} without damage"
+        run_on_each_disk(lambda path=path, one=manifest, why=reason: _set_aside(path, one, why))  # type: ignore[misc]
+    return None
+
+
+def copy_missing(path: Path, manifest: Manifest) -> list[str]:
+    """Copy to each disk the files of a checkpoint that it lacks; return the files that are intact on none of them.
+
+    If there are such files, nothing is copied.
+
+    Processes: collective.
+
+    Raises:
+        CheckpointError: A copied file is damaged.
+        OSError: A file could not be read or written.
+    """
+    intact = run_on_every_process(lambda: _find_intact(path, manifest) if manages_disk() else None)
+    disks = {index: names for index, names in enumerate(intact) if names is not None}
+    sources = {name: index for index in reversed(disks) for name in disks[index]}
+    missing = sorted(manifest.files.keys() - sources.keys())
+    to_copy = [name for name in sorted(sources) if any(name not in names for names in disks.values())]
+    if missing or not to_copy:
+        return missing
+    own = disks.get(process_index())
+    lacking = [] if own is None else [name for name in to_copy if name not in own]
+    run_on_every_process(lambda: _prepare(path, manifest, lacking) if lacking else None)
+    failures = [
+        _copy(path / name, manifest.files[name].size, sources[name], writes=name in lacking) for name in to_copy
+    ]
+
+    def verify() -> None:
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        for folder in {(path / name).parent for name in lacking}:
+            fsync_folder(folder)
+        if lacking and (reason := next(find_faults(path, manifest), None)) is not None:
+            where = f"checkpoint {path} on process {process_index()}"
+            raise CheckpointError(explain(where, f"after copying, {reason}", "intact files", "check this disk"))
+
+    run_on_every_process(verify)
+    return []
+
+
+def _list_manifests(folder: Path) -> list[Manifest]:
+    found = []
+    for path in list_published(folder):
+        manifest = read_manifest(path)
+        if isinstance(manifest, Damage):
+            set_aside(path, manifest.reason)
+        else:
+            found.append(manifest)
+    return found
+
+
+def _find_intact(path: Path, manifest: Manifest) -> set[str]:
+    """Return the files of a checkpoint that are intact on this disk."""
+    if not (path / MANIFEST_NAME).is_file() or read_manifest(path) != manifest:
+        return set()
+    alone = {name: replace(manifest, files={name: entry}) for name, entry in manifest.files.items()}
+    return {name for name, one in alone.items() if next(find_faults(path, one), None) is None}
+
+
+def _set_aside(path: Path, manifest: Manifest, reason: str) -> None:
+    if (path / MANIFEST_NAME).is_file() and read_manifest(path) == manifest:
+        set_aside(path, reason)
+
+
+def _prepare(path: Path, manifest: Manifest, lacking: Sequence[str]) -> None:
+    """Make the folder of a checkpoint on a disk that lacks files of it, without these files."""
+    say(f"copying {len(lacking)} files of {path} from the disks of other processes")
+    if path.exists() and read_manifest(path) != manifest:
+        set_aside(path, "another disk has a newer one of this step")
+    make_durable(path)
+    if not (path / MANIFEST_NAME).exists():
+        write_manifest(path, manifest)
+    for name in lacking:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).unlink(missing_ok=True)
+
+
+def _copy(file: Path, size: int, source: int, *, writes: bool) -> OSError | None:
+    """Send a file from the process `source` to all others, some of which write it.
+
+    Returns:
+        The error of writing it here, which cannot be raised before the other processes have received the file.
+
+    Raises:
+        OSError: The source could not read it; raised on all processes.
+    """
+    failure = None
+    for start in range(0, max(size, 1), _CHUNK):
+        sent = broadcast_object(_read(file, start) if process_index() == source else b"", source=source)
+        if isinstance(sent, OSError):
+            raise sent
+        if writes and failure is None:
+            failure = _append(file, sent)
+    return failure
+
+
+def _read(file: Path, start: int) -> bytes | OSError:
+    try:
+        with file.open("rb") as opened:
+            opened.seek(start)
+            return opened.read(_CHUNK)
+    except OSError as error:
+        return error
+
+
+def _append(file: Path, content: bytes) -> OSError | None:
+    try:
+        with file.open("ab") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError as error:
+        return error
+    return None

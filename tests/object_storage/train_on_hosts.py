@@ -1,0 +1,75 @@
+"""Trains on one of several hosts with separate disks: train_on_hosts.py FOLDER URL EPOCHS KILL_AT.
+
+RANK and the like from `tests.launching`. Each process is a host of its own. Its disk is FOLDER/disk-RANK, which it sees
+at FOLDER/disk, where another host sees its own one. Without a URL, the hosts share a disk.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from accmt import Callback
+from accmt.addons.remote_checkpoints import RemoteFolder
+from tests.toys import Linear, make_points, make_trainer
+
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 4096, 16384, 1 << 18
+folder, url, epochs, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+rank = os.environ["RANK"]
+
+
+def use_own_disk() -> None:
+    """Mount the disk of this host in a namespace of mounts that no other process sees."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def require(code: int) -> None:
+        if code:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    require(libc.unshare(CLONE_NEWNS))
+    require(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+    require(libc.mount(bytes(folder / f"disk-{rank}"), bytes(folder / "disk"), None, MS_BIND, None))
+
+
+class Watched(Callback):
+    def on_resume(self):
+        if self.trainer.is_main:
+            (folder / "said").write_text(f"resumed at {self.state.global_step}")
+
+    def on_update_end(self):
+        """Kill the hosts before a step is saved, once the step before has been uploaded."""
+        if self.state.global_step != kill_at:
+            return
+        remote = RemoteFolder(url)
+        while not any(one.manifest and one.manifest.step == kill_at - 1 for one in remote.newest_first()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_fit_end(self):
+        weights = self.trainer.model.state_dict()
+        whole = {
+            name: getattr(weight, "full_tensor", lambda weight=weight: weight)() for name, weight in weights.items()
+        }
+        if self.trainer.is_main:
+            torch.save(whole, folder / "weights.pt")
+
+
+if __name__ == "__main__":
+    os.environ["GROUP_RANK"] = rank
+    if url:
+        use_own_disk()
+    os.chdir(folder / "disk")
+    settings = {"checkpoint": url, "checkpoint_every": "1 step", "resume": "auto"} if url else {}
+    trainer = make_trainer(
+        {"epochs": epochs, "batch_size": 2, "optim": {"type": "AdamW", "lr": 0.1}},
+        f"{url}-models" if url else "out/model",
+        model_saving="last",
+        seed=0,
+        callbacks=Watched(),
+        **settings,
+    )
+    trainer.fit(Linear(), make_points())
