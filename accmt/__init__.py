@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accmt.addons.prefer.reward import RewardModule as RewardModule
     from accmt.addons.sft.module import SFTModule as SFTModule
     from accmt.addons.swa import SWA as SWA
+    from accmt.addons.sweep.worker import Sweep as Sweep
     from accmt.addons.trackers.aim import Aim as Aim
     from accmt.addons.trackers.clearml import ClearML as ClearML
     from accmt.addons.trackers.comet_ml import CometML as CometML
@@ -133,6 +134,7 @@ _HOMES = {
     "DistillationModule": "accmt.addons.prefer.distillation",
     "EMA": "accmt.callbacks",
     "SWA": "accmt.addons.swa",
+    "Sweep": "accmt.addons.sweep.worker",
     "ExtendedAcceleratorModule": "accmt.module",
     "F1": "accmt.metrics",
     "Failures": "accmt.options.failures",

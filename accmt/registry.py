@@ -34,6 +34,9 @@ _ADDONS = "accmt.addons"
 FIT_VARIABLE = "ACCMT_FIT"
 """Names an add-on that runs in place of `Trainer.fit`, in a program that a command of accmt starts."""
 
+ARGUMENTS_VARIABLE = "ACCMT_ARGUMENTS"
+"""Names an add-on that changes the arguments of a Trainer when it is created, in such a program."""
+
 ADDED_FEATURES = "accmt.features"
 
 HPS_SECTIONS = "accmt.hps_sections"
@@ -57,6 +60,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "replay": "accmt.addons.flight_recorder.replay:replay_fit",
         "replay_run": "accmt.addons.flight_recorder.replay:replay",
         "profiler": "accmt.addons.profilers:build_profiler",
+        "sweep_arguments": "accmt.addons.sweep.trial:trial_arguments",
+        "sweep_fit": "accmt.addons.sweep.trial:fit_trial",
         "tune": "accmt.addons.tuning:tune",
     },
     ADDED_FEATURES: {

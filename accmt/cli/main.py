@@ -24,6 +24,7 @@ COMMANDS = {
     "replay": "replay steps of a run, and compare them with its ledger",
     "report": "write an HTML page about one or more runs",
     "sft": "fine-tune a causal model on conversations, from one YAML file",
+    "sweep": "search hyper-parameters with a training script",
     "strats": "list the strategies for `accmt launch --strat`",
     "sync": "deliver missing rows to the trackers of a run",
 }

@@ -17,7 +17,7 @@ from accmt.options import HyperParameters, Settings
 from accmt.options.saving import RegisteredSaving
 from accmt.options.trainer_call import reports_at_call, resolve_aliases
 from accmt.options.trial_runs import apply_trials
-from accmt.registry import FIT_VARIABLE, addon
+from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE, addon
 from accmt.state import TrainingState
 from accmt.trainer.modules import as_module
 from accmt.trainer.properties import TrainerProperties
@@ -273,6 +273,8 @@ class Trainer(TrainerProperties):
         tracker_kwargs = arguments.pop("kwargs")
         arguments = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
         arguments = resolve_aliases(arguments, tracker_kwargs)
+        if ARGUMENTS_VARIABLE in os.environ:
+            arguments = addon(os.environ[ARGUMENTS_VARIABLE])(arguments)
         from accmt.setup.inputs import check_metrics
         from accmt.tracking import find_specs
 

@@ -1,0 +1,1 @@
+"""Sweeps: searches of hyper-parameters in which nothing can be lost."""

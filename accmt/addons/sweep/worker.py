@@ -1,0 +1,538 @@
+"""Runs the trials of a sweep: `Sweep`, behind `accmt sweep`."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from accmt.addons.sweep.claims import Claims, LeasedClaims, trial_folder
+from accmt.addons.sweep.spec import SCRIPT, TRAINER, SweepSpec, read_spec
+from accmt.addons.sweep.study import OUTAGES, SweepStudy, outcome_of
+from accmt.addons.sweep.trial import OUTCOME_FILE, STORAGE_VARIABLE, TRIAL_FILE, TRIAL_VARIABLE, Plan
+from accmt.errors import ArgumentError, explain
+from accmt.files import loads, place_beside
+from accmt.messages import say, speaking
+from accmt.processes import num_processes
+from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE
+
+_POLL_S = 0.05
+_OTHERS_S = 1.0
+_STARTS = 5  # of a trial that is interrupted again and again without progress
+_STARTS_BEFORE_FIT = 2  # of a program that ends with an error before it creates a Trainer
+_LAST_LINES = 20
+_LOG_FILE = "output.log"
+BEST = "best"
+"""The link to the folder of the best trial."""
+
+Target = Sequence[str] | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """A trial of a sweep.
+
+    Attributes:
+        number: Its number, from 0.
+        state: "complete", "pruned", "diverged", "failed" or "running".
+        values: What it set, by key.
+        objectives: The objectives of the evaluation that counts, by name; empty without one.
+        step: The optimizer step of that evaluation.
+        steps: The optimizer steps of the trial.
+        seconds: How long it trained.
+        folder: Its folder, with `hps.yaml`, `output.log`, `checkpoints` and `model`.
+        model: Its model folder; None if nothing was saved.
+        error: Why it failed.
+    """
+
+    number: int
+    state: str
+    values: Mapping[str, Any]
+    objectives: Mapping[str, float]
+    step: int | None
+    steps: int
+    seconds: float
+    folder: Path
+    model: Path | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What came of a sweep.
+
+    Attributes:
+        trials: All trials, in order.
+        best: The best complete trial; with several objectives, the first of `pareto`. None without one.
+        pareto: With several objectives, the trials that no other one beats in all of them; otherwise the best one.
+        is_finished: Whether the budget is spent; if not, the same command continues.
+        why: Why it ended before that.
+    """
+
+    trials: tuple[TrialResult, ...]
+    best: TrialResult | None
+    pareto: tuple[TrialResult, ...]
+    is_finished: bool = True
+    why: str | None = None
+
+
+@dataclass
+class _Running:
+    """A trial that runs in a program of its own."""
+
+    plan: Plan
+    slot: int
+    process: subprocess.Popen[bytes] | None = None
+    progress: tuple[int, ...] = ()
+    starts: int = 0
+
+
+class Sweep:
+    """Searches hyper-parameters with a training script or function.
+
+    A killed sweep continues where it was: call `run` again. `docs/sweeps.md` explains the search space.
+
+    Args:
+        space: The search space, by dotted key.
+        objective: The name of a logged value; or a dict with its direction, "min" or "max"; or several.
+        **others: The other keys of `sweep.yaml`, such as `trials=20`, `pruner="median"`, `folder="out/sweep"`.
+
+    Raises:
+        ArgumentError: Anything is invalid; the message lists every error.
+
+    Examples:
+        >>> sweep = Sweep({"optim.lr": {"log_uniform": [1e-5, 1e-3]}}, "accuracy", trials=20, name="news")
+        >>> sweep.spec.objectives[0].maximizes
+        True
+    """
+
+    def __init__(self, space: Mapping[str, Any] | None = None, objective: Any = None, **others: Any) -> None:
+        given = {"space": space, "objective": objective, **others}
+        self.spec: SweepSpec = read_spec({key: value for key, value in given.items() if value is not None})
+        self._begin()
+
+    def _begin(self) -> None:
+        self._running: dict[int, _Running] = {}
+        self._stop: str | None = None
+        self._num_failed = 0
+        self._looks_at = 0.0
+        self._is_waiting = False
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], **others: Any) -> Sweep:
+        """Read a sweep from a YAML or JSON file.
+
+        Args:
+            path: The file.
+            **others: Keys that replace those of the file.
+        """
+        sweep = cls.__new__(cls)
+        sweep.spec = read_spec(Path(path))
+        if others:
+            storage = {} if sweep.spec.storage is None else {"storage": sweep.spec.storage}
+            sweep.spec = read_spec({**sweep.spec.source, **storage, **others})
+        sweep._begin()
+        return sweep
+
+    def result(self) -> SweepResult:
+        """Return the trials so far."""
+        with closing(SweepStudy(self.spec)) as study:
+            return self._collect(study)
+
+    def run(self, target: Target) -> SweepResult:
+        """Run trials until the budget is spent, and return them.
+
+        Args:
+            target: The command that starts the training script, such as `["python", "train.py"]`; or a function that
+                trains once. It may accept the values of `script.<name>` keys as keyword arguments. Functions run in
+                this process, one at a time.
+
+        Raises:
+            ArgumentError: The study cannot be used, or no trial can succeed.
+            KeyboardInterrupt: After Ctrl-C; the running trials were stopped with a checkpoint.
+        """
+        if num_processes() > 1:
+            got, do = (
+                f"{num_processes()} processes",
+                "run it in one; it launches trials: accmt sweep sweep.yaml -- accmt launch ...",
+            )
+            raise ArgumentError(explain("Sweep.run", got, "one process", do))
+        if callable(target) and self.spec.parallel > 1:
+            got, do = f"parallel={self.spec.parallel} with a function", "pass the command of a script, or parallel=1"
+            raise ArgumentError(explain("Sweep.run", got, "one trial at a time", do))
+        with closing(SweepStudy(self.spec)) as study:
+            if study.begin() and (trials := self.spec.folder / "trials").exists():
+                trials.rename(place_beside(trials))
+            self._begin()
+            result = self._collect(study, self._run_trials(study, target))
+        self._point_to_best(result)
+        if self._stop is not None:
+            raise KeyboardInterrupt(f"{self._stop}: the sweep stops; the same command continues it")
+        return result
+
+    def _run_trials(self, study: SweepStudy, target: Target) -> str:
+        """Run trials until the sweep ends, and return why; "" if its budget is spent."""
+        claims = Claims(self.spec.folder) if self.spec.storage is None else LeasedClaims(self.spec)
+        why: str | None = None
+        with self._hearing_signals():
+            try:
+                while why is None:
+                    why = self._advance_or_wait(study, claims, target)
+            finally:
+                self._end_programs()
+                claims.close()
+        return why
+
+    # ---- Which trial runs next
+
+    def _advance_or_wait(self, study: SweepStudy, claims: Claims, target: Target) -> str | None:
+        try:
+            why = self._advance(study, claims, target)
+        except OUTAGES as error:
+            if not self._is_waiting:
+                _tell(f"the sweep waits for its database: {error}")
+            self._is_waiting = True
+            time.sleep(_OTHERS_S)
+            return None
+        self._is_waiting = False
+        return why
+
+    def _advance(self, study: SweepStudy, claims: Claims, target: Target) -> str | None:
+        """Start what can be started, and look after what runs; return why the sweep ends, "" for its regular end."""
+        for number in claims.lost():
+            if number in self._running:
+                _tell(f"the lease of trial {number} is lost: it stops, and another worker continues it")
+                _signal(self._running.pop(number), signal.SIGKILL)
+                claims.release(number)
+        while self._stop is None and len(self._running) < self.spec.parallel and time.monotonic() >= self._looks_at:
+            found = self._next(study, claims)
+            if found is not None:
+                why = self._start(study, claims, target, found)
+                if why is not None:
+                    return why
+                continue
+            self._looks_at = time.monotonic() + _OTHERS_S  # another worker that runs trials may die
+            if not self._running and all(trial.state.is_finished() for trial in study.trials()):
+                return ""
+        for running in list(self._running.values()):
+            if running.process is not None and running.process.poll() is not None:
+                why = self._look_at_end(study, claims, target, running)
+                if why is not None:
+                    return why
+        if self._stop is not None and not self._running:
+            return self._stop
+        time.sleep(_POLL_S)
+        return None
+
+    def _next(self, study: SweepStudy, claims: Claims) -> int | None:
+        """Hold the next trial and return its number: one that was interrupted, or a new one; None without either."""
+        for trial in study.trials():
+            number = trial.number
+            if trial.state.is_finished() or number in self._running or not claims.take(number):
+                continue
+            if not study.trial(number).state.is_finished():  # now that nobody else can finish it
+                return number
+            claims.release(number)
+        with claims.suggesting():
+            if not self._has_budget(study):
+                return None
+            number = len(study.trials())
+            folder = trial_folder(self.spec.folder, number)
+            if folder.exists():  # of a study that was deleted
+                folder.rename(place_beside(folder))
+            if not claims.take(number):
+                return None
+            study.create()
+        return number
+
+    def _has_budget(self, study: SweepStudy) -> bool:
+        trials, spec = study.trials(), self.spec
+        if spec.trials is not None and len(trials) >= spec.trials:
+            return False
+        outcomes = [outcome_of(trial) for trial in trials]
+        if spec.max_steps is not None and sum(one.get("steps", 0) for one in outcomes) >= spec.max_steps:
+            return False
+        seconds = sum(one.get("seconds", 0.0) for one in outcomes)
+        return spec.max_hours is None or seconds < spec.max_hours * 3600
+
+    # ---- One trial
+
+    def _start(self, study: SweepStudy, claims: Claims, target: Target, number: int) -> str | None:
+        """Start a held trial, or finish it if its program had ended already."""
+        values, spec = study.values_of(study.trial(number)), self.spec
+        of_script = _part_of(values, SCRIPT)
+        plan = Plan(
+            folder=trial_folder(spec.folder, number),
+            token="" if callable(target) else secrets.token_hex(8),
+            sweep=spec.name,
+            sweep_folder=spec.folder,
+            number=number,
+            hps={key: value for key, value in values.items() if key.partition(".")[0] not in (SCRIPT, TRAINER)},
+            trainer=_part_of(values, TRAINER),
+            objectives={one.name: one.maximizes for one in spec.objectives},
+            takes=spec.takes,
+            seed=spec.seed,
+            spec=spec.source,
+        )
+        slots = {running.slot for running in self._running.values()}
+        running = _Running(plan, slot=next(slot for slot in range(spec.parallel) if slot not in slots))
+        self._running[number] = running
+        if (plan.folder / OUTCOME_FILE).exists():
+            return self._finish(study, claims, running)
+        if callable(target):
+            plan.write()
+            _call(target, plan, of_script, self._environment(running))
+            return self._finish(study, claims, running)
+        self._launch(running, [*target, *_as_flags(of_script)])
+        return None
+
+    def _environment(self, running: _Running) -> dict[str, str]:
+        """Return what the program of a trial finds in its environment."""
+        own = {
+            FIT_VARIABLE: "sweep_fit",
+            ARGUMENTS_VARIABLE: "sweep_arguments",
+            TRIAL_VARIABLE: str(running.plan.folder / TRIAL_FILE),
+        }
+        if self.spec.storage is not None:
+            own[STORAGE_VARIABLE] = self.spec.storage
+        return {**own, **share_of(running.slot, self.spec.parallel)}
+
+    def _launch(self, running: _Running, command: Sequence[str]) -> None:
+        running.plan.write()
+        running.starts += 1
+        with (running.plan.folder / _LOG_FILE).open("ab") as log:
+            try:
+                running.process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **self._environment(running)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for the worker, which asks the trials to stop
+                )
+            except OSError as error:
+                do = "accmt sweep sweep.yaml -- python train.py"
+                raise ArgumentError(explain("accmt sweep", str(error), "a command that can be started", do)) from None
+
+    def _look_at_end(self, study: SweepStudy, claims: Claims, target: Any, running: _Running) -> str | None:
+        """Finish a trial whose program has ended, or start it again where it was interrupted."""
+        exit_code = 0 if running.process is None else running.process.returncode
+        plan = running.plan
+        if (plan.folder / OUTCOME_FILE).exists():
+            return self._finish(study, claims, running)
+        if self._stop is not None:
+            del self._running[plan.number]
+            claims.release(plan.number)
+            return None
+        progress = _progress(plan, study.trial(plan.number))
+        if progress != running.progress:
+            running.progress, running.starts = progress, 1
+        has_fitted = (plan.folder / "process").exists()
+        is_killed = exit_code < 0 or exit_code > 128
+        if exit_code == 0:
+            got = "the program ended without a call of Trainer.fit"
+            plan.write_outcome("failed", error=got, is_of_all=True)
+        elif running.starts >= (_STARTS if has_fitted or is_killed else _STARTS_BEFORE_FIT):
+            got = f"exit code {exit_code}, {running.starts} times without progress:\n{_tail(plan.folder / _LOG_FILE)}"
+            plan.write_outcome("failed", error=got, is_of_all=not has_fitted and not is_killed)
+        else:
+            _tell(f"trial {plan.number} was interrupted (exit code {exit_code}); it continues")
+            values = study.values_of(study.trial(plan.number))
+            running.plan = Plan(**{**vars(plan), "token": secrets.token_hex(8)})
+            self._launch(running, [*target, *_as_flags(_part_of(values, SCRIPT))])
+            return None
+        return self._finish(study, claims, running)
+
+    def _finish(self, study: SweepStudy, claims: Claims, running: _Running) -> str | None:
+        """Store how a trial ended; return why the sweep ends with it."""
+        plan = running.plan
+        outcome = loads((plan.folder / OUTCOME_FILE).read_text())
+        study.finish(plan.number, outcome)
+        del self._running[plan.number]
+        claims.release(plan.number)
+        self._looks_at = 0.0
+        self._say_end(plan, outcome)
+        self._num_failed = self._num_failed + 1 if outcome["state"] == "failed" else 0
+        if outcome.get("is_of_all"):
+            return f"every trial would fail like trial {plan.number}:\n{outcome['error']}"
+        if self._num_failed >= self.spec.max_failures:
+            return f"{self._num_failed} trials in a row failed; the last one, trial {plan.number}:\n{outcome['error']}"
+        return None
+
+    def _say_end(self, plan: Plan, outcome: Mapping[str, Any]) -> None:
+        reached = zip(plan.objectives, outcome.get("values", ()), strict=False)
+        values = ", ".join(f"{name} {value:.6g}" for name, value in reached)
+        where = f" at step {outcome['step']}" if values else ""
+        error = f": {outcome['error'].splitlines()[0]}" if outcome.get("error") else ""
+        _tell(f"trial {plan.number} {outcome['state']}: {values or 'no result'}{where}{error}")
+
+    def _end_programs(self) -> None:
+        """Ask the programs that still run to stop with a checkpoint, and wait for them."""
+        for running in self._running.values():
+            _signal(running, signal.SIGTERM)
+        for running in self._running.values():
+            if running.process is not None:
+                running.process.wait()
+        self._running = {}
+
+    @contextmanager
+    def _hearing_signals(self) -> Iterator[None]:
+        """Stop after SIGINT or SIGTERM when the trials have stopped; the second Ctrl-C kills them."""
+
+        def hear(number: int, _: object) -> None:
+            is_again, self._stop = self._stop is not None, signal.Signals(number).name
+            for running in self._running.values():
+                _signal(running, signal.SIGKILL if is_again and number == signal.SIGINT else signal.SIGTERM)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ---- What came of it
+
+    def _collect(self, study: SweepStudy, why: str | None = "") -> SweepResult:
+        trials = study.trials()
+        results = tuple(self._result_of(study, trial) for trial in trials)
+        pareto = _find_best(study, results)
+        is_finished = why == "" and bool(trials) and all(trial.state.is_finished() for trial in trials)
+        return SweepResult(results, next(iter(pareto), None), pareto, is_finished, why or None)
+
+    def _result_of(self, study: SweepStudy, trial: FrozenTrial) -> TrialResult:
+        outcome = outcome_of(trial)
+        model = outcome.get("model")
+        names = [one.name for one in self.spec.objectives]
+        return TrialResult(
+            number=trial.number,
+            state=outcome.get("state", "running"),
+            values=study.values_of(trial),
+            objectives=dict(zip(names, outcome.get("values") or (), strict=False)),
+            step=outcome.get("step"),
+            steps=outcome.get("steps", max(trial.intermediate_values, default=0)),
+            seconds=outcome.get("seconds", 0.0),
+            folder=trial_folder(self.spec.folder, trial.number),
+            model=None if model is None else Path(model),
+            error=outcome.get("error"),
+        )
+
+    def _point_to_best(self, result: SweepResult) -> None:
+        """Link the folder of the best trial as `best`."""
+        if result.best is None:
+            return
+        link = self.spec.folder / BEST
+        staged = link.with_name(f".{BEST}")
+        staged.unlink(missing_ok=True)
+        staged.symlink_to(result.best.folder.relative_to(self.spec.folder))
+        staged.replace(link)
+
+
+def _find_best(study: SweepStudy, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
+    """Return the trials that no other complete one beats, the first one first."""
+    complete = [one for one in results if one.state == "complete"]
+    if not complete:
+        return ()
+    found = study.optuna_study().best_trials  # of one objective, all with the best value
+    numbers = [trial.number for trial in found]
+    return tuple(one for one in complete if one.number in numbers)
+
+
+def _tell(message: str) -> None:
+    """Say something outside a run."""
+    with speaking(verbose=True):
+        say(message)
+
+
+def share_of(slot: int, parallel: int) -> dict[str, str]:
+    """Return the share of this machine's cores and GPUs for one of several trials at a time, as environment variables.
+
+    Variables that the user has set stay; the GPUs among them are divided.
+    """
+    if parallel == 1:
+        return {}
+    share = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        share["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // parallel))
+    devices = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
+    if _VISIBLE not in os.environ:
+        import torch
+
+        devices = [str(index) for index in range(torch.cuda.device_count())]
+    if devices:
+        each = len(devices) // parallel
+        own = devices[slot * each : (slot + 1) * each] if each else [devices[slot % len(devices)]]
+        share[_VISIBLE] = ",".join(own)
+    return share
+
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def _call(
+    function: Callable[..., Any], plan: Plan, of_script: Mapping[str, Any], environment: Mapping[str, str]
+) -> None:
+    """Call a user's function as a trial; its errors are the trial's."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        function(**of_script)
+    except Exception as error:  # noqa: BLE001 - one trial's error must not end the others
+        plan.write_outcome(
+            "failed", error=f"{type(error).__name__}: {error}", is_of_all=isinstance(error, ArgumentError)
+        )
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
+    got = "the function ended without a call of Trainer.fit"
+    plan.write_outcome("failed", error=got, is_of_all=True)  # only if nothing else was written
+
+
+def _signal(running: _Running, number: int) -> None:
+    """Send a signal to all processes of a trial."""
+    if running.process is not None and running.process.poll() is None:
+        try:
+            os.killpg(running.process.pid, number)
+        except ProcessLookupError:
+            return
+
+
+def _part_of(values: Mapping[str, Any], first: str) -> dict[str, Any]:
+    return {key.removeprefix(f"{first}."): value for key, value in values.items() if key.startswith(f"{first}.")}
+
+
+def _as_flags(of_script: Mapping[str, Any]) -> list[str]:
+    """Return the flags of a script: `--name=value`; True is `--name`, and False nothing."""
+    flags = []
+    for name, value in of_script.items():
+        if isinstance(value, bool):
+            flags += [f"--{name}"] if value else []
+        else:
+            flags.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return flags
+
+
+def _progress(plan: Plan, trial: FrozenTrial) -> tuple[int, ...]:
+    """Return how far a trial is, to see whether it got any further: its newest report, and its newest checkpoint."""
+    checkpoints = [path.name for path in (plan.folder / "checkpoints").glob("step-*")]
+    numbers = [int(name.partition("-")[2]) for name in checkpoints if name.partition("-")[2].isdecimal()]
+    return max(trial.intermediate_values, default=-1), max(numbers, default=-1)
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-_LAST_LINES:])

@@ -1,0 +1,96 @@
+"""Sweeps that are killed: nothing is lost, nothing runs twice, and what comes out is the unbroken study."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.random_sweep_kills import SCRIPT, find_programs, kill_at_random, read_study, start, write_sweep
+from tests.launching import ROOT
+from tests.postgresql import find_server, running_server
+
+
+def run_unbroken(folder: Path, trials: int) -> dict[str, Any]:
+    sweep = write_sweep(folder, trials)
+    assert start(sweep, functions=True, sleep_s=0).wait(200) == 0, (folder / "worker.log").read_text()
+    return read_study(sweep)
+
+
+@pytest.mark.feature("S80")
+def test_a_sweep_killed_at_random_moments_is_the_unbroken_one(tmp_path: Path):
+    expected = run_unbroken(tmp_path / "unbroken", 5)
+    killed = write_sweep(tmp_path / "killed", 5)
+    done = kill_at_random(killed, 2, seed=5, functions=True, sleep_s=0.05, longest_s=9)
+    assert sum(done.values()) == 2
+    assert read_study(killed) == expected
+
+
+def wait_for(condition: Any, within_s: float = 100) -> Any:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+def newest_checkpoint(sweep: Path) -> Path | None:
+    return next((sweep.parent / "sweep" / "trials" / "0000" / "checkpoints").glob("step-*6"), None)
+
+
+@pytest.mark.feature("S80")
+def test_a_program_whose_worker_was_killed_stops_itself_and_the_next_worker_continues_it(tmp_path: Path):
+    expected = run_unbroken(tmp_path / "unbroken", 1)
+    sweep = write_sweep(tmp_path / "killed", 1)
+    worker = start(sweep, functions=False, sleep_s=0.3)
+    wait_for(lambda: newest_checkpoint(sweep))
+    [program] = find_programs(sweep)
+    worker.kill()
+    worker.wait()
+    wait_for(lambda: not Path(f"/proc/{program}").exists())
+    assert not (sweep.parent / "sweep" / "trials" / "0000" / "outcome.json").exists()
+    worker = start(sweep, functions=False, sleep_s=0.05)
+    program = wait_for(lambda: next((one for one in find_programs(sweep) if one != program), None))
+    os.kill(program, signal.SIGKILL)  # the worker starts it again
+    assert worker.wait(100) == 0
+    log = (sweep.parent / "sweep" / "trials" / "0000" / "output.log").read_text()
+    assert "the worker of trial 0 is gone" in log
+    assert "trial 0 was interrupted (exit code -9); it continues" in (sweep.parent / "worker.log").read_text()
+    assert read_study(sweep) == expected
+
+
+@pytest.mark.feature("S81")
+@pytest.mark.skipif(find_server() is None, reason="no PostgreSQL: apt-get install postgresql")
+def test_workers_that_share_a_database_take_over_the_trials_of_a_killed_one(tmp_path: Path):
+    def start_worker(name: str) -> subprocess.Popen[bytes]:
+        sweep = write_sweep(tmp_path / name, 6, storage=url, lease_s=4.0, sampler="random", pruner="none")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SWEPT_SLEEP": "0.1"}
+        environment["SWEPT_LOG"] = str(tmp_path / "starts.jsonl")
+        with (tmp_path / f"{name}.log").open("ab") as log:
+            command = [sys.executable, str(SCRIPT), f"--sweep={sweep}"]
+            return subprocess.Popen(command, env=environment, cwd=tmp_path / name, stdout=log, stderr=log)
+
+    def starts() -> list[dict[str, Any]]:
+        log = tmp_path / "starts.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    with running_server() as url:
+        first, second = start_worker("one"), start_worker("two")  # with a disk of its own each, as on two machines
+        wait_for(lambda: {line["pid"] for line in starts()} >= {first.pid, second.pid})
+        first.kill()
+        first.wait()
+        killed_in = [line["trial"] for line in starts() if line["pid"] == first.pid][-1]
+        assert second.wait(150) == 0, (tmp_path / "two.log").read_text()
+        study = read_study(tmp_path / "two" / "sweep.json")
+    assert [state for _, state, *_ in study["trials"]] == ["COMPLETE"] * 6
+    times = [line["trial"] for line in starts()]
+    assert sorted(times) == sorted([*range(6), killed_in])
+    assert len({json.dumps(params) for params, *_ in study["trials"]}) == 6
