@@ -23,7 +23,7 @@ QUANTIZED := bitsandbytes==0.50.2 torchao==0.18.0
 KERNELS := liger-kernel==0.8.5
 # What speaks S3, an S3 in a process, and a real one: OpenStack Swift.
 OBJECT_STORAGE := 's3fs==2026.9.0' 'moto[s3,server]==5.2.5' 'swift==2.38.3'
-# Its chat templates are files; nothing of it is imported.
+# Its chat templates are files, and its losses are compared with.
 CHAT_TEMPLATES := --no-deps trl==1.16.0
 # How many conversations each of them renders.
 CONVERSATIONS ?= 500
@@ -99,8 +99,9 @@ kernels: $(INSTALLED)  ## test Liger's kernels in an environment of its own, as 
 object-storage: $(INSTALLED)  ## test checkpoints and models in object storage against two S3 servers, in an environment of its own
 	@WORKERS=2 tests/laid_over.sh .venv-object-storage $(VENV) tests/object_storage $(OBJECT_STORAGE)
 
-chat-templates: $(INSTALLED)  ## test what is trained of 500 conversations in each chat template of TRL (a few minutes)
-	@CONVERSATIONS=$(CONVERSATIONS) WORKERS=2 tests/laid_over.sh .venv-chat-templates $(VENV) tests/unit/test_chat_templates.py $(CHAT_TEMPLATES)
+chat-templates: $(INSTALLED)  ## test 500 conversations in each chat template of TRL, and losses beside TRL's (a few minutes)
+	@CONVERSATIONS=$(CONVERSATIONS) WORKERS=2 tests/laid_over.sh .venv-chat-templates $(VENV) \
+		'tests/unit/test_chat_templates.py tests/unit/test_addons_prefer_trl.py' $(CHAT_TEMPLATES)
 
 # Which version: make release VERSION=0.2.0
 release: $(INSTALLED)  ## set the VERSION, date the changelog, commit and tag; nothing is uploaded
