@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -290,6 +291,28 @@ def test_the_answers_of_the_fine_tuned_model_are_as_right_as_printed(tmp_path: P
     articles = example.read_articles()[:24]
     right = sum(topic in example.answer(text, tokenizer, model) for text, topic in articles)
     assert read_number(r"right answers +([\d.]+)% of 24", run.stdout) == pytest.approx(100 * right / 24, abs=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.feature("N84")
+def test_the_tuned_model_prefers_the_chosen_answers_as_often_as_printed(tmp_path: Path, import_example):
+    printed = run_example("prefer", "--output", "model", "--limit", "24")
+    example = import_example("prefer")
+    tokenizer = example.AutoTokenizer.from_pretrained("model")
+    model = example.AutoModelForCausalLM.from_pretrained("model").eval()
+
+    def mean_log_prob(row: dict[str, Any], name: str) -> float:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        answer = f"{row[name][0]['content']} [SEP]"
+        before, ids = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, prompt + answer))
+        with torch.inference_mode():
+            logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return sum(float(logs[at - 1, ids[at]]) for at in range(len(before), len(ids))) / (len(ids) - len(before))
+
+    rows = example.make_pairs(example.read_articles()[:24])
+    preferred = sum(mean_log_prob(row, "chosen") > mean_log_prob(row, "rejected") for row in rows)
+    assert read_number(r"preferred: ([\d.]+)%", printed) == pytest.approx(100 * preferred / 24, abs=0.06)
+    assert len(re.findall(r"before '.*', after '", printed)) == 3
 
 
 @pytest.mark.slow
