@@ -8,6 +8,7 @@ from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import torch
 
 from accmt.errors import ModuleContractError, explain
@@ -103,6 +104,110 @@ class WeightedSum:
         return values.to(weights.device, non_blocking=True) if values.device.type == "cpu" else values, weights
 
 
+class GroupedSum:
+    """Sums of the losses of samples in groups. Adding only keeps references; sums are computed when they are needed.
+
+    Args:
+        names: The names of the groups.
+    """
+
+    LOSS, WEIGHT, SAMPLES, UNKNOWN = "loss__", "weight__", "samples__", "samples_of_unknown_loss"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._entries: list[tuple[Any, torch.Tensor | None, Weight]] = []
+        self._partial: torch.Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added since the last `take`."""
+        return not self._entries and self._partial is None
+
+    def add(self, groups: np.ndarray[Any, Any], losses: torch.Tensor | None, weights: Weight) -> None:
+        """Add the samples of one batch.
+
+        Args:
+            groups: The number of the group of each sample.
+            losses: Their detached losses `[samples]`, or one for all; None if they are unknown.
+            weights: Their weights `[samples]`, or the sum of equal ones.
+        """
+        self._entries.append((groups, losses, weights))
+        if len(self._entries) >= COMPACT_AT:
+            self._partial, self._entries = self._sum(), []
+
+    def take(self) -> Totals:
+        """Return the mean loss of each group with its weight, its total weight and its samples, and reset.
+
+        Waits for the device.
+        """
+        if self.is_empty:
+            return {}
+        losses, weights, samples, unknown = self._sum().tolist()
+        self._entries, self._partial = [], None
+        totals: Totals = {self.UNKNOWN: (sum(unknown), None)}
+        for name, loss, weight, number in zip(self._names, losses, weights, samples, strict=True):
+            totals |= {self.LOSS + name: (loss, weight), self.WEIGHT + name: (weight, None)}
+            totals[self.SAMPLES + name] = number, None
+        return totals
+
+    def copy(self) -> GroupedSum:
+        """Return a copy that shares the values, which are never modified."""
+        copied = GroupedSum(self._names)
+        copied._entries, copied._partial = self._entries.copy(), self._partial
+        return copied
+
+    def state_dict(self) -> dict[str, Any]:
+        entries = [
+            [groups.tolist(), None if losses is None else losses.tolist(), _plain(weights)]
+            for groups, losses, weights in self._entries
+        ]
+        partial = None if self._partial is None else self._partial.tolist()
+        return {"names": self._names, "entries": entries, "partial": partial}
+
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        """Add a `state_dict` of this or another process."""
+        if state["names"] != self._names:
+            return  # the groups of another run
+        for groups, losses, weights in state["entries"]:
+            read = None if losses is None else torch.tensor(losses, dtype=torch.float64)
+            kept = torch.tensor(weights, dtype=torch.float64) if isinstance(weights, list) else weights
+            self._entries.append((np.array(groups, np.int64), read, kept))
+        if state["partial"] is not None:
+            partial = torch.tensor(state["partial"], dtype=torch.float64)
+            self._partial = partial if self._partial is None else self._partial + partial
+
+    def _sum(self) -> torch.Tensor:
+        """Return sums `[4, groups]`: loss x weight, weights, samples, and samples without a loss."""
+        device = next(
+            (one.device for _, losses, _ in self._entries if (one := losses) is not None), torch.device("cpu")
+        )
+        kind = torch.float32 if device.type == "mps" else torch.float64
+        columns = []
+        for groups, losses, weights in self._entries:
+            ones = torch.ones(len(groups), dtype=kind, device=device)
+            if losses is None:
+                columns.append(torch.stack([0 * ones, 0 * ones, ones, ones]))
+                continue
+            weights = torch.as_tensor(weights, dtype=kind, device=device)
+            weights = ones * (weights if weights.ndim else weights / len(groups))
+            products = torch.where(
+                weights == 0, 0.0, losses.to(device, kind) * weights
+            )  # a loss of no target may be NaN
+            columns.append(torch.stack([products, weights, ones, 0 * ones]))
+        values = torch.cat(columns, 1) if columns else torch.zeros(4, 0, dtype=kind, device=device)
+        numbers = np.concatenate([groups for groups, _, _ in self._entries]) if columns else np.zeros(0, np.int64)
+        members = torch.from_numpy(numbers).to(device, non_blocking=True) == torch.arange(
+            len(self._names), device=device
+        ).unsqueeze(1)
+        # A sum over a mask has the same bits each time; on a GPU, `index_add_` has not.
+        sums = torch.where(members, values.unsqueeze(1), 0.0).sum(-1)
+        return sums if self._partial is None else sums + self._partial.to(device, kind)
+
+
+def _plain(weights: Weight) -> Any:
+    return weights.tolist() if isinstance(weights, torch.Tensor) else weights
+
+
 def _read(values: Sequence[Weight]) -> list[float]:
     """Return the numbers, with a single transfer for those on a device, which waits for it."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -152,11 +257,13 @@ class LoggedValues:
         self.is_open = True
         self._sums: dict[str, WeightedSum] = {}
         self._totals: set[str] = set()
+        self._groups: GroupedSum | None = None
+        self._states_of_groups: list[Mapping[str, Any]] = []  # until somebody asks for the groups
         self._waiting: list[tuple[str, torch.Tensor]] | None = None
         self._weight: Weight = 1.0
 
     def __len__(self) -> int:
-        return len(self._sums)
+        return len(self._sums) + (self._groups is not None and not self._groups.is_empty)
 
     def begin_batch(self) -> None:
         """Let values wait for the weight of the new batch; the waiting values of a failed batch are dropped."""
@@ -198,14 +305,13 @@ class LoggedValues:
         else:
             self._waiting.append((name, scalar))
 
-    def add_weighted(self, name: str, value: torch.Tensor, weight: Weight) -> None:
-        """Add a detached value with a weight of its own instead of that of the batch."""
-        self._sums.setdefault(name, WeightedSum()).add(value, weight)
-
-    def add_to_total(self, name: str, value: float | torch.Tensor) -> None:
-        """Add to a total, between batches as well as in them."""
-        self._totals.add(name)
-        self.add_weighted(name, value if isinstance(value, torch.Tensor) else torch.tensor(float(value)), 1.0)
+    def grouped(self, names: Sequence[str]) -> GroupedSum:
+        """Return the sums of the losses of samples in groups, which are taken together with the other values."""
+        if self._groups is None:
+            self._groups = GroupedSum(names)
+            for state in self._states_of_groups:
+                self._groups.add_state(state)
+        return self._groups
 
     def end_batch(
         self,
@@ -229,7 +335,7 @@ class LoggedValues:
         sums = {name: values.take() for name, values in self._sums.items()}
         totals = {name: (total, None if name in self._totals else weight) for name, (total, weight) in sums.items()}
         self._sums, self._totals = {}, set()
-        return totals
+        return totals if self._groups is None else totals | self._groups.take()
 
     def copy(self) -> LoggedValues:
         """Return a copy that shares the values, which are never modified."""
@@ -237,6 +343,7 @@ class LoggedValues:
         copied.__dict__.update(self.__dict__)
         copied._sums = {name: values.copy() for name, values in self._sums.items()} if self._sums else {}
         copied._totals = self._totals.copy()
+        copied._groups = None if self._groups is None else self._groups.copy()
         copied._waiting = None if self._waiting is None else self._waiting.copy()
         return copied
 
@@ -245,6 +352,7 @@ class LoggedValues:
             "sums": {name: values.state_dict() for name, values in self._sums.items()},
             "totals": sorted(self._totals),
             "weight": float(self._weight),
+            "groups": None if self._groups is None else self._groups.state_dict(),
         }
 
     def add_state(self, state: Mapping[str, Any]) -> None:
@@ -253,6 +361,10 @@ class LoggedValues:
             self._sums.setdefault(name, WeightedSum()).add_state(values)
         self._totals.update(state["totals"])
         self._weight = state["weight"]
+        if state["groups"] is not None and self._groups is not None:
+            self._groups.add_state(state["groups"])
+        elif state["groups"] is not None:
+            self._states_of_groups.append(state["groups"])
 
     def _weigh(self, name: str, value: torch.Tensor) -> None:
         self._sums[name].add(value, 1.0 if name in self._totals else self._weight)

@@ -49,6 +49,7 @@ Times = dict[str, list[float]]
 
 TWO_PROCESSES = "loop only, two processes"
 DDP_BY_HAND = "hand-written DDP"
+ONE_SET = "accmt, one data set"
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,16 @@ class Classifier(AcceleratorModule):
         return functional.cross_entropy(self.model(inputs), labels)
 
 
+class OfSources(Classifier):
+    """Also returns the loss of each sample, from which a mixture finds that of each source."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        """Return the mean loss, and those of samples."""
+        inputs, labels = batch
+        losses = functional.cross_entropy(self.model(inputs), labels, reduction="none")
+        return {"loss": losses.mean(), "losses": losses}
+
+
 class EpochTimer(Callback):
     """Keeps the seconds of the last epoch, its validation included."""
 
@@ -184,13 +195,18 @@ class EpochTimer(Callback):
 
 @contextmanager
 def build_trainer(
-    timer: EpochTimer, *, fused: bool | None = None, shared: Path | None = None, **arguments: object
+    timer: EpochTimer,
+    *,
+    fused: bool | None = None,
+    shared: Path | None = None,
+    data: object = None,
+    **arguments: object,
 ) -> Iterator[Trainer]:
     """Build a Trainer of two epochs that leaves nothing behind; several processes share a folder."""
     optim = {"type": "AdamW", "lr": LR} | ({} if fused is None else {"fused": fused})
     with tempfile.TemporaryDirectory() as folder:
         yield Trainer(
-            hps_config={"epochs": 2, "batch_size": BATCH_SIZE, "optim": optim},
+            hps_config={"epochs": 2, "batch_size": BATCH_SIZE, "optim": optim, "data": data},
             model_path=(shared or Path(folder)) / "model",
             logging_dir=(shared or Path(folder)) / "logs",
             model_saving=None,
@@ -218,8 +234,25 @@ def run_accmt_in_use(train: list[Sample], validation: list[Sample], *, fused: bo
     return timer.seconds
 
 
+def run_mixture(train: list[Sample]) -> float:
+    """Time accmt with the same samples in three sources of equal weight, and a row of their losses every 10 steps."""
+    timer = EpochTimer()
+    sources = {name: train[number::3] for number, name in enumerate("abc")}
+    with build_trainer(timer, log_every=LOG_EVERY, data={"mix": dict.fromkeys(sources, 1)}) as trainer:
+        trainer.fit(OfSources(), sources)
+    return timer.seconds
+
+
+def run_one_set(train: list[Sample]) -> float:
+    """Time accmt with one data set, and a row every 10 steps."""
+    timer = EpochTimer()
+    with build_trainer(timer, log_every=LOG_EVERY) as trainer:
+        trainer.fit(Classifier(), train)
+    return timer.seconds
+
+
 def build_contests(num_steps: int) -> list[Contest]:
-    """Return the two contests, over epochs of so many steps."""
+    """Return the contests, over epochs of so many steps."""
     train, validation = make_samples(num_steps * BATCH_SIZE), make_samples(NUM_VALIDATION)
     loop_only = {
         "plain torch": lambda: run_torch(train),
@@ -237,9 +270,11 @@ def build_contests(num_steps: int) -> list[Contest]:
         "accmt": lambda: run_accmt_in_use(train, validation),
         "accmt, not fused": lambda: run_accmt_in_use(train, validation, fused=False),
     }
+    mixed = {ONE_SET: lambda: run_one_set(train), "accmt, three sources": lambda: run_mixture(train)}
     return [
         Contest("loop only", "hand-written Accelerate", loop_only),
         Contest("clip, TensorBoard every 10, validation", "hand-written Accelerate", in_use),
+        Contest("a mixture of three sources", ONE_SET, mixed),
     ]
 
 

@@ -30,22 +30,24 @@ CASES: dict[str, dict[str, Any]] = {
     "bare step": {"enable_progress_bar": False},
     "bare step, progress bar on": {"enable_progress_bar": True},
     "bare step, checkpoints on": {"enable_progress_bar": False, "checkpoint_every": "epoch"},
+    "bare step, a mixture of three sources": {"enable_progress_bar": False, "num_sources": 3},
 }
 
 
 class Tiny(AcceleratorModule):
-    """One layer."""
+    """One layer; in a mixture, it returns the loss of each sample, too."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(4, 2)
 
-    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def training_step(self, batch: list[torch.Tensor]) -> Any:
         """Return the mean loss of a batch."""
         inputs, labels = batch
-        return nn.functional.cross_entropy(self.model(inputs), labels)
+        losses = nn.functional.cross_entropy(self.model(inputs), labels, reduction="none")
+        return {"loss": losses.mean(), "losses": losses} if self.wants_sample_losses else losses.mean()
 
 
-def count_fit(num_steps: int, **arguments: Any) -> Counter[str]:
+def count_fit(num_steps: int, num_sources: int = 1, **arguments: Any) -> Counter[str]:
     """Count the calls of a run of so many steps, by file and function."""
     calls: Counter[str] = Counter()
 
@@ -55,16 +57,22 @@ def count_fit(num_steps: int, **arguments: Any) -> Counter[str]:
             calls[f"{code.co_filename[len(PACKAGE) + 1 :]}:{code.co_firstlineno} {code.co_name}"] += 1
 
     samples = TensorDataset(torch.randn(num_steps * 2, 4), torch.zeros(num_steps * 2, dtype=torch.long))
+    data: Any = samples
+    hps: dict[str, Any] = {"epochs": 1, "batch_size": 2, "optim": {"type": "AdamW", "lr": 1e-3}}
+    if num_sources > 1:
+        names = [f"source{number}" for number in range(num_sources)]
+        data, hps = dict.fromkeys(names, samples), {**hps, "epochs": -1, "max_steps": num_steps}
+        hps["data"] = {"mix": dict.fromkeys(names, 1), "stop": "repeat"}
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            {"epochs": 1, "batch_size": 2, "optim": {"type": "AdamW", "lr": 1e-3}},
+            hps,
             Path(folder) / "model",
             logging_dir=Path(folder) / "logs",
             **{"model_saving": None, "checkpoint_every": None, "log_every": -1, "verbose": False, **arguments},
         )
         sys.setprofile(count)
         try:
-            trainer.fit(Tiny(), samples)
+            trainer.fit(Tiny(), data)
         finally:
             sys.setprofile(None)
     return calls

@@ -9,6 +9,7 @@ at once or one of them, after which the other ends by itself; `--launch fsdp-2` 
 tp-2` with split ones.
 `--store s3` copies checkpoints to an S3 server (moto, which `make object-storage` installs), and wipes the disk at each
 kill; ACCMT_TEST_WIDTH=512 makes checkpoints of 3 MB.
+`--trainer mixed` trains on three sources, whose weights change at a step.
 `--max-tokens 12` cuts the samples of each step by a token budget; `--trainer packed` packs documents into rows.
 """
 
@@ -35,6 +36,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT_OF = {
     "accmt": SCRIPTS / "killed_run.py",
     "packed": SCRIPTS / "killed_packed_run.py",
+    "mixed": SCRIPTS / "killed_mixed_run.py",
     "transformers": SCRIPTS / "killed_transformers_run.py",
 }
 KILLS = 3
@@ -46,7 +48,8 @@ class Variant(NamedTuple):
     """How a run is made.
 
     Attributes:
-        trainer: Whose trainer it is: "accmt", "packed" (accmt with packed documents) or "transformers".
+        trainer: Whose trainer it is: "accmt", "packed" (accmt with packed documents), "mixed" (with
+            several sources) or "transformers".
         workers: Loader workers.
         is_async: "1" where checkpoints are written while training goes on.
         launch: How many processes, and with which engine, as `tests.launching.launch` takes it.

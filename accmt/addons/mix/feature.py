@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from accmt.addons.mix.interleaving import Array
@@ -19,12 +18,11 @@ from accmt.data import MicroBatch
 from accmt.errors import ModuleContractError, explain
 from accmt.features.hooks import Feature
 from accmt.messages import warn_once
-from accmt.metrics.averages import Weight
+from accmt.metrics.averages import GroupedSum, Weight
 from accmt.run import EvaluationRun, Run
 from accmt.state import Place
 
-_UNKNOWN = "batches__unknown_source"
-_SAMPLES, _TOKENS = "samples_seen__", "target_tokens_seen__"
+_KINDS = GroupedSum.LOSS, GroupedSum.WEIGHT, GroupedSum.SAMPLES
 
 
 class SourceLosses(Feature):
@@ -42,10 +40,9 @@ class SourceLosses(Feature):
     def __init__(self, run: Run, data: Mixture) -> None:
         self._run = run
         self._data = data
-        self._logged = run.module.logs.of_training
-        loss = run.settings.tracking.train_loss_metric_name
-        self._losses = [f"{loss}__{name}" for name in data.names]
-        self._counts = {prefix: dict.fromkeys(data.names, 0) for prefix in (_SAMPLES, _TOKENS)}
+        self._loss_name = run.settings.tracking.train_loss_metric_name
+        self._sums = run.module.logs.of_training.grouped(data.names)
+        self._counts = {name: {"samples_seen": 0, "target_tokens_seen": 0} for name in data.names}
         self._sources: Array | None = None  # of the samples of the current batch
         self._of_samples: Any = None
 
@@ -59,7 +56,7 @@ class SourceLosses(Feature):
     def during(self) -> Iterator[None]:
         """Show the losses of sources on the progress bar, and tell the module that those of samples are used."""
         module = self._run.module
-        module.logs.show(self._losses)
+        module.logs.show(f"{self._loss_name}__{name}" for name in self._data.names)
         module.wants_sample_losses = True
         try:
             yield
@@ -68,87 +65,61 @@ class SourceLosses(Feature):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the samples and target tokens of each source up to the last row; later ones are logged values."""
-        return {prefix: dict(counts) for prefix, counts in self._counts.items()}
+        return {name: dict(counts) for name, counts in self._counts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._counts = {prefix: {**own, **state[prefix]} for prefix, own in self._counts.items()}
+        self._counts |= {name: dict(counts) for name, counts in state.items() if name in self._counts}
 
     def before_batch(self, micro_batch: MicroBatch) -> None:
-        """Count the samples of a batch by their sources."""
+        """Find the sources of a batch's samples."""
         self._sources = self._of_samples = None
-        if micro_batch.batch is None:
-            return
-        indices = self._run.train_loader.samples_in_batch(self._run.state.epoch, micro_batch)
-        if indices is None:
-            return
-        self._sources = self._data.sources_of(indices)
-        for name, number in zip(self._data.names, self._count(self._sources), strict=True):
-            if number:
-                self._logged.add_to_total(f"{_SAMPLES}{name}", number)
+        if micro_batch.batch is not None:
+            indices = self._run.train_loader.samples_in_batch(self._run.state.epoch, micro_batch)
+            self._sources = None if indices is None else self._data.sources_of(indices)
 
     def after_forward(self, outputs: Any) -> None:
         if isinstance(outputs, Mapping) and "losses" in outputs:
             self._of_samples = outputs["losses"], outputs.get("weights")
 
     def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
-        """Attribute the loss of a batch to the sources of its samples."""
+        """Note the loss of a batch, or of its samples."""
         sources = self._sources
         if sources is None or not len(sources):
-            self._logged.add_to_total(_UNKNOWN, 1)
             return
-        first = int(sources[0])
-        if (sources == first).all():
-            self._add(first, loss, weight)
-        elif self._of_samples is None:
-            self._logged.add_to_total(_UNKNOWN, 1)
+        if self._of_samples is not None:
+            losses, weights = self._of_samples
+            _require_each("losses", losses, len(sources))
+            if weights is not None:
+                _require_each("weights", weights, len(sources))
+                weight = weights.detach()
+            self._sums.add(sources, losses.detach(), weight)
         else:
-            self._split(sources, weight)
-
-    def _split(self, sources: Array, weight: Weight) -> None:
-        """Attribute the losses of single samples; the mean of those of a source has the weight of its samples."""
-        losses, weights = self._of_samples
-        for what, values in (("losses", losses), ("weights", weights)):
-            if values is not None and not (isinstance(values, torch.Tensor) and values.shape == (len(sources),)):
-                got = (
-                    f'"{what}": {f"shape {tuple(values.shape)}" if hasattr(values, "shape") else type(values).__name__}'
-                )
-                expected = f"a tensor with one value for each of the {len(sources)} samples of the batch"
-                do = 'return {"loss": losses.mean(), "losses": losses}, with "weights" if the loss is weighted'
-                raise ModuleContractError(explain("training_step", got, expected, do))
-        losses = losses.detach()
-        kind = torch.float32 if losses.device.type == "mps" else torch.float64
-        each = torch.as_tensor(weight, dtype=kind, device=losses.device) / len(sources)
-        weights = each.expand(len(sources)) if weights is None else weights.detach().to(losses.device, kind)
-        products = torch.where(weights == 0, 0.0, losses.to(kind) * weights)  # without targets, a loss may be NaN
-        numbers = torch.from_numpy(sources).to(losses.device)
-        sums = torch.zeros(2, len(self._losses), dtype=kind, device=losses.device)
-        sums.index_add_(1, numbers, torch.stack([products, weights]))
-        means, of_sources = (sums[0] / sums[1]).unbind(), sums[1].unbind()
-        for number, count in enumerate(self._count(sources)):
-            if count:
-                self._add(number, means[number], of_sources[number])
-
-    def _add(self, number: int, loss: torch.Tensor, weight: Weight) -> None:
-        self._logged.add_weighted(self._losses[number], loss, weight)
-        if self._run.weighting.is_explicit:
-            self._logged.add_to_total(f"{_TOKENS}{self._data.names[number]}", weight)
-
-    def _count(self, sources: Array) -> list[int]:
-        counts: list[int] = np.bincount(sources, minlength=len(self._losses)).tolist()
-        return counts
+            is_one = bool((sources == sources[0]).all())
+            self._sums.add(sources, loss if is_one else None, weight)
 
     def add_to_row(self, row: dict[str, float]) -> None:
-        """Replace the numbers since the last row by those since the start of the run."""
-        for prefix, counts in self._counts.items():
-            for name in counts:
-                counts[name] += round(row.pop(f"{prefix}{name}", 0))
-            row |= {f"{prefix}{name}": number for name, number in counts.items()} if any(counts.values()) else {}
-        if row.pop(_UNKNOWN, 0):
-            for name in self._losses:
-                row.pop(name, None)
+        """Name the values of the sources, and replace numbers since the last row by those since the start."""
+        is_unknown = row.pop(GroupedSum.UNKNOWN, 0) > 0
+        for name, counts in self._counts.items():
+            loss, weight, samples = (row.pop(kind + name, 0.0) for kind in _KINDS)
+            counts["samples_seen"] += round(samples)
+            counts["target_tokens_seen"] += round(weight) if self._run.weighting.is_explicit else 0
+            row |= {f"{kind}__{name}": number for kind, number in counts.items() if number or kind == "samples_seen"}
+            if weight and not is_unknown:
+                row[f"{self._loss_name}__{name}"] = loss
+        if is_unknown:
             warn_once(
                 "the training loss of each source is not logged: a batch has samples of several sources, and "
                 'training_step returns only their mean; return {"loss": losses.mean(), "losses": losses}, with one '
                 "loss per sample",
                 about="losses of sources",
             )
+
+
+def _require_each(what: str, values: Any, number: int) -> None:
+    if isinstance(values, torch.Tensor) and values.shape == (number,):
+        return
+    shape = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+    expected = f"a tensor with one value for each of the {number} samples of the batch"
+    do = 'return {"loss": losses.mean(), "losses": losses}, with "weights" if the loss is weighted'
+    raise ModuleContractError(explain("training_step", f'"{what}": {shape}', expected, do))

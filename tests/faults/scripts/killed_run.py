@@ -78,9 +78,7 @@ def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None
     train(Wide(), Noisy(), HPS | {"max_tokens": max_tokens}, folder, workers, is_async)
 
 
-def train(
-    module: AcceleratorModule, data: Dataset[Any], hps: dict[str, Any], folder: str, workers: str, is_async: str
-) -> None:
+def train(module: AcceleratorModule, data: Any, hps: dict[str, Any], folder: str, workers: str, is_async: str) -> None:
     store = os.environ.get("ACCMT_TEST_STORE")
     trainer = Trainer(
         hps,
