@@ -37,6 +37,9 @@ FIT_VARIABLE = "ACCMT_FIT"
 ARGUMENTS_VARIABLE = "ACCMT_ARGUMENTS"
 """Names an add-on that changes the arguments of a Trainer when it is created, in such a program."""
 
+PROGRAM_VARIABLE = "ACCMT_PROGRAM"
+"""The command that started a program, if it is one of accmt, for the resume hint."""
+
 ADDED_FEATURES = "accmt.features"
 
 HPS_SECTIONS = "accmt.hps_sections"
@@ -44,7 +47,10 @@ HPS_SECTIONS = "accmt.hps_sections"
 
 _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
+        "begin_fork": "accmt.addons.fork.beginning:begin_fork",
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
+        "fork": "accmt.addons.fork.program:fork_fit",
+        "fork_arguments": "accmt.addons.fork.program:change_arguments",
         "hint_for_argument": "accmt.addons.hints.arguments:find_foreign",
         "hint_for_attribute": "accmt.addons.hints.methods:describe_missing",
         "hint_for_callback": "accmt.addons.hints.table:find_callback",
@@ -65,6 +71,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "tune": "accmt.addons.tuning:tune",
     },
     ADDED_FEATURES: {
+        "launches": "accmt.addons.launches:LaunchRecord",
+        "fork_point": "accmt.addons.fork.beginning:ForkPoint",
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
         "examiner": "accmt.addons.flight_recorder.examiner:Examiner",
         "timed_checkpoints": "accmt.addons.goodput.pace:TimedCheckpoints",  # acts on what the next one has measured
@@ -100,6 +108,7 @@ ONLY_WITH: dict[str, tuple[str, ...]] = {
     "remote_checkpoints": ("checkpoint", "resume"),
     "remote_models": ("model_url",),
     "sources": ("data",),
+    "fork_point": ("fork",),
 }
 """The settings without which a feature of an add-on does nothing, so that it is not imported."""
 

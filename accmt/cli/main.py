@@ -14,6 +14,7 @@ COMMANDS = {
     "check": "verify checkpoints and print their contents",
     "diff": "find the first step at which two runs diverge, and why",
     "example": "print or write an example script",
+    "fork": "start a new run that continues another one from a step, with changed settings",
     "get": "write the weights of a checkpoint as a model folder",
     "goodput": "print how a run spent its time",
     "launch": "start a training script on one or more processes",

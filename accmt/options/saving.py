@@ -246,6 +246,8 @@ class CheckpointSettings:
             `CheckpointOptions(max_checkpoints=3)`, or a dict of its arguments.
         checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of a
             class from another package (an entry point in the group `accmt.checkpointers`).
+        fork: The run folder and the step of another run, such as "logs/news/run-a@1200": this run continues from there
+            with its own name, folders and settings. Started again, it resumes.
     """
 
     checkpoint: str | PathLike[str] | None = None
@@ -253,6 +255,7 @@ class CheckpointSettings:
     checkpoint_every: int | float | str | None = "epoch"
     checkpoint_options: CheckpointOptions = None  # type: ignore[assignment]  # set in __post_init__
     checkpointer: Checkpointer | None = None
+    fork: str | None = None
 
     def __post_init__(self) -> None:
         self.every  # noqa: B018 - raises if invalid
@@ -288,6 +291,28 @@ class CheckpointSettings:
         if self.checkpointer is not None and not can_store:
             expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
             raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
+
+        if self.fork is not None:
+            self._check_fork()
+
+    def _check_fork(self) -> None:
+        fork: Any = self.fork
+        run, _, step = fork.rpartition("@") if isinstance(fork, str) else ("", "", "")
+        if not run or not step.isdecimal():
+            raise_wrong_value("fork", fork, "a run folder, @ and a step", 'fork="logs/news/run-a@1200"')
+        if _URL.match(run):
+            raise_wrong_value("fork", fork, "a run folder on this machine", "copy the run and its checkpoints here")
+        if self.resume not in (True, False, None, "auto"):
+            expected = "one of the two: a fork begins from the other run, and resumes from its own checkpoints"
+            raise_wrong_value("resume", self.resume, expected, "remove `resume`")
+        if self.checkpointer is not None:
+            raise_wrong_value("checkpointer", self.checkpointer, "a checkpoint folder for a fork", "checkpointer=None")
+
+    @property
+    def fork_origin(self) -> tuple[str, int]:
+        """The run folder and the step in `fork`."""
+        run, _, step = str(self.fork).rpartition("@")
+        return run, int(step)
 
     @property
     def url(self) -> str | None:

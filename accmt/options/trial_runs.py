@@ -23,7 +23,7 @@ def without_traces(settings: Settings) -> Settings:
         settings,
         saving=replace(settings.saving, model_saving=None, patience=None),
         checkpoints=replace(
-            settings.checkpoints, checkpoint=None, resume=False, checkpoint_every=None, checkpointer=None
+            settings.checkpoints, checkpoint=None, resume=False, checkpoint_every=None, checkpointer=None, fork=None
         ),
         evaluation=replace(settings.evaluation, eval_when_start=False),
         tracking=replace(settings.tracking, log_with=None),

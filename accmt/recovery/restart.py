@@ -36,6 +36,7 @@ class Recovery:
         rolled_back_to: The step of that checkpoint.
         checkpoint: The checkpoint that the next run continues from; None if there is no next run.
         is_temporary: Whether that checkpoint only serves the next run.
+        next_settings: The settings of a later run, if they differ from those of this one.
     """
 
     lessons: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Recovery:
     rolled_back_to: int | None = None
     checkpoint: Path | None = None
     is_temporary: bool = False
+    next_settings: Settings | None = None
 
     def learn(self, lessons: Mapping[str, dict[str, Any]]) -> None:
         """Take over what the checkpoint's run had learned, unless this run has learned more since."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from accmt.messages import say
 from accmt.processes import is_main_process
+from accmt.registry import PROGRAM_VARIABLE
 from accmt.run import Run
 
 
@@ -38,7 +40,8 @@ def describe_resume(run: Run) -> str | None:
     """
     place = _find_place(run)
     if place is not None:
-        return f"resume: run the same program{_with_changes(run)} to continue from {place}"
+        program = os.environ.get(PROGRAM_VARIABLE, "the same program")
+        return f"resume: run {program}{_with_changes(run)} to continue from {place}"
     if run.state.global_step == 0 or run.settings.running.fast_dev_run:
         return None
     why = (

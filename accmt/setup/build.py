@@ -102,8 +102,10 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
 
     Processes: collective.
     """
+    accelerator = build_accelerator(trainer.settings.running)
+    if trainer.settings.checkpoints.fork is not None and recovery.checkpoint is None:
+        addon("begin_fork")(trainer, recovery)
     settings, state = trainer.settings, trainer.state
-    accelerator = build_accelerator(settings.running)
     configure_model(module, accelerator)
     check_module(module)
     engine = choose_engine(module, accelerator, settings)

@@ -161,6 +161,8 @@ class Trainer(TrainerProperties):
             or a dict of its arguments.
         checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of a
             class from another package (an entry point in the group `accmt.checkpointers`).
+        fork: The run folder and the step of another run, such as "logs/news/run-a@1200": this run continues from there
+            with its own name, folders and settings. Started again, it resumes.
         metrics: Metrics over all samples of a validation set: names such as "f1", `Metric` or `torchmetrics` objects,
             or metrics from `evaluate`; one of them, a list, a dict by name, or a dict of lists by validation set.
             `{"perplexity": "min"}` declares that lower is better, for a value that a step or a hook reports.
@@ -253,6 +255,7 @@ class Trainer(TrainerProperties):
         sync_batchnorm: bool = False,
         checkpoint_options: CheckpointOptions | Mapping[str, Any] | None = None,
         checkpointer: Checkpointer | str | None = None,
+        fork: str | None = None,
         metrics: Metrics | None = None,
         metric_options: MetricOptions | Mapping[str, Any] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,

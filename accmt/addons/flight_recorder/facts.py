@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 import subprocess
@@ -16,17 +15,15 @@ from typing import Any
 import torch
 import xxhash
 
+from accmt.addons.launches import describe_launch, main_file
 from accmt.data.base import length_of
 from accmt.files import current_folder
-from accmt.processes import gather_objects, num_data_processes, num_processes
+from accmt.processes import gather_objects, num_data_processes
 from accmt.run import Run
 from accmt.secrets import hide, hide_text
 from accmt.version import __version__
 
 _PACKAGES = ("accelerate", "transformers", "peft", "datasets", "numpy", "torchao", "bitsandbytes")
-_ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_", "MKL_", "CUBLAS_", "NCCL_", "TORCH_")
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
-_OF_LAUNCH = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 _LARGEST_DIFF = 2**20
 _MOST_FILES = 500
 
@@ -35,11 +32,6 @@ MATTER = (
     "settings", "hps", "program", "seed",
 )  # fmt: skip
 """The facts that explain why a step is computed differently."""
-_PLACES = {
-    "model_path", "checkpoint", "resume", "logging_dir", "log_with", "run_name", "track_name", "verbose", "ledger",
-    "checkpoint_options", "enable_progress_bar", "hps_config", "max_time",
-}  # fmt: skip
-"""Arguments that change nothing of what a step computes."""
 
 
 def describe_start(run: Run) -> dict[str, Any]:
@@ -47,22 +39,12 @@ def describe_start(run: Run) -> dict[str, Any]:
 
     Processes: collective.
     """
-    settings, optimizer = run.settings, run.stepper.optimizer
     dataset = run.train_loader.source.dataloader.dataset
     own = {"host": socket.gethostname(), "device": _name_device(run.device)}
-    arguments = {name: value for name, value in settings.to_arguments().items() if name not in _PLACES}
-    if settings.checkpoints.checkpoint_options.reset_optimizer_on_resume:
-        arguments["checkpoint_options"] = {"reset_optimizer_on_resume": True}
     facts: dict[str, Any] = hide(
         {
-            "step": run.state.global_step,
-            "is_resumed": run.is_resumed,
-            "argv": [hide_text(argument) for argument in sys.orig_argv],
-            "cwd": str(_find_start_folder()),
-            "environment": _environment(),
-            "processes": num_processes(),
+            **describe_launch(run),
             "data_processes": num_data_processes(),
-            "is_launched": "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ,
             "versions": _versions(),
             "hardware": gather_objects(own),
             "threads": torch.get_num_threads(),
@@ -70,18 +52,11 @@ def describe_start(run: Run) -> dict[str, Any]:
             "is_deterministic": run.device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
             "precision": str(run.accelerator.mixed_precision),
             "weights": _name_types(run.unwrapped_model),
-            "settings": _plain(arguments),
-            "hps": settings.hps.to_dict()["hps"],
             "program": _digest_program(type(run.module)),
-            "git": _describe_git(Path(_main_file() or ".").parent),
+            "git": _describe_git(Path(main_file() or ".").parent),
             "data": {"samples": length_of(dataset), "kind": type(dataset).__name__},
-            "seed": run.seed,
-            "run_name": run.tracking.run_name,
-            "run_folder": str(current_folder() / run.tracking.run_folder),
-            "model_path": str(current_folder() / settings.model_folder),
-            "checkpoints": str(current_folder() / settings.checkpoint_folder),
             "lessons": run.recovery.lessons,
-            "groups": [len(group["params"]) for group in optimizer.param_groups],
+            "groups": [len(group["params"]) for group in run.stepper.optimizer.param_groups],
         }
     )
     return facts
@@ -108,25 +83,9 @@ def _name_types(model: torch.nn.Module) -> str:
     return " and ".join(sorted(types))
 
 
-def _find_start_folder() -> Path:
-    """Return the working folder in which the program was started, also if the program has changed it since."""
-    here, main = current_folder(), Path(_main_file() or "")
-    for argument in sys.orig_argv[1:]:
-        script = Path(argument)
-        if script.name == main.name and not script.is_absolute() and here / script != main:
-            parts = len(script.parts)
-            return Path(*main.parts[:-parts]) if main.parts[-parts:] == script.parts else here
-    return here
-
-
-def _main_file() -> str | None:
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return None if file is None else str(current_folder() / file)
-
-
 def _digest_program(kind: type) -> dict[str, str]:
     """Return a digest of each file of the user's program: the script, the module's file, and what lies beside them."""
-    main = _main_file()
+    main = main_file()
     of_module = getattr(sys.modules.get(kind.__module__), "__file__", None)
     files = {current_folder() / file for file in (main, of_module) if file}
     folders = {file.parent for file in files if not _is_installed(file)}
@@ -179,11 +138,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _environment() -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT) or name in _VARIABLES}
-    return {name: value for name, value in sorted(own.items()) if not name.startswith(_OF_LAUNCH)}
-
-
 @cache
 def _name_device(device: torch.device) -> str:
     if device.type == "cuda":
@@ -194,16 +148,3 @@ def _name_device(device: torch.device) -> str:
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON values; of other objects their class or name, since an address differs in each process."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(one) for one in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return repr(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -19,6 +19,7 @@ was edited or removed shows.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,3 +254,35 @@ def _split(each: str) -> list[str]:
 
 def _shown(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def compare_steps(
+    ledger: Ledger, again: Ledger, names: Sequence[str], last: int, tolerance: float = 0.0
+) -> tuple[int, str | None]:
+    """Compare the lines that both ledgers have, in order; to a tolerance, only samples, batches and losses."""
+    recorded = {key: line for _, line in ledger.effective() if (key := step_of(line)) is not None}
+    num_compared = 0
+    for _, line in again.effective():
+        before = recorded.get(step_of(line) or ()) if line.get("step", last + 1) <= last else None
+        if before is None:
+            continue
+        num_compared += 1
+        if tolerance:
+            before, line = ({**one, "sums": {}} for one in (before, line))
+            line["loss"] = before.get("loss") if _is_close(before, line, tolerance) else line.get("loss")
+        found = find_difference(before, line, names, ("recorded", "now"))
+        if found is not None:
+            return num_compared, f"step {line['step']}: {found}"
+    return num_compared, None
+
+
+def _is_close(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> bool:
+    one, other = before.get("loss"), now.get("loss")
+    return one is None or other is None or math.isclose(float.fromhex(one), float.fromhex(other), rel_tol=tolerance)
+
+
+def step_of(line: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return what a line is about, wherever its checksums were due; None for other lines."""
+    if "sums" in line:
+        return "sums", line["step"]
+    return ("window", line["epoch"], line["batches"][0]) if "batches" in line else None

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import runpy
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +20,8 @@ import xxhash
 
 from accmt.addons.flight_recorder.compare import RELATIVE_TOLERANCE
 from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, SampleReport, StepReport
-from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, find_difference, read_ledger, require_ledger
+from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, compare_steps, read_ledger, require_ledger, step_of
+from accmt.addons.launches import build_command, relocate
 from accmt.callbacks import Callback, build_callbacks
 from accmt.checkpoint.contents import read_others
 from accmt.checkpoint.manifest import Checkpoint, examine
@@ -156,7 +155,7 @@ def replay(
     if export is not None and not export.absolute().parent.is_dir():
         _fail(folder, f"--export {export}", "a file in a folder that exists", f"mkdir -p {export.parent}")
     start = ledger.start_of(next(number for number, line in windows if line["step"] == step))
-    start = _relocate(start, folder)
+    start = relocate(start, folder)
     checkpoint = _find_begin(folder, ledger, start, step)
     with tempfile.TemporaryDirectory(prefix="accmt-replay-") as place:
         request = {
@@ -166,6 +165,7 @@ def replay(
             "seed": start["seed"],
             "folder": place,
             "model_path": start["model_path"],
+            "began": start["step"],
             "examines": examines and not without,
             "without": sorted(without),
             "places": [[line["epoch"], *line["batches"]] for _, line in windows if line["step"] == step],
@@ -187,10 +187,10 @@ def replay(
         reports = [_read_report(line) for line in examined.read_text().splitlines()] if examined.exists() else []
     begin = f"the checkpoint of {checkpoint.name}" if checkpoint else "the beginning"
     last_compared, tolerance = step - 1 if without else last, 0.0
-    num_compared, difference = _compare(ledger, again, start["tensors"], last_compared)
+    num_compared, difference = compare_steps(ledger, again, start["tensors"], last_compared)
     if difference is not None and not start["is_deterministic"]:
         tolerance = RELATIVE_TOLERANCE
-        num_compared, difference = _compare(ledger, again, start["tensors"], last_compared, tolerance)
+        num_compared, difference = compare_steps(ledger, again, start["tensors"], last_compared, tolerance)
     starts_elsewhere = difference is not None and difference.startswith("step 0: ")
     made = {line["step"] for _, line in again.effective() if "batches" in line}
     missing = [number for number in steps if step <= number <= last and number not in made]
@@ -231,35 +231,6 @@ def _read_report(line: str) -> StepReport:
     return StepReport(**read | {"samples": samples, "layers": [tuple(layer) for layer in read["layers"]]})
 
 
-def _relocate(start: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what a run started with, with the paths where they are now if the run folder was moved with its project.
-
-    The last parts of the run folder's path are the same before and after; what precedes them has changed.
-    """
-    before = Path(start.get("run_folder", folder))
-    old, new = list(before.parts), list(folder.parts)
-    while old and new and old[-1] == new[-1]:
-        old.pop()
-        new.pop()
-    if not old or not new:
-        return dict(start)
-    moved_from, moved_to = Path(*old), Path(*new)
-
-    def find(path: str) -> str:
-        if not Path(path).is_relative_to(moved_from) or Path(path).exists():
-            return path
-        moved = moved_to / Path(path).relative_to(moved_from)
-        return str(moved) if moved.exists() else path
-
-    found = {name: find(start[name]) for name in ("cwd", "checkpoints")}
-    moved = Path(start["model_path"])
-    if found["cwd"] != start["cwd"] or found["checkpoints"] != start["checkpoints"]:
-        moved = moved_to / moved.relative_to(moved_from) if moved.is_relative_to(moved_from) else moved
-    argv = [find(argument) if os.sep in argument else argument for argument in start["argv"]]
-    program = {find(name): digest for name, digest in start["program"].items()}
-    return {**start, **found, "model_path": str(moved), "argv": argv, "program": program}
-
-
 def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: int) -> Path | None:
     """Return the newest checkpoint of the run before a step; None if the run can be made again from its beginning."""
     place = Path(start["checkpoints"])
@@ -284,53 +255,12 @@ def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: i
 
 def _run_program(folder: Path, start: Mapping[str, Any], request: Path) -> str:
     """Run the user's program as it was launched, and return what it printed."""
-    arguments, where = list(start["argv"][1:]), Path(start["cwd"])
-    if not arguments or arguments[0] in ("-c", "-") or "ipykernel" in " ".join(arguments):
-        got = "a run in a notebook or an interactive session"
-        _fail(folder, got, "a script that can be started again", "move the training into a script")
-    if not where.is_dir():
-        _fail(folder, f"its working directory no longer exists: {where}", "the same working directory", "restore it")
-    command = [sys.executable, *arguments]
-    if start["is_launched"]:
-        launch = ["--standalone", f"--nproc-per-node={start['processes']}", "--no-python"]
-        command = [sys.executable, "-m", "torch.distributed.run", *launch, *command]
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
-    environment = {**own, **start["environment"], FIT_VARIABLE: "replay", _REQUEST: str(request)}
+    command, where, environment = build_command(start, f"replay of {folder}")
+    environment |= {FIT_VARIABLE: "replay", _REQUEST: str(request)}
     ended = subprocess.run(
         command, cwd=where, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     return ended.stdout
-
-
-def _compare(
-    ledger: Ledger, again: Ledger, names: Sequence[str], last: int, tolerance: float = 0.0
-) -> tuple[int, str | None]:
-    """Compare the lines that both ledgers have, in order; to a tolerance, only samples, batches and losses."""
-    recorded = {key: line for _, line in ledger.effective() if (key := _key(line)) is not None}
-    num_compared = 0
-    for _, line in again.effective():
-        before = recorded.get(_key(line) or ()) if line.get("step", last + 1) <= last else None
-        if before is None:
-            continue
-        num_compared += 1
-        if tolerance:
-            before, line = ({**one, "sums": {}} for one in (before, line))
-            line["loss"] = before.get("loss") if _is_close(before, line, tolerance) else line.get("loss")
-        found = find_difference(before, line, names, ("recorded", "now"))
-        if found is not None:
-            return num_compared, f"step {line['step']}: {found}"
-    return num_compared, None
-
-
-def _is_close(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> bool:
-    one, other = before.get("loss"), now.get("loss")
-    return one is None or other is None or math.isclose(float.fromhex(one), float.fromhex(other), rel_tol=tolerance)
-
-
-def _key(line: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    if "sums" in line:
-        return "sums", line["step"]
-    return ("window", line["epoch"], line["batches"][0]) if "batches" in line else None
 
 
 def _list_losses(ledger: Ledger, again: Ledger, first: int, last: int) -> list[tuple[int, float | None, float | None]]:
@@ -339,9 +269,9 @@ def _list_losses(ledger: Ledger, again: Ledger, first: int, last: int) -> list[t
     def read(line: Mapping[str, Any]) -> float | None:
         return None if line["loss"] is None else float.fromhex(line["loss"])
 
-    now = {_key(line): line for _, line in again.effective() if "batches" in line}
+    now = {step_of(line): line for _, line in again.effective() if "batches" in line}
     recorded = [line for _, line in ledger.effective() if "batches" in line and first <= line["step"] <= last]
-    return [(line["step"], read(line), read(now[_key(line)])) for line in recorded if _key(line) in now]
+    return [(line["step"], read(line), read(now[step_of(line)])) for line in recorded if step_of(line) in now]
 
 
 def _find_changed_files(program: Mapping[str, str]) -> list[str]:
@@ -428,6 +358,10 @@ def _require_reached(step: int, request: Mapping[str, Any]) -> None:
 
 def _build_trainer(trainer: Any, request: Mapping[str, Any], place: Path) -> Any:
     settings = trainer.settings
+    if settings.checkpoints.fork is not None:
+        from accmt.addons.fork.beginning import find_fork, settings_at
+
+        settings = settings_at(settings, find_fork(settings), request["began"])
     model_path = str(current_folder() / settings.model_folder)
     if model_path != request["model_path"]:
         raise ArgumentError(
@@ -451,6 +385,7 @@ def _build_trainer(trainer: Any, request: Mapping[str, Any], place: Path) -> Any
             resume=False,
             checkpoint_every=None,
             checkpointer=None,
+            fork=None,
         ),
         tracking=replace(
             settings.tracking,

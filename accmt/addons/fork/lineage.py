@@ -1,0 +1,123 @@
+"""Which run is a fork of which: `fork.json` in the folder of a fork, and one file per fork in that of its parent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accmt.files import dumps, loads, write_text
+from accmt.tracking.history import HISTORY_FILE
+
+FORK_FILE = "fork.json"
+FORKS_FOLDER = "forks"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a fork comes from, as `fork.json` holds it.
+
+    Attributes:
+        run_name: The name of the fork.
+        parent: The parent's `run_name`, `run_folder`, its `run_ids` in trackers, and the model and checkpoint folders
+            that are `taken` by it and by its own parents.
+        step: The step at which the fork begins: up to it, it is the parent.
+        checkpoint_step: The step of the parent's checkpoint, from which the steps up to `step` are made again.
+        hps: The hyper-parameters of the fork, without secrets.
+        arguments: The Trainer's arguments that decide its steps.
+        parent_hps: The hyper-parameters with which the parent made its steps up to `step`.
+        changes: The hyper-parameters that differ, as text.
+        model_path: The model folder in the program, by which its Trainer is found again.
+    """
+
+    run_name: str
+    parent: dict[str, Any]
+    step: int
+    checkpoint_step: int
+    hps: dict[str, Any]
+    arguments: dict[str, Any]
+    parent_hps: dict[str, Any]
+    changes: list[str] = field(default_factory=list)
+    model_path: str = ""
+
+    @property
+    def parent_folder(self) -> Path:
+        return Path(self.parent["run_folder"])
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder of the fork."""
+        write_text(folder / FORK_FILE, dumps(asdict(self), indent=2) + "\n")
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """Return where a run comes from; None if it is no fork."""
+    try:
+        content = loads((folder / FORK_FILE).read_text(encoding="utf-8"))
+        return Origin(**{name: content[name] for name in Origin.__dataclass_fields__})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def note_fork(parent: Path, folder: Path, about: Mapping[str, Any]) -> None:
+    """Write a file about a fork into the folder of its parent."""
+    place = parent / FORKS_FOLDER
+    place.mkdir(exist_ok=True)
+    write_text(place / f"{folder.name}.json", dumps({**about, "run_folder": str(folder)}, indent=2) + "\n")
+
+
+def find_forks(folder: Path) -> list[Path]:
+    """Return the folders of the forks of a run: those beside it, and those that its files name."""
+    folder = folder.absolute()
+    found: dict[Path, int] = {}
+    named = [_read_place(path) for path in sorted((folder / FORKS_FOLDER).glob("*.json"))]
+    beside = [path.parent for path in sorted(folder.parent.glob(f"*/{FORK_FILE}"))]
+    for place in [*beside, *(place for place in named if place is not None)]:
+        origin = read_origin(place)
+        if origin is not None and place.absolute() != folder and _is_parent(folder, origin, place):
+            found[place.absolute()] = origin.step
+    return sorted(found, key=lambda place: (found[place], place.name))
+
+
+def find_parent(folder: Path) -> Path | None:
+    """Return the folder of the run that a fork comes from, also if both were moved; None if there is none."""
+    origin = read_origin(folder)
+    if origin is None:
+        return None
+    for place in (origin.parent_folder, folder.absolute().parent / origin.parent_folder.name):
+        if (place / HISTORY_FILE).is_file():
+            return place
+    return None
+
+
+def ancestors_of(folder: Path) -> list[Path]:
+    """Return a run, its parent, the parent of that, and so on."""
+    found = [folder.absolute()]
+    while (parent := find_parent(found[-1])) is not None and parent.absolute() not in found:
+        found.append(parent.absolute())
+    return found
+
+
+def family_of(folder: Path) -> list[Path]:
+    """Return a run with its ancestors and all their forks, parents first."""
+    return list(_descend(ancestors_of(folder)[-1], set()))
+
+
+def _descend(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    if folder not in seen:
+        seen.add(folder)
+        yield folder
+        for fork in find_forks(folder):
+            yield from _descend(fork, seen)
+
+
+def _is_parent(folder: Path, origin: Origin, fork: Path) -> bool:
+    parent = find_parent(fork)
+    return parent is not None and parent.absolute() == folder and origin.parent_folder.name == folder.name
+
+
+def _read_place(path: Path) -> Path | None:
+    try:
+        return Path(loads(path.read_text(encoding="utf-8"))["run_folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

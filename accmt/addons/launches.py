@@ -1,0 +1,219 @@
+"""`launches.jsonl` in each run folder: how a run was started, one JSON object per start; and how to start it again.
+
+A line has the command, its working folder and environment, and what decides the steps that follow: the optimizer step
+at which the run started or resumed, processes, hyper-parameters and arguments of the Trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accmt.errors import ArgumentError, explain
+from accmt.features.hooks import Feature
+from accmt.files import current_folder, dumps, read_json_lines, write_text
+from accmt.messages import warn
+from accmt.processes import is_main_process, num_processes
+from accmt.registry import ARGUMENTS_VARIABLE
+from accmt.run import EvaluationRun, Run
+from accmt.secrets import HIDDEN, hide, hide_text
+from accmt.tracking import default_track_name
+
+if TYPE_CHECKING:
+    from accmt.options import Settings
+
+LAUNCHES_FILE = "launches.jsonl"
+FORK_VARIABLE = "ACCMT_FORK"
+"""What `accmt fork` changes, for the program that it starts."""
+
+_ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_", "MKL_", "CUBLAS_", "NCCL_", "TORCH_")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
+_OF_FORKS = (ARGUMENTS_VARIABLE, FORK_VARIABLE)
+_OF_LAUNCH = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+_PLACES = {
+    "model_path", "checkpoint", "resume", "fork", "logging_dir", "log_with", "run_name", "track_name", "verbose",
+    "ledger", "checkpoint_options", "enable_progress_bar", "hps_config", "max_time", "tracker_options",
+}  # fmt: skip
+"""Arguments that change nothing of what a step computes."""
+
+DECIDE_STEPS = (
+    "accelerator", "callbacks", "clip_grad", "collate_fn", "compile", "data_options", "grad_accumulation_steps",
+    "gradient_checkpointing", "limit_batches", "mixed_precision", "overfit_batches", "parallelism",
+    "reload_dataloaders_every_n_epochs", "sampler", "shuffle_train", "sync_batchnorm", "torch_flags",
+)  # fmt: skip
+"""Arguments without which a step cannot be made again."""
+
+
+class LaunchRecord(Feature):
+    """Writes the line of this start."""
+
+    name = "launches"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> LaunchRecord | None:
+        return cls(run) if isinstance(run, Run) and not run.settings.running.fast_dev_run else None
+
+    def on_start(self) -> None:
+        """Write the line; a disk that is full or read-only causes a warning."""
+        if not is_main_process():
+            return
+        path = current_folder() / self._run.tracking.run_folder / LAUNCHES_FILE
+        try:
+            lines = [dumps(line) for line in [*_read(path), {"time": time.time(), **describe_launch(self._run)}]]
+            write_text(path, "\n".join(lines) + "\n")
+        except OSError as error:
+            expected = "a writable file; training continues without it"
+            do = "free disk space, or make the run folder writable; without it, the run cannot be forked"
+            warn(explain(str(path), str(error), expected, do))
+
+
+def describe_launch(run: Run) -> dict[str, Any]:
+    """Return how a run was started."""
+    settings = run.settings
+    facts: dict[str, Any] = hide(
+        {
+            "step": run.state.global_step,
+            "is_resumed": run.is_resumed,
+            "argv": [hide_text(argument) for argument in sys.orig_argv],
+            "cwd": str(_find_start_folder()),
+            "environment": _read_environment(),
+            "processes": num_processes(),
+            "machines": num_processes() // int(os.environ.get("LOCAL_WORLD_SIZE", num_processes())),
+            "is_launched": "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ,
+            "settings": arguments_of(settings),
+            "hps": settings.hps.to_dict()["hps"],
+            "seed": run.seed,
+            "run_name": run.tracking.run_name,
+            "track_name": settings.tracking.track_name or default_track_name(settings.model_folder),
+            "run_folder": str(current_folder() / run.tracking.run_folder),
+            "model_path": str(current_folder() / settings.model_folder),
+            "checkpoints": str(current_folder() / settings.checkpoint_folder),
+        }
+    )
+    return facts
+
+
+def arguments_of(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of a Trainer that are not at their default and may change a result, as JSON values."""
+    arguments = {name: value for name, value in settings.to_arguments().items() if name not in _PLACES}
+    if settings.checkpoints.checkpoint_options.reset_optimizer_on_resume:
+        arguments["checkpoint_options"] = {"reset_optimizer_on_resume": True}
+    found: dict[str, Any] = hide(_to_plain(arguments))
+    return found
+
+
+def _to_plain(value: Any) -> Any:
+    """Return JSON values; of other objects their class or name, since an address differs in each process."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_to_plain(one) for one in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def main_file() -> str | None:
+    """Return the path of the script, if there is one."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return None if file is None else str(current_folder() / file)
+
+
+def _find_start_folder() -> Path:
+    """Return the working folder in which the program was started, also if the program has changed it since."""
+    here, main = current_folder(), Path(main_file() or "")
+    for argument in sys.orig_argv[1:]:
+        script = Path(argument)
+        if script.name == main.name and not script.is_absolute() and here / script != main:
+            parts = len(script.parts)
+            return Path(*main.parts[:-parts]) if main.parts[-parts:] == script.parts else here
+    return here
+
+
+def _read_environment() -> dict[str, str]:
+    names = (*_VARIABLES, *_OF_FORKS)
+    own = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT) or name in names}
+    return {name: value for name, value in sorted(own.items()) if not name.startswith(_OF_LAUNCH)}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [line for line in read_json_lines(path) if isinstance(line, dict)]
+    except FileNotFoundError:
+        return []
+
+
+# ---- Starting a recorded program again
+
+
+def read_launches(folder: Path) -> list[dict[str, Any]]:
+    """Return the starts of a run, with paths where they are now; empty if none was recorded."""
+    return [relocate(line, folder) for line in _read(folder / LAUNCHES_FILE)]
+
+
+def relocate(start: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return how a run was started, with the paths where they are now if its project was moved or copied.
+
+    The last parts of the run folder's path are the same before and after; what precedes them has changed.
+    """
+    before = Path(start.get("run_folder", folder))
+    old, new = list(before.parts), list(folder.absolute().parts)
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    if not old or not new:
+        return dict(start)
+    moved_from, moved_to = Path(*old), Path(*new)
+
+    def find(path: str) -> str:
+        if not Path(path).is_relative_to(moved_from):
+            return path
+        moved = moved_to / Path(path).relative_to(moved_from)
+        return str(moved) if moved.exists() else path
+
+    found = {name: find(start[name]) for name in ("cwd", "checkpoints")}
+    moved = Path(start["model_path"])
+    if found["cwd"] != start["cwd"] or found["checkpoints"] != start["checkpoints"]:
+        moved = moved_to / moved.relative_to(moved_from) if moved.is_relative_to(moved_from) else moved
+    argv = [find(argument) if os.sep in argument else argument for argument in start["argv"]]
+    program = {find(name): digest for name, digest in start.get("program", {}).items()}
+    here = {"run_folder": str(folder.absolute()), "model_path": str(moved), "argv": argv, "program": program}
+    return {**start, **found, **here}
+
+
+def build_command(start: Mapping[str, Any], where: str) -> tuple[list[str], Path, dict[str, str]]:
+    """Return the command that starts a recorded program again, its working folder and its environment.
+
+    Args:
+        start: How it was started.
+        where: What starts it again, for the message.
+
+    Raises:
+        ArgumentError: It cannot be started again.
+    """
+    arguments, folder = list(start["argv"][1:]), Path(start["cwd"])
+    if not arguments or arguments[0] in ("-c", "-") or "ipykernel" in " ".join(arguments):
+        got, expected = "a run in a notebook or an interactive session", "a script that can be started again"
+        raise ArgumentError(explain(where, got, expected, "move the training into a script"))
+    if any(HIDDEN in argument for argument in arguments):
+        got = "a command with a secret, which was not recorded"
+        do = "read the secret from the environment or a file"
+        raise ArgumentError(explain(where, got, "a command that can be started again", do))
+    if not folder.is_dir():
+        got = f"its working directory no longer exists: {folder}"
+        raise ArgumentError(explain(where, got, "the same working directory", "restore it"))
+    command = [sys.executable, *arguments]
+    if start["is_launched"]:
+        launch = ["--standalone", f"--nproc-per-node={start['processes']}", "--no-python"]
+        command = [sys.executable, "-m", "torch.distributed.run", *launch, *command]
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    return command, folder, {**own, **start["environment"]}
