@@ -42,6 +42,8 @@ def test_the_order_of_features() -> None:
         "quantized_weights",
         "averages",
         "crash_loop",
+        "launches",
+        "fork_point",
         "flight_recorder",
         "examiner",
         "timed_checkpoints",

@@ -29,6 +29,7 @@ from accmt.messages import say, warn
 from accmt.options import HyperParameters, Settings
 from accmt.options.changes import Change, compare, require_allowed
 from accmt.processes import num_processes, run_on_main_process
+from accmt.registry import HPS_SECTIONS, names
 from accmt.run import EvaluationRun, Run
 from accmt.secrets import hide
 from accmt.tracking.delivery_state import DeliveryFile
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 
 _BUILT_ONCE = ("accelerator", "mixed_precision", "parallelism")
 """Arguments that are for all runs of a program."""
-
-_BUILT_INTO_MODULES = ("model", "sft")
-"""Sections of the hyper-parameters that the module is built from."""
 
 _COPIES = 3
 
@@ -196,11 +194,11 @@ def find_fork(settings: Settings) -> Fork:
     wanted = settings.tracking.run_name
     definition = _define(settings)
     if wanted is not None and folder_name(wanted) not in (place.name for place in ancestors_of(parent_folder)):
-        names: Iterator[str] = iter([wanted])
+        candidates: Iterator[str] = iter([wanted])
     else:
         base = f"{parent_folder.name}-at-{step}"
-        names = (base if number == 1 else f"{base}-{number}" for number in range(1, 10**6))
-    for name in names:
+        candidates = (base if number == 1 else f"{base}-{number}" for number in range(1, 10**6))
+    for name in candidates:
         folder = _place_of(settings, parent_folder, name).run_folder.absolute()
         origin = read_origin(folder)
         if origin is None and not (folder / HISTORY_FILE).exists():
@@ -280,7 +278,7 @@ def _require_repeatable(settings: Settings, parent: Parent, first: int, step: in
         parent.fail(got, "the parent's, so that these steps are the same", f"restore them in the program, or {do}")
     final = arguments_of(settings)
     once = [name for name in _BUILT_ONCE if final.get(name) != was.get(name)]
-    once += [change.key for change in changes if change.key.split(".")[0] in _BUILT_INTO_MODULES]
+    once += [change.key for change in changes if change.key.split(".")[0] in names(HPS_SECTIONS)]
     if once:
         got = f"a change of {', '.join(once)}, and the newest checkpoint before is that of step {first}"
         parent.fail(got, "a checkpoint of this very step: the program is built with the new value", do)
@@ -383,10 +381,7 @@ def _make(settings: Settings, fork: Fork, checkpoints: Path) -> Path:
             try:
                 copied = fork_checkpoint(checkpoint, checkpoints, run_name=origin.run_name)
                 break
-            except (
-                FileNotFoundError,
-                CheckpointCorruptError,
-            ) as error:  # deleted by its run, which goes on, or damaged
+            except (FileNotFoundError, CheckpointCorruptError) as error:  # its run, which goes on, has deleted it
                 warn(f"{where}: {checkpoint.name} cannot be copied: {error}")
         parent = Parent.find(origin.parent_folder, origin.step)
         others = [pair for pair in parent.find_checkpoints() if pair[1].step <= origin.step and pair[0] != checkpoint]
