@@ -75,6 +75,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "fork_point": "accmt.addons.fork.beginning:ForkPoint",
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
         "examiner": "accmt.addons.flight_recorder.examiner:Examiner",
+        "generation": "accmt.addons.generation:Generation",
         "timed_checkpoints": "accmt.addons.goodput.pace:TimedCheckpoints",  # acts on what the next one has measured
         "goodput": "accmt.addons.goodput.recorder:GoodputRecorder",
         "sources": "accmt.addons.mix.feature:SourceLosses",
@@ -82,6 +83,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "remote_checkpoints": "accmt.addons.remote_checkpoints:RemoteCheckpoints",
     },
     HPS_SECTIONS: {
+        "evaluation": "accmt.addons.generation:read_evaluation_section",
         "model": "accmt.addons.model_section:read_model_section",
         "sft": "accmt.addons.sft.section:read_sft_section",
         "prefer": "accmt.addons.prefer.section:read_prefer_section",
@@ -104,13 +106,15 @@ _BUILT_IN: dict[str, dict[str, str]] = {
 ONLY_WITH: dict[str, tuple[str, ...]] = {
     "flight_recorder": ("ledger",),
     "examiner": ("ledger",),
+    "generation": ("evaluation",),
     "timed_checkpoints": ("checkpoint_every",),
     "remote_checkpoints": ("checkpoint", "resume"),
     "remote_models": ("model_url",),
     "sources": ("data",),
     "fork_point": ("fork",),
 }
-"""The settings without which a feature of an add-on does nothing, so that it is not imported."""
+"""The settings, or sections of the hyper-parameters, without which a feature of an add-on does nothing, so that it is
+not imported."""
 
 
 def addon(name: str) -> Any:

@@ -90,7 +90,14 @@ def main() -> None:
     texts = [text for text, _ in train]
     tokenizer = narrow_tokenizer(texts, VOCABULARY)
     tokenizer.chat_template = TEMPLATE
-    trainer = Trainer(hps_config=HPS_PATH, model_path=options.output, clip_grad=1.0, seed=SEED)
+    trainer = Trainer(
+        hps_config=HPS_PATH,
+        model_path=options.output,
+        clip_grad=1.0,
+        seed=SEED,
+        metrics=["exact_match", "rouge"],  # of the answers that the model writes in evaluations
+        model_saving="best_exact_match",
+    )
     module = SFTModule(build_model(tokenizer), tokenizer, max_length=512)
     trainer.fit(module, make_rows(train) + make_texts(train), make_rows(validation))
     if trainer.is_main:

@@ -264,6 +264,19 @@ class Feature:
     def before_set_forward(self) -> None:
         """Called before a validation step, after the users' hooks."""
 
+    def add_to_outputs(self, key: str, batch: Any, outputs: Any) -> Any:
+        """Return the output of a validation step, with what else is to be evaluated.
+
+        Called like the step itself: also where a process takes part in the step of another one, whose output is not
+        used.
+
+        Args:
+            key: The name of the set.
+            batch: The batch on the device.
+            outputs: The output of the step.
+        """
+        return outputs
+
     def after_set(self, key: str, *, has_batch: bool) -> None:
         """Called after the last batch of such a set.
 
@@ -324,6 +337,7 @@ class Features:
     before_set: tuple[Callable[[], None], ...]
     before_set_batch: tuple[Callable[[MicroBatch], None], ...]
     before_set_forward: tuple[Callable[[], None], ...]
+    add_to_outputs: tuple[Callable[[str, Any, Any], Any], ...]
     after_set: tuple[Callable[..., None], ...]
 
     def __init__(self, kinds: Sequence[type[Feature]], run: Any) -> None:

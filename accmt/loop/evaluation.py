@@ -353,6 +353,13 @@ class _SetEvaluation(SetPass):
         for hook in self._hooks_before:
             hook(batch=batch)
 
+    def forward(self, batch: Any) -> Any:
+        """Return the output of the step, with what features add."""
+        outputs = super().forward(batch)
+        for add_to_outputs in self._run.features.add_to_outputs:
+            outputs = add_to_outputs(self._key, batch, outputs)
+        return outputs
+
     def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> tuple[Any, Any]:
         """Collect the output of the step, and return the loss and its weight."""
         run, loss_name = self._run, self._run.loss_name

@@ -21,4 +21,11 @@ from accmt.metrics.metric import MetricBatch as MetricBatch
 from accmt.metrics.metric import MetricParallel as MetricParallel
 from accmt.metrics.metric import ReportedValue as ReportedValue
 from accmt.metrics.metric import StreamingMetric as StreamingMetric
+from accmt.metrics.texts import CER as CER
+from accmt.metrics.texts import WER as WER
+from accmt.metrics.texts import ChrF as ChrF
+from accmt.metrics.texts import ExactMatch as ExactMatch
+from accmt.metrics.texts import Rouge as Rouge
+from accmt.metrics.texts import SacreBLEU as SacreBLEU
+from accmt.metrics.texts import TextMetric as TextMetric
 from accmt.metrics.torch_metrics import TorchMetric as TorchMetric

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from inspect import isfunction
 from typing import Any
 
@@ -11,6 +12,7 @@ from accmt.errors import MetricError, explain
 from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Accuracy, Perplexity, Precision, Recall
 from accmt.metrics.metric import Metric, ReportedValue
 from accmt.metrics.results import describe, find_scalar, metric_error
+from accmt.metrics.texts import CER, WER, ChrF, ExactMatch, Rouge, SacreBLEU, TextFunction
 from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
 from accmt.options.checks import as_float
 from accmt.registry import find, names
@@ -63,6 +65,9 @@ def _read(result: Any) -> dict[str, Any]:
 BUILTIN: dict[str, Callable[..., Metric]] = {
     "accuracy": Accuracy,
     "auroc": AUROC,
+    "cer": CER,
+    "chrf": ChrF,
+    "exact_match": ExactMatch,
     "f1": F1,
     "mae": MAE,
     "mse": MSE,
@@ -71,6 +76,9 @@ BUILTIN: dict[str, Callable[..., Metric]] = {
     "r2": R2,
     "recall": Recall,
     "rmse": RMSE,
+    "rouge": Rouge,
+    "sacrebleu": SacreBLEU,
+    "wer": WER,
 }
 """The built-in metrics by name."""
 
@@ -84,8 +92,8 @@ def build_metrics(value: Any) -> tuple[Metric, ...]:
 
     Args:
         value: None, a `Metric`, a `torchmetrics.Metric` or `MetricCollection`, a metric of `evaluate`, a built-in
-            metric's name such as "f1", a list or tuple of these, or a dict of them by name; "min" or "max" in a dict is
-            the direction of a value reported under that name.
+            metric's name such as "f1", "module:function" for a function of texts, a list or tuple of these, or a dict
+            of them by name; "min" or "max" in a dict is the direction of a value reported under that name.
     """
     if value is None:
         return ()
@@ -105,6 +113,8 @@ def _build_one(value: Any, name: str | None) -> Metric:
         raise _wrong_value(f"the name {describe(name)}", 'metrics={"f1": F1()}')
     if isinstance(value, str) and value in ("min", "max") and name is not None:
         return ReportedValue(name, greater_is_better=value == "max")
+    if isinstance(value, str) and ":" in value:
+        return _load_function(value, name)
     if isinstance(value, str):
         return _find_builtin(value)() if name is None else _find_builtin(value)(name)
     if is_torch_metric(value):
@@ -143,6 +153,18 @@ def _find_builtin(name: str) -> Callable[..., Metric]:
             repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a custom metric: class MyMetric(Metric)"
         )
     return BUILTIN[name]
+
+
+def _load_function(path: str, name: str | None) -> Metric:
+    """Return the metric of a user's function of texts, "module:function"."""
+    module, _, attribute = path.partition(":")
+    try:
+        function = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        do = f"write `def {attribute or 'score'}(written, expected)` in {module or 'my_metrics'}.py, in a folder that "
+        do += "Python imports from"
+        raise MetricError(explain(_WHERE, f"{path!r}: {error}", "a module and a function in it", do)) from error
+    return TextFunction(function, name or attribute)
 
 
 def _require_distinct(names: list[str]) -> None:

@@ -55,6 +55,8 @@ class HyperParameters:
         prefer: The data and the loss for preference tuning, reward models and distillation, like `sft`: `accmt prefer`
             and the `from_hps` of their modules read it.
         data: The shares in which several training sets are mixed: a dict with `mix`, `stop` and `unit`. None: one set.
+        evaluation: What an evaluation does besides the validation step: a dict with `generate`, arguments of the
+            model's `generate` such as `max_new_tokens`, and `table_rows`. None: nothing.
         optimizer: Alias of `optim`.
         optimizer_kwargs: Alias of `optim_kwargs`.
 
@@ -90,6 +92,7 @@ class HyperParameters:
         sft: str | Mapping[str, Any] | None = None,
         prefer: str | Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
+        evaluation: Mapping[str, Any] | None = None,
         optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -115,6 +118,7 @@ class HyperParameters:
             "sft": sft,
             "prefer": prefer,
             "data": data,
+            "evaluation": evaluation,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = _kwargs_faults(
@@ -178,6 +182,7 @@ class HyperParameters:
         self.sft: str | dict[str, Any] | None = schema.sft
         self.prefer: str | dict[str, Any] | None = schema.prefer
         self.data: dict[str, Any] | None = schema.data
+        self.evaluation: dict[str, Any] | None = schema.evaluation
         self._sections = checked.sections
         self._document = checked.document
 
@@ -296,6 +301,7 @@ class HyperParameters:
                 "sft": _plain(self.sft),
                 "prefer": _plain(self.prefer),
                 "data": _plain(self.data),
+                "evaluation": _plain(self.evaluation),
             }
         }
 

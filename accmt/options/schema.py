@@ -19,7 +19,7 @@ from accmt.options.yaml_reader import Document, Fault, KeyPath, describe, sugges
 from accmt.registry import HPS_SECTIONS, addon, find, is_built_in
 
 _OTHER_NAMES = {"optimizer": "optim"}
-_SECTIONS = ("optim", "optimizer", "scheduler", "model", "sft", "prefer", "data")
+_SECTIONS = ("optim", "optimizer", "scheduler", "model", "sft", "prefer", "data", "evaluation")
 _LIMITS = ("max_samples", "max_target_tokens", "max_tokens", "max_micro_batch_size")
 _NOTHING = "nothing"
 """The value shown for a missing key."""
@@ -95,6 +95,9 @@ class Schema(BaseModel):
     prefer: Any = Field(default=None, description="a path, or a mapping with `data`", examples=["prefer: train.jsonl"])
     data: Any = Field(
         default=None, description="a mapping with `mix`", examples=["data: {mix: {news: 0.5, code: rest}}"]
+    )
+    evaluation: Any = Field(
+        default=None, description="a mapping with `generate`", examples=["evaluation: {generate: {max_new_tokens: 64}}"]
     )
 
     @field_validator(

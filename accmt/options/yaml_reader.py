@@ -46,6 +46,7 @@ FIELDS = (
     "sft",
     "prefer",
     "data",
+    "evaluation",
 )
 """The names of all hyper-parameters."""
 

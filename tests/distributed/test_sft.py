@@ -30,8 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return once
 
 
-@pytest.mark.parametrize("kind", ["batches", "packing"])
-@pytest.mark.parametrize("way", [2, "fsdp-2"])
+@pytest.mark.parametrize(("way", "kind"), [(2, "packing"), ("fsdp-2", "batches")])
 def test_processes_train_what_one_trains_and_resume_with_equal_bits(run: Any, way: int | str, kind: str) -> None:
     one, several = run(1, kind), run(way, kind)
     for name, found in several.items():

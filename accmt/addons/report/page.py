@@ -8,6 +8,7 @@ from gzip import compress
 from html import escape
 from importlib.resources import files
 from io import BytesIO
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -188,6 +189,7 @@ SECTIONS = ("Losses", "Values", "System", "Time")
 MOST_EVALUATIONS = 200
 MOST_STEPS_OF_IMAGES = 3
 MOST_IMAGES = 8
+MOST_ROWS = 50
 MOST_PIXELS = 256
 
 
@@ -215,6 +217,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
         "SECTIONS": "\n".join(_write_section(name, charts) for name in SECTIONS),
         "GOODPUT": _write_goodput(runs),
         "IMAGES": write_images(runs),
+        "TABLES": write_tables(runs),
         "EVALUATIONS": "\n".join(_write_evaluations(run) for run in runs if run.evaluations),
         "CONFIG": _write_config(runs),
     }
@@ -292,6 +295,43 @@ def _write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{cell}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def write_tables(runs: Sequence[RunRecord]) -> str:
+    """Return a section with the newest table of each name; empty if there are none.
+
+    Cells that have changed since the table before are marked, with what they were, if it has the same columns and rows.
+    Up to 50 rows are shown; the run folder has all.
+    """
+    shown = ""
+    for run in runs:
+        for name, logged in run.tables.items():
+            newest = logged[-1]
+            heading = f"<h3>{escape(run.name)}: {escape(name)}, step {newest.step:,}</h3>"
+            try:
+                columns, rows = newest.table()
+                before = logged[-2].table() if len(logged) > 1 else None
+            except DataError:  # a missing table must not prevent the report
+                shown += f"{heading}<p>{escape(str(newest.folder))} cannot be read</p>"
+                continue
+            old: Sequence[Sequence[Any]] = [[]] * len(rows)
+            if before is not None and before[0] == columns and len(before[1]) == len(rows):
+                heading = heading.replace("</h3>", f" (changes since step {logged[-2].step:,} are marked)</h3>")
+                old = before[1]
+            cells = [
+                [_write_cell(*pair) for pair in zip_longest(row, was)]
+                for row, was in zip(rows[:MOST_ROWS], old, strict=False)
+            ]
+            more = f"<p>the first {MOST_ROWS} of {len(rows)} rows</p>" if len(rows) > MOST_ROWS else ""
+            shown += f'{heading}<div class="texts">{_write_table(list(map(escape, columns)), cells)}</div>{more}'
+    return f'<section id="Tables"><h2>Tables</h2>{shown}</section>' if shown else ""
+
+
+def _write_cell(value: Any, was: Any) -> str:
+    now, before = (f"{one:.4g}" if isinstance(one, float) else str(one) for one in (value, was))
+    if was is None or now == before:
+        return escape(now)
+    return f"<ins>{escape(now)}</ins> <del>{escape(before)}</del>"
 
 
 def write_images(runs: Sequence[RunRecord]) -> str:

@@ -53,6 +53,7 @@ class RunRecord:
     evaluations: list[tuple[int, dict[str, float]]]
     events: list[Event]
     images: dict[str, list[Media]] = field(default_factory=dict)
+    tables: dict[str, list[Media]] = field(default_factory=dict)
     goodput: Totals | None = None
 
     @property
@@ -105,7 +106,7 @@ def _sign_of(name: str, config: Mapping[str, Any]) -> int:
         return declared
     if "loss" in base:
         return -1
-    return 0 if base not in BUILTIN else -1 if base in ("mae", "mse", "perplexity", "rmse") else 1
+    return 0 if base not in BUILTIN else -1 if base in ("cer", "mae", "mse", "perplexity", "rmse", "wer") else 1
 
 
 def name_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -146,10 +147,9 @@ def read_run(folder: Path) -> RunRecord:
     start = rows[0]["time"]
     logged = [row for row in rows if "values" in row]
     config: dict[str, Any] = next((row["config"] for row in reversed(rows) if "config" in row), {})
-    images: dict[str, list[Media]] = {}
+    logged_media: dict[str, dict[str, list[Media]]] = {"images": {}, "table": {}, "artifact": {}}
     for media in (Media.of_line(folder, row) for row in rows if "media" in row):
-        if media.kind == "images":
-            images.setdefault(media.name, []).append(media)
+        logged_media[media.kind].setdefault(media.name, []).append(media)
     return RunRecord(
         name=folder.resolve().name,
         folder=folder,
@@ -157,7 +157,8 @@ def read_run(folder: Path) -> RunRecord:
         curves=_read_curves(logged, start),
         evaluations=_read_evaluations(logged),
         events=_read_events(read_history(folder, include_superseded=True), start),
-        images=images,
+        images=logged_media["images"],
+        tables=logged_media["table"],
         goodput=_read_goodput(folder),
     )
 

@@ -1,0 +1,283 @@
+"""Generation in evaluations: the model writes the answers of the validation rows, and metrics of texts judge them.
+
+    evaluation:
+      generate: {max_new_tokens: 64}
+
+For each row of a batch with `input_ids` and `labels`, the prompt is what precedes the last stretch of labels, which is
+the expected answer; for an encoder-decoder model, the prompt is the input. The metrics of texts that the validation
+step does not return itself, such as `Trainer(metrics=["rouge"])`, get what was written and what was expected. A table
+of the first rows goes to the run folder and to trackers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from accmt.data import MicroBatch
+from accmt.errors import ArgumentError, HyperParameterError, explain, nearest
+from accmt.features.hooks import Feature
+from accmt.messages import warn_once
+from accmt.metrics import TextMetric
+from accmt.metrics.builtin import IGNORED
+from accmt.options.unusual import is_off
+from accmt.options.yaml_reader import Fault, describe, suggest
+from accmt.processes import data_index, gather_from_data
+from accmt.run import EvaluationRun, Run
+
+_EXAMPLES = {"generate": "generate: {max_new_tokens: 64}", "table_rows": "table_rows: 20"}
+_MAX_NEW_TOKENS = 64
+_TABLE_ROWS = 20
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_ENDS = ("max_new_tokens", "max_length", "max_time", "stop_strings")
+
+
+# ---- The section `evaluation` of the hyper-parameters
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """What an evaluation does besides the validation step.
+
+    Attributes:
+        generate: Arguments of the model's `generate`; None generates nothing.
+        table_rows: The number of rows of each set in the table of generated texts.
+    """
+
+    generate: Mapping[str, Any] | None = None
+    table_rows: int = _TABLE_ROWS
+
+
+def read_evaluation_section(value: Any) -> tuple[EvaluationSection | None, list[Fault]]:
+    """Return the section and its errors; arguments of `generate` are checked when the model is there."""
+    if not isinstance(value, Mapping):
+        do = f"write `evaluation: {{{_EXAMPLES['generate']}}}`"
+        return None, [Fault(("evaluation",), describe(value), "a mapping with `generate`", do)]
+    values = {str(name): entry for name, entry in value.items() if not is_off(entry) or isinstance(entry, Mapping)}
+    faults = []
+    for name, entry in values.items():
+        is_right, expected = (
+            isinstance(entry, Mapping) or entry is True,
+            "a mapping of arguments of `generate`, or true",
+        )
+        if name not in _EXAMPLES:
+            do = suggest(name, _EXAMPLES, f"remove `{name}`")
+            got = f"{name} = {describe(entry)}"
+            faults.append(Fault(("evaluation", name), got, f"one of {', '.join(_EXAMPLES)}", do))
+            continue
+        if name == "table_rows":
+            is_right, expected = type(entry) is int and entry >= 0, "a whole number of at least 0"
+        if not is_right:
+            faults.append(Fault(("evaluation", name), describe(entry), expected, f"write `{_EXAMPLES[name]}`"))
+    if faults:
+        return None, faults
+    if values.get("generate") is True:
+        values["generate"] = {}
+    return EvaluationSection(**values), []
+
+
+# ---- The feature
+
+
+class _Row(NamedTuple):
+    """A generated text: where its sample lies in the data, and the texts."""
+
+    place: tuple[int, ...]
+    prompt: str
+    expected: str
+    written: str
+
+
+@dataclass
+class _Found:
+    """What was generated in a set, on this process."""
+
+    rows: list[_Row] = field(default_factory=list)
+    num_written: int = 0
+    num_cut_off: int = 0
+
+
+class Generation(Feature):
+    """Lets the model write answers in evaluations."""
+
+    name = "generation"
+
+    def __init__(self, run: EvaluationRun, section: EvaluationSection) -> None:
+        self._run = run
+        self._section = section
+        self._tokenizer = _find_tokenizer(run)
+        self._options = dict(section.generate or {})
+        _check_options(run, self._options)
+        if not any(name in self._options for name in _ENDS):
+            self._options["max_new_tokens"] = _MAX_NEW_TOKENS  # a model may never stop by itself
+        self._micro_batch: MicroBatch | None = None
+        self._found = _Found()
+
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> Generation | None:
+        section = run.settings.hps.section("evaluation")
+        return None if section is None or section.generate is None else cls(run, section)
+
+    def before_set(self) -> None:
+        """Forget the set before."""
+        self._found = _Found()
+
+    def before_set_batch(self, micro_batch: MicroBatch) -> None:
+        """Note where the batch lies in the data."""
+        self._micro_batch = micro_batch
+
+    def add_to_outputs(self, key: str, batch: Any, outputs: Any) -> Any:
+        """Generate, and return the texts under the names of the metrics that need them."""
+        is_labelled = isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys()
+        if not is_labelled or batch["labels"].ndim != 2:
+            got = (
+                f"a batch with {sorted(batch)}" if isinstance(batch, Mapping) else f"a batch of {type(batch).__name__}"
+            )
+            needed = '"input_ids" and "labels" [samples, tokens], to know prompts and expected answers'
+            do = "return the texts from validation_step, and remove `evaluation.generate`"
+            raise ArgumentError(explain("evaluation.generate", got, needed, do))
+        is_encoder_decoder = bool(getattr(self._model.config, "is_encoder_decoder", False))
+        pairs = _split(batch, is_encoder_decoder=is_encoder_decoder)
+        generated = self._generate([prompt for prompt, _ in pairs], is_encoder_decoder=is_encoder_decoder)
+        written = [self._decode(row) for row, _ in generated]
+        expected = [None if answer is None else self._decode(answer) for _, answer in pairs]
+        if self._micro_batch is not None and self._micro_batch.batch is not None:  # else another process's
+            self._note(self._micro_batch, [prompt for prompt, _ in pairs], expected, written)
+            answered = [
+                is_cut_off for (_, is_cut_off), text in zip(generated, expected, strict=True) if text is not None
+            ]
+            self._found.num_written += len(answered)
+            self._found.num_cut_off += sum(answered)
+        entries = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
+        names = [metric.name for metric in self._run.metrics[key] if isinstance(metric, TextMetric)]
+        return {**dict.fromkeys(names, (written, expected)), **entries}
+
+    def after_set(self, key: str, *, has_batch: bool) -> None:
+        """Log the table of the set.
+
+        Processes: collective.
+        """
+        every = gather_from_data(self._found)
+        is_trial = self._run.state.now.stage in ("sanity_check", "predict")
+        run, number = self._run, sum(found.num_cut_off for found in every)
+        total = sum(found.num_written for found in every)
+        if number and not is_trial:
+            limit = self._options.get("max_new_tokens")
+            what = f"{number} of {total} generated texts were cut off before they ended"
+            warn_once(f"{what} (max_new_tokens={limit})", about="generated texts that were cut off")
+        if is_trial or not isinstance(run, Run) or not self._section.table_rows:
+            return
+        rows = sorted((row for found in every for row in found.rows), key=lambda row: row.place)
+        metrics = [metric for metric in run.metrics[key] if isinstance(metric, TextMetric)]
+        scored = [metric for metric in metrics if type(metric).score is not TextMetric.score]
+        table = [
+            [row.prompt, row.expected, row.written, *(metric.score(row.written, row.expected) for metric in scored)]
+            for row in rows[: self._section.table_rows]
+        ]
+        if table:
+            columns = ["prompt", "expected", "written", *(metric.name for metric in scored)]
+            run.module.log_table(f"generated/{key}" if key else "generated", columns, table)
+
+    @property
+    def _model(self) -> Any:
+        return self._run.module.unwrapped_model
+
+    def _generate(self, prompts: list[list[int]], *, is_encoder_decoder: bool) -> list[tuple[list[int], bool]]:
+        """Return the new tokens of each prompt, and whether they were cut off.
+
+        Processes: all, if they share the weights: each generates until all have finished.
+        """
+        config = copy.deepcopy(self._model.generation_config)
+        if not self._options.get("do_sample"):  # what chat models set for sampling means nothing to greedy search
+            for name in _SAMPLING:
+                setattr(config, name, None)
+        config.max_length = None  # only one limit may be set
+        config.update(**{"do_sample": False, **self._options})
+        ends = config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        pad = next(
+            (one for one in (config.pad_token_id, self._tokenizer.pad_token_id, *sorted(ends)) if one is not None), 0
+        )
+        config.pad_token_id = pad
+        # A row without a prompt is generated, too, since all processes have to take part: from one token of padding.
+        prompts = [prompt or [pad] for prompt in prompts]
+        width = max(map(len, prompts))
+        rows, masks = [], []
+        for prompt in prompts:
+            padding = width - len(prompt)
+            before, after = (0, padding) if is_encoder_decoder else (padding, 0)
+            rows.append([pad] * before + prompt + [pad] * after)
+            masks.append([0] * before + [1] * len(prompt) + [0] * after)
+        device = self._run.device
+        inputs, mask = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
+        extra = {"tokenizer": self._tokenizer} if "stop_strings" in self._options else {}
+        found = self._model.generate(input_ids=inputs, attention_mask=mask, generation_config=config, **extra)
+        new = found[:: len(found) // len(rows)].tolist()  # the first of `num_return_sequences`
+        new = [row[1:] if is_encoder_decoder else row[width:] for row in new]
+        return [(row, len(row) == config.max_new_tokens and not ends.intersection(row)) for row in new]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+    def _note(
+        self, micro_batch: MicroBatch, prompts: list[list[int]], expected: list[str | None], written: list[str]
+    ) -> None:
+        """Keep the first rows of the data for the table."""
+        found, places = self._found, micro_batch.places
+        for number, (prompt, answer, text) in enumerate(zip(prompts, expected, written, strict=True)):
+            if answer is not None:
+                place = (micro_batch.index, data_index(), number) if places is None else tuple(places[number])
+                found.rows.append(_Row(place, self._decode(prompt), answer, text))
+        found.rows = sorted(found.rows, key=lambda row: row.place)[: self._section.table_rows]
+
+
+def _split(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> list[tuple[list[int], list[int] | None]]:
+    """Return the prompt and the expected answer of each row; None as answer where it has none."""
+    inputs, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+    mask = batch.get("attention_mask")
+    masks = [[1] * len(row) for row in inputs] if mask is None or mask.ndim != 2 else mask.tolist()
+    pairs: list[tuple[list[int], list[int] | None]] = []
+    for row, targets, kept in zip(inputs, labels, masks, strict=True):
+        end = next((number for number in range(len(targets), 0, -1) if targets[number - 1] != IGNORED), 0)
+        start = 0 if is_encoder_decoder else end
+        while start > 0 and targets[start - 1] != IGNORED:
+            start -= 1
+        stop = len(row) if is_encoder_decoder else start
+        prompt = [token for token, is_kept in zip(row[:stop], kept[:stop], strict=True) if is_kept]
+        answer = [label for label in targets[start:end] if label != IGNORED]
+        pairs.append((prompt, answer if prompt and answer else None))
+    return pairs
+
+
+def _find_tokenizer(run: EvaluationRun) -> Any:
+    module = run.module
+    for owner in (getattr(module, "processor", None), getattr(module, "tokenizer", None)):
+        tokenizer = getattr(owner, "tokenizer", owner)  # a processor of text and images has one
+        if hasattr(tokenizer, "decode"):
+            return tokenizer
+    got = f"{type(module).__name__} has no tokenizer"
+    do = "set self.processor = tokenizer in the module, or pass processor=tokenizer to `fit`"
+    raise ArgumentError(explain("evaluation.generate", got, "a tokenizer, to decode what is generated", do))
+
+
+def _check_options(run: EvaluationRun, options: Mapping[str, Any]) -> None:
+    model = run.module.unwrapped_model
+    can_generate = getattr(model, "can_generate", None) or getattr(
+        getattr(model, "base_model", None), "can_generate", None
+    )
+    where = run.settings.hps.where("evaluation", "generate")
+    if can_generate is None or not can_generate():
+        do = "use AutoModelForCausalLM or AutoModelForSeq2SeqLM, or remove `evaluation.generate`"
+        raise HyperParameterError(explain(where, f"a {type(model).__name__}", "a model that can generate", do))
+    from transformers import GenerationConfig
+
+    known = [name for name in vars(GenerationConfig.from_dict({})) if not name.startswith("_")]
+    for name in options:
+        if name not in known:
+            meant = nearest(name, known)
+            do = f"did you mean `{meant}`?" if meant else "see GenerationConfig of transformers"
+            raise HyperParameterError(explain(where, f"`{name}`", "arguments of `generate`", do))
