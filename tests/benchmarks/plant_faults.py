@@ -144,8 +144,8 @@ FAULTS = [
     ),
     Fault(
         "checkpoint: the rename is not durable",
-        "        fsync_folder(self.folder)  # before",
-        "        pass  # before",
+        "    fsync_folder(folder)  # before",
+        "    pass  # before",
         "unit/test_checkpoint_store.py faults/test_checkpoint_store_faults.py",
     ),
     Fault(
