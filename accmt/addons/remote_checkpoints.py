@@ -312,6 +312,9 @@ class RemoteFolder:
         self._retry(lambda: self._fs.get_file(f"{self._root}/{key}", str(file)))
         fsync_file(file)
 
+    def upload_others(self) -> None:
+        """Upload what does not belong to one checkpoint or model."""
+
     def delete(self, one: RemoteCheckpoint) -> None:
         """Delete a checkpoint; its manifest first, so that what a kill leaves is not complete."""
         names = sorted(one.sizes, key=lambda file: file != MANIFEST_NAME)
@@ -777,6 +780,7 @@ class Uploads:
         self._lease = lease
         self._group = group
         self._waiting: list[Path] = []
+        self._are_others_waiting = False
         self._is_busy = False
         self._is_ending = False
         self._changed = threading.Condition()
@@ -800,6 +804,12 @@ class Uploads:
                 what = f"uploads to {self._remote.shown} are slower than checkpoints"
                 warn_once(f"{what}: some are skipped, the newest is not; {advice}", about="skipped uploads")
 
+    def add_others(self) -> None:
+        """Upload what does not belong to one checkpoint or model, such as the history."""
+        with self._changed:
+            self._are_others_waiting = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Wait for the uploads, at most `WAIT_AT_END_S`, and give the lease back."""
         remote = self._remote
@@ -817,12 +827,15 @@ class Uploads:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_ending)
-                if not self._waiting:
+                self._changed.wait_for(lambda: self._waiting or self._are_others_waiting or self._is_ending)
+                if not self._waiting and not self._are_others_waiting:
                     break
-                folder, self._is_busy = self._waiting.pop(0), True
+                folder = self._waiting.pop(0) if self._waiting else None
+                self._are_others_waiting, self._is_busy = False, True
             try:
-                if not self._lease.is_lost:
+                if not self._lease.is_lost and folder is None:
+                    self._remote.upload_others()
+                elif not self._lease.is_lost and folder is not None:
                     self._upload(folder)
                     self._remote.prune(self._keep)
             except Exception as error:  # noqa: BLE001 - training goes on, and the next checkpoint is tried again
@@ -832,7 +845,8 @@ class Uploads:
                     f"It is kept in {self._local}. The next upload, or `accmt sync {self._local}`, tries again."
                 )
             finally:
-                shutil.rmtree(folder, ignore_errors=True)
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
                 with self._changed:
                     self._is_busy = False
         if self._group is not None:

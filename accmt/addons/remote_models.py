@@ -3,6 +3,8 @@
 Models are saved in a local folder. After each save, and at the end of the run, a thread uploads a copy of the whole
 folder under a name of its own, as for checkpoints; its manifest goes last. Then the object `newest` is replaced, which
 contains that name. So whoever reads `newest` first downloads a complete model.
+
+The history of the run is uploaded with each model and checkpoint, and downloaded when the run resumes on an empty disk.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from accmt.addons.remote_checkpoints import Lease, RemoteCheckpoint, RemoteFolde
 from accmt.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
 from accmt.errors import ArgumentError, explain
 from accmt.features.hooks import Activity, Feature
-from accmt.files import loads
+from accmt.files import loads, write_text
 from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 from accmt.run import EvaluationRun, Run
@@ -61,7 +63,7 @@ class RemoteModelFolder(RemoteFolder):
         super().__init__(url)
         self._run_id = run_id
         self._run_name = run_name
-        self._history = history
+        self.history = history
 
     def upload(self, folder: Path) -> str:
         """Upload a copy of a model folder unless it is the newest here, and replace `newest` and the history."""
@@ -80,9 +82,30 @@ class RemoteModelFolder(RemoteFolder):
             name = super().upload(folder)
         if name:
             self._write(NEWEST, name.encode())
-        if self._history is not None and self._history.is_file():
-            self._write(f"history/{self._run_name}.jsonl", self._history.read_bytes())
+        self.upload_others()
         return name
+
+    def upload_others(self) -> None:
+        """Upload the history."""
+        if self.history is not None and self.history.is_file():
+            self._write(self._history_key, self.history.read_bytes())
+
+    def download_history(self) -> None:
+        """Download the history, unless the local one has rows that the remote one does not have."""
+        if self.history is None:
+            return
+        try:
+            content = self._read(self._history_key)
+        except FileNotFoundError:
+            return
+        own = self.history.read_bytes() if self.history.is_file() else b""
+        if len(content) > len(own) and content.startswith(own):
+            self.history.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.history, content.decode())
+
+    @property
+    def _history_key(self) -> str:
+        return f"history/{self._run_name}.jsonl"
 
     def prune(self, keep: int) -> None:
         """Delete all complete models of this run but the newest `keep`."""
@@ -132,13 +155,20 @@ class RemoteModels(Feature):
             folder = run.settings.model_folder
             warn(f"{folder} has an older model than the best by {best}: the next evaluation counts as the best")
 
-    def _start(self) -> list[str]:
+    def _open(self) -> RemoteModelFolder:
         run = self._run
-        folder, history = run.settings.model_folder.absolute(), run.tracking.run_folder.absolute() / HISTORY_FILE
-        run_id, run_name = run.saver.run_id, run.tracking.run_name
+        history = run.tracking.run_folder.absolute() / HISTORY_FILE
         with explaining(self._url, RemoteModelFolder):
-            remote = RemoteModelFolder(self._url, run_id, run_name, history)
-        origin = {RUN_KEY: run_id, "run_name": run_name, "history": str(history)}
+            return RemoteModelFolder(self._url, run.saver.run_id, run.tracking.run_name, history)
+
+    def _bring_history(self) -> None:
+        with explaining(self._url, RemoteModelFolder):
+            self._open().download_history()
+
+    def _start(self) -> list[str]:
+        run, remote = self._run, self._open()
+        folder, run_name = run.settings.model_folder.absolute(), run.tracking.run_name
+        origin = {RUN_KEY: run.saver.run_id, "run_name": run_name, "history": str(remote.history)}
         self._uploads = start_uploads(remote, folder, ORIGIN, origin, run_name=run_name, keep=_KEEP)
         return self._find_outdated()
 
@@ -167,9 +197,16 @@ class RemoteModels(Feature):
         except OSError as error:  # the model is saved; only its copy for the upload is not
             warn(f"the model is not uploaded to {hide_text(self._url)} now: {error}")
 
+    def on_checkpoint(self, folder: Path) -> None:
+        """Upload the history, so that a run that resumes from this checkpoint elsewhere has its rows."""
+        if self._uploads is not None:
+            self._uploads.add_others()
+
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Upload the model and the history at the end of the run, and wait for that."""
+        """Bring the history back before it is opened; upload it with the model at the end of the run."""
+        if self._run.is_resumed:
+            run_on_main_process(self._bring_history)
         try:
             yield
         finally:

@@ -8,7 +8,8 @@ transformers' Trainer; a run that cannot be continued counts as different. `--la
 at once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models, `--launch
 tp-2` with split ones.
 `--store s3` copies checkpoints to an S3 server (moto, which `make object-storage` installs), and wipes the disk at each
-kill; ACCMT_TEST_WIDTH=512 makes checkpoints of 3 MB.
+kill; ACCMT_TEST_WIDTH=512 makes checkpoints of 3 MB. With `--disks`, each process has a disk of its own (root only), of
+which any number are wiped.
 `--trainer mixed` trains on three sources, whose weights change at a step.
 `--max-tokens 12` cuts the samples of each step by a token budget; `--trainer packed` packs documents into rows.
 """
@@ -22,11 +23,12 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -141,10 +143,11 @@ def kill(process: Running, folder: Path, after_s: float, rng: random.Random) -> 
     time.sleep(after_s)
     had_ended = process.poll() is not None
     process.kill(rng)
-    checkpoints = folder / "run" / "checkpoint-model"
-    was_saving = any(checkpoints.glob(".tmp-*")) or any(checkpoints.glob(".old-*"))
+    disks = sorted(folder.glob("disk-*")) or [folder / "run"]
+    was_saving = any(any(disk.glob("checkpoint-model/.[to][ml][pd]-*")) for disk in disks)
     if "ACCMT_TEST_STORE" in os.environ:
-        shutil.rmtree(folder / "run", ignore_errors=True)
+        for disk in disks if len(disks) == 1 else rng.sample(disks, rng.randint(0, len(disks))):
+            shutil.rmtree(disk, ignore_errors=True)
     return was_saving, had_ended
 
 
@@ -160,28 +163,48 @@ def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random)
     return Outcome(result == expected, sum(hit for hit, _ in hits), sum(ended for _, ended in hits))
 
 
-def start_store() -> None:
-    """Start an S3 server in this process, and let runs copy their checkpoints to it."""
-    import fsspec
-    from moto.server import ThreadedMotoServer
+def start_store(latency_s: float = 0.0) -> None:
+    """Start an S3 server in this process, and let runs copy their checkpoints to it.
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    Args:
+        latency_s: How long each answer takes.
+    """
+    import fsspec
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    store = DomainDispatcherApplication(create_backend_app)
+
+    def answer(*request: Any) -> Any:
+        time.sleep(latency_s)
+        return store(*request)
+
+    server = make_server("127.0.0.1", 0, answer, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     os.environ |= {
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.server_port}"
     os.environ["ACCMT_TEST_STORE"] = "s3://kills"
     fsspec.filesystem("s3").mkdir("kills")
 
 
 def main(
-    runs: int, seed: int, trainer: str = "accmt", launch: str = "1", max_tokens: str = "", store: str = ""
+    runs: int,
+    seed: int,
+    trainer: str = "accmt",
+    launch: str = "1",
+    max_tokens: str = "",
+    store: str = "",
+    *,
+    disks: bool = False,
 ) -> bool:
     """Try so many runs; return whether all were the same as the unbroken one."""
+    if disks:
+        os.environ["ACCMT_TEST_DISKS"] = "1"
     if store:
         start_store()
     rng = random.Random(seed)
@@ -213,4 +236,5 @@ if __name__ == "__main__":
     parser.add_argument("--launch", default="1", metavar="1, 2, fsdp-2, hsdp-4, tp-2, tpfsdp-4")
     parser.add_argument("--max-tokens", default="")
     parser.add_argument("--store", choices=["s3"], default="")
+    parser.add_argument("--disks", action="store_true")
     sys.exit(0 if main(**vars(parser.parse_args())) else 1)

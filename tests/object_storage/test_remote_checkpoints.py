@@ -17,7 +17,7 @@ import pytest
 import torch
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from accmt import Callback, Trainer
+from accmt import Callback, Trainer, read_history
 from accmt.addons import remote_checkpoints
 from accmt.addons.remote_checkpoints import Lease, RemoteFolder
 from accmt.addons.remote_models import NEWEST, RemoteModelFolder
@@ -145,6 +145,22 @@ def test_a_run_whose_disk_is_wiped_goes_on_where_it_was(bucket: Any) -> None:
     assert torch.equal(resumed.model.weight, whole.model.weight)
     assert steps_in(RemoteFolder(URL)) == [8]
     assert not bucket.exists("bucket/run/lease.json")
+
+
+def test_the_history_continues_on_an_empty_disk(bucket: Any) -> None:
+    def values(folder: str) -> list[tuple[int, Any]]:
+        return [(row["step"], row["values"]) for row in read_history(Path("logs") / folder) if "values" in row]
+
+    settings = {"run_name": "run", "log_every": 1, "log_with": None}
+    train(epochs=4, folder="out/whole", checkpoint=None, **settings)
+    train(epochs=2, folder=f"{URL}-models", **settings)
+    for folder in ("out/run-models", "out/checkpoint-run-models", "logs/run-models"):
+        shutil.rmtree(folder, ignore_errors=True)
+    train(epochs=4, folder=f"{URL}-models", **settings)
+    assert [step for step, _ in values("run-models/run")] == [step for step, _ in values("whole/run")]
+    assert (
+        bucket.cat_file("bucket/run-models/history/run.jsonl") == Path("logs/run-models/run/history.jsonl").read_bytes()
+    )
 
 
 def test_the_newest_of_both_places_is_taken(bucket: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ RANK and the like from `tests.launching`. Each process is a host of its own. Its
 at FOLDER/disk, where another host sees its own one. Without a URL, the hosts share a disk.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -15,24 +14,11 @@ import torch
 
 from accmt import Callback
 from accmt.addons.remote_checkpoints import RemoteFolder
+from tests.disks import use_own_disk
 from tests.toys import Linear, make_points, make_trainer
 
-CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 4096, 16384, 1 << 18
 folder, url, epochs, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 rank = os.environ["RANK"]
-
-
-def use_own_disk() -> None:
-    """Mount the disk of this host in a namespace of mounts that no other process sees."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def require(code: int) -> None:
-        if code:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-    require(libc.unshare(CLONE_NEWNS))
-    require(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-    require(libc.mount(bytes(folder / f"disk-{rank}"), bytes(folder / "disk"), None, MS_BIND, None))
 
 
 class Watched(Callback):
@@ -61,7 +47,7 @@ class Watched(Callback):
 if __name__ == "__main__":
     os.environ["GROUP_RANK"] = rank
     if url:
-        use_own_disk()
+        use_own_disk(folder / "disk", folder / f"disk-{rank}")
     os.chdir(folder / "disk")
     settings = {"checkpoint": url, "checkpoint_every": "1 step", "resume": "auto"} if url else {}
     trainer = make_trainer(

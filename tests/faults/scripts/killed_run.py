@@ -2,7 +2,8 @@
 
     killed_run.py <folder> <workers> <async: 0 or 1> [<max_tokens>]
 
-It says "training" in the file `started` when it begins, and leaves a digest of its end in the file `result`.
+It says "training" in the file `started` when it begins, leaves the number of each step in the file `step`, and a digest
+of its end in the file `result`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,14 @@ from torch.utils.data import Dataset
 from accmt import AcceleratorModule, Callback, Trainer
 from accmt.processes import is_main_process
 from accmt.sharded_tensors import make_whole
+from tests.disks import use_own_disk
 from tests.splitting import is_split, split
 
 WIDTH = int(os.environ.get("ACCMT_TEST_WIDTH", "2560"))  # of 2560, a checkpoint has 79 MB with AdamW's state
 SAMPLES = 120
+SAMPLE_S = float(os.environ.get("ACCMT_TEST_SAMPLE_S", "0"))
+"""How long it takes to read a sample, so that steps take time, too."""
+
 HPS = {
     "epochs": 2,
     "batch_size": 2,
@@ -38,6 +44,7 @@ HPS = {
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(SAMPLE_S)
         noise = float(np.random.rand()) + random.random()  # noqa: NPY002 - as users do
         inputs = torch.full((WIDTH,), index / SAMPLES) + noise * torch.rand(WIDTH)
         return inputs, inputs[:1]
@@ -73,6 +80,9 @@ class Announce(Callback):
     def on_fit_start(self) -> None:
         Path("started").write_text("training")
 
+    def on_update_end(self) -> None:
+        Path("step").write_text(str(self.state.global_step))
+
 
 def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None) -> None:
     train(Wide(), Noisy(), HPS | {"max_tokens": max_tokens}, folder, workers, is_async)
@@ -80,10 +90,18 @@ def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None
 
 def train(module: AcceleratorModule, data: Any, hps: dict[str, Any], folder: str, workers: str, is_async: str) -> None:
     store = os.environ.get("ACCMT_TEST_STORE")
+    url, model_path = f"{store}/{Path.cwd().name}", f"{folder}/model"
+    if "ACCMT_TEST_DISKS" in os.environ:  # each process is on a machine of its own
+        os.environ["GROUP_RANK"] = rank = os.environ["RANK"]
+        own = Path(f"disk-{rank}").absolute()
+        own.mkdir(exist_ok=True)
+        Path("out").mkdir(exist_ok=True)
+        use_own_disk(Path("out").absolute(), own)
+        model_path = f"{url}-models/model"
     trainer = Trainer(
         hps,
-        f"{folder}/model",
-        checkpoint=f"{store}/{Path.cwd().name}" if store else None,
+        model_path,
+        checkpoint=url if store else None,
         resume="auto",
         checkpoint_every="step",
         checkpoint_options={"max_checkpoints": 2, "async_checkpointing": bool(int(is_async))},
