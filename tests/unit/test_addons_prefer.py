@@ -496,3 +496,78 @@ def test_packing_of_pairs_is_rejected(tmp_path: Path):
     module = PreferenceModule(make_model(), tokenizer())
     with pytest.raises(DataError, match="samples of several sequences, such as two answers"):
         fit(tmp_path, pairs(), module=module, hps={"max_tokens": 100, "packing": True})
+
+
+@pytest.mark.parametrize(("name", "lora"), [("dpo", False), ("ipo", True), ("kto", False)])
+def test_log_probabilities_of_the_reference_are_computed_once(tmp_path: Path, name: Any, lora: bool):
+    rows, folder = labeled(11) if name == "kto" else pairs(11), tmp_path / "reference"
+
+    def module(**own: Any) -> PreferenceModule:
+        model = make_model()
+        return PreferenceModule(with_lora(model) if lora else model, tokenizer(), name, **own)
+
+    settings = {"val": rows[:5], "hps": {"epochs": 2}}
+    live, known = module(), module(reference_folder=folder)
+    fit(tmp_path / "live", rows, module=live, **settings)
+    trainer = fit(tmp_path / "known", rows, module=known, **settings)
+    assert known.teacher is None
+    assert_close(known, live, tolerance=1e-6)  # they are kept in float32 in a batch
+    assert "kl" not in trainer.state.metrics
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.npy")}
+    assert len(written) == 2
+    calls: list[int] = []
+    again = module(reference_folder=folder)
+    again.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    again.make_samples(rows)
+    assert not calls
+    fit(tmp_path / "again", rows, module=again, **settings)
+    assert all(map(torch.equal, trained(again), trained(known)))
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.npy")} == written
+    if lora:  # the model without its adapter is still there
+        assert len(known.make_samples(rows[:4])[0]["reference"]) == 2
+    else:
+        with pytest.raises(DataError, match="rows that are not in the folder, and a trained model"):
+            known.make_samples(rows[:4])
+
+
+def test_an_interrupted_computation_of_the_reference_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from accmt.addons.prefer import reference
+
+    monkeypatch.setattr(reference, "_CHUNK", 4)
+    monkeypatch.setattr(reference, "_BATCH", 2)
+
+    def compute(most: int) -> tuple[Any, int]:
+        module = PreferenceModule(make_model(), tokenizer(), reference_folder=tmp_path / "reference")
+        calls: list[int] = []
+
+        def count(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) > most:
+                raise KeyboardInterrupt
+
+        module.model.register_forward_pre_hook(count)
+        try:
+            return module.make_samples(pairs(11)), len(calls)
+        except KeyboardInterrupt:
+            return None, len(calls)
+
+    assert compute(3) == (None, 4)  # the first file is written, and half of the second is lost
+    samples, number = compute(100)
+    assert number == 4
+    other = PreferenceModule(make_model(), tokenizer(), reference_folder=tmp_path / "other").make_samples(pairs(11))
+    assert [samples[index]["reference"] for index in range(11)] == [other[index]["reference"] for index in range(11)]
+
+
+def test_log_probabilities_of_another_model_template_or_length_are_refused(tmp_path: Path):
+    folder, rows = tmp_path / "reference", pairs(3)
+    PreferenceModule(make_model(), tokenizer(), reference_folder=folder).make_samples(rows)
+    with pytest.raises(DataError, match="for another model\n"):
+        PreferenceModule(make_model(seed=4), tokenizer(), reference_folder=folder).make_samples(rows)
+    with pytest.raises(DataError, match="for another tokenizer, chat template or max_length\n"):
+        PreferenceModule(make_model(), tokenizer(), reference_folder=folder, max_length=50).make_samples(rows)
+    PreferenceModule(make_model(), tokenizer(), reference_folder=folder).make_samples(rows[:2])  # other rows: computed
+    assert len(list(folder.glob("*/*.npy"))) == 2
+    with pytest.raises(ArgumentError, match="the reference that `auto` selects"):
+        PreferenceModule(make_model(), tokenizer(), reference="copy", reference_folder=folder)
+    with pytest.raises(DataError, match="rows with reference_folder"):
+        PreferenceModule(make_model(), tokenizer(), reference_folder=folder).make_samples(Stream(rows))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from math import nan
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,16 +21,19 @@ from torch.utils.data import DataLoader
 
 from accmt.addons.prefer import losses
 from accmt.addons.prefer.objectives import LossName, Objective, Reference
+from accmt.addons.prefer.reference import with_reference
 from accmt.addons.prefer.rows import AnswersReader, LabeledRows, PadAnswers
 from accmt.addons.sft.chat import IGNORED
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import TokenizedRows, padding_id
 from accmt.checkpoint.frozen import digest_of
 from accmt.data import is_stream
+from accmt.engine.accelerator import current_accelerator
 from accmt.engine.shards import building_for
 from accmt.errors import ArgumentError, CheckpointError, DataError, ModuleContractError, explain, nearest
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.messages import say_once
+from accmt.precision import autocast
 from accmt.processes import num_processes
 from accmt.without_trace import restore_modes
 
@@ -76,6 +80,8 @@ class PreferenceModule(RowModule):
             prompts are not: a pair whose prompt is too long is not trained.
         reference: "adapter" is the model without its PEFT adapter, "copy" a copy of the model as it starts. "auto" uses
             the former if the adapter does not change the model yet. SimPO and ORPO need no reference.
+        reference_folder: A folder for the log-probabilities of the reference, the model as it starts. They are computed
+            once, before training, so that training needs no reference in memory, and no second forward pass.
         **options: `beta`, `label_smoothing`, `gamma`, `desirable_weight` and `undesirable_weight`, depending on the
             loss.
 
@@ -96,6 +102,7 @@ class PreferenceModule(RowModule):
         *,
         max_length: int | None = None,
         reference: Reference = "auto",
+        reference_folder: str | PathLike[str] | None = None,
         **options: float,
     ) -> None:
         names = [field.name for field in fields(Objective)[1:]]
@@ -104,10 +111,16 @@ class PreferenceModule(RowModule):
                 do = f"did you mean {nearest(name, names, cutoff=0)}?"
                 raise ArgumentError(explain("PreferenceModule", name, f"an option: {', '.join(names)}", do))
         self.objective = Objective(loss, **options)
+        self._is_adapter_off = False
         reader = AnswersReader(tokenizer, "labels" if loss == "kto" else "pairs", max_length)
         super().__init__(model, tokenizer, reader, PadAnswers(padding_id(tokenizer)))
         self._reference = reference
-        self._reference_digest: str | None = None
+        self._folder = None if reference_folder is None else Path(reference_folder)
+        self._start: str | None = None  # the digest of the reference
+        if self._folder is not None and (reference != "auto" or not self.objective.kind.needs_reference):
+            got = f"reference={reference!r} and a folder" if reference != "auto" else f"a folder with the loss {loss}"
+            expected = "a loss with a reference, and the reference that `auto` selects"
+            raise ArgumentError(explain("reference_folder", got, expected, "remove `reference_folder`"))
         if isinstance(model, nn.Module):
             self._choose_reference()
 
@@ -138,8 +151,15 @@ class PreferenceModule(RowModule):
         hps = HyperParameters.from_config(hps_config)
         section = hps.section("prefer") or PreferSection()
         tokenizer = load_tokenizer(hps, "prefer") if processor is None else processor
-        own = {"max_length": section.max_length, "reference": section.reference}
-        module = cls(partial(build_from_hps, hps), tokenizer, section.loss, **own, **section.options)
+        module = cls(
+            partial(build_from_hps, hps),
+            tokenizer,
+            section.loss,
+            max_length=section.max_length,
+            reference=section.reference,
+            reference_folder=section.reference_folder,
+            **section.options,
+        )
         module.hps = hps
         if not in_fit:
             module.configure_model()
@@ -156,6 +176,10 @@ class PreferenceModule(RowModule):
         if not self.objective.kind.needs_reference:
             return
         is_adapted, is_new = is_peft_model(self.model), _has_new_adapter(self.model)
+        self._is_adapter_off = is_new
+        if self._folder is not None:
+            self._start = self._digest_reference(self.model)
+            return
         if self._reference == "adapter" and not is_new:
             got = "an adapter that already changes the model" if is_adapted else "a model without a PEFT adapter"
             do = 'reference="copy"; or merge the adapter first' if is_adapted else 'reference="copy", or add LoRA'
@@ -180,10 +204,12 @@ class PreferenceModule(RowModule):
 
     def _evaluate(self, batch: Any, *, with_kl: bool) -> dict[str, Any]:
         kind, labels, weights = self.objective.kind, batch["labels"], batch["weight"]
-        before = self._reference_logits(batch) if kind.needs_reference else None
+        known = batch.get("reference")  # computed before training
+        before = self._reference_logits(batch) if kind.needs_reference and known is None else None
         logits = self._logits(self.model, batch)
         own = log_probs(logits, labels)
-        totals = own.sums if before is None else own.sums - log_probs(before, labels).sums
+        known = log_probs(before, labels).sums if before is not None else known
+        totals = own.sums if known is None else own.sums - known
         scores = totals / own.lengths.clamp(min=1) if kind.is_per_token else totals
         # An answer without targets would have a probability of 1 and infinite odds, and 0 * inf is NaN.
         scores = torch.where(own.lengths > 0, scores, scores - 1)
@@ -280,28 +306,62 @@ class PreferenceModule(RowModule):
         if self.teacher is not None:
             logits = self._logits(self.teacher, batch)
         else:
-            with _without_adapter(self.unwrapped_model):
+            with _as_reference(self.unwrapped_model, adapter_off=True):
                 logits = self._logits(self.unwrapped_model, batch)
         return logits
 
     def make_samples(self, rows: Any) -> Any:
         """Return rows as samples; those of KTO have an answer to another prompt, too."""
-        if self.objective.loss != "kto" or rows is None or isinstance(rows, DataLoader | TokenizedRows):
-            return super().make_samples(rows)
-        where = "rows for KTO"
+        if rows is None or isinstance(rows, DataLoader | TokenizedRows):
+            return rows
+        is_kto = self.objective.loss == "kto"
         if is_stream(rows):
-            do = "pass a list or a datasets.Dataset"
-            raise DataError(explain(where, "a stream", "rows with an index: each is paired with another answer", do))
+            if is_kto or self._folder is not None:
+                where = "rows for KTO" if is_kto else "rows with reference_folder"
+                do = "pass a list or a datasets.Dataset"
+                raise DataError(explain(where, "a stream", "rows that are read by index", do))
+            return super().make_samples(rows)
+        if not is_kto:
+            return self._with_reference(super().make_samples(rows))
         samples = LabeledRows(rows, self._reader)
         labels = {bool(rows[index]["label"]) for index in range(len(rows))}
         if len(labels) < 2:
             got, expected = f"only rows with the label {labels.pop()}", "desirable and undesirable answers"
-            raise DataError(explain(where, got, expected, "add rows with the other label"))
-        return samples
+            raise DataError(explain("rows for KTO", got, expected, "add rows with the other label"))
+        return self._with_reference(samples)
+
+    def _with_reference(self, samples: TokenizedRows) -> TokenizedRows:
+        """Return rows with the log-probabilities of the reference, if there is a folder for them."""
+        if self._folder is None:
+            return samples
+        accelerator, tokenizer, model = current_accelerator(), self.processor, self.unwrapped_model
+        precision = "no" if accelerator is None else accelerator.mixed_precision
+        text = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.chat_template} {self._reader.max_length}"
+        facts = {
+            "model": str(self._start),
+            "tokenizer, chat template or max_length": xxhash.xxh3_64_hexdigest(text.encode()),
+            "mixed_precision": str(precision),
+        }
+
+        def require_start() -> None:
+            if self._digest_reference(model) != self._start:
+                got, expected = "rows that are not in the folder, and a trained model", "the model at the start"
+                do = "pass these rows to fit as well, or use a module without reference_folder"
+                raise DataError(explain("reference_folder", got, expected, do))
+
+        def compute(rows: list[dict[str, Any]]) -> Tensor:
+            device = torch.device("cpu") if accelerator is None else accelerator.device
+            model.to(device)
+            batch = {name: values.to(device) for name, values in self.collate_fn(rows).items()}  # type: ignore[misc]
+            context = nullcontext() if accelerator is None else autocast(accelerator)
+            with torch.no_grad(), context, _as_reference(model, adapter_off=self._is_adapter_off):
+                return log_probs(self._logits(model, batch), batch["labels"]).sums
+
+        return with_reference(samples, self._folder, facts, compute, require_start)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a digest of the reference, so that a resumed run cannot continue with another one."""
-        return {} if self.teacher is None else {"reference": self._digest_reference(self.teacher)}
+        return {} if self._find_digest() is None else {"reference": self._find_digest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Compare the reference with that of the checkpoint.
@@ -309,7 +369,7 @@ class PreferenceModule(RowModule):
         Raises:
             CheckpointError: They differ.
         """
-        if self.teacher is not None and state.get("reference") != self._digest_reference(self.teacher):
+        if self._find_digest() not in (None, state.get("reference")):
             got, expected = (
                 "another reference model than that of the checkpoint",
                 "the model that training started from",
@@ -317,11 +377,21 @@ class PreferenceModule(RowModule):
             do = "build the module with the same model as at the start; the checkpoint restores the trained weights"
             raise CheckpointError(explain(f"{type(self).__name__}.load_state_dict", got, expected, do))
 
+    def _find_digest(self) -> str | None:
+        """Return the digest of a reference that checkpoints do not know; None if there is none."""
+        if self._start is None and self.teacher is not None:
+            self._start = self._digest_reference(self.teacher)
+        return self._start
+
     def _digest_reference(self, reference: nn.Module) -> str:
-        if self._reference_digest is None:
-            digests = [f"{name} {digest_of(weight)}" for name, weight in reference.named_parameters()]
-            self._reference_digest = xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
-        return self._reference_digest
+        """Return a digest of the weights that make the reference."""
+        weights = {
+            name: weight
+            for name, weight in reference.named_parameters()
+            if not (self._is_adapter_off and "lora_" in name)  # random, and switched off
+        }
+        digests = [f"{name} {digest_of(weight)}" for name, weight in weights.items()]
+        return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
 
 def share_right(margins: Tensor) -> Tensor:
@@ -347,8 +417,8 @@ def _has_new_adapter(model: Any) -> bool:
 
 
 @contextmanager
-def _without_adapter(model: Any) -> Iterator[None]:
-    """Switch the adapter off, and dropout, too."""
+def _as_reference(model: Any, *, adapter_off: bool) -> Iterator[None]:
+    """Switch dropout off, and the adapter, too, if it is not part of the reference."""
     modes = [(module, module.training) for module in model.modules()]
     is_trained = [(weight, weight.requires_grad) for weight in model.parameters()]
 
@@ -358,7 +428,7 @@ def _without_adapter(model: Any) -> Iterator[None]:
 
     model.eval()
     try:
-        with model.disable_adapter():
+        with model.disable_adapter() if adapter_off else nullcontext():
             keep_trained()  # PEFT freezes the adapter meanwhile, and FSDP2 would keep it frozen
             yield
     finally:

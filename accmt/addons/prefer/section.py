@@ -29,6 +29,7 @@ _KEYS: Mapping[str, Key] = {
     **DATA_KEYS,
     "loss": Key("loss: dpo", f"one of {', '.join(_NAMES)}", _NAMES.__contains__),
     "reference": Key("reference: copy", f"one of {', '.join(_REFERENCES)}", _REFERENCES.__contains__),
+    "reference_folder": path_key("reference_folder: out/reference"),
     "teacher": path_key("teacher: ./larger-model"),
     **{
         name: Key(f"{name}: {example}", "a number", _is_number)
@@ -53,12 +54,14 @@ class PreferSection(DataSection):
     Attributes:
         loss: The loss.
         reference: The reference of DPO and similar losses.
+        reference_folder: A folder for the log-probabilities of the reference.
         teacher: The path or name of the teacher, for distillation.
         options: The options of the loss.
     """
 
     loss: Any = "dpo"
     reference: Any = "auto"
+    reference_folder: str | None = None
     teacher: str | None = None
     options: dict[str, float] = field(default_factory=dict)
 
@@ -78,9 +81,15 @@ def read_prefer_section(value: Any) -> tuple[PreferSection | None, list[Fault]]:
         got = "no teacher" if loss == DISTILLATION else "a teacher"
         do = "write `teacher: ./larger-model`" if loss == DISTILLATION else "write `loss: distillation`, or remove it"
         faults.append(Fault(("prefer", "teacher"), got, f"a teacher with `loss: {DISTILLATION}` only", do))
-    if "reference" in values and not (loss in LOSSES and LOSSES[loss].needs_reference):
-        expected = "no reference: this loss needs none"
-        faults.append(Fault(("prefer", "reference"), f"a reference with {loss}", expected, "remove `reference`"))
+    needs_reference = loss in LOSSES and LOSSES[loss].needs_reference
+    for name in ("reference", "reference_folder"):
+        if name in values and not needs_reference:
+            expected = "no reference: this loss needs none"
+            faults.append(Fault(("prefer", name), f"a reference with {loss}", expected, f"remove `{name}`"))
+    if {"reference", "reference_folder"} <= values.keys() and values["reference"] != "auto":
+        expected = "one of them: the folder is for the reference that `auto` selects"
+        got = f"reference = {values['reference']} and a folder"
+        faults.append(Fault(("prefer", "reference_folder"), got, expected, "remove `reference`"))
     if not faults and loss in LOSSES:
         try:
             Objective(loss, **options)

@@ -137,6 +137,10 @@ class TokenizedRows(Dataset[dict[str, Any]]):
         row, turn = (index, None) if self._turns is None else self._turns[index]
         return self._reader.read(self._row(row), turn, self._name(row))
 
+    def raw(self, index: int) -> Any:
+        """Return the row of a sample, before it is tokenized."""
+        return self._row(index if self._turns is None else self._turns[index][0])
+
     def _row(self, index: int) -> Any:
         return _without_nothing(self._rows[index]) if self._is_table else self._rows[index]
 

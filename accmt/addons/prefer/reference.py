@@ -1,0 +1,127 @@
+"""Log-probabilities of a reference model, computed once on all processes and kept in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from accmt.addons.sft.rows import TokenizedRow, TokenizedRows
+from accmt.errors import DataError, explain
+from accmt.files.atomic import replace_file, write_text
+from accmt.messages import say_once
+from accmt.processes import is_main_process, num_processes, process_index, run_on_every_process
+
+_CHUNK = 64
+"""Rows in a file."""
+
+_BATCH = 8
+_FACTS = "reference.json"
+_WHERE = "reference_folder"
+
+
+class ReferencedRows(TokenizedRows):
+    """Rows with the log-probabilities of their answers under the reference `[rows, answers]`."""
+
+    def __init__(self, samples: TokenizedRows, log_probs: np.ndarray[Any, Any]) -> None:
+        self._samples = samples
+        self._log_probs = log_probs
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self._samples[index], "reference": self._log_probs[index].tolist()}
+
+    def read(self, index: int) -> TokenizedRow:
+        """Return a row and its problems."""
+        return self._samples.read(index)
+
+
+def with_reference(
+    samples: TokenizedRows,
+    folder: Path,
+    facts: Mapping[str, str],
+    compute: Callable[[list[dict[str, Any]]], torch.Tensor],
+    require_start: Callable[[], None],
+) -> ReferencedRows:
+    """Return rows with the log-probabilities of the reference, computing those that the folder does not have yet.
+
+    Each file has the log-probabilities of some rows, under a digest of all rows, so that an interrupted computation
+    continues, on any number of processes.
+
+    Args:
+        samples: The rows.
+        folder: The folder.
+        facts: Digests of the model and of everything that determines tokens and precision, by name.
+        compute: Returns the log-probabilities of samples `[samples, answers]`.
+        require_start: Raises an error if the model is not the reference any more.
+
+    Raises:
+        DataError: The folder belongs to another model, tokenizer, length or precision.
+
+    Processes: collective.
+    """
+    digest = xxhash.xxh3_64()
+    for index in range(len(samples)):
+        digest.update(json.dumps(samples.raw(index), sort_keys=True, default=str).encode())
+    own = folder / digest.hexdigest()
+    starts = range(0, len(samples), _CHUNK)
+    number_read = 0
+
+    def load() -> dict[int, np.ndarray[Any, Any]]:
+        nonlocal number_read
+        _check_facts(folder, facts)
+        found = {}
+        for start in starts[process_index() :: num_processes()]:
+            path = own / f"{start:08}.npy"
+            if path.is_file():
+                found[start] = np.load(path)
+                number_read += len(found[start])
+                continue
+            require_start()
+            rows = [samples[index] for index in range(start, min(start + _CHUNK, len(samples)))]
+            values = [compute(rows[at : at + _BATCH]).double().cpu().numpy() for at in range(0, len(rows), _BATCH)]
+            found[start] = np.concatenate(values)
+            _write(path, found[start])
+        return found
+
+    every: dict[int, np.ndarray[Any, Any]] = {}
+    for one in run_on_every_process(load):
+        every |= one
+    say_once(
+        f"log-probabilities of the reference: {len(samples):,} rows in {own}, {number_read:,} read by this process"
+    )
+    return ReferencedRows(samples, np.concatenate([every[start] for start in starts]))
+
+
+def _check_facts(folder: Path, facts: Mapping[str, str]) -> None:
+    path = folder / _FACTS
+    if not path.is_file():
+        if is_main_process():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(dict(facts), indent=2))
+        return
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(explain(_WHERE, f"{path}: {error}", "a file that accmt wrote", "delete the folder")) from error
+    others = [name for name, value in facts.items() if written.get(name) != value]
+    if others:
+        got = f"{folder}, with log-probabilities for another {' and '.join(others)}"
+        do = "choose another folder, or delete this one to compute them again"
+        raise DataError(explain(_WHERE, got, "log-probabilities of the model that training starts from", do))
+
+
+def _write(path: Path, array: np.ndarray[Any, Any]) -> None:
+    def save(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.save(file, array)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, save)
