@@ -40,6 +40,9 @@ _PLACES = {
 }  # fmt: skip
 """Arguments that change nothing of what a step computes."""
 
+_NEEDED = {"step", "argv", "cwd", "environment", "processes", "machines", "is_launched", "settings", "hps", "run_name"}
+"""What a line has, unless somebody has edited it."""
+
 DECIDE_STEPS = (
     "accelerator", "callbacks", "clip_grad", "collate_fn", "compile", "data_options", "grad_accumulation_steps",
     "gradient_checkpointing", "limit_batches", "mixed_precision", "overfit_batches", "parallelism",
@@ -147,7 +150,7 @@ def _read_environment() -> dict[str, str]:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        return [line for line in read_json_lines(path) if isinstance(line, dict)]
+        return [line for line in read_json_lines(path) if isinstance(line, dict) and line.keys() >= _NEEDED]
     except FileNotFoundError:
         return []
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "prove": "check that a script gives the same results on any number of processes",
     "replay": "replay steps of a run, and compare them with its ledger",
     "report": "write an HTML page about one or more runs",
+    "runs": "list the runs in a folder, and which is a fork of which",
     "sft": "fine-tune a causal model on conversations, from one YAML file",
     "sweep": "search hyper-parameters with a training script",
     "strats": "list the strategies for `accmt launch --strat`",

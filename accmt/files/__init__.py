@@ -18,7 +18,7 @@ from accmt.files.atomic import (
     staging_folder,
     write_text,
 )
-from accmt.files.locks import LOCK_NAME, FolderLock, FolderTakenError, taking_turns
+from accmt.files.locks import LOCK_NAME, FolderLock, FolderTakenError, is_locked, taking_turns
 from accmt.files.strict_json import dumps, loads, read_json_line, read_json_lines
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "fsync_file",
     "fsync_folder",
     "is_current",
+    "is_locked",
     "loads",
     "place_beside",
     "place_inside",

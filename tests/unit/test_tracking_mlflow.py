@@ -13,6 +13,7 @@ from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, _validate_metric_name,
 from accmt.tracking.delivery_state import Resume, Row
 from accmt.tracking.history import RunPlace
 from accmt.tracking.trackers.mlflow import MLFlow, MLFlowRun, clean_mlflow_name
+from tests.toys import Linear, make_points, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
 
@@ -270,3 +271,19 @@ def test_the_dashboard_is_started_on_the_folder_of_all_runs(tmp_path):
     assert MLFlow().dashboard_command(place) == expected
     assert MLFlow().dashboard_command(RunPlace("logs", "t", "r"))[-1] == "sqlite:///logs/mlflow.db"
     assert MLFlow().dashboard_command(RunPlace("http://host", "t", "r")) == []
+
+
+@pytest.mark.feature("F05")
+def test_a_fork_is_a_child_of_its_parent(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = {"logging_dir": store, "log_with": "mlflow", "checkpoint_every": "step", "run_name": "run"}
+    arguments["checkpoint_options"] = {"max_checkpoints": 9}
+    parent = make_trainer(**arguments)
+    parent.fit(Linear(), make_points())
+    fork = make_trainer(**arguments, fork="logs/model/run@3", mlflow={"tags": {"team": "news"}})
+    fork.fit(Linear(), make_points())
+    found = mlflow.MlflowClient(store).get_run(fork.run.tracking.run_ids["mlflow"])
+    assert found.data.tags["mlflow.parentRunId"] == parent.run.tracking.run_ids["mlflow"]
+    assert found.data.tags["team"] == "news"
+    assert found.data.params["fork.parent"] == "run"
+    assert found.info.run_name == "run-at-3"

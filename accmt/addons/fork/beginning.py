@@ -31,7 +31,7 @@ from accmt.options.changes import Change, compare, require_allowed
 from accmt.processes import num_processes, run_on_main_process
 from accmt.registry import HPS_SECTIONS, names
 from accmt.run import EvaluationRun, Run
-from accmt.secrets import hide
+from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery_state import DeliveryFile
 from accmt.tracking.history import HISTORY_FILE, RunPlace, folder_name, read_history
 from accmt.tracking.log_with import find_specs
@@ -313,7 +313,7 @@ def place_fork(settings: Settings, fork: Fork) -> Settings:
             run_name=origin.run_name,
             track_name=tracking.track_name or Path(parent["run_folder"]).parent.name,
             tracker_options=replace(options, config=config),
-            tracker_kwargs=_with_parent_run(tracking.tracker_kwargs, tracking.log_with, parent["run_ids"]),
+            tracker_kwargs=_with_parent_run(settings, parent, origin.run_name),
         ),
     )
 
@@ -326,15 +326,23 @@ def _is_taken(folder: Path, taken: Sequence[str]) -> bool:
     return (current_folder() / folder).resolve() in [Path(other).resolve() for other in taken]
 
 
-def _with_parent_run(kwargs: Mapping[str, Any], log_with: Any, ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of trackers with what MLflow calls the parent of a run."""
-    spec = next((one for one in find_specs(log_with) if one.name == "mlflow"), None)
-    if spec is None or "mlflow" not in ids:
-        return dict(kwargs)
+def _with_parent_run(settings: Settings, parent: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the keywords of trackers with what MLflow calls the parent of a run, if that is in the same store."""
+    kwargs = dict(settings.tracking.tracker_kwargs)
+    spec = next((one for one in find_specs(settings.tracking.log_with) if one.name == "mlflow"), None)
+    if spec is None or "mlflow" not in parent["run_ids"]:
+        return kwargs
+    run_id, store = parent["run_ids"]["mlflow"]
+    folder = Path(parent["run_folder"])
+    place = _place_of(settings, folder, name)
+    server = spec.server(place)
+    is_same_folder = place.base_folder.resolve() == folder.resolve().parents[1]
+    if store != (server and hide_text(server)) or (server is None and not is_same_folder):
+        return kwargs
     own = kwargs.get("mlflow")
     own = dict(own) if isinstance(own, Mapping) else {}
     tags = own.get("tags", spec.init_kwargs.get("tags", kwargs.get("tags"))) or {}
-    return {**kwargs, "mlflow": {**own, "tags": {**tags, "mlflow.parentRunId": ids["mlflow"][0]}}}
+    return {**kwargs, "mlflow": {**own, "tags": {**tags, "mlflow.parentRunId": run_id}}}
 
 
 def settings_at(settings: Settings, fork: Fork, step: int) -> Settings:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE
+from accmt.addons.fork.lineage import read_origin
 from accmt.addons.goodput.records import Totals, read_goodput
 from accmt.errors import ArgumentError, explain
 from accmt.secrets import hide
@@ -46,6 +47,12 @@ class Event:
 
 @dataclass(frozen=True)
 class RunRecord:
+    """What a run folder holds; of a fork, from the step on at which it differs from its parent.
+
+    Attributes:
+        began: When the run first started, in seconds since the epoch.
+    """
+
     name: str
     folder: Path
     config: dict[str, Any]
@@ -55,6 +62,7 @@ class RunRecord:
     images: dict[str, list[Media]] = field(default_factory=dict)
     tables: dict[str, list[Media]] = field(default_factory=dict)
     goodput: Totals | None = None
+    began: float = 0.0
 
     @property
     def status(self) -> str:
@@ -132,7 +140,7 @@ def _describe(run: RunRecord, keys: Sequence[str]) -> str:
 
 
 _NAMED_BY_TIME = re.compile(r"\d{4}-(\d\d-\d\d)_(\d\d-\d\d-\d\d)-\w+")
-_SAYS_NOTHING = ("model_path", "seed")
+_SAYS_NOTHING = ("model_path", "seed", "fork.parent", "fork.step")
 _ENDINGS = ("finished", "failed", "interrupted", "killed", "preempted")
 
 
@@ -145,7 +153,9 @@ def read_run(folder: Path) -> RunRecord:
     if not rows:
         raise ArgumentError(explain(str(folder), f"an empty {HISTORY_FILE}", "a run that has started", "wait for it"))
     start = rows[0]["time"]
-    logged = [row for row in rows if "values" in row]
+    origin = read_origin(folder)
+    first = 0 if origin is None else origin.step
+    logged = [row for row in rows if "values" in row and row["step"] >= first]
     config: dict[str, Any] = next((row["config"] for row in reversed(rows) if "config" in row), {})
     logged_media: dict[str, dict[str, list[Media]]] = {"images": {}, "table": {}, "artifact": {}}
     for media in (Media.of_line(folder, row) for row in rows if "media" in row):
@@ -160,6 +170,7 @@ def read_run(folder: Path) -> RunRecord:
         images=logged_media["images"],
         tables=logged_media["table"],
         goodput=_read_goodput(folder),
+        began=start,
     )
 
 

@@ -1,0 +1,89 @@
+"""List the runs in a folder, oldest first: status, steps, best result, start.
+
+With --tree, each fork is below the run that it comes from, with its step and its changes. Exit code: 0, or 2 if the
+folder has no runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accmt.errors import ArgumentError, explain
+from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE
+
+if TYPE_CHECKING:
+    from accmt.addons.report import RunRecord
+
+_HEAD = ("run", "status", "steps", "best", "started")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(DEFAULT_LOGGING_DIR), help="default: logs")
+    parser.add_argument("--tree", action="store_true", help="draw forks below the runs that they come from")
+
+
+def run(options: argparse.Namespace) -> int:
+    from accmt.addons.report import read_run
+
+    folder = options.folder
+    places = [
+        path.parent
+        for pattern in (HISTORY_FILE, f"*/{HISTORY_FILE}", f"*/*/{HISTORY_FILE}")
+        for path in folder.glob(pattern)
+        if path.stat().st_size
+    ]
+    if not places:
+        got = "a folder without runs" if folder.is_dir() else f"no such folder; you are in {Path.cwd()}"
+        do = "pass the logging_dir of the runs; Trainer(logging_dir=...) is `logs` by default"
+        raise ArgumentError(explain(f"accmt runs {folder}", got, "a folder with runs: <track_name>/<run_name>", do))
+    runs = sorted(map(read_run, places), key=lambda one: one.began)
+    rows = list(_draw_tree(runs, folder)) if options.tree else [_describe(one, _name(one, folder)) for one in runs]
+    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+    for row in (_HEAD, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _name(run: RunRecord, folder: Path) -> str:
+    name = str(run.folder.relative_to(folder))
+    return run.name if name == "." else name
+
+
+def _describe(run: RunRecord, shown: str) -> tuple[str, ...]:
+    from accmt.files import is_locked
+
+    status = "killed" if run.status == "running" and not is_locked(run.folder) else run.status
+    steps = max(run.num_steps, 0 if run.goodput is None else run.goodput.step)
+    rule = str(run.config.get("model_saving", ""))
+    best = sorted(run.best.items(), key=lambda item: item[0] not in rule)  # first, what models are saved by
+    shown_best = "".join(f"{name} {value:.5g} at {step:,}" for name, (step, value) in best[:1])
+    return shown, status, f"{steps:,}", shown_best, time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
+
+
+def _draw_tree(runs: list[RunRecord], folder: Path) -> Iterator[tuple[str, ...]]:
+    from accmt.addons.fork.lineage import find_parent, read_origin
+
+    by_folder = {one.folder.absolute(): one for one in runs}
+    children: dict[Path | None, list[RunRecord]] = {}
+    for one in runs:
+        parent = find_parent(one.folder)
+        parent = None if parent is None or parent.absolute() not in by_folder else parent.absolute()
+        children.setdefault(parent, []).append(one)
+
+    def draw(one: RunRecord, lead: str, branch: str) -> Iterator[tuple[str, ...]]:
+        origin = read_origin(one.folder)
+        shown = _name(one, folder)
+        if origin is not None:
+            shown = f"{one.name if branch else shown} (at {origin.step}: {', '.join(origin.changes) or 'no changes'})"
+        yield _describe(one, f"{lead}{branch}{shown}")
+        lead += {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+        forks = children.get(one.folder.absolute(), [])
+        for fork in forks:
+            yield from draw(fork, lead, "└─ " if fork is forks[-1] else "├─ ")
+
+    for root in children[None]:
+        yield from draw(root, "", "")
