@@ -129,8 +129,9 @@ def main() -> None:
     )
     trainer.fit(module, tokenize(train, tokenizer, label2id), tokenize(validation, tokenizer, label2id))
     if trainer.is_main:
-        report_accuracy(test, options.output)
-        print(f"best epoch     {module.best_epoch}\nmodel folder   {options.output}")
+        folder = trainer.settings.model_folder  # options.output, unless `accmt sweep` sets another one
+        report_accuracy(test, folder)
+        print(f"best epoch     {module.best_epoch}\nmodel folder   {folder}")
         print(f"dashboard      {trainer.dashboard_command}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from accmt import Callback, Sweep, Trainer
 from accmt.addons.sweep.study import JOURNAL_FILE, SweepStudy
+from accmt.addons.sweep.table import LiveTable, write_table
 from accmt.addons.sweep.worker import share_of
 from accmt.cli.main import main
 from accmt.errors import ArgumentError
@@ -74,6 +76,13 @@ def test_trials_get_their_values_and_folders_and_the_best_one_is_ready_to_use() 
     again = Trainer(best.folder / "hps.yaml", "out/again")
     assert again.hps.optim_kwargs["lr"] == best.values["optim.lr"]
     assert load_file(best.model / "model.safetensors").keys() == {"weight", "bias"}
+    table = write_table(result)
+    assert table.splitlines()[1].split()[:3] == [str(best.number), "complete", f"{best.objectives['val_loss']:.5g}"]
+    assert str(best.folder / "hps.yaml") in table
+    page = sweep.report().read_text()
+    for title in ("Curves", "History", "Parallel coordinates", "Importance of parameters", "Slices", "Trials"):
+        assert f"<h2>{title}</h2>" in page, title
+    assert not re.findall(r'<(?:script|link)[^>]*(?:src|href)="http', page)  # it needs no network
     lrs.clear()
     assert sweep.run(run).trials == result.trials
     assert lrs == []  # nothing is run again
@@ -88,6 +97,24 @@ def test_the_suggestions_are_those_of_the_seed():
     assert drawn["one"] == drawn["two"] != drawn["other"]
 
 
+def run_to_the_end(sweep: Sweep, places: list[int]) -> int:
+    """Run a sweep that is interrupted after these steps of its trials, and return how often it was started."""
+
+    class Interrupting(Callback):
+        def on_update_end(self) -> None:
+            if places and self.state.global_step == places[0]:
+                del places[0]
+                raise KeyboardInterrupt
+
+    for start in range(1, 30):
+        try:
+            sweep.run(lambda: train(callbacks=Interrupting(), checkpoint_every=1))
+        except KeyboardInterrupt:
+            continue
+        return start
+    raise AssertionError
+
+
 @pytest.mark.feature("S80")
 @pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
 def test_a_sweep_that_was_interrupted_anywhere_ends_like_one_that_was_not(sampler: str):
@@ -95,26 +122,7 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_like_one_that_was_not(sample
     unbroken = make(name="unbroken", **kinds)
     unbroken.run(train)
     broken = make(name="broken", **kinds)
-    places = iter([3, 9, 14, 2, 11])
-
-    class Interrupting(Callback):
-        def __init__(self, step: int) -> None:
-            self.step = step
-
-        def on_update_end(self) -> None:
-            if self.state.global_step == self.step:
-                raise KeyboardInterrupt
-
-    starts = 0
-    for _ in range(20):
-        place = next(places, -1)
-        try:
-            starts += 1
-            broken.run(lambda place=place: train(callbacks=Interrupting(place), checkpoint_every=1))
-        except KeyboardInterrupt:
-            continue
-        break
-    assert starts >= 4
+    assert run_to_the_end(broken, [3, 9, 14, 2]) == 5
     assert read(broken) == read(unbroken)
     weights = [load_file(one.result().best.model / "model.safetensors") for one in (unbroken, broken)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -195,6 +203,52 @@ def test_several_objectives_give_the_trials_that_no_other_one_beats():
 def test_budgets_in_steps_and_hours():
     assert len(make(name="steps", trials=None, max_steps=40).run(train).trials) == 3  # of 16 steps each
     assert len(make(name="hours", trials=None, max_hours=1e-9).run(train).trials) == 1
+
+
+@pytest.mark.feature("S82")
+def test_successive_halving_lets_the_best_trials_continue_as_the_same_runs():
+    whole = make(name="whole", trials=6, sampler="random")
+    whole.run(train)
+    kinds = {"trials": 6, "sampler": "random", "halving": {"steps": [4, 8], "keep": 2}}
+    halved, broken = make(name="halved", **kinds), make(name="broken", **kinds)
+    result = halved.run(train)
+    assert run_to_the_end(broken, [3, 7, 6, 13]) == 5
+    assert sorted(one.steps for one in result.trials) == [4, 4, 4, 8, 16, 16]  # one in two continues, as they come
+    assert sorted(one.state for one in result.trials) == ["complete"] * 2 + ["pruned"] * 4
+    assert result.best is not None
+    assert read(broken) == read(halved)
+    reports = [{one.number: one.intermediate_values for one in SweepStudy(s.spec).trials()} for s in (whole, halved)]
+    for number, values in reports[1].items():
+        assert values == {step: reports[0][number][step] for step in values}
+    firsts = {number: values[4] for number, values in reports[0].items()}
+    assert {number for number, values in reports[1].items() if 8 in values} == {0, 2, 4}
+    assert all(min(firsts[i], firsts[i + 1]) == firsts[i] for i in (0, 2, 4))
+
+
+@pytest.mark.feature("S82")
+def test_the_worst_members_of_a_population_are_replaced_by_forks_of_the_best():
+    kinds = {
+        "space": {"optim.lr": {"log_uniform": [1e-3, 0.5]}, "trainer.clip_grad": [1.0, 2.0, 5.0]},
+        "trials": None,
+        "population": {"members": 4, "every": 4, "rounds": 3},
+    }
+    population, broken = make(name="population", **kinds), make(name="broken", **kinds)
+    result = population.run(train)
+    forks = [one for one in result.trials if one.parent is not None]
+    assert len(result.trials) == 7
+    assert len(forks) == 3
+    assert sorted(one.state for one in result.trials) == ["complete"] * 4 + ["pruned"] * 3
+    study = SweepStudy(population.spec)
+    for one in forks:
+        parent = result.trials[one.parent]
+        begin = min(study.trial(one.number).intermediate_values) - 4  # it begins where its parent was
+        assert begin in study.trial(parent.number).intermediate_values
+        ratio = one.values["optim.lr"] / parent.values["optim.lr"]
+        assert ratio == pytest.approx(0.8) or ratio == pytest.approx(1.2) or one.values["optim.lr"] in (1e-3, 0.5)
+    places = [3, 6, 5, 11, 15]
+    assert run_to_the_end(broken, places) >= 5
+    assert read(broken) == read(population)
+    assert [one.parent for one in broken.result().trials] == [one.parent for one in result.trials]
 
 
 def failing(error: Exception, at: set[int]) -> Callable[[], None]:
@@ -309,6 +363,15 @@ def test_a_study_of_another_optuna_is_rejected():
     study.storage.set_study_user_attr(study._id, "accmt", {**identity, "optuna": "4.2.0"})
     with pytest.raises(ArgumentError, match="pip install optuna==4.2.0"):
         make(trials=2).run(train)
+
+
+def test_the_table_in_a_terminal_is_drawn_again_in_its_place(capsys: pytest.CaptureFixture[str]):
+    view = LiveTable()
+    make(trials=2).run(train, view=view)
+    view.show(make().result())
+    shown = capsys.readouterr().err
+    assert "2 complete; about" in shown
+    assert shown.count("\x1b[4A\x1b[J") == shown.count("val_loss  step") - 1  # each but the last is removed
 
 
 def test_cores_and_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch):

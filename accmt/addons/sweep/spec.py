@@ -8,12 +8,14 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from accmt.data.seeding import derive_seed
 from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, explain, nearest
 from accmt.metrics.building import BUILTIN
+from accmt.options.changes import RULES
 from accmt.options.checks import is_number, whole
 from accmt.options.optimizer_and_scheduler_arguments import check_names
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers
@@ -98,6 +100,41 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class Halving:
+    """Successive halving: trials pause at some steps, and the best of them continue.
+
+    Attributes:
+        steps: The optimizer steps at which trials pause, ascending.
+        keep: One of this many continues.
+    """
+
+    steps: tuple[int, ...]
+    keep: int = 3
+
+
+@dataclass(frozen=True)
+class Population:
+    """Population-based training: members pause together, and the worst are replaced by forks of the best.
+
+    Attributes:
+        members: How many train side by side.
+        every: Optimizer steps between two pauses.
+        rounds: How many pauses there are; after the last one, members train to their end.
+        replace: The fraction of members that is replaced at each pause.
+    """
+
+    members: int
+    every: int
+    rounds: int
+    replace: float = 0.25
+
+    @property
+    def num_replaced(self) -> int:
+        """How many members are replaced at each pause."""
+        return max(1, round(self.members * self.replace))
+
+
+@dataclass(frozen=True)
 class SweepSpec:
     """A sweep, as written; `docs/sweeps.md` explains each key.
 
@@ -116,6 +153,8 @@ class SweepSpec:
         max_steps: Optimizer steps of all trials, after which no trial starts.
         max_hours: Hours of training of all trials together, likewise.
         seed: The seed of the suggestions, and of trials whose script sets none.
+        halving: Successive halving, if it is used.
+        population: Population-based training, if it is used.
         storage: The URL of a PostgreSQL database; None: a journal in the folder.
         parallel: How many trials run at a time.
         max_failures: Failed trials in a row, after which the sweep ends.
@@ -136,6 +175,8 @@ class SweepSpec:
     max_steps: int | None = None
     max_hours: float | None = None
     seed: int = 0
+    halving: Halving | None = None
+    population: Population | None = None
     storage: str | None = None
     parallel: int = 1
     max_failures: int = 3
@@ -157,6 +198,8 @@ class SweepSpec:
             "seed": self.seed,
             "sampler": [self.sampler[0], dict(self.sampler[1])],
             "pruner": [self.pruner[0], dict(self.pruner[1])],
+            "halving": None if self.halving is None else vars(self.halving),
+            "population": None if self.population is None else vars(self.population),
         }
 
     def make_sampler(self, number: int) -> Any:
@@ -198,7 +241,7 @@ def grid_of(parameter: Parameter) -> Sequence[Any] | None:
 
 _FIELDS = {
     "name", "folder", "space", "trials", "objective", "take", "max_steps", "max_hours", "seed", "sampler", "pruner",
-    "storage", "parallel", "max_failures", "lease_s",
+    "storage", "parallel", "max_failures", "lease_s", "halving", "population",
 }  # fmt: skip
 
 
@@ -250,6 +293,15 @@ class _Reader:
         pruner = self._read_class("pruner", optuna.pruners, _PRUNERS, "none")
         if pruner[0] != "NopPruner" and len(objectives) > 1:
             self._fault(("pruner",), pruner[0], "no pruner with several objectives", "remove `pruner`")
+        halving, population = self._read_halving(), self._read_population(parameters)
+        kinds = [key for key in ("halving", "population") if values.get(key)]
+        kinds += ["pruner"] if pruner[0] != "NopPruner" else []
+        if len(kinds) > 1:
+            self._fault((kinds[0],), " and ".join(kinds), "one of them", f"remove `{kinds[-1]}`")
+        if kinds and len(objectives) > 1 and kinds != ["pruner"]:
+            self._fault((kinds[0],), f"{len(objectives)} objectives", "one objective", f"remove `{kinds[0]}`")
+        if population is not None:
+            trials = population.members if trials is None else trials
         if sampler[0] == "GridSampler":
             trials = self._count_grid(parameters, trials)
         limits = {
@@ -293,6 +345,8 @@ class _Reader:
             seed=seed,
             sampler=sampler,
             pruner=pruner,
+            halving=halving,
+            population=population,
             **limits,
             **{key: number for key, number in others.items() if number is not None},
         )
@@ -304,6 +358,50 @@ class _Reader:
         kind = "a whole number from 1" if of is int else "a number above 0"
         self._fault(path, describe(value), kind, f"write `{path[-1]}: {20 if of is int else 1.5}`")
         return None
+
+    def _read_halving(self) -> Halving | None:
+        written = self._values.get("halving")
+        if written is None:
+            return None
+        example = "write `halving: {steps: [100, 300], keep: 3}`"
+        steps = written.get("steps") if isinstance(written, dict) else None
+        steps = [whole(step) for step in steps] if isinstance(steps, list) else []
+        is_right = bool(steps) and all(isinstance(step, int) and step > 0 for step in steps)
+        if not is_right or sorted(set(steps)) != steps or written.keys() - {"steps", "keep"}:
+            self._fault(("halving",), describe(written), "ascending steps, and keep", example)
+            return None
+        keep = whole(written.get("keep", 3))
+        if not isinstance(keep, int) or keep < 2:
+            self._fault(("halving", "keep"), describe(keep), "a whole number from 2", example)
+            return None
+        return Halving(tuple(steps), keep)
+
+    def _read_population(self, parameters: Sequence[Parameter]) -> Population | None:
+        written = self._values.get("population")
+        if written is None:
+            return None
+        example = "write `population: {members: 8, every: 100, rounds: 5}`"
+        known = [each.name for each in fields(Population)]
+        needed = ("members", "every", "rounds")
+        if not isinstance(written, dict) or written.keys() - set(known) or set(needed) - written.keys():
+            self._fault(("population",), describe(written), f"a mapping with {', '.join(known)}", example)
+            return None
+        numbers = {key: self._number(("population", key), written[key], of=int) for key in needed}
+        replace = written.get("replace", 0.25)
+        if not is_number(replace) or not 0 < replace <= 0.5:
+            self._fault(("population", "replace"), describe(replace), "a fraction up to 0.5", "write `replace: 0.25`")
+        elif numbers["members"] is not None and numbers["members"] < 2:
+            self._fault(("population", "members"), "1", "at least 2 members", "write `members: 4`")
+        for one in parameters:
+            rules = (rule.rule for rule in RULES if fnmatchcase(one.key, rule.pattern))
+            if one.key.startswith(f"{SCRIPT}.") or next(rules) == "reject":
+                expected = "keys that may change during a run, such as optim.lr"
+                self._fault(("space", one.key), one.key, expected, f"remove `{one.key}`")
+            if one.when:
+                self._fault(("space", one.key, "when"), "a condition", "no conditions in a population", "remove `when`")
+        if self.faults:
+            return None
+        return Population(**numbers, replace=float(replace))
 
     # ---- The search space
 

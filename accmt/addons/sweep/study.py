@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from accmt.addons.sweep.spec import Parameter, SweepSpec
+from accmt.data.seeding import derive_seed
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, loads
 from accmt.libraries.versions import release_of
@@ -42,6 +44,11 @@ JOURNAL_FILE = "study.journal"
 _IDENTITY = "accmt"
 _OUTCOME = "accmt:outcome"
 _DECISION = "accmt:decision:"
+_PAUSED = "accmt:paused:"
+_STOP = "accmt:stop"
+_PARENT = "accmt:parent"
+_ROUND = "accmt:round:"
+_ROUNDS = "accmt:rounds"
 _LONGEST = 2000
 
 
@@ -165,6 +172,9 @@ class SweepStudy:
         for key, value in before.items():
             memory.set_study_system_attr(study_id, key, value)
         for trial in self.trials():
+            paused = self.paused(trial)
+            if paused is not None:  # from which samplers learn as from pruned ones, but not from running ones
+                trial.state, trial.values, trial.datetime_complete = TrialState.PRUNED, paused["values"], datetime.now()
             memory.create_new_trial(study_id, trial)
 
         def changes() -> dict[str, Any]:
@@ -200,6 +210,116 @@ class SweepStudy:
             self.storage.set_trial_system_attr(trial._trial_id, name, held)
         return bool(decision["prunes"])
 
+    # ---- Trials that pause: successive halving, and population-based training
+
+    def stop_of(self, trial: FrozenTrial) -> int | None:
+        """Return the optimizer step at which a trial pauses next; None: at none."""
+        halving, population = self.spec.halving, self.spec.population
+        if halving is not None:
+            stop: int | None = trial.user_attrs.get(_STOP, halving.steps[0])
+            return stop if stop in halving.steps else None
+        if population is not None:
+            rounds = self._attributes().get(_ROUNDS, 0)
+            return None if rounds >= population.rounds else population.every * (rounds + 1)
+        return None
+
+    def _attributes(self) -> dict[str, Any]:
+        return self.storage.get_study_user_attrs(self._id)
+
+    def paused(self, trial: FrozenTrial) -> dict[str, Any] | None:
+        """Return how a trial was when it paused where it should; None if it runs or has finished."""
+        if trial.state.is_finished():
+            return None
+        held: dict[str, Any] | None = trial.user_attrs.get(f"{_PAUSED}{self.stop_of(trial)}")
+        return held
+
+    def pause(self, number: int, outcome: Mapping[str, Any]) -> None:
+        """Store that a trial has paused."""
+        trial = self.trial(number)
+        self.storage.set_trial_user_attr(trial._trial_id, f"{_PAUSED}{outcome['stop_at']}", loads(dumps(dict(outcome))))
+
+    def promote(self) -> bool:
+        """Let the best paused trial continue that may, and return whether there was one.
+
+        At each step, one of every `keep` trials that have paused there may continue, the best first.
+        """
+        halving = self.spec.halving
+        if halving is None:
+            return False
+        [objective] = self.spec.objectives
+        trials = self.trials()
+        for index, step in reversed(list(enumerate(halving.steps))):
+            reached = [trial for trial in trials if f"{_PAUSED}{step}" in trial.user_attrs]
+            values = {trial.number: trial.user_attrs[f"{_PAUSED}{step}"]["values"][0] for trial in reached}
+            order = sorted(reached, key=lambda one: (values[one.number] * (-1) ** objective.maximizes, one.number))
+            for trial in order[: len(reached) // halving.keep]:
+                if self.paused(trial) is not None and self.stop_of(trial) == step:
+                    following = halving.steps[index + 1] if index + 1 < len(halving.steps) else -1
+                    self.storage.set_trial_user_attr(trial._trial_id, _STOP, following)
+                    return True
+        return False
+
+    def end_paused(self) -> bool:
+        """Prune the trials that stay paused, as nothing will let them continue; return whether there were any."""
+        paused = [(trial, outcome) for trial in self.trials() if (outcome := self.paused(trial)) is not None]
+        for trial, outcome in paused:
+            self.finish(trial.number, {**outcome, "state": "pruned"})
+        return bool(paused)
+
+    def evolve(self, fork: Callable[[int, int], None]) -> bool:
+        """Replace the worst members of a population by forks of the best, once all have paused; return whether it did.
+
+        What is replaced is decided once, and stored before it is done; each part of it can be done again after a kill.
+
+        Args:
+            fork: Copies the newest checkpoint of a trial to a new one, unless that has it.
+        """
+        population = self.spec.population
+        if population is None:
+            return False
+        rounds = self._attributes().get(_ROUNDS, 0)
+        active = [trial for trial in self.trials() if not trial.state.is_finished()]
+        plan = self._attributes().get(f"{_ROUND}{rounds}")
+        if plan is None:
+            begun = sum(parent_of(trial) is None for trial in self.trials())
+            if rounds >= population.rounds or begun < population.members or not active:
+                return False
+            if any(self.paused(trial) is None for trial in active):
+                return False
+            plan = self._plan_round(active)
+            self.storage.set_study_user_attr(self._id, f"{_ROUND}{rounds}", plan)
+        for replaced, parent, values in plan:
+            made = [one for one in self.trials() if one.user_attrs.get(_PARENT, {}).get("replaces") == replaced]
+            child = made[0].number if made else self._create_fork(replaced, parent, values)
+            fork(parent, child)
+            outcome = self.trial(replaced).user_attrs[f"{_PAUSED}{population.every * (rounds + 1)}"]
+            self.finish(replaced, {**outcome, "state": "pruned"})
+        self.storage.set_study_user_attr(self._id, _ROUNDS, rounds + 1)
+        return True
+
+    def _plan_round(self, active: Sequence[FrozenTrial]) -> list[tuple[int, int, dict[str, Any]]]:
+        """Return, for each member to replace, its number, that of its new parent, and the values of the fork."""
+        [objective], population = self.spec.objectives, self.spec.population
+        values = {one.number: (self.paused(one) or {})["values"][0] for one in active}
+        order = sorted(active, key=lambda one: (values[one.number] * (-1) ** objective.maximizes, one.number))
+        count = min(population.num_replaced, len(order) // 2) if population is not None else 0
+        plan = []
+        for index, replaced in enumerate(order[len(order) - count :]):
+            chooser = random.Random(derive_seed(self.spec.seed, "population", len(self.trials()), index))
+            parent = order[chooser.randrange(count)]
+            drawn = {one.key: perturb(one, parent.params[one.key], chooser) for one in self.spec.parameters}
+            plan.append((replaced.number, parent.number, drawn))
+        return plan
+
+    def _create_fork(self, replaced: int, parent: int, drawn: Mapping[str, Any]) -> int:
+        template = optuna.trial.create_trial(
+            state=TrialState.RUNNING,
+            params=dict(drawn),
+            distributions={one.key: one.distribution for one in self.spec.parameters},
+            user_attrs={_PARENT: {"number": parent, "replaces": replaced}},
+        )
+        return self.storage.get_trial(self.storage.create_new_trial(self._id, template)).number
+
     def finish(self, number: int, outcome: Mapping[str, Any]) -> None:
         """Store how a trial ended: its outcome first, so that a finished trial has one."""
         trial = self.trial(number)
@@ -222,6 +342,12 @@ def _draw(trial: optuna.Trial, one: Parameter) -> Any:
     return suggest(one.key, drawn.low, drawn.high, step=drawn.step, log=drawn.log)
 
 
+def parent_of(trial: FrozenTrial) -> int | None:
+    """Return the number of the trial that a trial was forked from; None for others."""
+    parent = trial.user_attrs.get(_PARENT)
+    return None if parent is None else int(parent["number"])
+
+
 def outcome_of(trial: FrozenTrial) -> dict[str, Any]:
     """Return how a trial ended; empty while it has not."""
     outcome: dict[str, Any] = trial.user_attrs.get(_OUTCOME, {})
@@ -239,6 +365,21 @@ def _describe_change(old: Any, new: Any) -> str:
     parts = [f"{key} is new" for key in new if key not in old] + [f"{key} is gone" for key in old if key not in new]
     parts += [f"{key} differs" for key in old if key in new and old[key] != new[key]]
     return ", ".join(parts) or "the order of keys differs"
+
+
+def perturb(parameter: Parameter, value: Any, chooser: random.Random) -> Any:
+    """Return a value of a parameter near another one, as Optuna stores it: 0.8 or 1.2 times it, within its range.
+
+    A choice moves to the one before or after it, or stays.
+    """
+    drawn: Any = parameter.distribution
+    if isinstance(drawn, CategoricalDistribution):
+        index = drawn.choices.index(value) + chooser.choice((-1, 0, 1))
+        return drawn.choices[min(max(index, 0), len(drawn.choices) - 1)]
+    near = min(max(value * chooser.choice((0.8, 1.2)), drawn.low), drawn.high)
+    if drawn.step is not None:
+        near = drawn.low + round((near - drawn.low) / drawn.step) * drawn.step
+    return round(near) if isinstance(drawn, IntDistribution) else near
 
 
 # ---- The storage

@@ -47,6 +47,9 @@ STORAGE_VARIABLE = "ACCMT_SWEEP_STORAGE"
 TRIAL_FILE = "trial.json"
 OUTCOME_FILE = "outcome.json"
 PROCESS_FOLDER = "process"
+FIT_FILE = ".fit"
+"""Written when `fit` begins, with the token of the start."""
+
 _WATCH_S = 1.0
 _OUTAGE_S = 600.0
 
@@ -65,6 +68,7 @@ class Plan:
         objectives: Names of the objectives, with whether higher is better.
         takes: Which evaluation counts: "best" or "last".
         seed: The seed of a Trainer that has none.
+        stop_at: The optimizer step at whose evaluation, or the next one, the trial pauses; None: at no step.
         spec: The sweep as it was written, to open its study.
     """
 
@@ -78,6 +82,7 @@ class Plan:
     objectives: Mapping[str, bool]
     takes: str
     seed: int
+    stop_at: int | None
     spec: Mapping[str, Any]
 
     def write(self) -> None:
@@ -244,6 +249,8 @@ def fit_trial(trainer: Any, module: Any, *data: Any, **others: Any) -> Any:
         got, do = "a second call of `fit`", "put the other training into another program"
         raise ArgumentError(explain(plan.where, got, "one training per program", do))
     _fitted.add(plan.token)
+    if trainer.is_main:
+        write_text(plan.folder / FIT_FILE, plan.token)
     reports = next(one for one in trainer.settings.running.callbacks if isinstance(one, TrialReports))
     mode = os.environ.pop(FIT_VARIABLE)
     try:
@@ -284,13 +291,17 @@ class TrialReports(Callback):
         return copy.copy(self)
 
     def state_dict(self) -> dict[str, Any]:
+        reports = [[step, values] for step, values in self._reports]
         return {
-            "reports": [[s, v] for s, v in self._reports],
+            "trial": self._plan.number,
+            "reports": reports,
             "logged": dict(self._logged),
             "pruned_at": self._pruned_at,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["trial"] != self._plan.number:  # of the member that this one was forked from
+            return
         self._reports = [(step, list(values)) for step, values in state["reports"]]
         self._logged, self._pruned_at = dict(state["logged"]), state["pruned_at"]
 
@@ -298,7 +309,7 @@ class TrialReports(Callback):
         """Check that the run has the trial's values, and end a run that was resumed after it was pruned."""
         self._require_used()
         run_on_main_process(lambda: write_hps(self._plan.folder, self.trainer.settings.hps.to_dict()))
-        if self._pruned_at is not None:
+        if self._pruned_at is not None or self._has_reached_stop:
             run = self.trainer.run
             self.trainer.should_stop = True
             run.interruption.pass_point()
@@ -334,6 +345,13 @@ class TrialReports(Callback):
             self._pruned_at = step
             say(f"trial {self._plan.number} is pruned at step {step}")
             self.trainer.should_stop = True
+        elif self._has_reached_stop:
+            self.trainer.should_stop = True
+
+    @property
+    def _has_reached_stop(self) -> bool:
+        stop = self._plan.stop_at
+        return stop is not None and bool(self._reports) and self._reports[-1][0] >= stop
 
     def _read(self, name: str, metrics: Mapping[str, float]) -> float:
         """Return the value of an objective; of several validation sets, their mean."""
@@ -408,7 +426,11 @@ class TrialReports(Callback):
         elif "values" not in facts:
             plan.write_outcome("diverged", error="the objective was not finite in any evaluation", **facts)
         else:
-            plan.write_outcome("complete" if self._pruned_at is None else "pruned", **facts)
+            run = self.trainer.run
+            state = "complete" if self._pruned_at is None else "pruned"
+            if self._has_reached_stop and self._pruned_at is None and not run.cadence.is_finished(run.state):
+                state, facts["stop_at"] = "paused", plan.stop_at
+            plan.write_outcome(state, **facts)
 
 
 def _find(values: Any, key: str) -> Any:

@@ -17,18 +17,21 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from accmt.addons.fork import fork_checkpoint
 from accmt.addons.sweep.claims import Claims, LeasedClaims, trial_folder
 from accmt.addons.sweep.spec import SCRIPT, TRAINER, SweepSpec, read_spec
-from accmt.addons.sweep.study import OUTAGES, SweepStudy, outcome_of
-from accmt.addons.sweep.trial import OUTCOME_FILE, STORAGE_VARIABLE, TRIAL_FILE, TRIAL_VARIABLE, Plan
+from accmt.addons.sweep.study import OUTAGES, SweepStudy, outcome_of, parent_of
+from accmt.addons.sweep.table import Lines, SweepResult, TrialResult
+from accmt.addons.sweep.trial import FIT_FILE, OUTCOME_FILE, STORAGE_VARIABLE, TRIAL_FILE, TRIAL_VARIABLE, Plan
+from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, explain
-from accmt.files import loads, place_beside
-from accmt.messages import say, speaking
+from accmt.files import loads, place_beside, write_text
 from accmt.processes import num_processes
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE
 
 _POLL_S = 0.05
 _OTHERS_S = 1.0
+_SHOW_S = 2.0
 _STARTS = 5  # of a trial that is interrupted again and again without progress
 _STARTS_BEFORE_FIT = 2  # of a program that ends with an error before it creates a Trainer
 _LAST_LINES = 20
@@ -37,54 +40,6 @@ BEST = "best"
 """The link to the folder of the best trial."""
 
 Target = Sequence[str] | Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """A trial of a sweep.
-
-    Attributes:
-        number: Its number, from 0.
-        state: "complete", "pruned", "diverged", "failed" or "running".
-        values: What it set, by key.
-        objectives: The objectives of the evaluation that counts, by name; empty without one.
-        step: The optimizer step of that evaluation.
-        steps: The optimizer steps of the trial.
-        seconds: How long it trained.
-        folder: Its folder, with `hps.yaml`, `output.log`, `checkpoints` and `model`.
-        model: Its model folder; None if nothing was saved.
-        error: Why it failed.
-    """
-
-    number: int
-    state: str
-    values: Mapping[str, Any]
-    objectives: Mapping[str, float]
-    step: int | None
-    steps: int
-    seconds: float
-    folder: Path
-    model: Path | None
-    error: str | None
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """What came of a sweep.
-
-    Attributes:
-        trials: All trials, in order.
-        best: The best complete trial; with several objectives, the first of `pareto`. None without one.
-        pareto: With several objectives, the trials that no other one beats in all of them; otherwise the best one.
-        is_finished: Whether the budget is spent; if not, the same command continues.
-        why: Why it ended before that.
-    """
-
-    trials: tuple[TrialResult, ...]
-    best: TrialResult | None
-    pareto: tuple[TrialResult, ...]
-    is_finished: bool = True
-    why: str | None = None
 
 
 @dataclass
@@ -128,6 +83,8 @@ class Sweep:
         self._num_failed = 0
         self._looks_at = 0.0
         self._is_waiting = False
+        self._view = Lines()
+        self._shown_at = 0.0
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **others: Any) -> Sweep:
@@ -150,13 +107,27 @@ class Sweep:
         with closing(SweepStudy(self.spec)) as study:
             return self._collect(study)
 
-    def run(self, target: Target) -> SweepResult:
+    def report(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write an HTML page about the trials so far, which needs no network, and return its path.
+
+        Args:
+            path: The file; None: `report.html` in the sweep's folder.
+        """
+        from accmt.addons.sweep.page import build_page
+
+        file = self.spec.folder / "report.html" if path is None else Path(path)
+        with closing(SweepStudy(self.spec)) as study:
+            write_text(file, build_page(self.spec, study.optuna_study(), self._collect(study)))
+        return file
+
+    def run(self, target: Target, *, view: Lines | None = None) -> SweepResult:
         """Run trials until the budget is spent, and return them.
 
         Args:
             target: The command that starts the training script, such as `["python", "train.py"]`; or a function that
                 trains once. It may accept the values of `script.<name>` keys as keyword arguments. Functions run in
                 this process, one at a time.
+            view: How the trials are shown meanwhile; None: a line for each that ends.
 
         Raises:
             ArgumentError: The study cannot be used, or no trial can succeed.
@@ -175,6 +146,7 @@ class Sweep:
             if study.begin() and (trials := self.spec.folder / "trials").exists():
                 trials.rename(place_beside(trials))
             self._begin()
+            self._view = Lines() if view is None else view
             result = self._collect(study, self._run_trials(study, target))
         self._point_to_best(result)
         if self._stop is not None:
@@ -192,6 +164,7 @@ class Sweep:
             finally:
                 self._end_programs()
                 claims.close()
+                self._view.close()
         return why
 
     # ---- Which trial runs next
@@ -201,7 +174,7 @@ class Sweep:
             why = self._advance(study, claims, target)
         except OUTAGES as error:
             if not self._is_waiting:
-                _tell(f"the sweep waits for its database: {error}")
+                self._view.say(f"the sweep waits for its database: {error}")
             self._is_waiting = True
             time.sleep(_OTHERS_S)
             return None
@@ -212,7 +185,7 @@ class Sweep:
         """Start what can be started, and look after what runs; return why the sweep ends, "" for its regular end."""
         for number in claims.lost():
             if number in self._running:
-                _tell(f"the lease of trial {number} is lost: it stops, and another worker continues it")
+                self._view.say(f"the lease of trial {number} is lost: it stops, and another worker continues it")
                 _signal(self._running.pop(number), signal.SIGKILL)
                 claims.release(number)
         while self._stop is None and len(self._running) < self.spec.parallel and time.monotonic() >= self._looks_at:
@@ -232,20 +205,33 @@ class Sweep:
                     return why
         if self._stop is not None and not self._running:
             return self._stop
+        if time.monotonic() >= self._shown_at:
+            self._shown_at = time.monotonic() + _SHOW_S
+            self._view.show(self._collect(study))
         time.sleep(_POLL_S)
         return None
 
     def _next(self, study: SweepStudy, claims: Claims) -> int | None:
-        """Hold the next trial and return its number: one that was interrupted, or a new one; None without either."""
+        """Hold the next trial and return its number; None if there is none now.
+
+        It is one that was interrupted, one that may continue after a pause, or a new one.
+        """
+        if self.spec.population is not None:
+            with claims.suggesting():
+                study.evolve(self._fork)
         for trial in study.trials():
             number = trial.number
-            if trial.state.is_finished() or number in self._running or not claims.take(number):
+            if not _has_to_run(study, trial) or number in self._running or not claims.take(number):
                 continue
-            if not study.trial(number).state.is_finished():  # now that nobody else can finish it
+            if _has_to_run(study, study.trial(number)):  # now that nobody else can finish it
                 return number
             claims.release(number)
         with claims.suggesting():
+            if study.promote():
+                return self._next_paused(study, claims)
             if not self._has_budget(study):
+                if all(trial.state.is_finished() or study.paused(trial) is not None for trial in study.trials()):
+                    study.end_paused()
                 return None
             number = len(study.trials())
             folder = trial_folder(self.spec.folder, number)
@@ -256,9 +242,25 @@ class Sweep:
             study.create()
         return number
 
+    def _next_paused(self, study: SweepStudy, claims: Claims) -> int | None:
+        """Hold the trial that was let continue; None if another worker was faster."""
+        waiting = (trial.number for trial in study.trials() if _has_to_run(study, trial))
+        return next((number for number in waiting if number not in self._running and claims.take(number)), None)
+
+    def _fork(self, parent: int, child: int) -> None:
+        """Copy the newest checkpoint of a trial to a new one, unless that has one."""
+        source, folder = (trial_folder(self.spec.folder, number) / "checkpoints" for number in (parent, child))
+        if folder.is_dir() and list_published(folder):
+            return
+        published = list_published(source)
+        if not published:
+            got, do = f"no checkpoint in {source}", "Trainer(checkpoint_every=...), in a local folder"
+            raise ArgumentError(explain(f"the fork of trial {parent}", got, "a checkpoint to fork", do))
+        fork_checkpoint(published[-1], folder, run_name=f"{self.spec.name}-{child:04d}")
+
     def _has_budget(self, study: SweepStudy) -> bool:
         trials, spec = study.trials(), self.spec
-        if spec.trials is not None and len(trials) >= spec.trials:
+        if spec.trials is not None and sum(parent_of(trial) is None for trial in trials) >= spec.trials:
             return False
         outcomes = [outcome_of(trial) for trial in trials]
         if spec.max_steps is not None and sum(one.get("steps", 0) for one in outcomes) >= spec.max_steps:
@@ -283,13 +285,18 @@ class Sweep:
             objectives={one.name: one.maximizes for one in spec.objectives},
             takes=spec.takes,
             seed=spec.seed,
+            stop_at=study.stop_of(study.trial(number)),
             spec=spec.source,
         )
         slots = {running.slot for running in self._running.values()}
         running = _Running(plan, slot=next(slot for slot in range(spec.parallel) if slot not in slots))
         self._running[number] = running
-        if (plan.folder / OUTCOME_FILE).exists():
-            return self._finish(study, claims, running)
+        outcome = plan.folder / OUTCOME_FILE
+        if outcome.exists():
+            ended = loads(outcome.read_text())
+            if ended["state"] != "paused" or ended["stop_at"] == plan.stop_at:
+                return self._finish(study, claims, running)
+            outcome.unlink()  # of an earlier pause
         if callable(target):
             plan.write()
             _call(target, plan, of_script, self._environment(running))
@@ -330,6 +337,11 @@ class Sweep:
         exit_code = 0 if running.process is None else running.process.returncode
         plan = running.plan
         if (plan.folder / OUTCOME_FILE).exists():
+            if exit_code != 0 and loads((plan.folder / OUTCOME_FILE).read_text())["state"] != "failed":
+                log = plan.folder / _LOG_FILE
+                self._view.say(
+                    f"trial {plan.number}: the program ended with exit code {exit_code} after fit: see {log}"
+                )
             return self._finish(study, claims, running)
         if self._stop is not None:
             del self._running[plan.number]
@@ -338,16 +350,17 @@ class Sweep:
         progress = _progress(plan, study.trial(plan.number))
         if progress != running.progress:
             running.progress, running.starts = progress, 1
-        has_fitted = (plan.folder / "process").exists()
+        marker = plan.folder / FIT_FILE
+        has_fitted = marker.exists() and marker.read_text() == plan.token
         is_killed = exit_code < 0 or exit_code > 128
-        if exit_code == 0:
+        if exit_code == 0 and not has_fitted:
             got = "the program ended without a call of Trainer.fit"
             plan.write_outcome("failed", error=got, is_of_all=True)
         elif running.starts >= (_STARTS if has_fitted or is_killed else _STARTS_BEFORE_FIT):
             got = f"exit code {exit_code}, {running.starts} times without progress:\n{_tail(plan.folder / _LOG_FILE)}"
             plan.write_outcome("failed", error=got, is_of_all=not has_fitted and not is_killed)
         else:
-            _tell(f"trial {plan.number} was interrupted (exit code {exit_code}); it continues")
+            self._view.say(f"trial {plan.number} was interrupted (exit code {exit_code}); it continues")
             values = study.values_of(study.trial(plan.number))
             running.plan = Plan(**{**vars(plan), "token": secrets.token_hex(8)})
             self._launch(running, [*target, *_as_flags(_part_of(values, SCRIPT))])
@@ -358,7 +371,10 @@ class Sweep:
         """Store how a trial ended; return why the sweep ends with it."""
         plan = running.plan
         outcome = loads((plan.folder / OUTCOME_FILE).read_text())
-        study.finish(plan.number, outcome)
+        if outcome["state"] == "paused":
+            study.pause(plan.number, outcome)
+        else:
+            study.finish(plan.number, outcome)
         del self._running[plan.number]
         claims.release(plan.number)
         self._looks_at = 0.0
@@ -375,7 +391,7 @@ class Sweep:
         values = ", ".join(f"{name} {value:.6g}" for name, value in reached)
         where = f" at step {outcome['step']}" if values else ""
         error = f": {outcome['error'].splitlines()[0]}" if outcome.get("error") else ""
-        _tell(f"trial {plan.number} {outcome['state']}: {values or 'no result'}{where}{error}")
+        self._view.say(f"trial {plan.number} {outcome['state']}: {values or 'no result'}{where}{error}")
 
     def _end_programs(self) -> None:
         """Ask the programs that still run to stop with a checkpoint, and wait for them."""
@@ -412,23 +428,31 @@ class Sweep:
         results = tuple(self._result_of(study, trial) for trial in trials)
         pareto = _find_best(study, results)
         is_finished = why == "" and bool(trials) and all(trial.state.is_finished() for trial in trials)
-        return SweepResult(results, next(iter(pareto), None), pareto, is_finished, why or None)
+        ended = [one.seconds for one in results if one.state != "running"]
+        left = None if self.spec.trials is None else self.spec.trials - len(ended)
+        seconds = None if not ended or left is None else left * sum(ended) / len(ended) / self.spec.parallel
+        return SweepResult(results, next(iter(pareto), None), pareto, is_finished, why or None, seconds)
 
     def _result_of(self, study: SweepStudy, trial: FrozenTrial) -> TrialResult:
-        outcome = outcome_of(trial)
+        outcome = outcome_of(trial) or study.paused(trial) or {}
         model = outcome.get("model")
-        names = [one.name for one in self.spec.objectives]
+        names, reports = [one.name for one in self.spec.objectives], trial.intermediate_values
+        values, step = outcome.get("values") or (), outcome.get("step")
+        if not outcome and reports:  # it is running
+            step = (max if self.spec.objectives[0].maximizes else min)(reports, key=lambda at: reports[at])
+            values = (reports[step],)
         return TrialResult(
             number=trial.number,
             state=outcome.get("state", "running"),
             values=study.values_of(trial),
-            objectives=dict(zip(names, outcome.get("values") or (), strict=False)),
-            step=outcome.get("step"),
-            steps=outcome.get("steps", max(trial.intermediate_values, default=0)),
+            objectives=dict(zip(names, values, strict=False)),
+            step=step,
+            steps=outcome.get("steps", max(reports, default=0)),
             seconds=outcome.get("seconds", 0.0),
             folder=trial_folder(self.spec.folder, trial.number),
             model=None if model is None else Path(model),
             error=outcome.get("error"),
+            parent=parent_of(trial),
         )
 
     def _point_to_best(self, result: SweepResult) -> None:
@@ -442,6 +466,10 @@ class Sweep:
         staged.replace(link)
 
 
+def _has_to_run(study: SweepStudy, trial: FrozenTrial) -> bool:
+    return not trial.state.is_finished() and study.paused(trial) is None
+
+
 def _find_best(study: SweepStudy, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
     """Return the trials that no other complete one beats, the first one first."""
     complete = [one for one in results if one.state == "complete"]
@@ -450,12 +478,6 @@ def _find_best(study: SweepStudy, results: Sequence[TrialResult]) -> tuple[Trial
     found = study.optuna_study().best_trials  # of one objective, all with the best value
     numbers = [trial.number for trial in found]
     return tuple(one for one in complete if one.number in numbers)
-
-
-def _tell(message: str) -> None:
-    """Say something outside a run."""
-    with speaking(verbose=True):
-        say(message)
 
 
 def share_of(slot: int, parallel: int) -> dict[str, str]:
