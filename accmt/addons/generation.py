@@ -26,7 +26,7 @@ from accmt.metrics import TextMetric
 from accmt.metrics.builtin import IGNORED
 from accmt.options.unusual import is_off
 from accmt.options.yaml_reader import Fault, describe, suggest
-from accmt.processes import data_index, gather_from_data
+from accmt.processes import data_index, gather_from_data, run_on_main_process
 from accmt.run import EvaluationRun, Run
 
 _EXAMPLES = {"generate": "generate: {max_new_tokens: 64}", "table_rows": "table_rows: 20"}
@@ -172,15 +172,18 @@ class Generation(Feature):
         if is_trial or not isinstance(run, Run) or not self._section.table_rows:
             return
         rows = sorted((row for found in every for row in found.rows), key=lambda row: row.place)
+        if rows:
+            run_on_main_process(lambda: self._log_table(run, key, rows[: self._section.table_rows]))
+
+    def _log_table(self, run: Run, key: str, rows: list[_Row]) -> None:
         metrics = [metric for metric in run.metrics[key] if isinstance(metric, TextMetric)]
         scored = [metric for metric in metrics if type(metric).score is not TextMetric.score]
+        columns = ["prompt", "expected", "written", *(metric.name for metric in scored)]
         table = [
             [row.prompt, row.expected, row.written, *(metric.score(row.written, row.expected) for metric in scored)]
-            for row in rows[: self._section.table_rows]
+            for row in rows
         ]
-        if table:
-            columns = ["prompt", "expected", "written", *(metric.name for metric in scored)]
-            run.module.log_table(f"generated/{key}" if key else "generated", columns, table)
+        run.module.log_table(f"generated/{key}" if key else "generated", columns, table)
 
     @property
     def _model(self) -> Any:
