@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, explain
 from accmt.features.hooks import Feature
-from accmt.files import current_folder, dumps, read_json_lines, write_text
+from accmt.files import current_folder, dumps, find_moved, loads, read_json_lines, write_text
 from accmt.messages import warn
 from accmt.processes import is_main_process, num_processes
 from accmt.registry import ARGUMENTS_VARIABLE
@@ -143,7 +143,7 @@ def _find_start_folder() -> Path:
 
 
 def _read_environment() -> dict[str, str]:
-    names = (*_VARIABLES, *_OF_FORKS)
+    names = (*_VARIABLES, *(_OF_FORKS if FORK_VARIABLE in os.environ else ()))
     own = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT) or name in names}
     return {name: value for name, value in sorted(own.items()) if not name.startswith(_OF_LAUNCH)}
 
@@ -164,33 +164,29 @@ def read_launches(folder: Path) -> list[dict[str, Any]]:
 
 
 def relocate(start: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return how a run was started, with the paths where they are now if its project was moved or copied.
-
-    The last parts of the run folder's path are the same before and after; what precedes them has changed.
-    """
-    before = Path(start.get("run_folder", folder))
-    old, new = list(before.parts), list(folder.absolute().parts)
-    while old and new and old[-1] == new[-1]:
-        old.pop()
-        new.pop()
-    if not old or not new:
-        return dict(start)
-    moved_from, moved_to = Path(*old), Path(*new)
+    """Return how a run was started, with the paths where they are now if its project was moved or copied."""
+    moved = find_moved(start.get("run_folder", str(folder)), folder)
 
     def find(path: str) -> str:
-        if not Path(path).is_relative_to(moved_from):
-            return path
-        moved = moved_to / Path(path).relative_to(moved_from)
-        return str(moved) if moved.exists() else path
+        return now if Path(now := moved(path)).exists() else path
 
     found = {name: find(start[name]) for name in ("cwd", "checkpoints")}
-    moved = Path(start["model_path"])
-    if found["cwd"] != start["cwd"] or found["checkpoints"] != start["checkpoints"]:
-        moved = moved_to / moved.relative_to(moved_from) if moved.is_relative_to(moved_from) else moved
-    argv = [find(argument) if os.sep in argument else argument for argument in start["argv"]]
-    program = {find(name): digest for name, digest in start.get("program", {}).items()}
-    here = {"run_folder": str(folder.absolute()), "model_path": str(moved), "argv": argv, "program": program}
-    return {**start, **found, **here}
+    is_moved = any(found[name] != start[name] for name in found)
+    environment = dict(start["environment"])
+    if FORK_VARIABLE in environment:
+        request = loads(environment[FORK_VARIABLE])
+        run, at, step = request["fork"].rpartition("@")
+        request |= {"model_path": moved(request["model_path"]), "fork": f"{find(run)}{at}{step}"}
+        environment[FORK_VARIABLE] = dumps(request)
+    return {
+        **start,
+        **found,
+        "run_folder": str(folder.absolute()),
+        "model_path": moved(start["model_path"]) if is_moved else start["model_path"],
+        "argv": [find(argument) if os.sep in argument else argument for argument in start["argv"]],
+        "program": {find(name): digest for name, digest in start.get("program", {}).items()},
+        "environment": environment,
+    }
 
 
 def build_command(start: Mapping[str, Any], where: str) -> tuple[list[str], Path, dict[str, str]]:

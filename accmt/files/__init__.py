@@ -3,6 +3,7 @@
 from accmt.files.atomic import (
     current_folder,
     find_free_name,
+    find_moved,
     find_surplus,
     follow_umask,
     format_bytes,
@@ -28,6 +29,7 @@ __all__ = [
     "current_folder",
     "dumps",
     "find_free_name",
+    "find_moved",
     "find_surplus",
     "follow_umask",
     "format_bytes",

@@ -87,10 +87,12 @@ def try_run(variant: Variant, folder: Path, rng: random.Random) -> list[str]:
     run = folder / "logs" / "model" / "run"
     process = start(variant, folder)
     found = []
-    if rng.random() < 0.5:  # a fork of a run that is still running
-        while process.poll() is None and not any(list_published(folder / "checkpoint-model")[2:]):
-            time.sleep(0.05)
-        found.append(try_changed(run, int(list_published(folder / "checkpoint-model")[2].name[5:])))
+    is_early = rng.random() < 0.5  # a fork of a run that is still running
+    while is_early and process.poll() is None and not found:
+        kept = [path for path in list_published(folder / "checkpoint-model") if (path / "PINNED").exists()]
+        if kept:
+            found.append(try_changed(run, int(kept[-1].name[5:])))
+        time.sleep(0.05)
     if process.wait(TIMEOUT_S) != 0:
         print((folder / "log").read_text()[-3000:])
         return ["the parent failed"] * 2

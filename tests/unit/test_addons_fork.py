@@ -132,10 +132,15 @@ def test_forks_and_parents_name_each_other_also_when_they_are_moved(parent: Path
     assert [row["config"]["fork"] for row in read_history(forks[0]) if "config" in row] == [
         {"parent": "run", "step": 3}
     ]
-    moved = parent.rename(tmp_path / "elsewhere") / "logs" / "model"
+    project = parent.rename(tmp_path / "elsewhere")
+    moved = project / "logs" / "model"
     assert family_of(moved / "run") == [moved / "run", moved / "run-at-3", moved / "run-at-3-at-6"]
-    _, weights = train(tmp_path / "elsewhere", fork=at(tmp_path / "elsewhere", 5))
-    assert weights
+    before = content_of(project)
+    trainer, _ = train(project, SLOWER, fork=at(project, 3))
+    assert trainer.log_dir == moved / "run-at-3"
+    assert trainer.checkpoint_path == project / "checkpoint-model-run-at-3"
+    train(project, fork=at(project, 5))
+    assert {path: content for path, content in content_of(project).items() if path in before} == before
 
 
 class Stop(Callback):
@@ -166,6 +171,24 @@ def test_a_fork_that_was_stopped_continues_also_while_it_makes_steps_again(
         build(parent, SLOWER, **arguments).fit(Stopped(), make_points())
     (parent / "logs" / "model" / "run").rename(parent / "gone")  # no longer needed
     _, weights = train(parent, SLOWER, **arguments)
+    assert is_same(weights, expected)
+
+
+@pytest.mark.feature("F05")
+def test_an_optimizer_that_is_reset_is_reset_once(parent: Path) -> None:
+    arguments = {"checkpoint_options": {"max_checkpoints": 9, "reset_optimizer_on_resume": True}, "run_name": "reset"}
+    other = {"optim": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}
+    _, expected = train(parent, other, fork=at(parent, 5), **arguments)
+
+    class Stopped(Linear):
+        def on_update_end(self) -> None:
+            if self.state.global_step == 7:
+                raise KeyboardInterrupt
+
+    again = {"fork": at(parent, 5), **arguments, "run_name": "stopped"}
+    with pytest.raises(KeyboardInterrupt):
+        build(parent, other, **again).fit(Stopped(), make_points())
+    _, weights = train(parent, other, **again)
     assert is_same(weights, expected)
 
 

@@ -69,7 +69,7 @@ def losses_of(run: Path) -> dict[int, str]:
 
 
 @pytest.mark.feature("F05")
-def test_a_fork_a_fork_of_it_and_a_replay_of_that(project: Path) -> None:
+def test_a_fork_a_fork_of_it_and_a_replay_of_that(project: Path, tmp_path: Path) -> None:
     logs = project / "logs" / "model"
     command = ("-m", "accmt.cli.main", "fork", "logs/model/run", "--at", "5", "--hps.optim.lr=0.05", "--clip_grad", "1")
     stopped = start(*command, folder=project, STOP="6")
@@ -91,8 +91,9 @@ def test_a_fork_a_fork_of_it_and_a_replay_of_that(project: Path) -> None:
     assert origin is not None
     assert origin.changes == ["epochs: 4 -> 5"]
     assert max(row["step"] for row in read_history(logs / "longer") if "step" in row) == 20
-    for step in ("5", "8"):  # before and after the fork
-        replayed = start("-m", "accmt.cli.main", "replay", "logs/model/run-at-5", "--step", step, folder=project)
+    moved = Path(shutil.copytree(project, tmp_path / "moved"))
+    for folder, step in ((project, "5"), (moved, "8")):  # before and after the fork
+        replayed = start("-m", "accmt.cli.main", "replay", "logs/model/run-at-5", "--step", step, folder=folder)
         assert "bit-for-bit identical" in replayed.stdout, replayed.stdout + replayed.stderr
 
 

@@ -70,7 +70,7 @@ def write_run(folder, began, *rows, fork=None):
     if fork is not None:
         parent, step, *changes = fork
         about = {"run_name": parent.name, "run_folder": str(parent), "run_ids": {}, "taken": []}
-        Origin(folder.name, about, step, step, {}, {}, {}, changes).write(folder)
+        Origin(folder.name, str(folder), about, step, step, {}, {}, {}, changes).write(folder)
     return folder
 
 

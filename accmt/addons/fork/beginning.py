@@ -239,6 +239,7 @@ def _plan(settings: Settings, parent: Parent, name: str, folder: Path, definitio
         folder,
         Origin(
             run_name=name,
+            run_folder=str(folder),
             parent=parent.describe(),
             step=step,
             checkpoint_step=manifest.step,
@@ -347,10 +348,14 @@ def _with_parent_run(settings: Settings, parent: Mapping[str, Any], name: str) -
 
 def settings_at(settings: Settings, fork: Fork, step: int) -> Settings:
     """Return the settings with which a fork continues from a step: up to that of the fork, the parent's."""
+    checkpoints = settings.checkpoints
+    if step != fork.origin.step:  # the optimizer is reset once
+        options = replace(checkpoints.checkpoint_options, reset_optimizer_on_resume=False)
+        settings = replace(settings, checkpoints=replace(checkpoints, checkpoint_options=options))
     if step >= fork.origin.step:
         return place_fork(settings, fork)
-    unchanged = getattr(settings.checkpoints.fork, "unchanged", settings)
-    placed = place_fork(replace(unchanged, tracking=settings.tracking), fork)
+    unchanged = getattr(checkpoints.fork, "unchanged", settings)
+    placed = place_fork(replace(unchanged, checkpoints=settings.checkpoints, tracking=settings.tracking), fork)
     hps = fork.origin.parent_hps
     is_same = not compare(hps, hide(placed.hps.to_dict()["hps"]))
     return placed if is_same else replace(placed, hps=HyperParameters.from_config({"hps": hps}))

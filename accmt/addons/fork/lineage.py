@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accmt.files import dumps, loads, write_text
+from accmt.files import dumps, find_moved, loads, write_text
 from accmt.tracking.history import HISTORY_FILE
 
 FORK_FILE = "fork.json"
@@ -20,6 +20,7 @@ class Origin:
 
     Attributes:
         run_name: The name of the fork.
+        run_folder: Its run folder.
         parent: The parent's `run_name`, `run_folder`, its `run_ids` in trackers, and the model and checkpoint folders
             that are `taken` by it and by its own parents.
         step: The step at which the fork begins: up to it, it is the parent.
@@ -32,6 +33,7 @@ class Origin:
     """
 
     run_name: str
+    run_folder: str
     parent: dict[str, Any]
     step: int
     checkpoint_step: int
@@ -51,10 +53,14 @@ class Origin:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Return where a run comes from; None if it is no fork."""
+    """Return where a run comes from, with paths where they are now if its project was moved; None if it is no fork."""
     try:
         content = loads((folder / FORK_FILE).read_text(encoding="utf-8"))
-        return Origin(**{name: content[name] for name in Origin.__dataclass_fields__})
+        moved, parent = find_moved(content["run_folder"], folder), content["parent"]
+        parent["run_folder"] = moved(parent["run_folder"])
+        parent["taken"] = [*parent["taken"], *map(moved, parent["taken"])]
+        paths = {"run_folder": str(folder.absolute()), "parent": parent, "model_path": moved(content["model_path"])}
+        return Origin(**{name: content[name] for name in Origin.__dataclass_fields__} | paths)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -74,20 +80,15 @@ def find_forks(folder: Path) -> list[Path]:
     beside = [path.parent for path in sorted(folder.parent.glob(f"*/{FORK_FILE}"))]
     for place in [*beside, *(place for place in named if place is not None)]:
         origin = read_origin(place)
-        if origin is not None and place.absolute() != folder and _is_parent(folder, origin, place):
+        if origin is not None and origin.parent_folder == folder:
             found[place.absolute()] = origin.step
     return sorted(found, key=lambda place: (found[place], place.name))
 
 
 def find_parent(folder: Path) -> Path | None:
-    """Return the folder of the run that a fork comes from, also if both were moved; None if there is none."""
+    """Return the folder of the run that a fork comes from; None if there is none."""
     origin = read_origin(folder)
-    if origin is None:
-        return None
-    for place in (origin.parent_folder, folder.absolute().parent / origin.parent_folder.name):
-        if (place / HISTORY_FILE).is_file():
-            return place
-    return None
+    return origin.parent_folder if origin is not None and (origin.parent_folder / HISTORY_FILE).is_file() else None
 
 
 def ancestors_of(folder: Path) -> list[Path]:
@@ -109,11 +110,6 @@ def _descend(folder: Path, seen: set[Path]) -> Iterator[Path]:
         yield folder
         for fork in find_forks(folder):
             yield from _descend(fork, seen)
-
-
-def _is_parent(folder: Path, origin: Origin, fork: Path) -> bool:
-    parent = find_parent(fork)
-    return parent is not None and parent.absolute() == folder and origin.parent_folder.name == folder.name
 
 
 def _read_place(path: Path) -> Path | None:
