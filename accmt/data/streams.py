@@ -48,6 +48,7 @@ _END = object()
 _Kept = tuple[int, dict[str, Any]]  # the index of a micro-batch, and the position after it
 ReadBatch = tuple[MicroBatch, dict[str, Any]]  # a micro-batch, and the position after it, taken before reading ahead
 _KEPT_POSITIONS = 4
+_KEPT_OWN = 1024
 
 
 class SequentialSource:
@@ -382,6 +383,9 @@ class StreamSource(SequentialSource):
         self._global_batch_size = options.batch_size * options.shard.count
         self._state = StreamState(data, source=source, num_workers=options.num_workers, also_read=options.also_read)
         self._rows: Rows = {}  # those at the beginning of the epoch
+        # A stream may say on which settings the order of its samples depends; they are then known by their positions.
+        self._order = data.describe_order() if hasattr(data, "describe_order") else None
+        self._own_positions: deque[tuple[int, range]] = deque(maxlen=_KEPT_OWN)  # by micro-batch
         self._is_read_again = False
         # Each of several readers may end with a short batch, so the number of batches does not follow from the length.
         length = length_of(data) if self._readers == 1 else None
@@ -399,6 +403,14 @@ class StreamSource(SequentialSource):
     def _choose_start(self, start: EpochStart) -> EpochStart:
         position = start.position
         self._rows = position.get("rows", {})
+        if position.get("order") != self._order:
+            got, do = (
+                "other weights or sources in a mixture",
+                "resume with the same ones; they may change between epochs",
+            )
+            raise cannot_resume(
+                self._options, got, "those with which the epoch began, because its data are streams", do
+            )
         if self._state.is_in(position):
             say_not_compared(self._options)
             return start
@@ -421,6 +433,8 @@ class StreamSource(SequentialSource):
         if not (reads and reads[-1][1] == size and (start.consumed - reads[-1][0]) % size == 0):
             reads.append([start.consumed, size])
         fixed: dict[str, Any] = {"kind": self._kind, "readers": self._readers, "reads": reads}
+        if self._order is not None:
+            fixed["order"] = self._order
         dataloader = self.dataloader if start is EPOCH_START else self._make_rest(epoch, start, plan)
         collate: Any = dataloader.collate_fn
         collate.is_first = True
@@ -430,7 +444,10 @@ class StreamSource(SequentialSource):
             workers = _Workers(self._options, self._readers)
             for index, ((batch, size, rows), consumed) in enumerate(read, start.micro_batch):
                 workers.compare(rows)
-                own = len(Plan(size, batch_size, shard).local_indices(0))
+                positions = Plan(size, batch_size, shard).local_indices(0)
+                own, begin = len(positions), consumed - size
+                if self._order is not None:
+                    self._own_positions.append((index, range(begin + positions.start, begin + positions.stop)))
                 if own:
                     require_batch(batch, self._options)
                 num_samples = size if self._knows_samples else None
@@ -451,6 +468,11 @@ class StreamSource(SequentialSource):
                 compare_rows({"rows": self._rows}, first[0].rows, self._options, is_in_epoch=True)
             self._rows, self._is_read_again = first[0].rows, False
         return chain([first], read)
+
+    def samples_of(self, epoch: int, index: int) -> list[int] | None:
+        """Return the positions in the epoch of this process's samples, if the stream's order is known."""
+        found = (list(positions) for number, positions in self._own_positions if number == index)
+        return next(found, None) if epoch == self._epoch else None
 
     def _size_of(self, batch: _OfAll) -> int:
         return batch.size

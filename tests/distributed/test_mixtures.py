@@ -21,6 +21,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return mixtures.train(tmp_path_factory.mktemp("alone"), 1)
 
 
+@pytest.fixture(scope="module")
+def alone_with_a_stream(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return mixtures.train(tmp_path_factory.mktemp("alone"), 1, streams=True)
+
+
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda r: f"{r}-processes")
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("mixtures")
@@ -29,16 +34,28 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return json.loads(path.read_text())
 
 
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for ours, theirs in zip(one["weights"], other["weights"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+    for of_one, of_other in zip(one["rows"], other["rows"], strict=True):
+        assert of_one == pytest.approx(of_other, rel=1e-9)
+
+
 def test_it_is_the_run_of_one_process(alone: dict[str, Any], together: dict[str, Any]) -> None:
     seen = [sorted(chain.from_iterable(chain(*run["seen"]))) for run in (together["plain"], alone)]
     assert seen[0] == seen[1]
     assert len(alone["rows"]) > 3
     for name in ("plain", "cut"):
-        for ours, theirs in zip(together[name]["weights"], alone["weights"], strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-9)
-        for ours, theirs in zip(together[name]["rows"], alone["rows"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-9), name
+        assert_same(together[name], alone)
     assert {"train_loss__chat", "samples_seen__code", "target_tokens_seen__news"} <= set(alone["rows"][0])
+
+
+def test_with_a_stream_it_is_the_run_of_one_process(
+    alone_with_a_stream: dict[str, Any], together: dict[str, Any]
+) -> None:
+    for name in ("streams", "cut streams"):
+        assert_same(together[name], alone_with_a_stream)
+    assert {"train_loss__chat", "samples_seen__code"} <= set(alone_with_a_stream["rows"][0])
 
 
 def test_the_loss_of_each_source_is_that_of_its_samples(alone: dict[str, Any]) -> None:

@@ -347,6 +347,108 @@ def test_without_losses_of_samples_the_reason_is_said(tmp_path: Path, caplog: py
         assert row["samples_seen__news"] > 0
 
 
+class Drawing(Dataset[Any]):
+    """Points with noise of a generator of their own, whose seed the system draws."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin, self.rng = begin, np.random.default_rng()
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.tensor([self.begin + index + float(self.rng.random())]),)
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_the_generators_of_sources_are_seeded(tmp_path: Path):
+    def run(name: str) -> list[list[float]]:
+        module = Points()
+        settings = {"seed": 1, "verbose": False, "model_saving": None, "logging_dir": tmp_path / "logs"}
+        trainer = Trainer({**HPS, "data": {"mix": {"a": 1, "b": 1}}}, tmp_path / name, **settings)
+        trainer.fit(module, {"a": Drawing(0), "b": Drawing(20)})
+        return [losses for _, losses, _ in module.seen]
+
+    assert run("one") == run("other")
+
+
+# ---- Streams
+
+
+class Counting(IterableDataset[Any]):
+    """A stream of samples like those of `numbers`, from a place that depends on the epoch."""
+
+    def __init__(self, begin: int, size: int) -> None:
+        self.begin, self.size, self.epoch = begin, size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        for number in range(self.size):
+            yield (torch.tensor([float(self.begin + (number + self.epoch) % self.size)]),)
+
+
+def fit_streams(folder: Path, module: Any, data: Any = None, hps: Any = None, **settings: Any) -> Trainer:
+    given = {"seed": 1, "log_every": 2, "verbose": False, "logging_dir": folder / "logs", "checkpoint": folder / "ckpt"}
+    values = {**HPS, "data": data or {"mix": MIX}, **(hps or {})}
+    trainer = Trainer(values, folder / "model", **{**given, "model_saving": None, **settings})
+    trainer.fit(module, {"news": numbers(0, 10), "code": Counting(10, 14), "chat": Counting(24, 30)})
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{}, {"dataloader_num_workers": 1}], ids=["here", "in a worker"])
+def test_streams_are_mixed_in_the_same_shares_with_the_loss_of_each(tmp_path: Path, settings: Any):
+    module = Points()
+    trainer = fit_streams(tmp_path, module, hps={"epochs": 2}, **settings)
+    trained = [sample for samples, _, _ in module.seen for sample in samples]
+    sources = np.searchsorted([10, 24, 54], trained, side="right")
+    length = len(trained) // 2
+    for number, share in enumerate((0.5, 0.3, 0.2)):
+        of_epoch = np.cumsum(sources[:length] == number)
+        assert (np.abs(of_epoch - share * np.arange(1, length + 1)) < 1).all()
+    assert sorted(sample for sample in trained[:length] if sample < 10) == [*range(10)]
+    assert [sample for sample in trained[:length] if 10 <= sample < 24] == [*range(10, 16)]
+    assert [sample for sample in trained[length:] if 10 <= sample < 24] == [*range(11, 17)], "set_epoch was called"
+    row, losses = rows_of(trainer)[0], {name: [] for name in SIZES}
+    for samples, of_samples, _ in module.seen[:2]:
+        for sample, loss in zip(samples, of_samples, strict=True):
+            losses[list(SIZES)[int(np.searchsorted([10, 24, 54], sample, side="right"))]].append(loss)
+    for name, own in losses.items():
+        assert row[f"train_loss__{name}"] == pytest.approx(sum(own) / len(own), rel=1e-6)
+        assert row[f"samples_seen__{name}"] == len(own)
+
+
+@pytest.mark.parametrize("stop", ["first", "last", "repeat"])
+def test_streams_resume_with_the_same_bits(tmp_path: Path, stop: str):
+    data = {"mix": MIX, "stop": stop}
+    hps = {"epochs": -1, "max_steps": 30} if stop == "repeat" else {"epochs": 2}
+    settings: dict[str, Any] = {"data": data, "hps": hps, "checkpoint_every": "2 steps", "log_every": 3}
+    whole, rest = Points(), Points()
+    unbroken = fit_streams(tmp_path / "whole", whole, **settings)
+    with pytest.raises(InterruptionError):
+        fit_streams(tmp_path / "parts", Points(), callbacks=InterruptAt(4), **settings)
+    resumed = fit_streams(tmp_path / "parts", rest, resume=True, **settings)
+    assert all(map(torch.equal, rest.model.parameters(), whole.model.parameters()))
+    assert rows_of(resumed) == rows_of(unbroken)
+    if stop != "first":
+        news = [sample for samples, _, _ in whole.seen for sample in samples if sample < 10]
+        assert sorted(news[:10]) == sorted(news[10:20]) == [*range(10)]
+        assert news[:10] != news[10:20]
+
+
+def test_a_mixture_of_streams_does_not_resume_with_other_weights_within_an_epoch(tmp_path: Path):
+    with pytest.raises(InterruptionError):
+        fit_streams(tmp_path, Points(), callbacks=InterruptAt(3), checkpoint_every="2 steps")
+    with pytest.raises(DataError, match="they may change between epochs"):
+        fit_streams(tmp_path, Points(), {"mix": {**MIX, "news": 0.4}}, resume=True)
+
+
+def test_an_iterator_cannot_be_repeated(tmp_path: Path):
+    trainer = Trainer({**HPS, "data": {"mix": {"a": 1, "b": 1}, "stop": "last"}}, tmp_path / "m", model_saving=None)
+    with pytest.raises(DataError, match="no samples in pass 2 of this epoch over 'a'"):
+        trainer.fit(Points(), {"a": iter(list(numbers(0, 3))), "b": numbers(3, 9)})
+
+
 # ---- Bad input
 
 
@@ -385,11 +487,6 @@ def test_a_name_that_appears_twice_is_reported(tmp_path: Path):
         Trainer(tmp_path / "hps.yaml", "unused")
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from range(3)
-
-
 ONE = numbers(0, 3)
 
 
@@ -401,7 +498,7 @@ ONE = numbers(0, 3)
         ({"a": 1, "b": 1}, ONE, DataError, "a dict with the sources of `data.mix`: a, b"),
         ({"a": 1, "b": 1}, {"a": ONE, "b": []}, DataError, "the source 'b' of the training data"),
         ({"a": 1, "b": 1}, {"a": ONE, "b": DataLoader(ONE)}, DataError, "pass its dataset"),
-        ({"a": 1, "b": 1}, {"a": ONE, "b": Endless()}, DataError, "the source 'b' of the training data"),
+        ({"a": {"weight": 1, "epochs": 2}, "b": 1}, {"a": ONE, "b": Counting(9, 3)}, DataError, "which needs lengths"),
         ({"a": 1, "b": 1}, {"a": [{"x": 1}], "b": [{"y": 1}]}, DataError, "y in 'b', but x in 'a'"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accmt.addons.mix.interleaving import Array
-from accmt.addons.mix.sources import Mixture
+from accmt.addons.mix.sources import MixedStream, Mixture
 from accmt.data import MicroBatch
 from accmt.errors import ModuleContractError, explain
 from accmt.features.hooks import Feature
@@ -37,7 +37,7 @@ class SourceLosses(Feature):
 
     name = "sources"
 
-    def __init__(self, run: Run, data: Mixture) -> None:
+    def __init__(self, run: Run, data: Mixture | MixedStream) -> None:
         self._run = run
         self._data = data
         self._loss_name = run.settings.tracking.train_loss_metric_name
@@ -48,7 +48,7 @@ class SourceLosses(Feature):
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> SourceLosses | None:
-        if not isinstance(run, Run) or not isinstance(data := run.loaders.train_data, Mixture):
+        if not isinstance(run, Run) or not isinstance(data := run.loaders.train_data, Mixture | MixedStream):
             return None
         return cls(run, data)
 

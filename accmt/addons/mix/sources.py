@@ -1,22 +1,24 @@
-"""The data sets of a mixture as one data set, which defines the order of its samples."""
+"""The sources of a mixture as one data set, which defines the order of its samples, or as one stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import count
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from torch.utils.data import ConcatDataset, DataLoader
 
-from accmt.addons.mix.interleaving import Array, whole_parts
+from accmt.addons.mix.interleaving import Array, Interleaving, Stretch, whole_parts
 from accmt.addons.mix.order import MixOrder, Stage
 from accmt.addons.mix.section import MixSection
 from accmt.data import is_stream
 from accmt.data.lengths import find_length, known_lengths
 from accmt.data.samplers import call_set_epoch
-from accmt.data.seeding import preserve_generators
+from accmt.data.seeding import derive_seed, preserve_generators
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import say_once
 from accmt.module import defines
@@ -26,6 +28,9 @@ _WHERE = "the training data of several sources"
 _EXAMPLE = "data: {mix: {news: 0.5, code: rest}}"
 _MEASURED = 512
 _IGNORED = -100
+_CHUNK = 4096
+_END = object()
+_FURTHER_PASSES = 1_000_003  # the epochs of a stream that begins again within an epoch are those of no other
 
 
 class Mixture(ConcatDataset[Any]):
@@ -92,22 +97,10 @@ class Mixture(ConcatDataset[Any]):
 
         Raises:
             ArgumentError: Something else sets the order too, or the run has no end.
+            DataError: `unit: tokens`, and a source has no target tokens.
         """
-        data, section = settings.data, self._section
-        if data.data_options.group_by_length:
-            _reject("group_by_length", "leave it out, or use max_tokens, which keeps the order of samples")
-        if data.sampler_of("train") is not None or data.data_options.batch_sampler is not None:
-            _reject("a sampler or batch_sampler", "leave it out: the weights decide the order")
-        max_steps = samples = None
-        if section.stop == "repeat":
-            max_steps = settings.hps.max_steps
-            samples = None if module.uses_manual_optimization else settings.samples_per_step(num_shards)
-            is_limited = all(name in section.epochs for weights in section.stages for name in _drawn(weights[1]))
-            if max_steps is None and not is_limited:
-                _reject("`stop: repeat` without max_steps", "set max_steps, for example max_steps: 1000")
-            if max_steps is not None and samples is None:
-                got = "a module with manual optimization, or a window maker, so that the samples of a step are unknown"
-                _reject(got, "write `stop: first` in `data`")
+        max_steps, samples = plan_steps(module, settings, self._section, num_shards)
+        section = self._section
         factors = self._mean_tokens(module) if section.unit == "tokens" else [Fraction(1)] * len(self.names)
         stages = [
             Stage(step, whole_parts([weights[name] / one for name, one in zip(self.names, factors, strict=True)]))
@@ -121,7 +114,7 @@ class Mixture(ConcatDataset[Any]):
             max_steps=max_steps,
             samples_per_step=samples,
             seed=seed,
-            shuffle=data.shuffle_train,
+            shuffle=settings.data.shuffle_train,
         )
 
     def _mean_tokens(self, module: Any) -> list[Fraction]:
@@ -141,14 +134,145 @@ class Mixture(ConcatDataset[Any]):
         return means
 
 
-def mix_sources(sources: Any, hps: HyperParameters) -> Mixture:
+class MixedStream:
+    """Sources of which at least one is a stream, interleaved while they are read.
+
+    It is read from the start of each epoch, so every source begins again there.
+
+    Args:
+        sources: The data sets and streams, by name.
+        section: How they are mixed.
+
+    Attributes:
+        names: The names of the sources.
+
+    Raises:
+        DataError: The section limits a source, or its unit is tokens.
+    """
+
+    def __init__(self, sources: Mapping[str, Any], section: MixSection) -> None:
+        if section.epochs or section.unit == "tokens":
+            got = "`epochs` of a source" if section.epochs else "`unit: tokens`"
+            do = "leave it out, or pass data sets that are read by index"
+            raise DataError(explain("`data` for sources with streams", f"{got}, which needs lengths", "weights", do))
+        self.names = list(sources)
+        self.sources = list(sources.values())
+        self._section = section
+        self._epoch = 0
+        self._length: int | None = None
+        self._shuffle = True
+        self._seed = 0
+        self._order: dict[str, Any] = {}
+        self._interleaving = Interleaving([Stretch(0, (1,) * len(self.names))], [None] * len(self.names))
+
+    def order_run(self, module: Any, settings: Settings, *, num_shards: int, seed: int) -> None:
+        """Set the order of a run, which no sampler can; see `Mixture.order_run`."""
+        max_steps, samples = plan_steps(module, settings, self._section, num_shards)
+        self._seed, self._shuffle = seed, settings.data.shuffle_train
+        self._length = None if max_steps is None or samples is None else max_steps * samples
+        stretches = [
+            Stretch(step * (samples or 0), whole_parts([weights[name] for name in self.names]))
+            for step, weights in self._section.stages
+        ]
+        self._interleaving = Interleaving(stretches, [None] * len(self.names))
+        shown = [[start, list(parts)] for start, parts in stretches]
+        self._order = {"names": self.names, "stop": self._section.stop, "stretches": shown}
+
+    def describe_order(self) -> dict[str, Any]:
+        """Return the settings on which the order depends."""
+        return self._order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the length of a mixture of streams is unknown")
+        return self._length
+
+    def sources_of(self, positions: Sequence[int]) -> Array:
+        """Return the number of the source of each sample, by their positions in the epoch."""
+        if not len(positions):
+            return np.empty(0, np.int16)
+        begin = min(positions)
+        numbers: Array = self._interleaving.sources(begin, max(positions) + 1)[np.asarray(positions) - begin]
+        return numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        section = self._section
+        drawn = {
+            number for number, name in enumerate(self.names) if any(weights[name] for _, weights in section.stages)
+        }
+        passes, ended = dict.fromkeys(drawn, 0), set[int]()
+        reading: dict[int, Iterator[Any]] = {}
+        for begin in count(step=_CHUNK):
+            end = begin + _CHUNK if self._length is None else min(begin + _CHUNK, self._length)
+            for number in self._interleaving.sources(begin, end).tolist():
+                if number not in reading:
+                    reading[number] = self._begin_pass(number, 0)
+                sample = next(reading[number], _END)
+                if sample is _END:
+                    ended.add(number)
+                    if section.stop == "first" or (section.stop == "last" and ended == drawn):
+                        return
+                    passes[number] += 1
+                    reading[number] = self._begin_pass(number, passes[number])
+                    sample = next(reading[number], _END)
+                    if sample is _END:
+                        got = f"no samples in pass {passes[number] + 1} of this epoch over {self.names[number]!r}"
+                        do = "pass an iterable instead of an iterator, check the source, or write `stop: first`"
+                        raise DataError(explain(_WHERE, got, "a source that can be read again", do))
+                yield sample
+            if self._length is not None and end >= self._length:
+                return
+
+    def _begin_pass(self, number: int, index: int) -> Iterator[Any]:
+        """Return the samples of a source in the order of one pass."""
+        source = self.sources[number]
+        if is_stream(source):
+            call_set_epoch(source, self._epoch + index * _FURTHER_PASSES)
+            return iter(source)
+        call_set_epoch(source, self._epoch)
+        if not self._shuffle:
+            return (source[position] for position in range(len(source)))
+        seed = derive_seed(self._seed, f"pass over {self.names[number]}", self._epoch, index)
+        order = torch.randperm(len(source), generator=torch.Generator().manual_seed(seed))
+        return (source[position] for position in order.tolist())
+
+
+def plan_steps(module: Any, settings: Settings, section: MixSection, num_shards: int) -> tuple[int | None, int | None]:
+    """Check that nothing else sets the order, and return the steps of the run and the samples of each, with `repeat`.
+
+    Raises:
+        ArgumentError: Something else sets the order too, or the run has no end.
+    """
+    data = settings.data
+    if data.data_options.group_by_length:
+        _reject("group_by_length", "leave it out, or use max_tokens, which keeps the order of samples")
+    if data.sampler_of("train") is not None or data.data_options.batch_sampler is not None:
+        _reject("a sampler or batch_sampler", "leave it out: the weights decide the order")
+    if section.stop != "repeat":
+        return None, None
+    max_steps = settings.hps.max_steps
+    samples = None if module.uses_manual_optimization else settings.samples_per_step(num_shards)
+    drawn = {name for _, weights in section.stages for name, weight in weights.items() if weight}
+    if max_steps is None and not drawn.issubset(section.epochs):
+        _reject("`stop: repeat` without max_steps", "set max_steps, for example max_steps: 1000")
+    if max_steps is not None and samples is None:
+        got = "a module with manual optimization, or a window maker, so that the samples of a step are unknown"
+        _reject(got, "write `stop: first` in `data`")
+    return max_steps, samples
+
+
+def mix_sources(sources: Any, hps: HyperParameters) -> Mixture | MixedStream:
     """Return several data sets as one, mixed as the hyper-parameters say.
 
     Raises:
         ArgumentError: The hyper-parameters have no weights, or those of other sources.
-        DataError: There is one data set; or a source is empty, cannot be read by index, or has other columns.
+        DataError: There is one data set; or a source is a DataLoader, is empty, or has other columns.
     """
-    if isinstance(sources, Mixture):
+    if isinstance(sources, Mixture | MixedStream):
         return sources
     section: MixSection | None = hps.section("data")
     if not isinstance(sources, dict):
@@ -172,26 +296,23 @@ def mix_sources(sources: Any, hps: HyperParameters) -> Mixture:
             got = f"{', '.join(columns)} in {name!r}, but {', '.join(first[1])} in {first[0]!r}"
             do = "rename or remove columns, so that all sources have the same"
             raise DataError(explain(_WHERE, got, "samples with the same entries in all sources", do))
-    return Mixture({name: sources[name] for name in section.names}, section)
+    chosen = {name: sources[name] for name in section.names}
+    return MixedStream(chosen, section) if any(map(is_stream, chosen.values())) else Mixture(chosen, section)
 
 
 def _check_source(name: str, source: Any) -> list[str] | None:
     """Return the entries of a source's samples; None if they are not dicts."""
     where = f"the source {name!r} of the training data"
-    if isinstance(source, DataLoader) or is_stream(source):
-        got, expected = f"a {type(source).__name__}", "a data set with __len__ and __getitem__"
-        do = "pass its dataset" if isinstance(source, DataLoader) else "pass a data set that is read by index"
-        raise DataError(explain(where, got, expected, do))
+    if isinstance(source, DataLoader):
+        raise DataError(explain(where, "a DataLoader", "a data set or a stream", "pass its dataset"))
+    if is_stream(source):
+        return None
     if not len(source):
         raise DataError(explain(where, "no samples", "at least one sample", "check its path and filters"))
     with preserve_generators(), suppress(Exception):  # a sample that cannot be read is reported where it is needed
         sample = source[0]
         return sorted(map(str, sample)) if isinstance(sample, Mapping) else None
     return None
-
-
-def _drawn(weights: Mapping[str, Fraction]) -> list[str]:
-    return [name for name, weight in weights.items() if weight]
 
 
 def _count_targets(sample: Any, length_of: Callable[[Any], Any] | None) -> int:

@@ -1,4 +1,4 @@
-"""Runs on a mixture of three sources: plain, split by tokens, and interrupted; writes their rows and weights.
+"""Runs on a mixture of three sources: plain, split by tokens, with a stream, and interrupted; writes what came of it.
 
 torchrun --nproc-per-node 2 mixtures.py RESULT.json FOLDER
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer, read_history
@@ -35,6 +36,16 @@ class Source(Dataset[torch.Tensor]):
 
     def __len__(self) -> int:
         return self.size
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """The samples of a source, in order."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.source[index] for index in range(len(self.source)))
 
 
 class Points(AcceleratorModule):
@@ -63,10 +74,16 @@ class Points(AcceleratorModule):
         return 1 + int(sample) % 5
 
 
-def train(folder: Path, processes: int, hps: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+def train(
+    folder: Path, processes: int, hps: dict[str, Any] | None = None, *, streams: bool = False, **settings: Any
+) -> dict[str, Any]:
     """Train on the mixture, and return what came of it."""
     begins = [0, 10, 24]
-    sources = {name: Source(begin, size) for (name, size), begin in zip(SIZES.items(), begins, strict=True)}
+    sources: dict[str, Any] = {
+        name: Source(begin, size) for (name, size), begin in zip(SIZES.items(), begins, strict=True)
+    }
+    if streams:
+        sources["chat"] = Stream(sources["chat"])
     values = {"epochs": 2, "batch_size": GLOBAL_BATCH // processes, "optim": {"type": "SGD", "lr": 0.1}}
     trainer = Trainer(
         {**values, "data": {"mix": {"news": 0.25, "code": 0.35, "chat": "rest"}}, **(hps or {})},
@@ -91,16 +108,19 @@ def train(folder: Path, processes: int, hps: dict[str, Any] | None = None, **set
 
 
 def main(result: Path, folder: Path) -> None:
-    """Train three times, and write what came of it."""
+    """Train in each way, and write what came of it."""
     count = int(os.environ["WORLD_SIZE"])
     plain = train(folder / "plain", count)
     cut = train(folder / "cut", count, {"max_tokens": 9})
+    streams = train(folder / "streams", count, streams=True)
+    cut_streams = train(folder / "cut_streams", count, {"max_tokens": 9}, streams=True)
     try:
         train(folder / "parts", count, checkpoint_every="2 steps", callbacks=InterruptAt(5))
     except InterruptionError:
         resumed = train(folder / "parts", count, checkpoint_every="2 steps", resume=True)
     if is_main_process():
-        result.write_text(json.dumps({"plain": plain, "cut": cut, "resumed": resumed}))
+        every = {"plain": plain, "cut": cut, "resumed": resumed, "streams": streams, "cut streams": cut_streams}
+        result.write_text(json.dumps(every))
 
 
 if __name__ == "__main__":
