@@ -265,13 +265,25 @@ def test_the_steps_are_those_of_plain_torch_on_the_same_samples(tmp_path: Path):
         torch.testing.assert_close(own, expected)
 
 
-@pytest.mark.parametrize("stop", [3, 9])
+class InterruptWithin(InterruptAt):
+    """Ends a run in the second batch of a window, after the first was counted."""
+
+    number = 0
+
+    def on_after_backward(self) -> None:
+        self.number += self.state.global_step == self.update
+        if self.number == 2:
+            super().on_after_backward()
+
+
+@pytest.mark.parametrize("stop", [1, 4])
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, stop: int):
     settings: dict[str, Any] = {"hps": {"epochs": 3}, "checkpoint_every": "2 steps", "log_every": 3}
+    settings["grad_accumulation_steps"] = 2
     whole = Points()
     unbroken = fit(tmp_path / "whole", whole, SIZES, **settings)
     with pytest.raises(InterruptionError):
-        fit(tmp_path / "parts", Points(), SIZES, callbacks=InterruptAt(stop), **settings)
+        fit(tmp_path / "parts", Points(), SIZES, callbacks=InterruptWithin(stop), **settings)
     rest = Points()
     resumed = fit(tmp_path / "parts", rest, SIZES, resume=True, **settings)
     assert all(map(torch.equal, rest.model.parameters(), whole.model.parameters()))
@@ -322,7 +334,7 @@ def test_a_run_resumes_with_other_weights_where_each_source_was(tmp_path: Path, 
 
 
 def test_more_steps_continue_a_run_that_repeats_its_sources(tmp_path: Path):
-    data = {"mix": {"news": {0: 1, 3: 0.5}, "code": {0: 0, 3: 0.5}, "chat": 0}}
+    data = {"mix": {"news": {0: 1, 3: 0.5, 8: 0}, "code": {0: 0, 3: 0.5, 8: 1}, "chat": 0}}
     settings: dict[str, Any] = {"checkpoint_every": "2 steps"}
     whole = Points()
     fit(tmp_path / "whole", whole, SIZES, data, hps={"epochs": -1, "max_steps": 12}, **settings)
@@ -434,6 +446,10 @@ def test_streams_resume_with_the_same_bits(tmp_path: Path, stop: str):
         news = [sample for samples, _, _ in whole.seen for sample in samples if sample < 10]
         assert sorted(news[:10]) == sorted(news[10:20]) == [*range(10)]
         assert news[:10] != news[10:20]
+    if stop == "repeat":
+        code = [sample for samples, _, _ in whole.seen for sample in samples if 10 <= sample < 24]
+        assert sorted(code[:14]) == sorted(code[14:28]) == [*range(10, 24)]
+        assert code[:14] != code[14:28], "the stream was told that it begins again"
 
 
 def test_a_mixture_of_streams_does_not_resume_with_other_weights_within_an_epoch(tmp_path: Path):
