@@ -98,6 +98,7 @@ def describe_launch(run: Run) -> dict[str, Any]:
             "run_folder": str(current_folder() / run.tracking.run_folder),
             "model_path": str(current_folder() / settings.model_folder),
             "checkpoints": str(current_folder() / settings.checkpoint_folder),
+            "urls": [url for url in (settings.saving.model_url, settings.checkpoints.url) if url is not None],
         }
     )
     return facts

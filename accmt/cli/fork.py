@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from accmt.cli.arguments import add_when_parsed, require_run
+from accmt.errors import ArgumentError, explain
 
 _WITHOUT = ("hps_config", "fork", "resume", "run_name", "seed", "fast_dev_run", "overfit_batches")
 
@@ -34,6 +35,9 @@ def run(options: argparse.Namespace) -> int:
     from accmt.addons.fork.program import prepare_fork, run_program
     from accmt.options.command_line import HPS_FLAGS, list_flags
 
+    if ":/" in str(options.run_folder):
+        got, do = "a URL", "copy the run folder and its checkpoints to this machine"
+        raise ArgumentError(explain(f"accmt fork {options.run_folder}", got, "a run folder on this machine", do))
     require_run(options.run_folder, "fork")
     names = {flag.name for flag in list_flags()} - set(_WITHOUT)
     prepared = prepare_fork(

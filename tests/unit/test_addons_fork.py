@@ -13,7 +13,8 @@ import torch
 
 from accmt import Callback, Trainer
 from accmt.addons.flight_recorder.ledger import read_ledger
-from accmt.addons.fork.lineage import family_of, find_forks, find_parent, read_origin
+from accmt.addons.fork.beginning import Fork, place_fork
+from accmt.addons.fork.lineage import Origin, family_of, find_forks, find_parent, read_origin
 from accmt.addons.launches import read_launches
 from accmt.checkpoint.retention import list_published
 from accmt.errors import AccmtError, StepDiffersError
@@ -307,3 +308,29 @@ def test_a_fork_that_cannot_be_meant_is_an_error_of_the_trainer(fork: Any, argum
 def test_no_such_run(tmp_path: Path) -> None:
     with pytest.raises(AccmtError, match=r"fork of .*nowhere at step 3\n  got: no such folder; you are in"):
         train(tmp_path, fork=f"{tmp_path / 'nowhere'}@3")
+
+
+@pytest.mark.feature("F05")
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (("m", None), ("m-fork", "checkpoint-m-fork")),
+        (("m", "c"), ("m-fork", "c-fork")),
+        (("other", "c"), ("other", "c-fork")),
+        (("other", None), ("other", "checkpoint-other")),
+        (("s3://bucket/m", "s3://bucket/c"), ("s3://bucket/m-fork", "s3://bucket/c-fork")),
+        (("s3://bucket/other", "s3://bucket/d"), ("s3://bucket/other", "s3://bucket/d")),
+    ],
+)
+def test_only_places_of_the_parent_get_the_name_of_the_fork(
+    places: tuple[str, str | None], expected: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken = [str(tmp_path / name) for name in ("m", "c", "checkpoint-m")] + ["s3://bucket/m", "s3://bucket/c"]
+    parent = {"run_name": "run", "run_folder": "logs/model/run", "run_ids": {}, "taken": taken}
+    origin = Origin("fork", "logs/model/fork", parent, 3, 3, {}, {}, {})
+    settings = make_trainer(model_path=places[0], checkpoint=places[1], fork="logs/model/run@3").settings
+    placed = place_fork(settings, Fork(tmp_path, origin))
+    assert str(placed.saving.model_path) == expected[0]
+    assert (placed.checkpoints.url or str(placed.checkpoint_folder)) == expected[1]
+    assert placed.tracking.track_name == "model"

@@ -152,10 +152,10 @@ class Parent:
             "run_folder": str(self.folder),
             "run_ids": ids,
             "taken": [
-                launches[-1][name]
+                place
                 for launches in map(read_launches, ancestors_of(self.folder))
-                for name in ("model_path", "checkpoints")
-                if launches
+                for start in launches[-1:]
+                for place in (start["model_path"], start["checkpoints"], *start["urls"])
             ],
         }
 
@@ -297,13 +297,11 @@ def place_fork(settings: Settings, fork: Fork) -> Settings:
     origin, parent = fork.origin, fork.origin.parent
     suffix = f"-{folder_name(origin.run_name)}"
     saving, checkpoints, tracking = settings.saving, settings.checkpoints, settings.tracking
-    if _is_taken(settings.model_folder, parent["taken"]):
+    if _is_taken(saving.model_url or settings.model_folder, parent["taken"]):
         saving = replace(saving, model_path=_append(saving.model_path, suffix))
     placed = replace(settings, saving=saving)
-    if _is_taken(placed.checkpoint_folder, parent["taken"]) and checkpoints.checkpoint is not None:
+    if checkpoints.checkpoint is not None and _is_taken(checkpoints.url or placed.checkpoint_folder, parent["taken"]):
         checkpoints = replace(checkpoints, checkpoint=_append(checkpoints.checkpoint, suffix))
-    elif checkpoints.url is not None and not checkpoints.url.endswith(suffix):  # the parent's, as far as is known
-        checkpoints = replace(checkpoints, checkpoint=_append(checkpoints.url, suffix))
     options = tracking.tracker_options
     config = {**(options.config or {}), "fork": {"parent": parent["run_name"], "step": origin.step}}
     return replace(
@@ -323,8 +321,10 @@ def _append(path: Any, suffix: str) -> str:
     return f"{str(path).rstrip('/')}{suffix}"
 
 
-def _is_taken(folder: Path, taken: Sequence[str]) -> bool:
-    return (current_folder() / folder).resolve() in [Path(other).resolve() for other in taken]
+def _is_taken(place: Path | str, taken: Sequence[str]) -> bool:
+    if isinstance(place, str):
+        return hide_text(place) in taken
+    return (current_folder() / place).resolve() in [Path(other).resolve() for other in taken]
 
 
 def _with_parent_run(settings: Settings, parent: Mapping[str, Any], name: str) -> dict[str, Any]:
