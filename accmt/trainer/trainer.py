@@ -309,8 +309,8 @@ class Trainer(TrainerProperties):
             module: An `AcceleratorModule`; or a transformers model: its path, or `(path, type)` as in `from_hf`; or
                 hyper-parameters with a `model` section: the path of the .yaml or .json file, a dict, or `trainer.hps`.
                 Flags such as `--hps.model.lora.r=8` apply if the file is also the Trainer's.
-            train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; None if the module has
-                `get_train_dataloader`.
+            train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; or a dict of datasets,
+                which the section `data` of the hyper-parameters mixes. None if the module has `get_train_dataloader`.
             val_dataset: The same for validation; None trains without validation.
             datamodule: Provides both instead: a Lightning `LightningDataModule`, or any object with
                 `train_dataloader()`. `prepare_data()`, `setup(stage)` and `teardown(stage)` are called if defined.

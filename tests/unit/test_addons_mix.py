@@ -383,6 +383,25 @@ def test_the_generators_of_sources_are_seeded(tmp_path: Path):
     assert run("one") == run("other")
 
 
+def test_losses_of_samples_that_lack_a_penalty_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class Penalized(Points):
+        def training_step(self, batch: Any) -> Any:
+            result = super().training_step(batch)
+            return {**result, "loss": result["loss"] + (self.model.weight - 1).square().sum()}
+
+    fit(tmp_path / "own", Points(), SIZES)
+    assert "the losses of samples average to" not in caplog.text
+    fit(tmp_path / "penalized", Penalized(), SIZES)
+    assert "the losses of samples average to" in caplog.text
+
+
+def test_a_batch_size_is_searched_on_a_mixture(tmp_path: Path):
+    trainer = Trainer({**HPS, "data": {"mix": MIX}}, tmp_path / "m", verbose=False, model_saving=None)
+    begins = [0, 10, 24]
+    sources = {name: numbers(begin, size) for (name, size), begin in zip(SIZES.items(), begins, strict=True)}
+    assert trainer.tune(Points(), sources, batch_size="power", lr=None).batch_size > 4
+
+
 # ---- Streams
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn import functional
 
 from accmt import SFTModule, Trainer
 from accmt.addons.sft.chat import IGNORED, mask_row
+from accmt.cli.main import main
 from accmt.tracking import read_history
 from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
@@ -57,3 +60,28 @@ def test_the_loss_of_each_source_is_the_mean_over_its_target_tokens(tmp_path: Pa
         assert row[f"target_tokens_seen__{name}"] == tokens
         assert row[f"samples_seen__{name}"] == len(sources[name])
     assert sum(tokens for _, tokens in expected.values()) == trainer.state.target_tokens_seen
+
+
+def test_the_command_mixes_files_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_tokenizer(conversations.CHATML).save_pretrained("base")
+    make_model().save_pretrained("base")
+    for name, seed in (("news", 3), ("code", 4), ("held_out", 5)):
+        rows = [json.dumps(row) for row in draw_conversations(8, seed=seed)]
+        Path(f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    hps: dict[str, Any] = {"epochs": 1, "batch_size": 4, "optim": {"type": "AdamW", "lr": 0.01}}
+    hps["model"] = {"path": "./base", "type": "AutoModelForCausalLM"}
+    hps["sft"] = {"data": {"news": "news.jsonl", "code": ["code.jsonl"]}, "validation": {"code": "held_out.jsonl"}}
+    hps["data"] = {"mix": {"news": 0.75, "code": 0.25}}
+    Path("hps.yaml").write_text(yaml.safe_dump({"hps": hps}))
+    assert main(["sft", "hps.yaml", "out", "--enable_progress_bar", "false"]) == 0
+    [run] = Path("logs", "out").iterdir()
+    rows = [row["values"] for row in read_history(run) if "values" in row]
+    last = [row for row in rows if "train_loss" in row][-1]
+    assert last["samples_seen__news"] == 8
+    assert last["samples_seen__code"] == 3
+    assert {"train_loss__news", "train_loss__code"} <= set().union(*rows)
+    assert any("val_loss__code" in row for row in rows)
+    del hps["sft"]["data"]["code"]
+    Path("hps.yaml").write_text(yaml.safe_dump({"hps": hps}))
+    assert main(["sft", "hps.yaml", "other"]) == 2, "the weights name another source"

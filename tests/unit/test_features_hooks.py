@@ -46,6 +46,7 @@ def test_the_order_of_features() -> None:
         "fork_point",
         "flight_recorder",
         "examiner",
+        "generation",
         "timed_checkpoints",
         "goodput",
         "sources",

@@ -22,6 +22,7 @@ from accmt.metrics.averages import GroupedSum, Weight
 from accmt.run import EvaluationRun, Run
 from accmt.state import Place
 
+_ROUNDING = 0.01  # of a mean in bfloat16
 _KINDS = GroupedSum.LOSS, GroupedSum.WEIGHT, GroupedSum.SAMPLES
 
 
@@ -45,6 +46,7 @@ class SourceLosses(Feature):
         self._counts = {name: {"samples_seen": 0, "target_tokens_seen": 0} for name in data.names}
         self._sources: Array | None = None  # of the samples of the current batch
         self._of_samples: Any = None
+        self._is_compared = False
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> SourceLosses | None:
@@ -92,6 +94,9 @@ class SourceLosses(Feature):
             if weights is not None:
                 _require_each("weights", weights, len(sources))
                 weight = weights.detach()
+            if not self._is_compared:
+                self._is_compared = True
+                _compare(losses.detach(), weight, loss)
             self._sums.add(sources, losses.detach(), weight)
         else:
             is_one = bool((sources == sources[0]).all())
@@ -114,6 +119,18 @@ class SourceLosses(Feature):
                 "loss per sample",
                 about="losses of sources",
             )
+
+
+def _compare(losses: torch.Tensor, weights: Weight, loss: torch.Tensor) -> None:
+    """Warn if the losses of samples do not average to the loss of their batch. Waits for the device."""
+    each = torch.as_tensor(weights, device=losses.device).expand(losses.shape)
+    mean = float(torch.where(each == 0, 0.0, losses * each).sum() / each.sum())
+    if abs(mean - float(loss)) > _ROUNDING * abs(float(loss)):
+        warn_once(
+            f"the losses of samples average to {mean:.4g}, but the loss of their batch is {float(loss):.4g}: the "
+            "losses of sources lack what is added to it, such as a penalty; or return the weights of the samples",
+            about="losses of samples",
+        )
 
 
 def _require_each(what: str, values: Any, number: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accmt.addons.mix.sources import MixedStream, Mixture
 from accmt.addons.sft.chat import IGNORED
 from accmt.addons.sft.rows import (
     Masking,
@@ -82,8 +83,8 @@ class RowModule(HuggingFaceModule):
         return self.get_validation_dataloader(dataset)
 
     def make_samples(self, rows: Any) -> Any:
-        """Return rows as samples; what is None, a loader or already samples is returned as it is."""
-        if rows is None or isinstance(rows, DataLoader | TokenizedRows | TokenizedStream):
+        """Return rows as samples; what is None, a loader, a mixture or already samples is returned as it is."""
+        if rows is None or isinstance(rows, DataLoader | TokenizedRows | TokenizedStream | Mixture | MixedStream):
             return rows
         return (make_stream if is_stream(rows) else TokenizedRows)(rows, self._reader)
 
