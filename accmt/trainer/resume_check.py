@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
     from accmt.protocols import TrainerProtocol
 
-_LEFT_OUT = ("checkpointer", "run_name", "log_with", "tracker_options")
+_LEFT_OUT = ("checkpointer", "fork", "run_name", "log_with", "tracker_options")
 
 
 @dataclass

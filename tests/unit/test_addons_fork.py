@@ -305,6 +305,14 @@ def test_a_fork_that_cannot_be_meant_is_an_error_of_the_trainer(fork: Any, argum
         make_trainer(fork=fork, **arguments)
 
 
+def test_what_only_tries_a_training_makes_no_fork(parent: Path) -> None:
+    before = content_of(parent)
+    trainer = build(parent, fork=at(parent, 5))
+    assert trainer.check_resume(Linear(), make_points()) > 0
+    build(parent, fork=at(parent, 5), fast_dev_run=True).fit(Linear(), make_points())
+    assert content_of(parent) == before
+
+
 def test_no_such_run(tmp_path: Path) -> None:
     with pytest.raises(AccmtError, match=r"fork of .*nowhere at step 3\n  got: no such folder; you are in"):
         train(tmp_path, fork=f"{tmp_path / 'nowhere'}@3")

@@ -24,7 +24,7 @@ from accmt.checkpoint.retention import delete, list_published
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import ArgumentError, CheckpointCorruptError, StepDiffersError, explain
 from accmt.features.hooks import Feature
-from accmt.files import current_folder, dumps, loads
+from accmt.files import current_folder, dumps, loads, taking_turns
 from accmt.messages import say, warn
 from accmt.options import HyperParameters, Settings
 from accmt.options.changes import Change, compare, require_allowed
@@ -356,9 +356,11 @@ def settings_at(settings: Settings, fork: Fork, step: int) -> Settings:
         return place_fork(settings, fork)
     unchanged = getattr(checkpoints.fork, "unchanged", settings)
     placed = place_fork(replace(unchanged, checkpoints=settings.checkpoints, tracking=settings.tracking), fork)
-    hps = fork.origin.parent_hps
-    is_same = not compare(hps, hide(placed.hps.to_dict()["hps"]))
-    return placed if is_same else replace(placed, hps=HyperParameters.from_config({"hps": hps}))
+    hps, own = fork.origin.parent_hps, placed.hps.to_dict()["hps"]
+    if not compare(hps, hide(own)):
+        return placed
+    sections = {name: own[name] for name in names(HPS_SECTIONS) if name in own}  # which may have secrets
+    return replace(placed, hps=HyperParameters.from_config({"hps": {**hps, **sections}}))
 
 
 # ---- The two runs of a fork
@@ -370,17 +372,27 @@ def begin_fork(trainer: TrainerProtocol, recovery: Recovery) -> None:
     Processes: collective.
     """
     settings = trainer.settings
-    fork = run_on_main_process(lambda: find_fork(settings))
+    fork = run_on_main_process(lambda: _find_or_make(settings))
     placed = place_fork(settings, fork)
     store = CheckpointStore(placed.checkpoint_folder)
     newest = store.newest()
-    if newest is None:
+    if newest is None:  # killed before it had one
         newest = store.find(run_on_main_process(lambda: _make(settings, fork, placed.checkpoint_folder)))
     trainer.settings, trainer.chosen_checkpoint = settings_at(settings, fork, newest.step), newest.folder
     origin = fork.origin
     if newest.step < origin.step:
         recovery.next_settings = placed
         say(f"making steps {newest.step + 1} to {origin.step} of {origin.parent['run_name']} again")
+
+
+def _find_or_make(settings: Settings) -> Fork:
+    """Return the fork that settings ask for; forks of one run that begin together get different names."""
+    parent = settings.from_home(settings.checkpoints.fork_origin[0]).absolute()
+    with taking_turns(parent.parent):
+        fork = find_fork(settings)
+        if fork.checkpoint is not None:
+            _make(settings, fork, place_fork(settings, fork).checkpoint_folder)
+    return fork
 
 
 def _make(settings: Settings, fork: Fork, checkpoints: Path) -> Path:

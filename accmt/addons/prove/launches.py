@@ -294,6 +294,7 @@ _LEFT_OUT = (
     "eval_when_start",
     "evaluate_every_n_steps",
     "fast_dev_run",
+    "fork",
     "handlers",
     "limit_batches",
     "log_with",
