@@ -91,10 +91,10 @@ def test_a_fork_a_fork_of_it_and_a_replay_of_that(project: Path, tmp_path: Path)
     assert origin is not None
     assert origin.changes == ["epochs: 4 -> 5"]
     assert max(row["step"] for row in read_history(logs / "longer") if "step" in row) == 20
+    # A step before the fork, in a project that was moved.
     moved = Path(shutil.copytree(project, tmp_path / "moved"))
-    for folder, step in ((project, "5"), (moved, "8")):  # before and after the fork
-        replayed = start("-m", "accmt.cli.main", "replay", "logs/model/run-at-5", "--step", step, folder=folder)
-        assert "bit-for-bit identical" in replayed.stdout, replayed.stdout + replayed.stderr
+    replayed = start("-m", "accmt.cli.main", "replay", "logs/model/run-at-5", "--step", "5", folder=moved)
+    assert "bit-for-bit identical" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
 @pytest.mark.feature("F05")
