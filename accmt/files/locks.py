@@ -87,7 +87,7 @@ def is_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of a folder; on a file system without locks, whether one has taken it."""
     try:
         file = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from accelerate.tracking import MLflowTracker
 
-from accmt.files import LOCK_NAME, FolderLock, FolderTakenError, taking_turns
+from accmt.files import LOCK_NAME, FolderLock, FolderTakenError, is_locked, taking_turns
 from accmt.tracking.trackers.mlflow import MLFlowRun
 
 
@@ -41,6 +41,16 @@ def test_whatever_opens_and_closes_the_file_does_not_give_the_lock_up(tmp_path):
     assert take_elsewhere(tmp_path / "copy") == "taken"
     lock.release()
     assert take_elsewhere(tmp_path / "folder") == "taken"
+
+
+def test_a_lock_is_seen_as_long_as_it_is_held(tmp_path):
+    assert not is_locked(tmp_path)
+    lock = FolderLock.take(tmp_path)
+    assert is_locked(tmp_path)
+    lock.release()
+    assert not is_locked(tmp_path)
+    (tmp_path / LOCK_NAME).touch()  # of a process that was killed
+    assert not is_locked(tmp_path)
 
 
 def test_a_process_takes_a_folder_twice_and_holds_it_until_both_are_released(tmp_path):

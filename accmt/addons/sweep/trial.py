@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import fcntl
 import math
 import os
 import signal
@@ -34,7 +33,7 @@ from accmt.errors import (
     explain,
     nearest,
 )
-from accmt.files import LOCK_NAME, FolderLock, FolderTakenError, dumps, loads, write_text
+from accmt.files import FolderLock, FolderTakenError, dumps, is_locked, loads, write_text
 from accmt.messages import say, warn, warn_once
 from accmt.options.checks import number_in
 from accmt.options.hyperparameters import HyperParameters
@@ -204,30 +203,12 @@ def _is_wanted(plan: Plan) -> bool:
 
 def _watch(plan: Plan) -> None:
     """Stop this process as after SIGTERM when its worker is gone, or has given the trial to another one."""
-    while not has_worker_gone(plan.folder) and Plan.read(plan.folder / TRIAL_FILE).token == plan.token:
+    while is_locked(plan.folder) and Plan.read(plan.folder / TRIAL_FILE).token == plan.token:
         time.sleep(_WATCH_S)
         if (plan.folder / OUTCOME_FILE).exists():
             return
     warn(f"the worker of trial {plan.number} is gone: the trial stops, and `accmt sweep` continues it")
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def has_worker_gone(folder: Path) -> bool:
-    """Return whether nobody holds the lock of a trial's folder."""
-    try:
-        file = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return False
-    else:
-        return True
-    finally:
-        os.close(file)
 
 
 def write_failure(plan: Plan, error: Exception, **facts: Any) -> None:
