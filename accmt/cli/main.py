@@ -12,6 +12,7 @@ from accmt.version import __version__
 
 COMMANDS = {
     "check": "verify checkpoints and print their contents",
+    "data": "show the data of supervised fine-tuning before anything is trained",
     "diff": "find the first step at which two runs diverge, and why",
     "example": "print or write an example script",
     "fork": "start a new run that continues another one from a step, with changed settings",

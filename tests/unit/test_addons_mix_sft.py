@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def test_the_loss_of_each_source_is_the_mean_over_its_target_tokens(tmp_path: Pa
     assert sum(tokens for _, tokens in expected.values()) == trainer.state.target_tokens_seen
 
 
-def test_the_command_mixes_files_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.feature("N92")
+def test_the_command_mixes_files_by_name_and_shows_them_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
     make_tokenizer(conversations.CHATML).save_pretrained("base")
     make_model().save_pretrained("base")
@@ -74,13 +78,27 @@ def test_the_command_mixes_files_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     hps["sft"] = {"data": {"news": "news.jsonl", "code": ["code.jsonl"]}, "validation": {"code": "held_out.jsonl"}}
     hps["data"] = {"mix": {"news": 0.75, "code": 0.25}}
     Path("hps.yaml").write_text(yaml.safe_dump({"hps": hps}))
-    assert main(["sft", "hps.yaml", "out", "--enable_progress_bar", "false"]) == 0
+    assert main(["data", "inspect", "hps.yaml", "--seed", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["sft", "hps.yaml", "out", "--enable_progress_bar", "false", "--seed", "1", "--log_every", "1"]) == 0
     [run] = Path("logs", "out").iterdir()
     rows = [row["values"] for row in read_history(run) if "values" in row]
     last = [row for row in rows if "train_loss" in row][-1]
     assert last["samples_seen__news"] == 8
     assert last["samples_seen__code"] == 3
     assert {"train_loss__news", "train_loss__code"} <= set().union(*rows)
+    # What was shown is what was trained on.
+    table = {line.split()[0]: line.split() for line in shown.splitlines() if line.startswith(("news ", "code "))}
+    assert table["news"][-2:] == ["8", "1.00"]
+    assert table["code"][-2:] == ["3", "0.38"]
+    places = re.findall(r"^(news|code), row (\d+):$", shown, re.MULTILINE)
+    assert len(places) == 4
+    first = next(row for row in rows if "train_loss" in row)
+    assert [name for name, _ in places].count("news") == first["samples_seen__news"]
+    tokenizer = make_tokenizer(conversations.CHATML)
+    files = {name: Path(f"{name}.jsonl").read_text().splitlines() for name in ("news", "code")}
+    for name, place in places:
+        assert mask_row(tokenizer, json.loads(files[name][int(place)])).show(tokenizer) in shown
     assert any("val_loss__code" in row for row in rows)
     del hps["sft"]["data"]["code"]
     Path("hps.yaml").write_text(yaml.safe_dump({"hps": hps}))
