@@ -30,9 +30,12 @@ LAUNCHES_FILE = "launches.jsonl"
 FORK_VARIABLE = "ACCMT_FORK"
 """What `accmt fork` changes, for the program that it starts."""
 
+TRIAL_VARIABLE = "ACCMT_TRIAL"
+"""The trial of a sweep that a program is, for the program that `accmt sweep` starts."""
+
 _ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_", "MKL_", "CUBLAS_", "NCCL_", "TORCH_")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
-_OF_FORKS = (ARGUMENTS_VARIABLE, FORK_VARIABLE)
+_OF_COMMANDS = (ARGUMENTS_VARIABLE, FORK_VARIABLE, TRIAL_VARIABLE)
 _OF_LAUNCH = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 _PLACES = {
     "model_path", "checkpoint", "resume", "fork", "logging_dir", "log_with", "run_name", "track_name", "verbose",
@@ -144,7 +147,7 @@ def _find_start_folder() -> Path:
 
 
 def _read_environment() -> dict[str, str]:
-    names = (*_VARIABLES, *(_OF_FORKS if FORK_VARIABLE in os.environ else ()))
+    names = (*_VARIABLES, *(_OF_COMMANDS if {FORK_VARIABLE, TRIAL_VARIABLE} & os.environ.keys() else ()))
     own = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT) or name in names}
     return {name: value for name, value in sorted(own.items()) if not name.startswith(_OF_LAUNCH)}
 

@@ -277,7 +277,8 @@ class Trainer(TrainerProperties):
         arguments = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
         arguments = resolve_aliases(arguments, tracker_kwargs)
         if ARGUMENTS_VARIABLE in os.environ:
-            arguments = addon(os.environ[ARGUMENTS_VARIABLE])(arguments)
+            arguments = addon(os.environ[ARGUMENTS_VARIABLE])(arguments | {"tracker_kwargs": tracker_kwargs})
+            tracker_kwargs = arguments.pop("tracker_kwargs")
         from accmt.setup.inputs import check_metrics
         from accmt.tracking import find_specs
 

@@ -5,8 +5,8 @@
 A sweep (TPE, median pruner) runs once without a kill. Then the same sweep is killed: by turns the worker (whose trial
 then stops itself), the program of the trial (which the worker starts again), and both. After each kill of the worker,
 the same command continues. Compared are the trials' values, all reported objectives, states and the weights of the best
-trial. `--functions` runs the trials as functions in the worker, which is killed each time; it takes a fraction of the
-time.
+trial. `--population` searches by population-based training instead, and compares the lineage, too. `--functions` runs
+the trials as functions in the worker, which is killed each time; it takes a fraction of the time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 SCRIPT = ROOT / "tests" / "faults" / "scripts" / "swept.py"
+POPULATION = {
+    "space": {"optim.lr": {"log_uniform": [1e-3, 1.0]}, "trainer.clip_grad": [1.0, 2.0, 5.0]},
+    "population": {"members": 4, "every": 4, "rounds": 4},
+    "pruner": "none",
+}
 KINDS = ("worker", "trial", "all")
-LIMIT_S = 900
+LIMIT_S = 3000
 
 
 def write_sweep(folder: Path, trials: int, **keys: Any) -> Path:
@@ -80,7 +85,7 @@ def read_study(sweep: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from accmt.addons.sweep.spec import read_spec
-    from accmt.addons.sweep.study import SweepStudy, outcome_of
+    from accmt.addons.sweep.study import SweepStudy, outcome_of, parent_of
     from accmt.addons.sweep.worker import Sweep
 
     best = Sweep.from_yaml(sweep).result().best
@@ -93,6 +98,7 @@ def read_study(sweep: Path) -> dict[str, Any]:
             trial.values,
             sorted(trial.intermediate_values.items()),
             outcome_of(trial)["steps"],
+            parent_of(trial),
         )
         for trial in found
     ]
@@ -139,15 +145,17 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--functions", action="store_true")
+    parser.add_argument("--population", action="store_true")
     parser.add_argument("--sleep", type=float, default=0.02, help="seconds of a batch, so that kills hit trials")
     parser.add_argument("--longest", type=float, default=15.0, help="longest time between two kills, in seconds")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="accmt-sweep-"))
-    unbroken = write_sweep(folder / "unbroken", options.trials)
+    keys = POPULATION if options.population else {}
+    unbroken = write_sweep(folder / "unbroken", options.trials, **keys)
     if start(unbroken, functions=options.functions, sleep_s=options.sleep).wait(LIMIT_S) != 0:
         raise SystemExit((unbroken.parent / "worker.log").read_text()[-4000:])
     expected = read_study(unbroken)
-    killed = write_sweep(folder / "killed", options.trials)
+    killed = write_sweep(folder / "killed", options.trials, **keys)
     done = kill_at_random(
         killed,
         options.kills,

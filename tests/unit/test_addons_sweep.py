@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from accmt import Callback, Sweep, Trainer
+from accmt.addons.fork.lineage import find_parent
 from accmt.addons.sweep.study import JOURNAL_FILE, SweepStudy
 from accmt.addons.sweep.table import LiveTable, write_table
 from accmt.addons.sweep.worker import share_of
@@ -245,6 +246,8 @@ def test_the_worst_members_of_a_population_are_replaced_by_forks_of_the_best():
         assert begin in study.trial(parent.number).intermediate_values
         ratio = one.values["optim.lr"] / parent.values["optim.lr"]
         assert ratio == pytest.approx(0.8) or ratio == pytest.approx(1.2) or one.values["optim.lr"] in (1e-3, 0.5)
+        logs = population.spec.folder / "logs" / "model"
+        assert find_parent(logs / f"population-{one.number:04d}") == logs / f"population-{parent.number:04d}"
     places = [3, 6, 5, 11, 15]
     assert run_to_the_end(broken, places) >= 5
     assert read(broken) == read(population)

@@ -245,8 +245,12 @@ _FIELDS = {
 }  # fmt: skip
 
 
-def read_spec(source: str | Path | Mapping[str, Any]) -> SweepSpec:
+def read_spec(source: str | Path | Mapping[str, Any], *, checks_keys: bool = True) -> SweepSpec:
     """Read a sweep from a YAML or JSON file, or a dict.
+
+    Args:
+        source: The file or dict.
+        checks_keys: Whether the keys of the search space are checked, which imports all optimizers.
 
     Raises:
         ArgumentError: Anything is invalid; the message lists every error, with its line.
@@ -258,7 +262,7 @@ def read_spec(source: str | Path | Mapping[str, Any]) -> SweepSpec:
         document = read_document(source)
     except HyperParameterError as error:
         raise ArgumentError(str(error)) from None
-    reader = _Reader(document, "sweep" if isinstance(source, Mapping) else Path(source).stem)
+    reader = _Reader(document, "sweep" if isinstance(source, Mapping) else Path(source).stem, checks_keys=checks_keys)
     spec = reader.read()
     if reader.faults or spec is None:
         raise ArgumentError(str(document.reject(reader.faults)).replace("hps_config", "sweep"))
@@ -266,7 +270,8 @@ def read_spec(source: str | Path | Mapping[str, Any]) -> SweepSpec:
 
 
 class _Reader:
-    def __init__(self, document: Document, name: str) -> None:
+    def __init__(self, document: Document, name: str, *, checks_keys: bool) -> None:
+        self._checks_keys = checks_keys
         self.faults = list(document.faults)
         self._values = dict(document.values)
         self._name = name
@@ -501,6 +506,8 @@ class _Reader:
     def _check_key(self, path: KeyPath, key: str, value: Any) -> None:
         """Check that a key names something that a trial can set, as far as it is known before a trial runs."""
         first, _, rest = key.partition(".")
+        if not self._checks_keys:
+            return
         if first == SCRIPT:
             if not rest:
                 self._fault(path, key, "the name of a flag of the script", "write `script.hidden` for `--hidden`")

@@ -288,12 +288,16 @@ class SweepStudy:
                 return False
             plan = self._plan_round(active)
             self.storage.set_study_user_attr(self._id, f"{_ROUND}{rounds}", plan)
+        stop = f"{_PAUSED}{population.every * (rounds + 1)}"
         for replaced, parent, values in plan:
             made = [one for one in self.trials() if one.user_attrs.get(_PARENT, {}).get("replaces") == replaced]
-            child = made[0].number if made else self._create_fork(replaced, parent, values)
+            child = (
+                made[0].number
+                if made
+                else self._create_fork(replaced, parent, self.trial(parent).user_attrs[stop]["steps"], values)
+            )
             fork(parent, child)
-            outcome = self.trial(replaced).user_attrs[f"{_PAUSED}{population.every * (rounds + 1)}"]
-            self.finish(replaced, {**outcome, "state": "pruned"})
+            self.finish(replaced, {**self.trial(replaced).user_attrs[stop], "state": "pruned"})
         self.storage.set_study_user_attr(self._id, _ROUNDS, rounds + 1)
         return True
 
@@ -311,12 +315,12 @@ class SweepStudy:
             plan.append((replaced.number, parent.number, drawn))
         return plan
 
-    def _create_fork(self, replaced: int, parent: int, drawn: Mapping[str, Any]) -> int:
+    def _create_fork(self, replaced: int, parent: int, step: int, drawn: Mapping[str, Any]) -> int:
         template = optuna.trial.create_trial(
             state=TrialState.RUNNING,
             params=dict(drawn),
             distributions={one.key: one.distribution for one in self.spec.parameters},
-            user_attrs={_PARENT: {"number": parent, "replaces": replaced}},
+            user_attrs={_PARENT: {"number": parent, "replaces": replaced, "step": step}},
         )
         return self.storage.get_trial(self.storage.create_new_trial(self._id, template)).number
 
@@ -340,6 +344,15 @@ def _draw(trial: optuna.Trial, one: Parameter) -> Any:
         return trial.suggest_categorical(one.key, drawn.choices)
     suggest = trial.suggest_int if isinstance(drawn, IntDistribution) else trial.suggest_float
     return suggest(one.key, drawn.low, drawn.high, step=drawn.step, log=drawn.log)
+
+
+def fork_of(study: SweepStudy, trial: FrozenTrial) -> dict[str, Any] | None:
+    """Return what a fork's run records of its parent: its number, the step of the fork, and the parent's values."""
+    number = parent_of(trial)
+    if number is None:
+        return None
+    values = study.values_of(study.trial(number))
+    return {"number": number, "step": trial.user_attrs[_PARENT]["step"], "values": values}
 
 
 def parent_of(trial: FrozenTrial) -> int | None:

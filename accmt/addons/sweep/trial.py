@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.fork.lineage import FORK_FILE, Origin, note_fork
+from accmt.addons.launches import TRIAL_VARIABLE
 from accmt.callbacks import Callback
 from accmt.errors import (
     ArgumentError,
@@ -40,8 +42,9 @@ from accmt.options.hyperparameters import HyperParameters
 from accmt.processes import on_main_process, run_on_main_process
 from accmt.registry import FIT_VARIABLE
 from accmt.saving.model_folder import write_hps
+from accmt.secrets import hide
+from accmt.tracking.log_with import find_specs
 
-TRIAL_VARIABLE = "ACCMT_TRIAL"
 STORAGE_VARIABLE = "ACCMT_SWEEP_STORAGE"
 TRIAL_FILE = "trial.json"
 OUTCOME_FILE = "outcome.json"
@@ -67,6 +70,7 @@ class Plan:
         objectives: Names of the objectives, with whether higher is better.
         takes: Which evaluation counts: "best" or "last".
         seed: The seed of a Trainer that has none.
+        parent: The trial that this one was forked from, as `number`, `step` and `values`; None for others.
         stop_at: The optimizer step at whose evaluation, or the next one, the trial pauses; None: at no step.
         spec: The sweep as it was written, to open its study.
     """
@@ -81,6 +85,7 @@ class Plan:
     objectives: Mapping[str, bool]
     takes: str
     seed: int
+    parent: Mapping[str, Any] | None
     stop_at: int | None
     spec: Mapping[str, Any]
 
@@ -122,7 +127,9 @@ def _read_plan() -> Plan:
 def trial_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Trainer's arguments with those of the trial in their place."""
     plan = _read_plan()
-    _begin(plan)
+    is_trial = os.environ.get(FIT_VARIABLE) == "sweep_fit"  # and not `accmt replay` of one
+    if is_trial:
+        _begin(plan)
     changed = dict(arguments)
     changed["hps_config"] = HyperParameters.from_config(changed["hps_config"], plan.hps)
     for key, value in plan.trainer.items():
@@ -147,9 +154,25 @@ def trial_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         logging_dir=logging_dir if "://" in logging_dir else plan.sweep_folder / "logs",
         seed=plan.seed if changed["seed"] is None else changed["seed"],
         tracker_options={**options, "config": config},
-        callbacks=[*(own if isinstance(own, list | tuple) else [] if own is None else [own]), TrialReports(plan)],
+        tracker_kwargs=_group_runs(changed, plan),
+        callbacks=[
+            *(own if isinstance(own, list | tuple) else [] if own is None else [own]),
+            *([TrialReports(plan)] if is_trial else []),
+        ],
     )
     return changed
+
+
+def _group_runs(arguments: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return the keywords of trackers with one group for the sweep in W&B, and a tag in MLflow."""
+    kwargs = dict(arguments["tracker_kwargs"])
+    for spec in find_specs(arguments["log_with"]):
+        own = {**spec.init_kwargs, **kwargs.get(spec.name, {})}
+        if spec.name == "wandb":
+            kwargs["wandb"] = {"group": plan.sweep, **own}
+        elif spec.name == "mlflow":
+            kwargs["mlflow"] = {**own, "tags": {"sweep": plan.sweep, **(own.get("tags") or {})}}
+    return kwargs
 
 
 def _set_in(value: Any, keys: list[str], new: Any) -> Any:
@@ -289,11 +312,37 @@ class TrialReports(Callback):
     def on_fit_start(self) -> None:
         """Check that the run has the trial's values, and end a run that was resumed after it was pruned."""
         self._require_used()
-        run_on_main_process(lambda: write_hps(self._plan.folder, self.trainer.settings.hps.to_dict()))
+        run_on_main_process(self._write_origin)
         if self._pruned_at is not None or self._has_reached_stop:
             run = self.trainer.run
             self.trainer.should_stop = True
             run.interruption.pass_point()
+
+    def _write_origin(self) -> None:
+        """Write the hyper-parameters to the trial's folder, and in a fork, which run it comes from."""
+        plan, run, parent = self._plan, self.trainer.run, self._plan.parent
+        hps = run.settings.hps.to_dict()
+        write_hps(plan.folder, hps)
+        folder = run.tracking.run_folder
+        if parent is None or (folder / FORK_FILE).exists():
+            return
+        name = f"{plan.sweep}-{parent['number']:04d}"
+        before, now = parent["values"], {**plan.hps, **{f"trainer.{key}": value for key, value in plan.trainer.items()}}
+        parent_folder = folder.absolute().with_name(name)
+        origin = Origin(
+            run_name=run.tracking.run_name,
+            run_folder=str(folder.absolute()),
+            parent={"run_name": name, "run_folder": str(parent_folder), "run_ids": {}, "taken": []},
+            step=parent["step"],
+            checkpoint_step=parent["step"],
+            hps=hide(hps["hps"]),
+            arguments={},
+            parent_hps={},
+            changes=[f"{key}: {before[key]} -> {now[key]}" for key in now if before.get(key) != now[key]],
+            model_path=str(run.settings.model_folder),
+        )
+        note_fork(parent_folder, folder.absolute(), {"step": origin.step, "changes": origin.changes})
+        origin.write(folder)
 
     def _require_used(self) -> None:
         plan, run = self._plan, self.trainer.run
@@ -363,7 +412,7 @@ class TrialReports(Callback):
             try:
                 if self._study is None:
                     written = {**self._plan.spec, **({} if storage is None else {"storage": storage})}
-                    self._study = SweepStudy(read_spec(written))
+                    self._study = SweepStudy(read_spec(written, checks_keys=False))
                 return bool(self._study.report(self._plan.number, step, value))
             except OUTAGES as error:
                 if time.monotonic() > deadline:

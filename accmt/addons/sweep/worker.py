@@ -18,11 +18,12 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from accmt.addons.fork import fork_checkpoint
+from accmt.addons.launches import TRIAL_VARIABLE
 from accmt.addons.sweep.claims import Claims, LeasedClaims, trial_folder
 from accmt.addons.sweep.spec import SCRIPT, TRAINER, SweepSpec, read_spec
-from accmt.addons.sweep.study import OUTAGES, SweepStudy, outcome_of, parent_of
+from accmt.addons.sweep.study import OUTAGES, SweepStudy, fork_of, outcome_of, parent_of
 from accmt.addons.sweep.table import Lines, SweepResult, TrialResult
-from accmt.addons.sweep.trial import FIT_FILE, OUTCOME_FILE, STORAGE_VARIABLE, TRIAL_FILE, TRIAL_VARIABLE, Plan
+from accmt.addons.sweep.trial import FIT_FILE, OUTCOME_FILE, STORAGE_VARIABLE, TRIAL_FILE, Plan
 from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, explain
 from accmt.files import loads, place_beside, write_text
@@ -285,6 +286,7 @@ class Sweep:
             objectives={one.name: one.maximizes for one in spec.objectives},
             takes=spec.takes,
             seed=spec.seed,
+            parent=fork_of(study, study.trial(number)),
             stop_at=study.stop_of(study.trial(number)),
             spec=spec.source,
         )
