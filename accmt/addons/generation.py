@@ -33,7 +33,7 @@ _EXAMPLES = {"generate": "generate: {max_new_tokens: 64}", "table_rows": "table_
 _MAX_NEW_TOKENS = 64
 _TABLE_ROWS = 20
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_ENDS = ("max_new_tokens", "max_length", "max_time", "stop_strings")
+_LIMITS = ("max_new_tokens", "max_length")
 
 
 # ---- The section `evaluation` of the hyper-parameters
@@ -112,7 +112,7 @@ class Generation(Feature):
         self._tokenizer = _find_tokenizer(run)
         self._options = dict(section.generate or {})
         _check_options(run, self._options)
-        if not any(name in self._options for name in _ENDS):
+        if not any(name in self._options for name in _LIMITS):
             self._options["max_new_tokens"] = _MAX_NEW_TOKENS  # a model may never stop by itself
         self._micro_batch: MicroBatch | None = None
         self._found = _Found()
@@ -132,6 +132,7 @@ class Generation(Feature):
 
     def add_to_outputs(self, key: str, batch: Any, outputs: Any) -> Any:
         """Generate, and return the texts under the names of the metrics that need them."""
+        _require_text(batch)
         is_labelled = isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys()
         if not is_labelled or batch["labels"].ndim != 2:
             got = (
@@ -142,7 +143,7 @@ class Generation(Feature):
             raise ArgumentError(explain("evaluation.generate", got, needed, do))
         is_encoder_decoder = bool(getattr(self._model.config, "is_encoder_decoder", False))
         pairs = _split(batch, is_encoder_decoder=is_encoder_decoder)
-        generated = self._generate([prompt for prompt, _ in pairs], is_encoder_decoder=is_encoder_decoder)
+        generated = self._generate(pairs, is_encoder_decoder=is_encoder_decoder)
         written = [self._decode(row) for row, _ in generated]
         expected = [None if answer is None else self._decode(answer) for _, answer in pairs]
         if self._micro_batch is not None and self._micro_batch.batch is not None:  # else another process's
@@ -166,9 +167,9 @@ class Generation(Feature):
         run, number = self._run, sum(found.num_cut_off for found in every)
         total = sum(found.num_written for found in every)
         if number and not is_trial:
-            limit = self._options.get("max_new_tokens")
+            limit = next(f"{name}={self._options[name]}" for name in _LIMITS if name in self._options)
             what = f"{number} of {total} generated texts were cut off before they ended"
-            warn_once(f"{what} (max_new_tokens={limit})", about="generated texts that were cut off")
+            warn_once(f"{what} ({limit})", about="generated texts that were cut off")
         if is_trial or not isinstance(run, Run) or not self._section.table_rows:
             return
         rows = sorted((row for found in every for row in found.rows), key=lambda row: row.place)
@@ -189,8 +190,13 @@ class Generation(Feature):
     def _model(self) -> Any:
         return self._run.module.unwrapped_model
 
-    def _generate(self, prompts: list[list[int]], *, is_encoder_decoder: bool) -> list[tuple[list[int], bool]]:
+    def _generate(
+        self, pairs: list[tuple[list[int], list[int] | None]], *, is_encoder_decoder: bool
+    ) -> list[tuple[list[int], bool]]:
         """Return the new tokens of each prompt, and whether they were cut off.
+
+        Texts end where the expected answers do, too: the configuration of a base model does not know the token that
+        ends a turn of a conversation.
 
         Processes: all, if they share the weights: each generates until all have finished.
         """
@@ -199,15 +205,20 @@ class Generation(Feature):
             for name in _SAMPLING:
                 setattr(config, name, None)
         config.max_length = None  # only one limit may be set
-        config.update(**{"do_sample": False, **self._options})
-        ends = config.eos_token_id
-        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        config.update(**{"do_sample": False, **self._options, "return_dict_in_generate": False})
+        found_ends = config.eos_token_id
+        ends = {found_ends} if isinstance(found_ends, int) else set(found_ends or ())
+        if "eos_token_id" not in self._options:
+            added = getattr(self._tokenizer, "added_tokens_decoder", {})
+            ends |= {answer[-1] for _, answer in pairs if answer and answer[-1] in added}
+            ends |= {one for one in (getattr(self._tokenizer, "eos_token_id", None),) if one is not None}
+            config.eos_token_id = sorted(ends) or None
         pad = next(
             (one for one in (config.pad_token_id, self._tokenizer.pad_token_id, *sorted(ends)) if one is not None), 0
         )
         config.pad_token_id = pad
         # A row without a prompt is generated, too, since all processes have to take part: from one token of padding.
-        prompts = [prompt or [pad] for prompt in prompts]
+        prompts = [prompt or [pad] for prompt, _ in pairs]
         width = max(map(len, prompts))
         rows, masks = [], []
         for prompt in prompts:
@@ -221,7 +232,11 @@ class Generation(Feature):
         found = self._model.generate(input_ids=inputs, attention_mask=mask, generation_config=config, **extra)
         new = found[:: len(found) // len(rows)].tolist()  # the first of `num_return_sequences`
         new = [row[1:] if is_encoder_decoder else row[width:] for row in new]
-        return [(row, len(row) == config.max_new_tokens and not ends.intersection(row)) for row in new]
+        limit = config.max_new_tokens or config.max_length - 1  # which counts the first token of the decoder
+        has_stop = "stop_strings" in self._options  # after which a text is padded
+        return [
+            (row, len(row) == limit and not ends.intersection(row) and not (has_stop and row[-1] == pad)) for row in new
+        ]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True)).strip()
@@ -256,6 +271,16 @@ def _split(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> list[tuple[
     return pairs
 
 
+def _require_text(batch: Any) -> None:
+    """Reject a batch with images or audio, which the prompts would lack."""
+    values = batch.items() if isinstance(batch, Mapping) else ()
+    for name, value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2:
+            got = f"a batch with {name!r} of shape {tuple(value.shape)}"
+            do = "return the texts from validation_step, and remove `evaluation.generate`"
+            raise ArgumentError(explain("evaluation.generate", got, "prompts that are only text", do))
+
+
 def _find_tokenizer(run: EvaluationRun) -> Any:
     module = run.module
     for owner in (getattr(module, "processor", None), getattr(module, "tokenizer", None)):
@@ -284,3 +309,10 @@ def _check_options(run: EvaluationRun, options: Mapping[str, Any]) -> None:
             meant = nearest(name, known)
             do = f"did you mean `{meant}`?" if meant else "see GenerationConfig of transformers"
             raise HyperParameterError(explain(where, f"`{name}`", "arguments of `generate`", do))
+        if name in _SAMPLING and not options.get("do_sample"):
+            do = f"write `do_sample: true`, or remove `{name}`"
+            raise HyperParameterError(explain(where, f"`{name}` without `do_sample`", "a search that samples", do))
+    if "max_length" in options and not getattr(model.config, "is_encoder_decoder", False):
+        got = f"max_length: {options['max_length']}, which counts the longest prompt of a batch, too"
+        do = "write `max_new_tokens: 64`"
+        raise HyperParameterError(explain(where, got, "a limit that does not depend on the batch", do))

@@ -189,6 +189,8 @@ class Scores(AcceleratorModule):
         (make_module, "generate", "a mapping with `generate`"),
         (WithoutTokenizer, {"generate": True}, "processor=tokenizer"),
         (Scores, {"generate": True}, "a model that can generate"),
+        (make_module, {"generate": {"max_length": 64}}, "max_new_tokens: 64"),
+        (make_module, {"generate": {"temperature": 0.7}}, "do_sample: true"),
     ],
 )
 def test_what_cannot_be_is_an_error_before_training(make: Any, evaluation: Any, said: str) -> None:
@@ -218,3 +220,39 @@ def test_a_function_of_texts_is_a_metric_by_its_name() -> None:
 def test_texts_that_do_not_end_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     train(make_module())
     assert "generated texts were cut off before they ended (max_new_tokens=6)" in caplog.text
+
+
+PLAIN = {"epochs": 1, "batch_size": 2, "optim": "SGD"}
+
+
+def make_constant(token: int) -> SFTModule:
+    """Return a module whose model writes only this token."""
+    module = make_module()
+    with torch.no_grad():
+        for weight in module.model.parameters():
+            weight.fill_(float(weight.ndim == 1))
+        module.model.get_input_embeddings().weight.fill_(1.0)
+        module.model.get_output_embeddings().weight[token] = 1.0
+    return module
+
+
+def test_texts_end_where_the_expected_ones_do_without_training_before(caplog: pytest.LogCaptureFixture) -> None:
+    end = make_tokenizer(conversations.CHATML).convert_tokens_to_ids("<|im_end|>")
+    module = make_constant(end)
+    module.model.generation_config.eos_token_id = None
+    hps = {**PLAIN, "evaluation": {"generate": {"max_new_tokens": 6}}}
+    trainer = Trainer(hps, "model", metrics="exact_match")
+    trainer.evaluate(module, [{"messages": TURNS}])
+    assert "cut off" not in caplog.text
+
+
+def test_a_string_that_ends_texts_is_no_limit(caplog: pytest.LogCaptureFixture) -> None:
+    word = make_tokenizer(conversations.CHATML)("a", add_special_tokens=False)["input_ids"][0]
+    hps = {**PLAIN, "evaluation": {"generate": {"stop_strings": ["never"]}}}
+    results = Trainer(hps, "model", metrics=f"{__name__}:count_letters").evaluate(make_constant(word), ROWS[:2])
+    assert results["count_letters"] == 2 * 64
+    assert "2 of 2 generated texts were cut off before they ended (max_new_tokens=64)" in caplog.text
+
+
+def count_letters(written: list[str], expected: list[str]) -> int:
+    return sum(map(len, written))

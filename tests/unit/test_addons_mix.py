@@ -333,6 +333,46 @@ def test_a_run_resumes_with_other_weights_where_each_source_was(tmp_path: Path, 
     assert np.bincount(np.array([s for samples, _, _ in again.seen for s in samples]) // 40)[0] == 0
 
 
+def test_a_run_resumes_with_other_limits_after_what_each_source_gave(tmp_path: Path):
+    def mix(**limits: int) -> dict[str, Any]:
+        weights = {"news": 0.5, "code": 0.25, "chat": 0.25}
+        return {
+            "mix": {name: {"weight": weight, **({"epochs": limits[name]} if name in limits else {})}
+                    for name, weight in weights.items()},
+            "stop": "repeat",
+        }  # fmt: skip
+
+    settings: dict[str, Any] = {"checkpoint_every": "2 steps", "shuffle_train": False}
+    sizes, before, after = {"news": 8, "code": 80, "chat": 80}, Points(), Points()
+    hps = {"epochs": -1, "max_steps": 12}
+    with pytest.raises(InterruptionError):
+        fit(tmp_path, before, sizes, mix(news=1), hps=hps, callbacks=InterruptAt(8), **settings)
+    fit(tmp_path, after, sizes, mix(news=3), hps=hps, resume=True, **settings)
+    trained = [sample for samples, _, _ in before.seen[:8] for sample in samples]
+    then = [sample for samples, _, _ in after.seen for sample in samples]
+    assert [*range(8)] == [sample for sample in trained if sample < 8]
+    assert [*range(8)] == [sample for sample in then if sample < 8], "the second pass, from its start"
+    others = sorted(sample for sample in trained + then if sample >= 8)
+    assert len(set(others)) == len(others) == 32, "no sample twice"
+    of_code = sum(sample < 88 for sample in others)
+    assert others == [*range(8, 8 + of_code), *range(88, 88 + 32 - of_code)], "none left out"
+
+
+def test_a_run_that_the_sources_do_not_suffice_for_is_rejected_and_higher_limits_continue_one(tmp_path: Path):
+    def mix(epochs: int) -> dict[str, Any]:
+        return {"mix": {name: {"weight": 1, "epochs": epochs} for name in SIZES}, "stop": "last"}
+
+    for data, hps in ((mix(1), {"epochs": 2}), ({**mix(1), "stop": "repeat"}, {"epochs": -1, "max_steps": 100})):
+        with pytest.raises(DataError, match="exhausted after") as raised:
+            fit(tmp_path / "none", Points(), SIZES, data, hps=hps)
+        assert "increase `epochs` of a source" in str(raised.value)
+    first, second = Points(), Points()
+    fit(tmp_path / "run", first, SIZES, mix(1))
+    fit(tmp_path / "run", second, SIZES, mix(2), hps={"epochs": 2}, resume=True)
+    for module in (first, second):
+        assert sorted(sample for samples, _, _ in module.seen for sample in samples) == [*range(sum(SIZES.values()))]
+
+
 def test_more_steps_continue_a_run_that_repeats_its_sources(tmp_path: Path):
     data = {"mix": {"news": {0: 1, 3: 0.5, 8: 0}, "code": {0: 0, 3: 0.5, 8: 1}, "chat": 0}}
     settings: dict[str, Any] = {"checkpoint_every": "2 steps"}

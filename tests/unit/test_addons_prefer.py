@@ -13,8 +13,10 @@ from torch.nn import functional
 from torch.utils.data import IterableDataset
 
 from accmt import DistillationModule, PreferenceModule, RewardModule, Trainer
+from accmt.addons.prefer import losses
 from accmt.addons.sft.chat import IGNORED, mask_row
 from accmt.errors import ArgumentError, CheckpointError, DataError, ModuleContractError
+from accmt.tracking import read_history
 from tests import conversations
 from tests.conversations import make_tokenizer
 from tests.resume.unbroken import InterruptAt, InterruptionError
@@ -203,6 +205,37 @@ def test_an_adapter_that_changes_the_model_is_copied_as_reference(tmp_path: Path
         PreferenceModule(model, tokenizer(), reference="adapter")
     with pytest.raises(ArgumentError, match="a model without a PEFT adapter"):
         PreferenceModule(make_model(), tokenizer(), reference="adapter")
+
+
+def test_other_weights_that_are_trained_beside_an_adapter_do_not_change_the_reference(tmp_path: Path):
+    model = with_lora(make_model())
+    model.get_input_embeddings().weight.requires_grad_(True)
+    module = PreferenceModule(model, tokenizer())
+    fit(tmp_path, pairs(4), module=module)
+    own, theirs = (one.get_input_embeddings().weight for one in (module.model, module.teacher))
+    assert torch.equal(theirs, make_model().get_input_embeddings().weight)
+    assert not torch.equal(own, theirs)
+
+
+def test_an_answer_that_is_certain_has_a_finite_gradient():
+    chosen, rejected = (torch.tensor([value], requires_grad=True) for value in (0.0, -2.0))
+    losses.orpo(chosen, rejected, beta=0.1).sum().backward()
+    assert chosen.grad.tolist() == [-1.0]
+    assert rejected.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_a_mixture_of_pairs_has_the_loss_of_each_source(tmp_path: Path, kind: str):
+    module = (
+        PreferenceModule(make_model(), tokenizer()) if kind == "dpo" else RewardModule(make_reward_model(), tokenizer())
+    )
+    sources, hps = {"one": pairs(8), "other": pairs(8)}, {"data": {"mix": {"one": 0.5, "other": 0.5}}}
+    trainer = fit(tmp_path, sources, module=module, hps=hps, log_every=1)
+    rows = [row["values"] for row in read_history(trainer.run.tracking.run_folder) if "values" in row]
+    own = [row for row in rows if "train_loss" in row]
+    assert own
+    for row in own:
+        assert row["train_loss"] == pytest.approx((row["train_loss__one"] + row["train_loss__other"]) / 2)
 
 
 @pytest.mark.parametrize(("name", "lora"), [("dpo", False), ("dpo", True), ("kto", False), ("simpo", False)])

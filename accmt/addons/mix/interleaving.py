@@ -41,7 +41,7 @@ def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=128)  # one for each time that weights change or a source is exhausted
 def spread(parts: tuple[int, ...]) -> Array:
     """Return the source of each position of a period, as evenly spread as possible."""
     drawn = [(source, part) for source, part in enumerate(parts) if part]
@@ -77,26 +77,31 @@ class Interleaving:
         stretches: The weights, by the position from which they apply.
         limits: The number of samples after which a source is exhausted; None for no limit. The others then share its
             part.
+        limited_from: The start of the stretch from which the limits apply: earlier samples were trained on already.
 
     Attributes:
         end: The position at which all sources are exhausted; None if that never happens.
+        stretches: The weights without those of exhausted sources.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], limits: Sequence[int | None]) -> None:
+    def __init__(self, stretches: Sequence[Stretch], limits: Sequence[int | None], *, limited_from: int = 0) -> None:
         self.end: int | None = None
-        self._stretches: list[Stretch] = []
+        self.stretches: list[Stretch] = []
         self._counts: list[Array] = []  # before each stretch
         waiting = list(stretches)
         while waiting:
             start, parts = waiting.pop(0)
-            counts = self.counts(start) if self._stretches else np.zeros(len(limits), np.int64)
-            is_left = [limit is None or limit > count for limit, count in zip(limits, counts, strict=True)]
-            parts = tuple(part if left else 0 for part, left in zip(parts, is_left, strict=True))
+            counts = self.counts(start) if self.stretches else np.zeros(len(limits), np.int64)
+            if start >= limited_from:
+                is_left = [limit is None or limit > count for limit, count in zip(limits, counts, strict=True)]
+                parts = tuple(part if left else 0 for part, left in zip(parts, is_left, strict=True))
             if not any(parts):
                 self.end = start
                 return
-            self._stretches.append(Stretch(start, parts))
+            self.stretches.append(Stretch(start, parts))
             self._counts.append(counts)
+            if start < limited_from:
+                continue
             found = (self.position_of(source, limit) for source, limit in enumerate(limits) if limit and parts[source])
             exhausted = min((end for end in found if end is not None), default=None)
             if exhausted is not None and (not waiting or exhausted < waiting[0].start):
@@ -105,7 +110,7 @@ class Interleaving:
     def counts(self, position: int) -> Array:
         """Return the number of samples from each source before a position."""
         index = self._at(position)
-        start, parts = self._stretches[index]
+        start, parts = self.stretches[index]
         pattern = spread(parts)
         periods, rest = divmod(position - start, len(pattern))
         of_period, of_rest = (np.bincount(part, minlength=len(parts)) for part in (pattern, pattern[:rest]))
@@ -117,8 +122,8 @@ class Interleaving:
         found = []
         while begin < end:
             index = self._at(begin)
-            stop = min([end, *(stretch.start for stretch in self._stretches[index + 1 : index + 2])])
-            start, parts = self._stretches[index]
+            stop = min([end, *(stretch.start for stretch in self.stretches[index + 1 : index + 2])])
+            start, parts = self.stretches[index]
             pattern = spread(parts)
             first = (begin - start) % len(pattern)
             periods = -(-(first + stop - begin) // len(pattern))
@@ -128,17 +133,17 @@ class Interleaving:
 
     def share_of(self, source: int, count: int) -> int:
         """Return the first position at which the share of a source amounts to `count` samples, or the end."""
-        for index, (start, parts) in enumerate(self._stretches):
+        for index, (start, parts) in enumerate(self.stretches):
             missing = count - int(self._counts[index][source])
             if parts[source]:
                 position = start + max(0, -(-missing * sum(parts) // parts[source]))
-                if index + 1 == len(self._stretches) or position <= self._stretches[index + 1].start:
+                if index + 1 == len(self.stretches) or position <= self.stretches[index + 1].start:
                     return position if self.end is None else min(position, self.end)
-        return self._stretches[-1].start if self.end is None else self.end
+        return self.stretches[-1].start if self.end is None else self.end
 
     def position_of(self, source: int, count: int) -> int | None:
         """Return the first position before which there are `count` samples from a source; None if there never are."""
-        for index, (start, parts) in enumerate(self._stretches):
+        for index, (start, parts) in enumerate(self.stretches):
             before = int(self._counts[index][source])
             if count <= before:
                 return start
@@ -148,10 +153,10 @@ class Interleaving:
             places = np.flatnonzero(pattern == source)
             periods, rest = divmod(count - before - 1, len(places))
             position = start + periods * len(pattern) + int(places[rest]) + 1
-            if index + 1 == len(self._stretches) or position <= self._stretches[index + 1].start:
+            if index + 1 == len(self.stretches) or position <= self.stretches[index + 1].start:
                 return position
         return None
 
     def _at(self, position: int) -> int:
         """Return the index of the stretch that a position is in."""
-        return max(index for index, stretch in enumerate(self._stretches) if stretch.start <= position)
+        return max(index for index, stretch in enumerate(self.stretches) if stretch.start <= position)

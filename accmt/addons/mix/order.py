@@ -14,6 +14,7 @@ from accmt.errors import DataError, explain
 from accmt.messages import say
 
 _WHERE = "the sources of a mixture in a resumed run"
+_LIMITED = "a mixture whose sources are all limited"
 
 
 class Stage(NamedTuple):
@@ -49,11 +50,15 @@ class MixOrder(ResumableSampler):
         sizes: The number of samples of each source, by name.
         stages: The weights; several only with "repeat".
         epochs: The number of passes after which a source is exhausted, by name.
+        num_epochs: The epochs of the run; None if something else ends it.
         stop: What ends an epoch: "first", "last" or "repeat".
         max_steps: With "repeat", the steps of the run; None if it ends when all sources are exhausted.
         samples_per_step: The samples of an optimizer step, if `max_steps` is set.
         seed: The run's seed.
         shuffle: Whether each pass is shuffled.
+
+    Raises:
+        DataError: All sources are exhausted before the run ends.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class MixOrder(ResumableSampler):
         stages: Sequence[Stage],
         *,
         epochs: Mapping[str, int],
+        num_epochs: int | None = None,
         stop: str,
         max_steps: int | None,
         samples_per_step: int | None,
@@ -88,6 +94,7 @@ class MixOrder(ResumableSampler):
         self._base = _Base(0, 0, self._length, max_steps or 0)
         self._loaded: Mapping[str, Any] = {}
         self._epoch = 0
+        self._require_samples(num_epochs)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch."""
@@ -123,20 +130,38 @@ class MixOrder(ResumableSampler):
 
     def _positions(self, epoch: int) -> range:
         """Return the positions of an epoch in the run."""
-        begin, length = self._base.begin, self._base.length
-        if epoch != self._base.epoch:
-            begin, length = begin + length + (epoch - self._base.epoch - 1) * self._length, self._length
+        begin, length = self._planned(epoch)
         end = self._interleaving.end
-        stop = begin + length if end is None else min(begin + length, end)
-        if stop <= begin:
+        if self._is_exhausted(epoch):
             got = f"epoch {epoch + 1}, but all sources are exhausted after {end} samples"
             do = "reduce `epochs` of the run, or increase `epochs` of a source in `data.mix`"
-            raise DataError(explain("a mixture whose sources are all limited", got, "samples in every epoch", do))
-        return range(begin, stop)
+            raise DataError(explain(_LIMITED, got, "samples in every epoch", do))
+        return range(begin, begin + length if end is None else min(begin + length, end))
 
-    def _begin_with(self, stretches: Sequence[Stretch]) -> None:
-        self._stretches = tuple(stretches)
-        self._interleaving = Interleaving(self._stretches, self._limits)
+    def _is_exhausted(self, epoch: int) -> bool:
+        end = self._interleaving.end
+        return end is not None and end <= self._planned(epoch)[0]
+
+    def _require_samples(self, num_epochs: int | None) -> None:
+        """Reject a run that the sources are known not to suffice for."""
+        if num_epochs is not None:
+            self._positions(num_epochs - 1)
+        end, steps = self._interleaving.end, self._max_steps
+        if end is not None and steps is not None and end <= (steps - 1) * self._samples_per_step:
+            got = f"max_steps: {steps}, but all sources are exhausted after {end} samples"
+            do = f"write `max_steps: {-(-end // self._samples_per_step)}`, or increase `epochs` of a source"
+            raise DataError(explain(_LIMITED, got, "samples in every step", do))
+
+    def _planned(self, epoch: int) -> tuple[int, int]:
+        """Return the first position of an epoch, and its length if its sources are not exhausted before."""
+        base = self._base
+        if epoch == base.epoch:
+            return base.begin, base.length
+        return base.begin + base.length + (epoch - base.epoch - 1) * self._length, self._length
+
+    def _begin_with(self, stretches: Sequence[Stretch], *, limited_from: int = 0) -> None:
+        self._stretches, self._limited_from = tuple(stretches), limited_from
+        self._interleaving = Interleaving(self._stretches, self._limits, limited_from=limited_from)
 
     def _measure(self) -> int:
         """Return the samples of an epoch that begins the run."""
@@ -151,12 +176,12 @@ class MixOrder(ResumableSampler):
     # ---- Resuming, possibly with other weights
 
     def state_at(self, epoch: int) -> dict[str, Any]:
-        positions = self._positions(epoch)
         end_step = self._base.end_step + (epoch - self._base.epoch) * (self._max_steps or 0)
         return {
             "sizes": [list(size) for size in self._sizes.items()],
             "stretches": [[start, list(parts)] for start, parts in self._stretches],
-            "epoch": [epoch, positions.start, len(positions), end_step],
+            "limited_from": self._limited_from,
+            "epoch": [epoch, *self._planned(epoch), end_step],
             **self._settings,
         }
 
@@ -171,7 +196,10 @@ class MixOrder(ResumableSampler):
             raise DataError(explain(_WHERE, got, expected, do))
         self._loaded, self._limits = state, list(state["limits"])
         self._base = _Base(*state["epoch"])
-        self._begin_with([Stretch(start, tuple(parts)) for start, parts in state["stretches"]])
+        stretches = [Stretch(start, tuple(parts)) for start, parts in state["stretches"]]
+        self._begin_with(stretches, limited_from=state["limited_from"])
+        if self._is_exhausted(self._base.epoch):
+            self.continue_after(0)  # this run's limits may be higher
 
     def continue_after(self, consumed: int) -> None:
         before, self._loaded = self._loaded, {}
@@ -186,13 +214,20 @@ class MixOrder(ResumableSampler):
             done = base.end_step - (base.length - consumed) // before["samples_per_step"]
         stretches = [stretch for stretch in self._stretches if stretch.start < cut]
         in_force = max(stage for stage in self._stages if stage.step <= done)
-        if not stretches or stretches[-1].parts != in_force.parts:
+        has_other_limits = before["limits"] != self._settings["limits"]
+        changed = ["weights"] if not stretches or stretches[-1].parts != in_force.parts else []
+        changed += ["`epochs`"] if has_other_limits else []
+        limited_from = self._limited_from
+        if has_other_limits:  # which do not change what was trained on
+            stretches = [stretch for stretch in self._interleaving.stretches if stretch.start < cut]
+            limited_from = cut
+        if changed:
             stretches.append(Stretch(cut, in_force.parts))
-            say(f"from here on, after {cut} samples of the mixture, its sources have other weights")
+            say(f"from here on, after {cut} samples of the mixture, its sources have other {' and '.join(changed)}")
         later = (stage for stage in self._stages if stage.step > done)
         stretches += [Stretch(cut + (stage.step - done) * self._samples_per_step, stage.parts) for stage in later]
         self._limits = self._settings["limits"]
-        self._begin_with(stretches)
+        self._begin_with(stretches, limited_from=limited_from)
         if self._stop != "repeat":
             length = base.length if consumed else self._length
         elif self._max_steps is None:

@@ -110,6 +110,7 @@ class Mixture(ConcatDataset[Any]):
             {name: len(source) for name, source in zip(self.names, self.datasets, strict=True)},  # type: ignore[arg-type]
             stages,
             epochs=section.epochs,
+            num_epochs=None if settings.hps.epochs < 0 or settings.hps.max_steps else settings.hps.epochs,
             stop=section.stop,
             max_steps=max_steps,
             samples_per_step=samples,

@@ -85,8 +85,11 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
         rejected: m_l `[pairs]`.
         beta: λ.
     """
+    # The odds of an answer that is certain, as far as the digits go, are infinite, and their gradient is NaN.
+    most = -torch.finfo(chosen.dtype).eps
+    m_w, m_l = chosen.clamp(max=most), rejected.clamp(max=most)
     # log(1 - exp(m)) without the loss of digits near m = 0.
-    log_odds = (chosen - rejected) - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
+    log_odds = (m_w - m_l) - (torch.log(-torch.expm1(m_w)) - torch.log(-torch.expm1(m_l)))
     return -chosen - beta * functional.logsigmoid(log_odds)
 
 

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from accmt.options import HyperParameters
 
 
+_ADAPTER_PARTS = ("lora_", "modules_to_save", "trainable_tokens")
+_CHANGED = "already changes the model, or other weights are trained, too"
+
+
 class LogProbs(NamedTuple):
     """The log-probabilities of answers.
 
@@ -181,7 +185,7 @@ class PreferenceModule(RowModule):
             self._start = self._digest_reference(self.model)
             return
         if self._reference == "adapter" and not is_new:
-            got = "an adapter that already changes the model" if is_adapted else "a model without a PEFT adapter"
+            got = f"an adapter that {_CHANGED}" if is_adapted else "a model without a PEFT adapter"
             do = 'reference="copy"; or merge the adapter first' if is_adapted else 'reference="copy", or add LoRA'
             expected = "an adapter that is new: without it, the model is the one that training starts from"
             raise ArgumentError(explain('reference="adapter"', got, expected, do))
@@ -189,8 +193,8 @@ class PreferenceModule(RowModule):
             return
         if is_adapted:
             say_once(
-                "the adapter already changes the model, so the reference is a copy of model and adapter; to save "
-                "memory, merge the adapter (accmt merge) and train a new one"
+                f"the adapter {_CHANGED}, so the reference is a copy of model and adapter; to save memory, merge the "
+                "adapter (accmt merge) and train a new one and nothing else"
             )
         self.teacher = deepcopy(self.model).requires_grad_(requires_grad=False).eval()
 
@@ -222,6 +226,7 @@ class PreferenceModule(RowModule):
         return {
             "loss": losses.weighted_mean(lost, weights),
             "weight": weights.sum(),
+            **({"losses": lost.detach(), "weights": weights} if self.wants_sample_losses else {}),
             **{name: losses.weighted_mean(one.detach(), weights) for name, one in values.items()},
         }
 
@@ -409,8 +414,12 @@ def _mean_kl(logits: Tensor, before: Tensor, labels: Tensor) -> Tensor:
 
 
 def _has_new_adapter(model: Any) -> bool:
-    """Return whether a PEFT model's adapter does not change it yet: LoRA's second factors are 0."""
-    if not is_peft_model(model):
+    """Return whether a PEFT model's adapter does not change it yet, and nothing else is trained.
+
+    LoRA's second factors are 0 then. Other weights would change the model without its adapter, too.
+    """
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    if not is_peft_model(model) or not all(any(part in name for part in _ADAPTER_PARTS) for name in trained):
         return False
     factors = [weight for name, weight in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
     return bool(factors) and not any(bool(weight.any()) for weight in factors)

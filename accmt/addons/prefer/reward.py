@@ -84,6 +84,8 @@ class RewardModule(RowModule):
         config: Any = self.model.config
         if getattr(config, "num_labels", None) != 1 or not hasattr(self.model, "score"):
             got = f"{type(self.model).__name__} with {getattr(config, 'num_labels', 'no')} labels"
+            if getattr(config, "num_labels", None) == 1:
+                got += ", but without `score`: not a causal architecture, such as Llama or Qwen"
             do = "write `model: {path: ..., type: AutoModelForSequenceClassification, num_labels: 1}`"
             raise ModuleContractError(explain("a reward model", got, "a sequence classifier with one label", do))
         # With it, the model finds the last token of each answer.
@@ -105,6 +107,7 @@ class RewardModule(RowModule):
         return {
             "loss": weighted_mean(lost, weights),
             "weight": weights.sum(),
+            **({"losses": lost.detach(), "weights": weights} if self.wants_sample_losses else {}),
             **{name: weighted_mean(one.detach(), weights) for name, one in values.items()},
         }
 
