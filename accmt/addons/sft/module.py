@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from accmt.addons.sft.rows import (
     padding_id,
 )
 from accmt.data import is_stream
+from accmt.data.seeding import seeded_generators
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.module import HuggingFaceModule
@@ -41,9 +43,15 @@ class RowModule(HuggingFaceModule):
         reader: Makes samples of rows.
         collate_fn: Makes batches of samples.
 
+    Attributes:
+        build_seed: A seed for weights that are random when the model is built, such as an adapter's; None uses the
+            global generators as they are.
+
     Raises:
         ArgumentError: The reader's `max_length` is below 2.
     """
+
+    build_seed: int | None = None
 
     def __init__(
         self,
@@ -59,6 +67,11 @@ class RowModule(HuggingFaceModule):
             raise ArgumentError(explain(where, got, expected, "for example max_length=1024"))
         self.collate_fn = collate_fn
         self._reader = reader
+
+    def configure_model(self) -> None:
+        """Build the model, with the same new weights in every run with the same `build_seed`."""
+        with nullcontext() if self.build_seed is None else seeded_generators(self.build_seed):
+            super().configure_model()
 
     def get_train_dataloader(self, dataset: Any = None) -> Any:
         """Return the rows as samples, after checking some of them; several sources are returned by name."""

@@ -51,7 +51,7 @@ def make_module(loss: Any, *, lora: bool, folder: Path | None = None) -> Prefere
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).double()
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    return PreferenceModule(model, tokenizer, loss, reference_folder=folder)
+    return PreferenceModule(model, tokenizer, loss, reference_folder=folder, answers=2 if lora else 0)
 
 
 def train(folder: Path, loss: str, *, lora: bool, budget: bool, **settings: Any) -> tuple[PreferenceModule, Trainer]:
