@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ import optuna
 import pytest
 import torch
 from safetensors.torch import load_file
+from sqlalchemy.exc import OperationalError
 
 from accmt import Callback, Sweep, Trainer
 from accmt.addons.fork.lineage import find_parent
-from accmt.addons.sweep.study import JOURNAL_FILE, SweepStudy
+from accmt.addons.sweep.spec import grid_of
+from accmt.addons.sweep.study import JOURNAL_FILE, SweepStudy, perturb
 from accmt.addons.sweep.table import LiveTable, write_table
 from accmt.addons.sweep.worker import share_of
 from accmt.cli.main import main
@@ -202,6 +205,8 @@ def test_several_objectives_give_the_trials_that_no_other_one_beats():
 
 
 def test_budgets_in_steps_and_hours():
+    halving = make(name="halving", trials=None, max_steps=24, halving={"steps": [4], "keep": 8}).run(train)
+    assert [one.steps for one in halving.trials] == [4] * 6  # steps of paused trials count, too
     assert len(make(name="steps", trials=None, max_steps=40).run(train).trials) == 3  # of 16 steps each
     assert len(make(name="hours", trials=None, max_hours=1e-9).run(train).trials) == 1
 
@@ -254,6 +259,52 @@ def test_the_worst_members_of_a_population_are_replaced_by_forks_of_the_best():
     assert [one.parent for one in broken.result().trials] == [one.parent for one in result.trials]
 
 
+def test_no_worker_touches_a_population_while_another_one_changes_it(monkeypatch: pytest.MonkeyPatch):
+    sweep = make(trials=None, space={"optim.lr": [0.01, 0.1]}, population={"members": 2, "every": 4, "rounds": 1})
+    fork, evolve, has_paused = Sweep._fork, SweepStudy.evolve, []
+
+    def fork_slowly(self: Sweep, parent: int, child: int) -> None:
+        study = SweepStudy(sweep.spec)
+        assert not any(study.has_to_run(trial) for trial in study.trials())  # the checkpoint is not there yet
+        fork(self, parent, child)
+
+    def pause_after(self: SweepStudy, fork: Any) -> bool:
+        """Say once that not all have paused, as if the last one paused just after that."""
+        if not has_paused and len(self.trials()) == 2 and all(self.paused(trial) for trial in self.trials()):
+            has_paused.append(True)
+            return False
+        return evolve(self, fork)
+
+    monkeypatch.setattr(Sweep, "_fork", fork_slowly)
+    monkeypatch.setattr(SweepStudy, "evolve", pause_after)
+    assert sorted(one.state for one in sweep.run(train).trials) == ["complete", "complete", "pruned"]
+    assert has_paused
+
+
+def test_values_of_forks_change_within_the_search_space():
+    space = {"optim.weight_decay": {"uniform": [0.0, 0.3], "step": 0.1}, "batch_size": {"int": [1, 8]}}
+    for one in make(space=space).spec.parameters:
+        for value in grid_of(one):
+            near = {perturb(one, value, random.Random(seed)) for seed in range(20)}
+            assert near - {value}, (one.key, value)
+            assert all(one.distribution._contains(each) for each in [value, *near])
+
+
+@pytest.mark.parametrize("method", ["create", "finish"])
+def test_an_outage_of_the_database_at_any_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch, method: str):
+    once, own = [OperationalError("", {}, ConnectionError())], getattr(SweepStudy, method)
+
+    def fail_once(self: SweepStudy, *given: Any) -> Any:
+        if once:
+            raise once.pop()
+        return own(self, *given)
+
+    monkeypatch.setattr(SweepStudy, method, fail_once)
+    result = make(trials=2).run(train)
+    assert [one.state for one in result.trials] == ["complete"] * 2
+    assert sorted(path.name for path in result.trials[0].folder.parent.iterdir()) == ["0000", "0001"]
+
+
 def failing(error: Exception, at: set[int]) -> Callable[[], None]:
     number = iter(range(100))
 
@@ -275,10 +326,22 @@ def test_failed_trials_do_not_end_a_sweep_unless_several_in_a_row_fail():
     assert stopped.why is not None
     assert stopped.why.count("out of luck") == 1
     assert not stopped.is_finished
+    wrong = [{"epochs": 2}, {"trainer.clip_grad": -1.0}, {"epochs": 1}]
+    some = make(name="some", space=None, trials=wrong).run(train)  # the first one shows that not all would fail
+    assert [one.state for one in some.trials] == ["complete", "failed", "complete"]
     repaired = make(name="all", trials=2, space={"optim.lr": [0.1, 0.2]}).run(
         train
     )  # nothing was learned: it may change
     assert [one.state for one in repaired.trials] == ["complete"] * 2
+
+
+def test_an_error_after_fit_is_shown(caplog: pytest.LogCaptureFixture):
+    def run() -> None:
+        train()
+        raise RuntimeError("no such plot")
+
+    assert make(trials=1).run(run).trials[0].state == "complete"
+    assert "trial 0: the function raised after fit: RuntimeError: no such plot" in caplog.text
 
 
 class NaN(Linear):
@@ -322,6 +385,7 @@ WRONG: list[tuple[dict[str, Any], Callable[[], Any], str]] = [
     ({"objective": {"val_los": "min"}}, train, "write `objective: val_loss`"),
     ({"objective": {"reward": "max"}}, train, "self.log('reward', value)"),
     ({"space": {"trainer.clip_grad": [-1.0, -2.0]}}, train, "clip_grad"),
+    ({}, lambda: (train(), train()), "a second call of `fit`"),
     ({}, lambda: train(checkpointer=object()), "checkpointer"),
 ]
 

@@ -47,6 +47,10 @@ class Claims:
         self._held[number] = lock
         return True
 
+    def holds(self, number: int) -> bool:
+        """Return whether this worker holds a trial."""
+        return number in self._held
+
     def release(self, number: int) -> None:
         """Give a trial back."""
         lock = self._held.pop(number)
@@ -137,9 +141,9 @@ class _Leases:
     def __init__(self, url: str, study: str, seconds: float) -> None:
         from sqlalchemy import create_engine, text
 
-        from accmt.addons.sweep.study import url_for_sqlalchemy
+        from accmt.addons.sweep.study import engine_arguments, url_for_sqlalchemy
 
-        self._engine = create_engine(url_for_sqlalchemy(url), pool_pre_ping=True)
+        self._engine = create_engine(url_for_sqlalchemy(url), **engine_arguments(url))
         self._text = text
         self._study = study
         self._owner = secrets.token_hex(8)

@@ -235,7 +235,8 @@ def grid_of(parameter: Parameter) -> Sequence[Any] | None:
     if isinstance(drawn, IntDistribution) and not drawn.log:
         return range(drawn.low, drawn.high + 1, drawn.step)
     if isinstance(drawn, FloatDistribution) and drawn.step is not None:
-        return [drawn.low + index * drawn.step for index in range(round((drawn.high - drawn.low) / drawn.step) + 1)]
+        count = round((drawn.high - drawn.low) / drawn.step) + 1
+        return [min(drawn.low + index * drawn.step, drawn.high) for index in range(count)]  # 3 * 0.1 is above 0.3
     return None
 
 
@@ -306,7 +307,11 @@ class _Reader:
         if kinds and len(objectives) > 1 and kinds != ["pruner"]:
             self._fault((kinds[0],), f"{len(objectives)} objectives", "one objective", f"remove `{kinds[0]}`")
         if population is not None:
-            trials = population.members if trials is None else trials
+            for key in ("trials", "max_steps", "max_hours"):
+                if values.get(key) not in (None, population.members if key == "trials" else None):
+                    expected = "no other budget than the members, rounds and steps of a population"
+                    self._fault((key,), describe(values[key]), expected, f"remove `{key}`")
+            trials = population.members
         if sampler[0] == "GridSampler":
             trials = self._count_grid(parameters, trials)
         limits = {
@@ -433,6 +438,13 @@ class _Reader:
                 if other not in known and other not in fixed:
                     expected = f"a key above this one: {', '.join([*known, *fixed]) or 'there is none'}"
                     self._fault((*path, "when"), other, expected, suggest(other, known, "move it above this one"))
+                possible = next((one.choices for one in parameters if one.key == other and one.choices), None)
+                possible = (fixed[other],) if other in fixed else possible
+                for one in read.when[other]:
+                    if possible is not None and one not in possible:
+                        expected = f"a value of {other}: {', '.join(map(str, possible))}"
+                        do = suggest(str(one), [str(each) for each in possible], f"write `{possible[0]}`")
+                        self._fault((*path, "when", other), describe(one), expected, do)
             parameters.append(read)
         if not parameters and not self.faults:
             self._fault(("space",), "only fixed values", "a key with several values", "write `batch_size: [16, 32]`")

@@ -22,6 +22,7 @@ from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from accmt.addons.sweep.spec import Parameter, SweepSpec
@@ -233,6 +234,18 @@ class SweepStudy:
         held: dict[str, Any] | None = trial.user_attrs.get(f"{_PAUSED}{self.stop_of(trial)}")
         return held
 
+    def has_to_run(self, trial: FrozenTrial) -> bool:
+        """Return whether a trial has not ended and may run now: it has not paused, and its checkpoint is there."""
+        if trial.state.is_finished() or self.paused(trial) is not None:
+            return False
+        parent = trial.user_attrs.get(_PARENT)  # a fork gets its checkpoint during the round in which it is made
+        return parent is None or self._attributes().get(_ROUNDS, 0) > parent["round"]
+
+    def spent(self, trial: FrozenTrial) -> Mapping[str, Any]:
+        """Return the outcome of a trial, or that of its last pause; empty if it has neither ended nor paused."""
+        pauses = [held for name, held in trial.user_attrs.items() if name.startswith(_PAUSED)]
+        return outcome_of(trial) or max(pauses, key=lambda one: one["steps"], default={})
+
     def pause(self, number: int, outcome: Mapping[str, Any]) -> None:
         """Store that a trial has paused."""
         trial = self.trial(number)
@@ -320,7 +333,14 @@ class SweepStudy:
             state=TrialState.RUNNING,
             params=dict(drawn),
             distributions={one.key: one.distribution for one in self.spec.parameters},
-            user_attrs={_PARENT: {"number": parent, "replaces": replaced, "step": step}},
+            user_attrs={
+                _PARENT: {
+                    "number": parent,
+                    "replaces": replaced,
+                    "step": step,
+                    "round": self._attributes().get(_ROUNDS, 0),
+                }
+            },
         )
         return self.storage.get_trial(self.storage.create_new_trial(self._id, template)).number
 
@@ -383,15 +403,19 @@ def _describe_change(old: Any, new: Any) -> str:
 def perturb(parameter: Parameter, value: Any, chooser: random.Random) -> Any:
     """Return a value of a parameter near another one, as Optuna stores it: 0.8 or 1.2 times it, within its range.
 
-    A choice moves to the one before or after it, or stays.
+    A number with steps moves by one step at least. A choice moves to the one before or after it, or stays.
     """
     drawn: Any = parameter.distribution
     if isinstance(drawn, CategoricalDistribution):
         index = drawn.choices.index(value) + chooser.choice((-1, 0, 1))
         return drawn.choices[min(max(index, 0), len(drawn.choices) - 1)]
-    near = min(max(value * chooser.choice((0.8, 1.2)), drawn.low), drawn.high)
+    factor = chooser.choice((0.8, 1.2))
+    near = value * factor
     if drawn.step is not None:
-        near = drawn.low + round((near - drawn.low) / drawn.step) * drawn.step
+        own, index = (round((one - drawn.low) / drawn.step) for one in (value, near))
+        index += 0 if index != own else 1 if factor > 1 else -1  # else a small number would never change
+        near = drawn.low + index * drawn.step
+    near = min(max(near, drawn.low), drawn.high)  # last: 3 * 0.1 is above 0.3
     return round(near) if isinstance(drawn, IntDistribution) else near
 
 
@@ -423,10 +447,10 @@ def _open_database(url: str) -> BaseStorage:
     from sqlalchemy import create_engine, text
 
     try:
-        engine = create_engine(url_for_sqlalchemy(url))
+        engine = create_engine(url_for_sqlalchemy(url), **engine_arguments(url))
         with engine.begin() as connection:  # two workers must not create Optuna's tables at once
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('accmt_sweep'))"))
-            storage = RDBStorage(url_for_sqlalchemy(url), engine_kwargs={"pool_pre_ping": True})
+            storage = RDBStorage(url_for_sqlalchemy(url), engine_kwargs=engine_arguments(url))
         engine.dispose()
         return storage
     except (*OUTAGES, RuntimeError, ImportError) as error:  # RuntimeError: another schema
@@ -439,6 +463,19 @@ def _open_database(url: str) -> BaseStorage:
 def url_for_sqlalchemy(url: str) -> str:
     """Return the URL of a database with the driver that is used."""
     return url.replace("postgresql://", "postgresql+psycopg://", 1)
+
+
+def engine_arguments(url: str) -> dict[str, Any]:
+    """Return the arguments with which connections notice that a server or the network is gone; the URL's own stay."""
+    limits = {
+        "connect_timeout": 10,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 25_000,
+    }
+    own = make_url(url).query
+    return {"pool_pre_ping": True, "connect_args": {name: one for name, one in limits.items() if name not in own}}
 
 
 class _JournalLock(JournalFileOpenLock):

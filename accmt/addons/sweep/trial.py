@@ -110,6 +110,12 @@ class Plan:
         """The trial's name for messages."""
         return f"trial {self.number} of sweep {self.sweep!r}"
 
+    @property
+    def has_result(self) -> bool:
+        """Whether the trial has ended, and not because of an error in `fit`."""
+        file = self.folder / OUTCOME_FILE
+        return file.exists() and loads(file.read_text())["state"] not in ("failed", "diverged")
+
     def write_outcome(self, state: str, **facts: Any) -> None:
         """Write how the trial ended, once."""
         if not (self.folder / OUTCOME_FILE).exists():
@@ -249,9 +255,14 @@ def fit_trial(trainer: Any, module: Any, *data: Any, **others: Any) -> Any:
     Processes: collective.
     """
     plan = _read_plan()
-    if plan.token in _fitted and plan.token:
+    outcome = plan.folder / OUTCOME_FILE
+    if (plan.token and plan.token in _fitted) or outcome.exists():
         got, do = "a second call of `fit`", "put the other training into another program"
-        raise ArgumentError(explain(plan.where, got, "one training per program", do))
+        second = ArgumentError(explain(plan.where, got, "one training per trial, whose objective counts", do))
+        if trainer.is_main and plan.has_result:
+            outcome.unlink()
+            write_failure(plan, second)
+        raise second
     _fitted.add(plan.token)
     if trainer.is_main:
         write_text(plan.folder / FIT_FILE, plan.token)

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ class Sweep:
         """Run trials until the sweep ends, and return why; "" if its budget is spent."""
         claims = Claims(self.spec.folder) if self.spec.storage is None else LeasedClaims(self.spec)
         why: str | None = None
-        with self._hearing_signals():
+        with self._hearing_signals(), self._killing_lost(claims):
             try:
                 while why is None:
                     why = self._advance_or_wait(study, claims, target)
@@ -184,11 +184,10 @@ class Sweep:
 
     def _advance(self, study: SweepStudy, claims: Claims, target: Target) -> str | None:
         """Start what can be started, and look after what runs; return why the sweep ends, "" for its regular end."""
-        for number in claims.lost():
-            if number in self._running:
-                self._view.say(f"the lease of trial {number} is lost: it stops, and another worker continues it")
-                _signal(self._running.pop(number), signal.SIGKILL)
-                claims.release(number)
+        for number in self._kill_lost(claims):
+            self._view.say(f"the lease of trial {number} is lost: it stops, and another worker continues it")
+            del self._running[number]
+            claims.release(number)
         while self._stop is None and len(self._running) < self.spec.parallel and time.monotonic() >= self._looks_at:
             found = self._next(study, claims)
             if found is not None:
@@ -200,7 +199,7 @@ class Sweep:
             if not self._running and all(trial.state.is_finished() for trial in study.trials()):
                 return ""
         for running in list(self._running.values()):
-            if running.process is not None and running.process.poll() is not None:
+            if running.process is None or running.process.poll() is not None:  # None: the database was away
                 why = self._look_at_end(study, claims, target, running)
                 if why is not None:
                     return why
@@ -212,6 +211,32 @@ class Sweep:
         time.sleep(_POLL_S)
         return None
 
+    def _kill_lost(self, claims: Claims) -> list[int]:
+        """Kill the trials that this worker may no longer run, and return their numbers."""
+        lost = [number for number in claims.lost() if number in self._running]
+        for number in lost:
+            _signal(self._running[number], signal.SIGKILL)
+        return lost
+
+    @contextmanager
+    def _killing_lost(self, claims: Claims) -> Iterator[None]:
+        """Kill them in a thread, too: the main one may wait for an answer of the database."""
+        if self.spec.storage is None:
+            yield
+            return
+        has_ended = threading.Event()
+
+        def watch() -> None:
+            while not has_ended.wait(_OTHERS_S):
+                with suppress(KeyError):  # the main thread has removed it
+                    self._kill_lost(claims)
+
+        threading.Thread(target=watch, name="accmt-lost-leases", daemon=True).start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+
     def _next(self, study: SweepStudy, claims: Claims) -> int | None:
         """Hold the next trial and return its number; None if there is none now.
 
@@ -222,21 +247,23 @@ class Sweep:
                 study.evolve(self._fork)
         for trial in study.trials():
             number = trial.number
-            if not _has_to_run(study, trial) or number in self._running or not claims.take(number):
+            if not study.has_to_run(trial) or number in self._running or not claims.take(number):
                 continue
-            if _has_to_run(study, study.trial(number)):  # now that nobody else can finish it
+            if study.has_to_run(study.trial(number)):  # now that nobody else can finish it
                 return number
             claims.release(number)
         with claims.suggesting():
+            # First: while others decide below, another worker's trial may pause.
+            are_waiting = all(trial.state.is_finished() or study.paused(trial) is not None for trial in study.trials())
             if study.promote():
                 return self._next_paused(study, claims)
             if not self._has_budget(study):
-                if all(trial.state.is_finished() or study.paused(trial) is not None for trial in study.trials()):
+                if are_waiting and not study.evolve(self._fork):
                     study.end_paused()
                 return None
             number = len(study.trials())
             folder = trial_folder(self.spec.folder, number)
-            if folder.exists():  # of a study that was deleted
+            if folder.exists() and not claims.holds(number):  # of a study that was deleted
                 folder.rename(place_beside(folder))
             if not claims.take(number):
                 return None
@@ -245,7 +272,7 @@ class Sweep:
 
     def _next_paused(self, study: SweepStudy, claims: Claims) -> int | None:
         """Hold the trial that was let continue; None if another worker was faster."""
-        waiting = (trial.number for trial in study.trials() if _has_to_run(study, trial))
+        waiting = (trial.number for trial in study.trials() if study.has_to_run(trial))
         return next((number for number in waiting if number not in self._running and claims.take(number)), None)
 
     def _fork(self, parent: int, child: int) -> None:
@@ -263,7 +290,7 @@ class Sweep:
         trials, spec = study.trials(), self.spec
         if spec.trials is not None and sum(parent_of(trial) is None for trial in trials) >= spec.trials:
             return False
-        outcomes = [outcome_of(trial) for trial in trials]
+        outcomes = [study.spent(trial) for trial in trials]
         if spec.max_steps is not None and sum(one.get("steps", 0) for one in outcomes) >= spec.max_steps:
             return False
         seconds = sum(one.get("seconds", 0.0) for one in outcomes)
@@ -301,7 +328,9 @@ class Sweep:
             outcome.unlink()  # of an earlier pause
         if callable(target):
             plan.write()
-            _call(target, plan, of_script, self._environment(running))
+            error = _call(target, plan, of_script, self._environment(running))
+            if error is not None and plan.has_result:
+                self._view.say(f"trial {number}: the function raised after fit: {error}")
             return self._finish(study, claims, running)
         self._launch(running, [*target, *_as_flags(of_script)])
         return None
@@ -339,7 +368,7 @@ class Sweep:
         exit_code = 0 if running.process is None else running.process.returncode
         plan = running.plan
         if (plan.folder / OUTCOME_FILE).exists():
-            if exit_code != 0 and loads((plan.folder / OUTCOME_FILE).read_text())["state"] != "failed":
+            if exit_code != 0 and plan.has_result:
                 log = plan.folder / _LOG_FILE
                 self._view.say(
                     f"trial {plan.number}: the program ended with exit code {exit_code} after fit: see {log}"
@@ -382,11 +411,15 @@ class Sweep:
         self._looks_at = 0.0
         self._say_end(plan, outcome)
         self._num_failed = self._num_failed + 1 if outcome["state"] == "failed" else 0
-        if outcome.get("is_of_all"):
+        if outcome.get("is_of_all") and not self._has_result_besides(study, plan.number):
             return f"every trial would fail like trial {plan.number}:\n{outcome['error']}"
         if self._num_failed >= self.spec.max_failures:
             return f"{self._num_failed} trials in a row failed; the last one, trial {plan.number}:\n{outcome['error']}"
         return None
+
+    def _has_result_besides(self, study: SweepStudy, number: int) -> bool:
+        """Return whether another trial has an evaluation: then an error is not one of all trials."""
+        return any(trial.intermediate_values or trial.values for trial in study.trials() if trial.number != number)
 
     def _say_end(self, plan: Plan, outcome: Mapping[str, Any]) -> None:
         reached = zip(plan.objectives, outcome.get("values", ()), strict=False)
@@ -431,7 +464,7 @@ class Sweep:
         pareto = _find_best(study, results)
         is_finished = why == "" and bool(trials) and all(trial.state.is_finished() for trial in trials)
         ended = [one.seconds for one in results if one.state != "running"]
-        left = None if self.spec.trials is None else self.spec.trials - len(ended)
+        left = None if self.spec.trials is None else max(0, self.spec.trials - len(ended))
         seconds = None if not ended or left is None else left * sum(ended) / len(ended) / self.spec.parallel
         return SweepResult(results, next(iter(pareto), None), pareto, is_finished, why or None, seconds)
 
@@ -466,10 +499,6 @@ class Sweep:
         staged.unlink(missing_ok=True)
         staged.symlink_to(result.best.folder.relative_to(self.spec.folder))
         staged.replace(link)
-
-
-def _has_to_run(study: SweepStudy, trial: FrozenTrial) -> bool:
-    return not trial.state.is_finished() and study.paused(trial) is None
 
 
 def _find_best(study: SweepStudy, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
@@ -509,22 +538,23 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def _call(
     function: Callable[..., Any], plan: Plan, of_script: Mapping[str, Any], environment: Mapping[str, str]
-) -> None:
-    """Call a user's function as a trial; its errors are the trial's."""
+) -> str | None:
+    """Call a user's function as a trial, and return its error, which is the trial's unless that has ended before."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
         function(**of_script)
     except Exception as error:  # noqa: BLE001 - one trial's error must not end the others
-        plan.write_outcome(
-            "failed", error=f"{type(error).__name__}: {error}", is_of_all=isinstance(error, ArgumentError)
-        )
+        shown = f"{type(error).__name__}: {error}"
+        plan.write_outcome("failed", error=shown, is_of_all=isinstance(error, ArgumentError))
+        return shown
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ |= {} if value is None else {name: value}
     got = "the function ended without a call of Trainer.fit"
     plan.write_outcome("failed", error=got, is_of_all=True)  # only if nothing else was written
+    return None
 
 
 def _signal(running: _Running, number: int) -> None:
