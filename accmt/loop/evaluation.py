@@ -22,6 +22,7 @@ from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
 from accmt.metrics.collector import consolidate, find_members, require_members
 from accmt.metrics.results import describe, find_scalar
+from accmt.metrics.texts import NoExpectedTextError
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
 from accmt.precision import autocast
 from accmt.processes import broadcast_object, data_index, gather_objects, num_processes, sum_over_data
@@ -224,7 +225,7 @@ _MISTAKES = (AccmtError, AttributeError, ImportError, MemoryError, NameError, No
 def _judge_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
     """Raise errors that would also occur with all data; only warn about a metric that may need the whole set."""
     name = metric.name
-    if not is_cut or isinstance(error, _MISTAKES):
+    if not is_cut or (isinstance(error, _MISTAKES) and not isinstance(error, NoExpectedTextError)):
         batches = "the first batches" if is_cut else "all batches"
         error.add_note(f"This happened in the trial before training, when computing {name!r} over {batches} of a set.")
         raise error

@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from accmt.errors import MissingPackageError, explain
+from accmt.errors import MetricError, MissingPackageError, explain
 from accmt.metrics.metric import IsBetter, Metric
 from accmt.metrics.results import describe, find_scalar, metric_error
+
+
+class NoExpectedTextError(MetricError):
+    """No sample has an expected text; more samples may have one."""
 
 
 class TextMetric(Metric):
@@ -23,11 +27,17 @@ class TextMetric(Metric):
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
         """Compute the metric over the samples that have an expected text."""
         pairs = [(one, other) for one, other in zip(predictions, references, strict=True) if other is not None]
+        if not pairs:
+            got, expected = (
+                f"{len(predictions)} samples without an expected text",
+                "at least one with a prompt and an answer",
+            )
+            do = f"add such rows to the validation set, or leave {self.name!r} out for this set: metrics={{set: [...]}}"
+            raise NoExpectedTextError(explain(f"metric {self.name!r}", got, expected, do))
         wrong = next((value for pair in pairs for value in pair if not isinstance(value, str)), None)
-        if wrong is not None or not pairs:
-            got = "no sample with an expected text" if wrong is None else describe(wrong)
+        if wrong is not None:
             do = f"return {{{self.name!r}: (written, expected)}} from validation_step, two lists of strings"
-            raise metric_error(self.name, got, "strings", do)
+            raise metric_error(self.name, describe(wrong), "strings", do)
         return self.compare([one for one, _ in pairs], [other for _, other in pairs])
 
     def compare(self, written: Sequence[str], expected: Sequence[str]) -> dict[str, float]:

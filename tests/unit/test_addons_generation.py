@@ -205,6 +205,17 @@ def test_a_metric_of_texts_without_texts_and_texts_without_words_are_errors_in_t
         train(make_module(), val_rows=[{"prompt": "say", "completion": " "}], metrics="wer")
 
 
+def test_a_trial_without_a_row_to_judge_does_not_end_a_run_that_has_such_rows(caplog: pytest.LogCaptureFixture) -> None:
+    texts: list[Any] = [{"text": "plain"}] * 4
+    trainer = train(
+        make_module(), val_rows=[*texts, *ROWS], metrics="exact_match", settings={"num_sanity_val_steps": 1}
+    )
+    assert 0 <= trainer.state.metrics["exact_match"] <= 1
+    assert "4 samples without an expected text" in caplog.text
+    with pytest.raises(MetricError, match="add such rows"):
+        train(make_module(), val_rows=texts, metrics="exact_match")
+
+
 def count_words(written: list[str], expected: list[str]) -> dict[str, float]:
     return {"count_words": len(written), "expected_words": sum(len(text.split()) for text in expected)}
 

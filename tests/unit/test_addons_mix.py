@@ -569,6 +569,7 @@ ONE = numbers(0, 3)
     ("data", "sources", "error", "message"),
     [
         (None, {"a": ONE, "b": ONE}, ArgumentError, "their weights in the hyper-parameters"),
+        (None, {"train": ONE, "test": ONE}, ArgumentError, "pass the training set alone"),
         ({"a": 1, "b": 1}, {"a": ONE, "c": ONE}, ArgumentError, "use the same names in both"),
         ({"a": 1, "b": 1}, ONE, DataError, "a dict with the sources of `data.mix`: a, b"),
         ({"a": 1, "b": 1}, {"a": ONE, "b": []}, DataError, "the source 'b' of the training data"),

@@ -284,6 +284,8 @@ def mix_sources(sources: Any, hps: HyperParameters) -> Mixture | MixedStream:
     if section is None or set(section.names) != set(sources):
         got = f"the sources {', '.join(map(str, sources))}"
         expected, do = "their weights in the hyper-parameters", f"write `{_EXAMPLE}`"
+        if "train" in sources:  # the sets of a `DatasetDict`
+            do = f'pass the training set alone, data["train"]; to mix sources, {do}'
         if section is not None:
             expected, do = f"those of `data.mix`: {', '.join(section.names)}", "use the same names in both"
         raise ArgumentError(explain(_WHERE, got, expected, do))
