@@ -521,10 +521,8 @@ class RemoteCheckpoints(Feature):
         if isinstance(resume, str) and is_url(resume):
             found = _bring(resume, folder.with_name(f"{folder.name}.resumed"))
             if found is None:
-                where, do = (
-                    f"Trainer(resume={hide_text(resume)!r})",
-                    "check the URL: `accmt check URL` lists what is there",
-                )
+                where = f"Trainer(resume={hide_text(resume)!r})"
+                do = "check the URL: `accmt check URL` lists what is there"
                 raise NoCheckpointError(explain(where, "no complete checkpoint", "one", do))
             return found
         if options.url is None or options.checkpointer is not None or resume not in (True, None, "auto"):
@@ -683,16 +681,16 @@ def _bring(url: str, folder: Path, *, newer_than: Manifest | None = None) -> Pat
     """
     parent, _, name = url.rstrip("/").rpartition("/")
     is_one = _NAME.fullmatch(name) is not None
+    open_remote = partial(RemoteFolder, parent if is_one else url)
     with explaining(url):
-        remote = RemoteFolder(parent if is_one else url)
-        for one in run_on_main_process(remote.newest_first):
+        for one in run_on_main_process(lambda: open_remote().newest_first()):
             manifest = one.manifest
             if manifest is None or (is_one and one.name != name):
                 continue
             if newer_than is not None and (manifest == newer_than or manifest.sequence < newer_than.sequence):
                 return None
             try:
-                return run_on_each_disk(partial(_download, remote, one, folder))
+                return run_on_each_disk(lambda one=one: _download(open_remote(), one, folder))  # type: ignore[misc]
             except CheckpointError as error:
                 warn(f"a checkpoint is damaged, so the one before it is used: {error}")
     return None
@@ -854,8 +852,9 @@ class Uploads:
 
     def _upload(self, folder: Path) -> None:
         if self._group is not None:
+            name = self._remote.name_of(_require_manifest(folder))
             try:
-                self._group.choose(self._remote.name_of(_require_manifest(folder)))
+                self._group.choose(name)
                 failures = self._group.upload(partial(self._remote.upload_files, folder))
             except RuntimeError as error:  # of the connection
                 warn(f"the other machines cannot be reached, so this one uploads only what it has whole: {error}")

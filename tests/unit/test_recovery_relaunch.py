@@ -91,6 +91,16 @@ def test_one_of_several_launchers_is_enough(
     assert steps_of(tmp_path, 5) == [5]
 
 
+def test_what_is_lost_with_another_machine_comes_from_the_store(launches: Launches, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    launches.begin("first", "launcher")
+    steps_of(tmp_path, 4, checkpoint=url)
+    for file in (tmp_path / "checkpoint-model" / "step-00000004").glob("*.safetensors"):
+        file.unlink()  # it was on the disk of the other machine
+    launches.begin("second", "launcher")
+    assert steps_of(tmp_path, 6, checkpoint=url) == [5, 6]
+
+
 def test_without_a_launcher_that_starts_again_nothing_is_looked_for(tmp_path: Path) -> None:
     assert describe_launch() is None
     steps_of(tmp_path, 4)

@@ -85,7 +85,7 @@ def main(folder: str, workers: str, _is_async: str) -> None:
     output = Path(arguments.output_dir)
     last = get_last_checkpoint(output) if output.is_dir() else None
     if repository and last is None:
-        last = download(repository, output)
+        last = download(repository, Path("downloaded"))  # in the output folder, it would be pushed again
     trainer.train(resume_from_checkpoint=last)
     digest = xxhash.xxh3_64(repr((trainer.state.global_step, SAMPLES)).encode())
     for tensor in trainer.model.state_dict().values():
