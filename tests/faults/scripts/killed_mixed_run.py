@@ -16,6 +16,7 @@ import xxhash
 from torch.nn import functional
 
 from accmt import read_history
+from accmt.processes import is_main_process
 from tests.faults.scripts.killed_run import HPS, Noisy, Wide, train
 
 MIX = {"small": {0: 0.5, 9: 0.2}, "large": {0: 0.3, 9: 0.5}, "limited": {"weight": {0: 0.2, 9: 0.3}, "epochs": 1}}
@@ -42,7 +43,7 @@ def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None
     hps = {**HPS, "epochs": -1, "max_steps": 24, "max_tokens": max_tokens, "data": {"mix": MIX}}
     train(WideOfSources(), sources, hps, folder, workers, is_async)
     result = Path("result")
-    if result.exists():
+    if is_main_process():
         [run] = Path(folder, "logs", "model").iterdir()
         rows = [row["values"] for row in read_history(run) if "train_loss" in row.get("values", {})]
         assert any("train_loss__limited" in row for row in rows)
