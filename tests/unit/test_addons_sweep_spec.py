@@ -64,6 +64,7 @@ WRONG = [
     ({"space": {"optim.type": ["SGD"]}, "population": {"members": 4, "every": 5, "rounds": 2}}, "may change during"),
     ({"population": {"members": 3, "every": 5, "rounds": 2}}, "remove `trials`"),
     ({"trials": None, "max_steps": 9, "population": {"members": 3, "every": 5, "rounds": 2}}, "remove `max_steps`"),
+    ({"space": {"trainer.seed": [1, 2]}, "population": {"members": 4, "every": 5, "rounds": 2}}, "may change during"),
     ({"name": "a b"}, "write `name: my-sweep`"),
     ({"space": None, "trials": [{"optim.lrr": 1}]}, "write `optim.lr`"),
     ({"trials": [{"optim.lr": 1}]}, "`space` and a list of trials"),

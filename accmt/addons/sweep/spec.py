@@ -404,7 +404,7 @@ class _Reader:
             self._fault(("population", "members"), "1", "at least 2 members", "write `members: 4`")
         for one in parameters:
             rules = (rule.rule for rule in RULES if fnmatchcase(one.key, rule.pattern))
-            if one.key.startswith(f"{SCRIPT}.") or next(rules) == "reject":
+            if one.key.startswith(f"{SCRIPT}.") or one.key == f"{TRAINER}.seed" or next(rules) == "reject":
                 expected = "keys that may change during a run, such as optim.lr"
                 self._fault(("space", one.key), one.key, expected, f"remove `{one.key}`")
             if one.when:
