@@ -83,6 +83,6 @@ def test_a_run_imports_a_feature_of_an_add_on_only_if_an_argument_asks_for_it() 
     ):
         assert find(ADDED_FEATURES, name).name in features_of(**arguments)
     settings = make_trainer().settings
-    known = {name for group in Settings.GROUPS for name in dir(getattr(settings, group))}
+    known = {*dir(settings.hps), *(name for group in Settings.GROUPS for name in dir(getattr(settings, group)))}
     assert [name for needed in ONLY_WITH.values() for name in needed if name not in known] == []
     assert ONLY_WITH.keys() <= _BUILT_IN[ADDED_FEATURES].keys()
