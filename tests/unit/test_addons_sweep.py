@@ -95,7 +95,7 @@ def test_trials_get_their_values_and_folders_and_the_best_one_is_ready_to_use() 
 def test_the_suggestions_are_those_of_the_seed():
     drawn = {}
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
-        sweep = make(name=name, seed=seed, sampler={"type": "tpe", "n_startup_trials": 2})
+        sweep = make(name=name, seed=seed, trials=3, sampler={"type": "tpe", "n_startup_trials": 2})
         sweep.run(train)
         drawn[name] = read(sweep)
     assert drawn["one"] == drawn["two"] != drawn["other"]
@@ -120,9 +120,9 @@ def run_to_the_end(sweep: Sweep, places: list[int]) -> int:
 
 
 @pytest.mark.feature("S80")
-@pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
+@pytest.mark.parametrize("sampler", ["tpe", "qmc"])
 def test_a_sweep_that_was_interrupted_anywhere_ends_like_one_that_was_not(sampler: str):
-    kinds = {"sampler": {"type": sampler}, "pruner": {"type": "median", "n_startup_trials": 1}, "trials": 5}
+    kinds = {"sampler": {"type": sampler}, "pruner": {"type": "median", "n_startup_trials": 1}, "trials": 4}
     unbroken = make(name="unbroken", **kinds)
     unbroken.run(train)
     broken = make(name="broken", **kinds)
@@ -268,12 +268,12 @@ def test_no_worker_touches_a_population_while_another_one_changes_it(monkeypatch
         assert not any(study.has_to_run(trial) for trial in study.trials())  # the checkpoint is not there yet
         fork(self, parent, child)
 
-    def pause_after(self: SweepStudy, fork: Any) -> bool:
+    def pause_after(self: SweepStudy, *given: Any) -> bool:
         """Say once that not all have paused, as if the last one paused just after that."""
         if not has_paused and len(self.trials()) == 2 and all(self.paused(trial) for trial in self.trials()):
             has_paused.append(True)
             return False
-        return evolve(self, fork)
+        return evolve(self, *given)
 
     monkeypatch.setattr(Sweep, "_fork", fork_slowly)
     monkeypatch.setattr(SweepStudy, "evolve", pause_after)
@@ -350,8 +350,8 @@ class NaN(Linear):
 
 
 def test_objectives_that_are_not_finite_are_bad_trials_not_failures():
-    result = make(trials=5).run(lambda: trainer().fit(NaN(), make_points(16), make_points(8)))
-    assert [one.state for one in result.trials] == ["diverged"] * 5
+    result = make(trials=2).run(lambda: trainer().fit(NaN(), make_points(16), make_points(8)))
+    assert [one.state for one in result.trials] == ["diverged"] * 2
     assert result.best is None
     assert {one.state for one in SweepStudy(make().spec).trials()} == {optuna.trial.TrialState.PRUNED}
 

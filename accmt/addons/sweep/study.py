@@ -279,12 +279,13 @@ class SweepStudy:
             self.finish(trial.number, {**outcome, "state": "pruned"})
         return bool(paused)
 
-    def evolve(self, fork: Callable[[int, int], None]) -> bool:
+    def evolve(self, prepare: Callable[[int], None], fork: Callable[[int, int], None]) -> bool:
         """Replace the worst members of a population by forks of the best, once all have paused; return whether it did.
 
         What is replaced is decided once, and stored before it is done; each part of it can be done again after a kill.
 
         Args:
+            prepare: Called with the number of a trial before it is created.
             fork: Copies the newest checkpoint of a trial to a new one, unless that has it.
         """
         population = self.spec.population
@@ -304,11 +305,11 @@ class SweepStudy:
         stop = f"{_PAUSED}{population.every * (rounds + 1)}"
         for replaced, parent, values in plan:
             made = [one for one in self.trials() if one.user_attrs.get(_PARENT, {}).get("replaces") == replaced]
-            child = (
-                made[0].number
-                if made
-                else self._create_fork(replaced, parent, self.trial(parent).user_attrs[stop]["steps"], values)
-            )
+            if made:
+                child = made[0].number
+            else:
+                prepare(len(self.trials()))
+                child = self._create_fork(replaced, parent, self.trial(parent).user_attrs[stop]["steps"], values)
             fork(parent, child)
             self.finish(replaced, {**self.trial(replaced).user_attrs[stop], "state": "pruned"})
         self.storage.set_study_user_attr(self._id, _ROUNDS, rounds + 1)

@@ -135,11 +135,10 @@ class Sweep:
             KeyboardInterrupt: After Ctrl-C; the running trials were stopped with a checkpoint.
         """
         if num_processes() > 1:
-            got, do = (
-                f"{num_processes()} processes",
-                "run it in one; it launches trials: accmt sweep sweep.yaml -- accmt launch ...",
+            do = (
+                "run it in one process, which launches the trials: accmt sweep sweep.yaml -- accmt launch -N 2 train.py"
             )
-            raise ArgumentError(explain("Sweep.run", got, "one process", do))
+            raise ArgumentError(explain("Sweep.run", f"{num_processes()} processes", "one process", do))
         if callable(target) and self.spec.parallel > 1:
             got, do = f"parallel={self.spec.parallel} with a function", "pass the command of a script, or parallel=1"
             raise ArgumentError(explain("Sweep.run", got, "one trial at a time", do))
@@ -244,7 +243,7 @@ class Sweep:
         """
         if self.spec.population is not None:
             with claims.suggesting():
-                study.evolve(self._fork)
+                study.evolve(self._set_aside, self._fork)
         for trial in study.trials():
             number = trial.number
             if not study.has_to_run(trial) or number in self._running or not claims.take(number):
@@ -258,17 +257,22 @@ class Sweep:
             if study.promote():
                 return self._next_paused(study, claims)
             if not self._has_budget(study):
-                if are_waiting and not study.evolve(self._fork):
+                if are_waiting and not study.evolve(self._set_aside, self._fork):
                     study.end_paused()
                 return None
             number = len(study.trials())
-            folder = trial_folder(self.spec.folder, number)
-            if folder.exists() and not claims.holds(number):  # of a study that was deleted
-                folder.rename(place_beside(folder))
+            if not claims.holds(number):
+                self._set_aside(number)
             if not claims.take(number):
                 return None
             study.create()
         return number
+
+    def _set_aside(self, number: int) -> None:
+        """Rename the folder of a trial that is about to be created: one that exists is of a study that was deleted."""
+        folder = trial_folder(self.spec.folder, number)
+        if folder.exists():
+            folder.rename(place_beside(folder))
 
     def _next_paused(self, study: SweepStudy, claims: Claims) -> int | None:
         """Hold the trial that was let continue; None if another worker was faster."""
