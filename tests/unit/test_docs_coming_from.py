@@ -289,5 +289,5 @@ def test_what_the_page_says_to_write_instead_of_methods_is_known_to_the_error():
 def test_every_argument_that_was_added_is_told_to_somebody_or_is_our_own():
     told = set(re.findall(r"(\w+)=", " ".join(SPANS)))
     added = list(inspect.signature(Trainer).parameters)[33:-1]
-    ours = {"metric_options", "tracker_options", "failures", "callbacks", "ledger"}
+    ours = {"metric_options", "tracker_options", "failures", "callbacks", "ledger", "fork"}
     assert [name for name in added if name not in told | ours] == []

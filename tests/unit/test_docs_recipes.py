@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from accmt import Trainer
 from tests.e2e.markdown import ROOT, Block, read_blocks
@@ -33,28 +32,3 @@ def test_the_learning_rate_grows_with_the_processes(processes, rate, monkeypatch
         patch.setattr("os.environ", {} if processes is None else {"WORLD_SIZE": processes})
         hps = run(block_with("WORLD_SIZE"))["hps"]
     assert Trainer(hps, "out/model").hps.optim_kwargs["lr"] == pytest.approx(rate)
-
-
-@pytest.mark.feature("N32")
-def test_the_search_tries_what_it_draws_and_names_the_best(tmp_path):
-    names = run(block_with("trainer.tune("), block_with("rng = random.Random(0)"))
-    scores, best = names["scores"], names["best"]
-    assert len(set(scores.values())) == 4
-    assert scores[best] == min(scores.values())
-    model = names["Judged"]()
-    model.model.load_state_dict(load_file(tmp_path / "out" / "search" / best / "model.safetensors"))
-    assert names["nn"].functional.mse_loss(model.model(names["points"]), names["data"].tensors[1]).item() == (
-        pytest.approx(scores[best], rel=1e-4)
-    )
-    assert names["score"](best, *redraw(int(best[-1]))) == scores[best], "the same trial has the same score"
-
-
-def redraw(trial: int) -> tuple[dict[str, float], int]:
-    """Return what the recipe tries in a trial."""
-    import random
-
-    rng = random.Random(0)
-    for _ in range(trial + 1):
-        optim = {"lr": 10 ** rng.uniform(-4, -1), "weight_decay": rng.choice([0.0, 0.01])}
-        batch_size = rng.choice([8, 16, 32])
-    return optim, batch_size
