@@ -4,8 +4,8 @@
     accmt sweep sweep.yaml --parallel 2 -- accmt launch -N 2 train.py
 
 Whatever is killed, the same command continues the sweep: finished trials stay, and interrupted ones resume from their
-checkpoints. Exit code: 0 the budget is spent, 1 the sweep ended because trials failed, 2 wrong usage, 130 after
-Ctrl-C.
+checkpoints. Exit code: 0 the budget is spent, 1 the sweep ended because trials failed or none has a value, 2 wrong
+usage, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         print(stopped)
         return INTERRUPTED
     print(write_table(result))
-    if result.why is not None:
-        print(result.why)
+    if result.why is not None or result.best is None:
+        print(result.why or "no trial ended with a value")
         return FAILED
     return 0

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -460,3 +461,25 @@ def test_the_command_needs_a_command(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "-- python train.py" in capsys.readouterr().err
     assert main(["sweep", str(file), "--", "no-such-program"]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+FAILING = """
+from accmt import Trainer
+from tests.toys import HPS, Linear, make_points
+
+class Failing(Linear):
+    def training_step(self, batch):
+        raise RuntimeError("out of luck")
+
+Trainer(HPS, "model", verbose=False).fit(Failing(), make_points(), make_points())
+"""
+
+
+def test_a_sweep_whose_trials_all_failed_has_an_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    Path("sweep.yaml").write_text("space: {optim.lr: [0.1, 0.2]}\nobjective: val_loss\ntrials: 1\n")
+    Path("train.py").write_text(FAILING)
+    assert main(["sweep", "sweep.yaml", "--", sys.executable, "train.py"]) == 1
+    assert "no trial ended with a value" in capsys.readouterr().out
