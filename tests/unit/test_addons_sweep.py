@@ -478,8 +478,9 @@ Trainer(HPS, "model", verbose=False).fit(Failing(), make_points(), make_points()
 def test_a_sweep_whose_trials_all_failed_has_an_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     Path("sweep.yaml").write_text("space: {optim.lr: [0.1, 0.2]}\nobjective: val_loss\ntrials: 1\n")
     Path("train.py").write_text(FAILING)
-    assert main(["sweep", "sweep.yaml", "--", sys.executable, "train.py"]) == 1
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        assert main(["sweep", "sweep.yaml", "--", sys.executable, "train.py"]) == 1
     assert "no trial ended with a value" in capsys.readouterr().out
