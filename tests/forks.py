@@ -8,12 +8,15 @@ turns Ctrl-C and every exception into exit code 1.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,4 +85,11 @@ if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as _tests:
         _has_script = wait_for_script(_tests)
     if _has_script:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except KeyboardInterrupt:  # what a library does at the exit may make Python forget that this ended the script
+            traceback.print_exc()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)

@@ -593,3 +593,18 @@ def count_collectives(*, leaving_out: Iterable[str] = ()) -> dict[str, int]:
             name = f"{group.group_name} of {len(ranks)} from {min(ranks)}"  # groups of a mesh may share a name
             counted[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counted
+
+
+# Optuna
+
+
+def id_of_trial(trial: Any) -> int:
+    """Return the id of a trial in its storage, by which the methods of the storage find it."""
+    found: int = trial._trial_id
+    return found
+
+
+def id_of_study(study: Any) -> int:
+    """Return the id of a study in its storage."""
+    found: int = study._study_id
+    return found

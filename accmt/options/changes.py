@@ -83,6 +83,7 @@ RULES = (
         "New weights apply from the next step, and each source continues in its order. The sources must not change.",
     ),
     KeyRule("packing", "apply", "Like `max_micro_batch_size`; the first token of a packed document has no label."),
+    KeyRule("evaluation", "apply", "It affects only evaluations."),
     KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has counted in the other unit until now."),
     KeyRule("optim.type", "reject", "The optimizer's state belongs to another class."),
     KeyRule(

@@ -27,7 +27,10 @@ _AS_LOGGED = "val_loss"
 """The name of the validation loss in log rows, which rules accept, too."""
 _OTHER_TRAINERS_PREFIX = re.compile(r"(eval|val|valid|validation)_")
 """The prefixes that other trainers use for metric names."""
-METRIC_NAMES = ("accuracy", "auroc", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall", "rmse")
+METRIC_NAMES = (
+    *("accuracy", "auroc", "cer", "chrf", "exact_match", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall"),
+    *("rmse", "rouge", "sacrebleu", "wer"),
+)
 """Metrics that a Trainer creates from their names."""
 _LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name in (VALID_LOSS, TRAIN_LOSS)}
 

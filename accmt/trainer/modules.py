@@ -51,7 +51,8 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
     from accmt.module import HuggingFaceModule  # a slow import, which `import accmt` avoids
 
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
-        _require_same(module.hps, hps, f"{type(module).__name__}.from_hps(trainer.hps)")
+        name = "AcceleratorModule" if type(module) is HuggingFaceModule else type(module).__name__
+        _require_same(module.hps, hps, f"{name}.from_hps(trainer.hps)")
     own: AcceleratorModule = module
     return own
 

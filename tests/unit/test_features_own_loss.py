@@ -98,7 +98,7 @@ class Supervised(SFTModule):
         super().__init__(model, make_tokenizer())
         self.collate_fn = None
 
-    def _make_samples(self, rows: Any) -> Any:
+    def make_samples(self, rows: Any) -> Any:
         return rows
 
 

@@ -629,3 +629,14 @@ def test_a_forked_process_forgets_accelerators(alone):
     names.forget_accelerator()
     assert not PartialState._shared_state, missing("accelerate", "_reset_state", "forget_accelerator")
     assert not names.shared_state()
+
+
+def test_optuna_has_ids_of_trials_and_studies():
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study()
+    trial = study.ask()
+    found = study._storage.get_trial(names.id_of_trial(trial))
+    assert found.number == 0, missing("optuna", "_trial_id", "id_of_trial")
+    assert study._storage.get_all_trials(names.id_of_study(study)), missing("optuna", "_study_id", "id_of_study")

@@ -106,10 +106,10 @@ def test_a_program_that_chose_a_checkpoint_would_choose_it_again(ended, caplog):
 def test_a_checkpoint_that_could_not_be_written_is_not_named(ended, monkeypatch):
     publish = CheckpointStore._publish
 
-    def publish_the_first(store, staging, *rest):
+    def publish_the_first(store, staging, *rest, **options):
         if staging.step > 2:
             raise OSError(28, "No space left on device")
-        return publish(store, staging, *rest)
+        return publish(store, staging, *rest, **options)
 
     monkeypatch.setattr(CheckpointStore, "_publish", publish_the_first)
     assert ended(5)[1] == ON_IT_GOES.format(WITH_TRUE, 2)

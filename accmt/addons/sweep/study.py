@@ -29,6 +29,7 @@ from accmt.addons.sweep.spec import Parameter, SweepSpec
 from accmt.data.seeding import derive_seed
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, loads
+from accmt.libraries.private_names import id_of_study, id_of_trial
 from accmt.libraries.versions import release_of
 
 STATES = {
@@ -148,7 +149,7 @@ class SweepStudy:
                 continue
             if one.is_active(values):
                 values[one.key] = one.value(_draw(trial, one))
-        template = copied._storage.get_trial(trial._trial_id)
+        template = copied._storage.get_trial(id_of_trial(trial))
         if listed is not None:
             params, distributions = {}, {}
             for one in self.spec.parameters:
@@ -192,23 +193,23 @@ class SweepStudy:
         trial = self.trial(number)
         key = f"{_DECISION}{step}"
         if trial.intermediate_values.get(step) != value:  # also if both are NaN
-            self.storage.set_trial_intermediate_value(trial._trial_id, step, value)
+            self.storage.set_trial_intermediate_value(id_of_trial(trial), step, value)
         if not self.spec.prunes:
             return False
         decision = trial.user_attrs.get(key)
         if decision is None:
             copied, _ = self._copy()
             own = copied._storage.get_trial(
-                copied._storage.get_trial_id_from_study_id_trial_number(copied._study_id, number)
+                copied._storage.get_trial_id_from_study_id_trial_number(id_of_study(copied), number)
             )
             # The pruner may store what it needs for later trials as attributes of this one, such as rungs.
             prunes = bool(self.spec.make_pruner().prune(copied, own))
-            after = copied._storage.get_trial(own._trial_id).system_attrs
+            after = copied._storage.get_trial(id_of_trial(own)).system_attrs
             attributes = {name: held for name, held in after.items() if trial.system_attrs.get(name) != held}
             decision = {"prunes": prunes, "attributes": attributes}
-            self.storage.set_trial_user_attr(trial._trial_id, key, decision)
+            self.storage.set_trial_user_attr(id_of_trial(trial), key, decision)
         for name, held in decision["attributes"].items():
-            self.storage.set_trial_system_attr(trial._trial_id, name, held)
+            self.storage.set_trial_system_attr(id_of_trial(trial), name, held)
         return bool(decision["prunes"])
 
     # ---- Trials that pause: successive halving, and population-based training
@@ -249,7 +250,9 @@ class SweepStudy:
     def pause(self, number: int, outcome: Mapping[str, Any]) -> None:
         """Store that a trial has paused."""
         trial = self.trial(number)
-        self.storage.set_trial_user_attr(trial._trial_id, f"{_PAUSED}{outcome['stop_at']}", loads(dumps(dict(outcome))))
+        self.storage.set_trial_user_attr(
+            id_of_trial(trial), f"{_PAUSED}{outcome['stop_at']}", loads(dumps(dict(outcome)))
+        )
 
     def promote(self) -> bool:
         """Let the best paused trial continue that may, and return whether there was one.
@@ -268,7 +271,7 @@ class SweepStudy:
             for trial in order[: len(reached) // halving.keep]:
                 if self.paused(trial) is not None and self.stop_of(trial) == step:
                     following = halving.steps[index + 1] if index + 1 < len(halving.steps) else -1
-                    self.storage.set_trial_user_attr(trial._trial_id, _STOP, following)
+                    self.storage.set_trial_user_attr(id_of_trial(trial), _STOP, following)
                     return True
         return False
 
@@ -350,13 +353,13 @@ class SweepStudy:
         trial = self.trial(number)
         if trial.state.is_finished():
             return
-        self.storage.set_trial_user_attr(trial._trial_id, _OUTCOME, _shorten(loads(dumps(dict(outcome)))))
+        self.storage.set_trial_user_attr(id_of_trial(trial), _OUTCOME, _shorten(loads(dumps(dict(outcome)))))
         state = STATES[outcome["state"]]
         values: Sequence[float] | None = outcome.get("values")
         is_given = state == TrialState.COMPLETE or (
             state == TrialState.PRUNED and values and outcome["state"] == "pruned"
         )
-        self.storage.set_trial_state_values(trial._trial_id, state, values if is_given else None)
+        self.storage.set_trial_state_values(id_of_trial(trial), state, values if is_given else None)
 
 
 def _draw(trial: optuna.Trial, one: Parameter) -> Any:
