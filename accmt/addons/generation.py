@@ -1,4 +1,4 @@
-"""Generation in evaluations: the model writes the answers of the validation rows, and metrics of texts judge them.
+"""Generation in evaluations: the model writes the answers of the validation rows, and metrics of texts score them.
 
     evaluation:
       generate: {max_new_tokens: 64}
@@ -134,6 +134,9 @@ class Generation(Feature):
         """Generate, and return the texts under the names of the metrics that need them."""
         _require_text(batch)
         is_labelled = isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys()
+        if is_labelled and batch["labels"].ndim == 3:  # several answers of a prompt: the first is the preferred one
+            names = [name for name in ("input_ids", "labels", "attention_mask") if name in batch]
+            batch = {name: batch[name][:, 0] for name in names}
         if not is_labelled or batch["labels"].ndim != 2:
             got = (
                 f"a batch with {sorted(batch)}" if isinstance(batch, Mapping) else f"a batch of {type(batch).__name__}"
@@ -154,8 +157,8 @@ class Generation(Feature):
             self._found.num_written += len(answered)
             self._found.num_cut_off += sum(answered)
         entries = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
-        names = [metric.name for metric in self._run.metrics[key] if isinstance(metric, TextMetric)]
-        return {**dict.fromkeys(names, (written, expected)), **entries}
+        metrics = [metric.name for metric in self._run.metrics[key] if isinstance(metric, TextMetric)]
+        return {**dict.fromkeys(metrics, (written, expected)), **entries}
 
     def after_set(self, key: str, *, has_batch: bool) -> None:
         """Log the table of the set.

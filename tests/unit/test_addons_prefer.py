@@ -609,22 +609,29 @@ def test_log_probabilities_of_another_model_template_or_length_are_refused(tmp_p
         PreferenceModule(make_model(), tokenizer(), reference_folder=folder).make_samples(Stream(rows))
 
 
-def test_the_answers_to_held_out_prompts_are_a_table_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_answers_to_held_out_prompts_are_a_table_of_each_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from accmt.addons.report.records import read_run
     from accmt.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     empty = {**pair(2), "rejected": [{"role": "assistant", "content": ""}]}
-    silent, answering = (PreferenceModule(make_model(), tokenizer(), "orpo", answers=number) for number in (0, 2))
-    hps = {"epochs": 8, "optim": {"type": "AdamW", "lr": 0.02}}
-    for name, module in (("silent", silent), ("answering", answering)):
-        fit(tmp_path / name, pairs(), module=module, hps=hps, val=[empty, *pairs(3)], logging_dir="logs")
-    assert all(map(torch.equal, trained(silent), trained(answering)))
+    modules = {"silent": PreferenceModule(make_model(), tokenizer(), "orpo")}
+    modules["answering"] = PreferenceModule(make_model(), tokenizer(), "orpo")
+    for name, module in modules.items():
+        hps = {"epochs": 8, "optim": {"type": "AdamW", "lr": 0.02}}
+        hps |= {"evaluation": {"generate": {"max_new_tokens": 8}}} if name == "answering" else {}
+        options = {"val": [empty, *pairs(3)], "logging_dir": "logs", "eval_when_start": True}
+        fit(tmp_path / name, pairs(), module=module, hps=hps, **options)
+    assert all(map(torch.equal, *map(trained, modules.values())))
     [folder] = Path("logs/answering").iterdir()
-    first, last = (table.table() for table in read_run(folder).tables["answers"])
-    assert first[0] == ["prompt", "preferred", "the model's"]
+    tables = [table.table() for table in read_run(folder).tables["generated"]]
+    assert len(tables) == 9
+    first, last = tables[0], tables[-1]
+    assert first[0] == ["prompt", "expected", "written"]
     assert [row[:2] for row in first[1]] == [row[:2] for row in last[1]]
-    assert [row[1] for row in last[1]] == [row["chosen"][0]["content"] for row in pairs(2)]
+    assert [row[1] for row in last[1]] == [row["chosen"][0]["content"] for row in pairs(3)]
     assert [row[2] for row in first[1]] != [row[2] for row in last[1]]
     assert main(["report", str(folder), "--output", "report.html"]) == 0
     assert pairs(1)[0]["chosen"][0]["content"] in Path("report.html").read_text()

@@ -114,7 +114,6 @@ def test_a_teacher_is_distilled():
         ({"data": "rows.jsonl", "teacher": "./base"}, "write `loss: distillation`, or remove it"),
         ({"data": "rows.jsonl", "loss": "orpo", "reference": "copy"}, "this loss needs none"),
         ({"data": "rows.jsonl", "rewards": 1}, "prefer.rewards"),
-        ({"data": "rows.jsonl", "answers": 4}, "answers without validation rows"),
         ({"data": "rows.jsonl", "reference": "copy", "reference_folder": "x"}, "remove `reference`"),
     ],
 )

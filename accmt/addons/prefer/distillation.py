@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.pretrained import load_pretrained
 
 if TYPE_CHECKING:
-    from accmt.options import HyperParameters
+    from accmt.addons.prefer.section import PreferSection
 
 
 class DistillationModule(SFTModule):
@@ -37,6 +36,8 @@ class DistillationModule(SFTModule):
     Raises:
         ArgumentError: `beta` or `temperature` is out of range.
     """
+
+    section_name = "prefer"
 
     def __init__(
         self,
@@ -62,27 +63,12 @@ class DistillationModule(SFTModule):
             self._build_teacher = teacher
 
     @classmethod
-    def from_hps(  # type: ignore[override]
-        cls,
-        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
-        *,
-        in_fit: bool = False,
-        processor: Any = None,
-    ) -> DistillationModule:
-        """Create a module from the sections `model` and `prefer`, like `PreferenceModule.from_hps`."""
-        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
-        from accmt.options import HyperParameters
-
-        hps = HyperParameters.from_config(hps_config)
-        section = hps.section("prefer")
-        tokenizer = load_tokenizer(hps, "prefer") if processor is None else processor
-        teacher = partial(load_pretrained, section.teacher, "AutoModelForCausalLM")
-        own = {"max_length": section.max_length, **section.options}
-        module = cls(partial(build_from_hps, hps), tokenizer, teacher, **own)
-        module.hps = hps
-        if not in_fit:
-            module.configure_model()
-        return module
+    def arguments_of(cls, section: PreferSection) -> dict[str, Any]:  # type: ignore[override]
+        """Return the arguments that a section sets."""
+        found: dict[str, Any] = {"max_length": section.max_length, **section.options}
+        if section.teacher is not None:
+            found["teacher"] = partial(load_pretrained, section.teacher, "AutoModelForCausalLM")
+        return found
 
     def configure_model(self) -> None:
         """Build the model and the teacher."""

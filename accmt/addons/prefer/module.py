@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import fields
-from functools import partial
 from math import nan
 from os import PathLike
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accmt.addons.prefer import losses
-from accmt.addons.prefer.answers import Prompt, find_prompts, write_answers
 from accmt.addons.prefer.objectives import LossName, Objective, Reference
 from accmt.addons.prefer.reference import with_reference
 from accmt.addons.prefer.rows import AnswersReader, LabeledRows, PadAnswers
@@ -39,7 +37,7 @@ from accmt.processes import num_processes
 from accmt.without_trace import restore_modes
 
 if TYPE_CHECKING:
-    from accmt.options import HyperParameters
+    from accmt.addons.prefer.section import PreferSection
 
 
 _ADAPTER_PARTS = ("lora_", "modules_to_save", "trainable_tokens")
@@ -87,8 +85,6 @@ class PreferenceModule(RowModule):
             the former if the adapter does not change the model yet. SimPO and ORPO need no reference.
         reference_folder: A folder for the log-probabilities of the reference, the model as it starts. They are computed
             once, before training, so that training needs no reference in memory, and no second forward pass.
-        answers: The number of validation prompts that the model answers at the start and at the end of a run, for a
-            table in its report.
         **options: `beta`, `label_smoothing`, `gamma`, `desirable_weight` and `undesirable_weight`, depending on the
             loss.
 
@@ -101,6 +97,8 @@ class PreferenceModule(RowModule):
             Trainer("hps.yaml", "out/chat").fit(PreferenceModule(model, tokenizer, beta=0.1), rows)
     """
 
+    section_name = "prefer"
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -110,7 +108,6 @@ class PreferenceModule(RowModule):
         max_length: int | None = None,
         reference: Reference = "auto",
         reference_folder: str | PathLike[str] | None = None,
-        answers: int = 0,
         **options: float,
     ) -> None:
         names = [field.name for field in fields(Objective)[1:]]
@@ -125,8 +122,6 @@ class PreferenceModule(RowModule):
         self._reference = reference
         self._folder = None if reference_folder is None else Path(reference_folder)
         self._start: str | None = None  # the digest of the reference
-        self._num_answers = answers
-        self._prompts: list[Prompt] = []
         if self._folder is not None and (reference != "auto" or not self.objective.kind.needs_reference):
             got = f"reference={reference!r} and a folder" if reference != "auto" else f"a folder with the loss {loss}"
             expected = "a loss with a reference, and the reference that `auto` selects"
@@ -135,46 +130,10 @@ class PreferenceModule(RowModule):
             self._choose_reference()
 
     @classmethod
-    def from_hps(
-        cls,
-        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
-        *,
-        in_fit: bool = False,
-        processor: Any = None,
-    ) -> PreferenceModule:
-        """Create a module with the model and the loss from the sections `model` and `prefer` of the hyper-parameters.
-
-        Args:
-            hps_config: See `AcceleratorModule.from_hps`.
-            in_fit: Whether to build the model at the start of a run instead of now.
-            processor: The tokenizer; None loads that of the model, with the chat template of the section `prefer`.
-
-        Raises:
-            HyperParameterError: The section `model` is missing or invalid.
-            FileNotFoundError: The tokenizer or the chat template does not exist.
-            MissingPackageError: A required package is not installed.
-        """
-        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
-        from accmt.addons.prefer.section import PreferSection
-        from accmt.options import HyperParameters
-
-        hps = HyperParameters.from_config(hps_config)
-        section = hps.section("prefer") or PreferSection()
-        tokenizer = load_tokenizer(hps, "prefer") if processor is None else processor
-        module = cls(
-            partial(build_from_hps, hps),
-            tokenizer,
-            section.loss,
-            max_length=section.max_length,
-            reference=section.reference,
-            reference_folder=section.reference_folder,
-            answers=section.answers,
-            **section.options,
-        )
-        module.hps = hps
-        if not in_fit:
-            module.configure_model()
-        return module
+    def arguments_of(cls, section: PreferSection) -> dict[str, Any]:
+        """Return the arguments that a section sets."""
+        names = ("loss", "max_length", "reference", "reference_folder")
+        return {name: getattr(section, name) for name in names} | section.options
 
     def configure_model(self) -> None:
         """Build the model, and its reference."""
@@ -341,28 +300,6 @@ class PreferenceModule(RowModule):
             got, expected = f"only rows with the label {labels.pop()}", "desirable and undesirable answers"
             raise DataError(explain("rows for KTO", got, expected, "add rows with the other label"))
         return self._with_reference(samples)
-
-    def get_validation_dataloader(self, dataset: Any = None) -> Any:
-        """Return the rows as samples, and keep the prompts that the model will answer."""
-        data = super().get_validation_dataloader(dataset)
-        rows = next(iter(data.values())) if isinstance(data, dict) and data else data
-        if self._num_answers and isinstance(rows, TokenizedRows):
-            self._prompts = find_prompts(rows, self._num_answers)
-        return data
-
-    def on_fit_start(self) -> None:
-        """Log answers to held-out prompts before training."""
-        if self.state.global_step == 0:
-            self._log_answers()
-
-    def on_fit_end(self) -> None:
-        """Log answers to the same prompts, which the report compares."""
-        self._log_answers()
-
-    def _log_answers(self) -> None:
-        if self._prompts:
-            rows = write_answers(self.unwrapped_model, self.processor, self._prompts)
-            self.log_table("answers", ["prompt", "preferred", "the model's"], rows)
 
     def _with_reference(self, samples: TokenizedRows) -> TokenizedRows:
         """Return rows with the log-probabilities of the reference, if there is a folder for them."""

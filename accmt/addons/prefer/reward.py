@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from os import PathLike
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -17,7 +15,7 @@ from accmt.addons.sft.rows import padding_id
 from accmt.errors import ArgumentError, ModuleContractError, explain
 
 if TYPE_CHECKING:
-    from accmt.options import HyperParameters
+    from accmt.addons.prefer.section import PreferSection
 
 
 class RewardModule(RowModule):
@@ -37,6 +35,8 @@ class RewardModule(RowModule):
         ModuleContractError: The model has another number of labels.
     """
 
+    section_name = "prefer"
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -54,26 +54,9 @@ class RewardModule(RowModule):
             self._prepare_head()
 
     @classmethod
-    def from_hps(
-        cls,
-        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
-        *,
-        in_fit: bool = False,
-        processor: Any = None,
-    ) -> RewardModule:
-        """Create a module from the sections `model` and `prefer`, like `PreferenceModule.from_hps`."""
-        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
-        from accmt.addons.prefer.section import PreferSection
-        from accmt.options import HyperParameters
-
-        hps = HyperParameters.from_config(hps_config)
-        section = hps.section("prefer") or PreferSection()
-        tokenizer = load_tokenizer(hps, "prefer") if processor is None else processor
-        module = cls(partial(build_from_hps, hps), tokenizer, max_length=section.max_length, **section.options)
-        module.hps = hps
-        if not in_fit:
-            module.configure_model()
-        return module
+    def arguments_of(cls, section: PreferSection) -> dict[str, Any]:
+        """Return the arguments that a section sets."""
+        return {"max_length": section.max_length, **section.options}
 
     def configure_model(self) -> None:
         """Build the model, and check its head."""

@@ -30,7 +30,6 @@ _KEYS: Mapping[str, Key] = {
     "loss": Key("loss: dpo", f"one of {', '.join(_NAMES)}", _NAMES.__contains__),
     "reference": Key("reference: copy", f"one of {', '.join(_REFERENCES)}", _REFERENCES.__contains__),
     "reference_folder": path_key("reference_folder: out/reference"),
-    "answers": Key("answers: 4", "a whole number of at least 1", lambda value: type(value) is int and value > 0),
     "teacher": path_key("teacher: ./larger-model"),
     **{
         name: Key(f"{name}: {example}", "a number", _is_number)
@@ -56,7 +55,6 @@ class PreferSection(DataSection):
         loss: The loss.
         reference: The reference of DPO and similar losses.
         reference_folder: A folder for the log-probabilities of the reference.
-        answers: The number of validation prompts that the model answers before and after training.
         teacher: The path or name of the teacher, for distillation.
         options: The options of the loss.
     """
@@ -64,7 +62,6 @@ class PreferSection(DataSection):
     loss: Any = "dpo"
     reference: Any = "auto"
     reference_folder: str | None = None
-    answers: int = 0
     teacher: str | None = None
     options: dict[str, float] = field(default_factory=dict)
 
@@ -89,12 +86,6 @@ def read_prefer_section(value: Any) -> tuple[PreferSection | None, list[Fault]]:
         if name in values and not needs_reference:
             expected = "no reference: this loss needs none"
             faults.append(Fault(("prefer", name), f"a reference with {loss}", expected, f"remove `{name}`"))
-    if "answers" in values and (loss not in LOSSES or "validation" not in values):
-        got = f"answers with {loss}" if loss not in LOSSES else "answers without validation rows"
-        expected = "validation rows, and a loss on preferences: the model answers their prompts"
-        faults.append(
-            Fault(("prefer", "answers"), got, expected, "write `validation: rows.jsonl`, or remove `answers`")
-        )
     if {"reference", "reference_folder"} <= values.keys() and values["reference"] != "auto":
         expected = "one of them: the folder is for the reference that `auto` selects"
         got = f"reference = {values['reference']} and a folder"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.module import HuggingFaceModule
 
 if TYPE_CHECKING:
+    from accmt.addons.sft.section import SFTSection
     from accmt.options import HyperParameters
 
 
@@ -44,6 +45,7 @@ class RowModule(HuggingFaceModule):
         collate_fn: Makes batches of samples.
 
     Attributes:
+        section_name: The section of the hyper-parameters about the rows.
         build_seed: A seed for weights that are random when the model is built, such as an adapter's; None uses the
             global generators as they are.
 
@@ -51,6 +53,7 @@ class RowModule(HuggingFaceModule):
         ArgumentError: The reader's `max_length` is below 2.
     """
 
+    section_name: ClassVar[str] = "sft"
     build_seed: int | None = None
 
     def __init__(
@@ -67,6 +70,48 @@ class RowModule(HuggingFaceModule):
             raise ArgumentError(explain(where, got, expected, "for example max_length=1024"))
         self.collate_fn = collate_fn
         self._reader = reader
+
+    @classmethod
+    def from_hps(
+        cls,
+        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
+        *,
+        in_fit: bool = False,
+        processor: Any = None,
+        **arguments: Any,
+    ) -> Self:
+        """Create a module from the section `model` of the hyper-parameters, and the section about its rows.
+
+        Args:
+            hps_config: See `AcceleratorModule.from_hps`.
+            in_fit: Whether to build the model at the start of a run instead of now.
+            processor: The tokenizer; None loads that of the model, with the chat template of the section.
+            **arguments: Other arguments of the class, in place of those in the section; None uses the section.
+
+        Raises:
+            HyperParameterError: The section `model` is missing or invalid.
+            FileNotFoundError: The tokenizer or the chat template does not exist.
+            MissingPackageError: A required package is not installed.
+        """
+        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
+        from accmt.options import HyperParameters
+
+        hps = HyperParameters.from_config(hps_config)
+        section = hps.section(cls.section_name)
+        of_section = {} if section is None else cls.arguments_of(section)
+        given = {name: value for name, value in arguments.items() if value is not None}
+        tokenizer = load_tokenizer(hps, cls.section_name) if processor is None else processor
+        make: Any = cls  # each class has arguments of its own
+        module: Self = make(partial(build_from_hps, hps), tokenizer, **of_section | given)
+        module.hps = hps
+        if not in_fit:
+            module.configure_model()
+        return module
+
+    @classmethod
+    def arguments_of(cls, section: Any) -> dict[str, Any]:
+        """Return the arguments of the class that a section of the hyper-parameters sets."""
+        raise NotImplementedError
 
     def configure_model(self) -> None:
         """Build the model, with the same new weights in every run with the same `build_seed`."""
@@ -136,45 +181,9 @@ class SFTModule(RowModule):
         super().__init__(model, tokenizer, masking, PadRows(padding_id(tokenizer)))
 
     @classmethod
-    def from_hps(
-        cls,
-        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
-        *,
-        in_fit: bool = False,
-        processor: Any = None,
-        max_length: int | None = None,
-        per_turn: bool | None = None,
-    ) -> SFTModule:
-        """Create a module with the model from the section `model` of the hyper-parameters.
-
-        Args:
-            hps_config: See `AcceleratorModule.from_hps`.
-            in_fit: Whether to build the model at the start of a run instead of now.
-            processor: The tokenizer; None loads that of the model, with the chat template of the section `sft`.
-            max_length: The maximum number of tokens per row; None uses the section `sft`.
-            per_turn: Whether each assistant turn is a separate sample; None uses the section `sft`.
-
-        Raises:
-            HyperParameterError: The section `model` is missing or invalid.
-            FileNotFoundError: The tokenizer or the chat template does not exist.
-            MissingPackageError: A required package is not installed.
-        """
-        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
-        from accmt.addons.sft.section import SFTSection
-        from accmt.options import HyperParameters
-
-        hps = HyperParameters.from_config(hps_config)
-        section = hps.section("sft") or SFTSection()
-        module = cls(
-            partial(build_from_hps, hps),
-            load_tokenizer(hps) if processor is None else processor,
-            max_length=section.max_length if max_length is None else max_length,
-            per_turn=section.per_turn if per_turn is None else per_turn,
-        )
-        module.hps = hps
-        if not in_fit:
-            module.configure_model()
-        return module
+    def arguments_of(cls, section: SFTSection) -> dict[str, Any]:
+        """Return the arguments that a section sets."""
+        return {"max_length": section.max_length, "per_turn": section.per_turn}
 
     def step(self, batch: Any) -> dict[str, Any]:
         """Return the mean loss over the target tokens, and their number as weight."""

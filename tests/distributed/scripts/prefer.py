@@ -51,16 +51,22 @@ def make_module(loss: Any, *, lora: bool, folder: Path | None = None) -> Prefere
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).double()
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    return PreferenceModule(model, tokenizer, loss, reference_folder=folder, answers=2 if lora else 0)
+    return PreferenceModule(model, tokenizer, loss, reference_folder=folder)
 
 
 def train(folder: Path, loss: str, *, lora: bool, budget: bool, **settings: Any) -> tuple[PreferenceModule, Trainer]:
     number = int(os.environ.get("WORLD_SIZE", "1"))
-    hps = {"epochs": 2, "batch_size": [BATCH // number, 3], "optim": {"type": "SGD", "lr": 0.1}}
+    hps: dict[str, Any] = {"epochs": 2, "batch_size": [BATCH // number, 3], "optim": {"type": "SGD", "lr": 0.1}}
     module, rows = make_module(loss, lora=lora, folder=folder / "reference" if budget else None), make_rows(loss)
     own = {"seed": 1, "shuffle_train": False, "verbose": False, "dataloader_num_workers": 0, "log_every": -1}
+    hps |= {"max_tokens": 100} if budget else {}
+    hps |= {"evaluation": {"generate": {"max_new_tokens": 4}}} if lora else {}
     trainer = Trainer(
-        {**hps, **({"max_tokens": 100} if budget else {})}, folder, checkpoint_every="2 steps", **own, **settings
+        hps,
+        folder,
+        checkpoint_every="2 steps",
+        **own,
+        **settings,
     )
     with contextlib.suppress(InterruptionError):
         trainer.fit(module, rows, rows[:7])
