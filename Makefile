@@ -115,10 +115,11 @@ clean:  ## remove everything that was made: .venv, caches, outputs of the exampl
 	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-object-storage .venv-chat-templates .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# What builds this package, and rouge-score, which has no wheel.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(call require_python)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt hatchling editables
+	$(PIP) install -c constraints.txt hatchling editables setuptools
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(PIP) install -c constraints.txt --no-deps $(DEMO_PACKAGES)
 	@touch $@
@@ -126,7 +127,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(call require_python)
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST_PIP) install -c constraints-lowest.txt hatchling editables
+	$(LOWEST_PIP) install -c constraints-lowest.txt hatchling editables setuptools
 	$(LOWEST_PIP) install -c constraints-lowest.txt --no-build-isolation -e '.[test]'
 	$(LOWEST_PIP) install -c constraints-lowest.txt --no-deps $(DEMO_PACKAGES)
 	@touch $@
