@@ -79,6 +79,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "timed_checkpoints": "accmt.addons.goodput.pace:TimedCheckpoints",  # acts on what the next one has measured
         "goodput": "accmt.addons.goodput.recorder:GoodputRecorder",
         "sources": "accmt.addons.mix.feature:SourceLosses",
+        "window_sums": "accmt.addons.prefer.window_sums:WindowSums",  # reads ahead, after others have measured
         "remote_models": "accmt.addons.remote_models:RemoteModels",  # a model is published before its checkpoint
         "remote_checkpoints": "accmt.addons.remote_checkpoints:RemoteCheckpoints",
     },

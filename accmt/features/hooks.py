@@ -106,7 +106,7 @@ class Feature:
         return nullcontext()
 
     def reading(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Return the windows of an epoch, unchanged, through an iterator that observes them."""
+        """Return the windows of an epoch through an iterator that observes them, or reads each whole."""
         return windows
 
     def is_checkpoint_due(self) -> bool:

@@ -279,52 +279,109 @@ def test_weights_of_pairs_count_like_repeated_pairs(tmp_path: Path):
     assert_close(one, other)
 
 
-def test_kto_is_that_of_the_whole_batch_by_hand(tmp_path: Path):
-    rows = labeled(8)
-    model, reference = make_model(), make_model()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
-    started = make_model()
-    started.load_state_dict(model.state_dict())
+def kto_by_hand(model: Any, reference: Any, rows: list[dict[str, Any]], others: list[Any]) -> torch.Tensor:
+    """The loss of KTO on a whole batch; its baseline is the mean over the answers to other prompts."""
 
     def ratio(prompt: Any, answer: Any) -> torch.Tensor:
         with torch.no_grad():
             before = by_hand(reference, prompt, answer)[0]
         return by_hand(model, prompt, answer)[0] - before
 
-    others = [ratio(row["prompt"], rows[(index + 1) % 8]["completion"]) for index, row in enumerate(rows)]
-    baseline = torch.stack(others).mean().detach().clamp(min=0)
+    weights = torch.tensor([row.get("weight", 1.0) for row in rows], dtype=torch.float64)
+    ratios = torch.stack([ratio(row["prompt"], other) for row, other in zip(rows, others, strict=True)])
+    baseline = ((ratios * weights).sum() / weights.sum()).detach().clamp(min=0)
+    assert baseline > 0.01
     lost = []
     for row in rows:
-        own = ratio(row["prompt"], row["completion"])
         sign, weight = (1, 2.0) if row["label"] else (-1, 0.5)
+        own = ratio(row["prompt"], row["completion"])
         lost.append(weight * (1 - torch.sigmoid(sign * 0.4 * (own - baseline))))
-    torch.stack(lost).mean().backward()
+    return (torch.stack(lost) * weights).sum() / weights.sum()
+
+
+def moved(model: Any) -> Any:
+    """The model, away from its reference."""
+    generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for weight in model.parameters():
-            weight -= 0.5 * weight.grad
-    module = PreferenceModule(started, tokenizer(), "kto", beta=0.4, desirable_weight=2.0, undesirable_weight=0.5)
-    module.teacher = reference
-    trainer = fit(tmp_path, rows, module=module, hps={"batch_size": 8}, val=rows)
-    assert_close(module, PreferenceModule(model, tokenizer(), "simpo"))
-    rewards = {label: [] for label in (True, False)}
+            weight += 0.2 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return model
+
+
+KTO = {"beta": 0.4, "desirable_weight": 2.0, "undesirable_weight": 0.5}
+SPLITS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "accumulation of 2": {"hps": {"batch_size": 4}, "grad_accumulation_steps": 2},
+    "accumulation of 4": {"hps": {"batch_size": 2}, "grad_accumulation_steps": 4},
+    "micro-batches": {"hps": {"max_micro_batch_size": 3}},
+    "budget": {"hps": {"max_tokens": 100}},
+}
+
+
+def test_steps_of_kto_are_those_of_whole_batches_by_hand_for_any_split(tmp_path: Path):
+    """Thirteen rows in steps of 8 and 5; one has more weight. Dropout does not change the baseline."""
+    rows = [{**row, "weight": 2.5} if index == 3 else row for index, row in enumerate(labeled(13))]
+    others = [rows[(index + 1) % 13]["completion"] for index in range(13)]
+    model, reference = make_model(), moved(make_model())
+    for start in (0, 8):
+        model.zero_grad()
+        kto_by_hand(model, reference, rows[start : start + 8], others[start : start + 8]).backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight -= 0.5 * weight.grad
+    expected = PreferenceModule(model, tokenizer(), "simpo")
+    for name, split in SPLITS.items():
+        module = PreferenceModule(make_model(), tokenizer(), "kto", **KTO)
+        module.teacher = reference
+        own = {**split, "hps": {"batch_size": 8, **split.get("hps", {})}}
+        trainer = fit(tmp_path / name, rows, module=module, val=rows, **own)
+        assert trainer.state.global_step == 2, name
+        assert module.window_sums is None
+        assert_close(module, expected)
+    rewards: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     with torch.no_grad():
         for row in rows:
-            rewards[row["label"]].append(0.4 * ratio(row["prompt"], row["completion"]))
+            ratio = [by_hand(one, row["prompt"], row["completion"])[0] for one in (model, reference)]
+            rewards[row["label"]] += [0.4 * (ratio[0] - ratio[1])] * round(2 * row.get("weight", 1))
     found = trainer.state.metrics
     for name, label in (("reward_desirable", True), ("reward_undesirable", False)):
         assert found[name] == pytest.approx(float(torch.stack(rewards[label]).mean()), rel=1e-6)
     assert found["margin"] == pytest.approx(found["reward_desirable"] - found["reward_undesirable"])
 
 
-@pytest.mark.parametrize("hps", [{"max_micro_batch_size": 2}, {"max_tokens": 100}])
-def test_kto_rejects_batches_that_are_split(tmp_path: Path, hps: dict[str, Any]):
-    module = PreferenceModule(make_model(), tokenizer(), "kto")
-    with pytest.raises(ModuleContractError, match="the baseline of KTO is a mean over the whole batch"):
-        fit(tmp_path, labeled(), module=module, hps=hps)
-    with pytest.raises(ModuleContractError, match="2 micro-batches per optimizer step"):
-        fit(tmp_path, labeled(), module=module, grad_accumulation_steps=2)
+def test_the_baseline_of_kto_does_not_depend_on_dropout(tmp_path: Path):
+    def baselines(name: str, dropout: float) -> list[float]:
+        module = PreferenceModule(make_model(), tokenizer(), "kto", **KTO)
+        module.teacher = moved(make_model())
+        for layer in module.model.modules():
+            if hasattr(layer, "attention_dropout"):
+                layer.attention_dropout = dropout
+        hps = {"batch_size": 2, "optim": {"type": "SGD", "lr": 0.0}}
+        trainer = fit(tmp_path / name, labeled(8), module=module, hps=hps, grad_accumulation_steps=2, log_every=1)
+        rows = [row["values"] for row in read_history(trainer.run.tracking.run_folder) if "values" in row]
+        return [row["baseline"] for row in rows if "baseline" in row]
+
+    without, with_dropout = baselines("without", 0.0), baselines("with", 0.5)
+    assert without == with_dropout
+    assert len(without) == 2
+    assert max(without) > 0.01
+
+
+def test_a_run_of_kto_that_runs_out_of_memory_for_its_baseline_continues_with_smaller_batches(tmp_path: Path):
+    module, other = (PreferenceModule(make_model(), tokenizer(), "kto", **KTO) for _ in range(2))
+    reference = module.teacher = other.teacher = moved(make_model())
+    most = 4
+
+    def require_memory(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        if len(inputs["input_ids"]) > most:
+            raise torch.OutOfMemoryError("out of memory")
+
+    reference.register_forward_pre_hook(require_memory, with_kwargs=True)
+    trainer = fit(tmp_path / "small", labeled(8), module=module, hps={"batch_size": 8, "max_micro_batch_size": "auto"})
+    assert trainer.state.global_step == 1
+    most = 8
+    fit(tmp_path / "large", labeled(8), module=other, hps={"batch_size": 8})
+    assert_close(module, other)
 
 
 def make_reward_model(labels: int = 1) -> Any:

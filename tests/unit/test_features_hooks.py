@@ -50,6 +50,7 @@ def test_the_order_of_features() -> None:
         "timed_checkpoints",
         "goodput",
         "sources",
+        "window_sums",
         "remote_models",
         "remote_checkpoints",
     ]

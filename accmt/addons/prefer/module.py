@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,11 +28,10 @@ from accmt.checkpoint.frozen import digest_of
 from accmt.data import is_stream
 from accmt.engine.accelerator import current_accelerator
 from accmt.engine.shards import building_for
-from accmt.errors import ArgumentError, CheckpointError, DataError, ModuleContractError, explain, nearest
+from accmt.errors import ArgumentError, CheckpointError, DataError, explain, nearest
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.messages import say_once
 from accmt.precision import autocast
-from accmt.processes import num_processes
 from accmt.without_trace import restore_modes
 
 if TYPE_CHECKING:
@@ -98,6 +96,7 @@ class PreferenceModule(RowModule):
     """
 
     section_name = "prefer"
+    window_sums: list[float] | None = None
 
     def __init__(
         self,
@@ -164,16 +163,40 @@ class PreferenceModule(RowModule):
             )
         self.teacher = deepcopy(self.model).requires_grad_(requires_grad=False).eval()
 
+    @property
+    def needs_window_sums(self) -> bool:
+        """Whether the loss depends on the whole optimizer step, as KTO's baseline does."""
+        return self.objective.loss == "kto"
+
+    @torch.no_grad()
+    def sum_for_window(self, batch: Any) -> Tensor:
+        """Return the weighted sum of the log-ratios of answers to other prompts, and the sum of weights, for KTO.
+
+        The model runs without dropout, so that the baseline does not depend on how a step is split.
+        """
+        batch, model = _answer(batch, 1), self.unwrapped_model
+        with _as_reference(model, adapter_off=False):
+            own = log_probs(self._logits(model, batch), batch["labels"]).sums
+        known = batch.get("reference")
+        if known is None:
+            known = log_probs(self._reference_logits(batch), batch["labels"]).sums
+        weights = batch["weight"]
+        return torch.stack([((own - known)[:, 0] * weights).sum(), weights.sum().to(own.dtype)])
+
     def step(self, batch: Any) -> dict[str, Any]:
         """Return the mean loss over the pairs (or answers), and their number or total weight as weight."""
-        return self._evaluate(batch, with_kl=False)
+        return self._evaluate(batch, self.window_sums, with_kl=False)
 
     def validation_step(self, batch: Any, key: str = "") -> dict[str, Any]:
         """Return the loss, and the KL divergence from the reference in addition."""
-        return self._evaluate(batch, with_kl=True)
+        return self._evaluate(batch, None, with_kl=True)
 
-    def _evaluate(self, batch: Any, *, with_kl: bool) -> dict[str, Any]:
-        kind, labels, weights = self.objective.kind, batch["labels"], batch["weight"]
+    def _evaluate(self, batch: Any, sums: list[float] | None, *, with_kl: bool) -> dict[str, Any]:
+        kind, weights = self.objective.kind, batch["weight"]
+        if self.needs_window_sums:
+            sums = self.sum_for_window(batch).tolist() if sums is None else sums
+            batch = _answer(batch, 0)
+        labels = batch["labels"]
         known = batch.get("reference")  # computed before training
         before = self._reference_logits(batch) if kind.needs_reference and known is None else None
         logits = self._logits(self.model, batch)
@@ -183,8 +206,9 @@ class PreferenceModule(RowModule):
         scores = totals / own.lengths.clamp(min=1) if kind.is_per_token else totals
         # An answer without targets would have a probability of 1 and infinite odds, and 0 * inf is NaN.
         scores = torch.where(own.lengths > 0, scores, scores - 1)
-        if self.objective.loss == "kto":
-            lost, values = self._score_answers(scores, batch["is_desirable"] > 0, weights, own)
+        if sums is not None:
+            baseline = scores.new_tensor(max(0.0, sums[0] / (sums[1] or 1.0)))
+            lost, values = self._score_answers(scores[:, 0], batch["is_desirable"] > 0, baseline, own)
         else:
             lost, values = self._score_pairs(scores, totals if kind.needs_reference else scores, own)
         if with_kl and before is not None:
@@ -211,19 +235,10 @@ class PreferenceModule(RowModule):
         }
 
     def _score_answers(
-        self, ratios: Tensor, is_desirable: Tensor, weights: Tensor, own: LogProbs
+        self, ratios: Tensor, is_desirable: Tensor, baseline: Tensor, own: LogProbs
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of each answer, for KTO.
-
-        Processes: collective in training.
-        """
-        objective, ratios, others = self.objective, ratios[:, 0], ratios[:, 1].detach()
-        totals = torch.stack([(others * weights).sum(), weights.sum()])
-        if self.state.stage == "train":
-            self._require_whole_batch()
-            if num_processes() > 1:
-                dist.all_reduce(totals)
-        baseline = (totals[0] / torch.where(totals[1] > 0, totals[1], 1)).clamp(min=0)
+        """Return the loss and the metrics of each answer, for KTO."""
+        objective = self.objective
         lost = losses.kto(
             ratios,
             is_desirable,
@@ -252,17 +267,6 @@ class PreferenceModule(RowModule):
             for name, number in (("reward_desirable", share), ("reward_undesirable", 1 - share)):
                 outputs[name] = outputs[name] / number if number else nan
             outputs["margin"] = outputs["reward_desirable"] - outputs["reward_undesirable"]
-
-    def _require_whole_batch(self) -> None:
-        hps, number = self.trainer.hps, self.state.grad_accum_steps
-        settings = {"max_tokens": hps.max_tokens, "max_micro_batch_size": hps.max_micro_batch_size}
-        splits = next((name for name, value in settings.items() if value is not None), None)
-        if splits is None and number == 1:
-            return
-        got = f"{splits}, which splits batches" if splits else f"{number} micro-batches per optimizer step"
-        do = f"remove {splits}" if splits else "remove grad_accumulation_steps, and use more processes"
-        expected = "one micro-batch on each process: the baseline of KTO is a mean over the whole batch"
-        raise ModuleContractError(explain("loss: kto", got, expected, f"{do}; or train pairs with another loss"))
 
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the logits of all answers, computed in one forward."""
@@ -363,6 +367,12 @@ class PreferenceModule(RowModule):
         }
         digests = [f"{name} {digest_of(weight)}" for name, weight in weights.items()]
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
+
+
+def _answer(batch: Any, number: int) -> dict[str, Any]:
+    """Return a batch of one of the answers of each sample."""
+    every = ("input_ids", "labels", "attention_mask", "reference")
+    return {name: values[:, number : number + 1] if name in every else values for name, values in batch.items()}
 
 
 def share_right(margins: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from tests import conversations
 from tests.conversations import make_tokenizer
 from tests.resume.unbroken import InterruptAt, InterruptionError
 
-BATCH, STOP = 4, 5
+BATCH, BATCH_OF_KTO, STOP = 4, 8, 5
 WORDS = ["the", "rain", "window", "price", "don't", "e.g.", "yes"]
 
 
@@ -54,9 +54,12 @@ def make_module(loss: Any, *, lora: bool, folder: Path | None = None) -> Prefere
     return PreferenceModule(model, tokenizer, loss, reference_folder=folder)
 
 
-def train(folder: Path, loss: str, *, lora: bool, budget: bool, **settings: Any) -> tuple[PreferenceModule, Trainer]:
+def train(
+    folder: Path, loss: str, *, lora: bool, budget: bool, accumulation: int = 1, **settings: Any
+) -> tuple[PreferenceModule, Trainer]:
     number = int(os.environ.get("WORLD_SIZE", "1"))
-    hps: dict[str, Any] = {"epochs": 2, "batch_size": [BATCH // number, 3], "optim": {"type": "SGD", "lr": 0.1}}
+    size = (BATCH if loss != "kto" else BATCH_OF_KTO) // (number * accumulation)
+    hps: dict[str, Any] = {"epochs": 2, "batch_size": [size, 3], "optim": {"type": "SGD", "lr": 0.1}}
     module, rows = make_module(loss, lora=lora, folder=folder / "reference" if budget else None), make_rows(loss)
     own = {"seed": 1, "shuffle_train": False, "verbose": False, "dataloader_num_workers": 0, "log_every": -1}
     hps |= {"max_tokens": 100} if budget else {}
@@ -65,6 +68,7 @@ def train(folder: Path, loss: str, *, lora: bool, budget: bool, **settings: Any)
         hps,
         folder,
         checkpoint_every="2 steps",
+        grad_accumulation_steps=accumulation,
         **own,
         **settings,
     )
@@ -83,6 +87,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "whole, budget": {"loss": "dpo_norm", "lora": False, "budget": True},
     "lora": {"loss": "dpo", "lora": True, "budget": False},
     "kto": {"loss": "kto", "lora": False, "budget": False},
+    "kto, accumulation of 2": {"loss": "kto", "lora": False, "budget": False, "accumulation": 2},
+    "kto, accumulation of 4": {"loss": "kto", "lora": False, "budget": False, "accumulation": 4},
+    "kto, budget": {"loss": "kto", "lora": False, "budget": True},
 }
 
 
@@ -105,7 +112,9 @@ def main(result: str, folder: str) -> None:
             "resumes": torch.equal(whole, resumed),
             "weights": whole.tolist(),
             "metrics": {
-                key: value for key, value in trainer.state.metrics.items() if key != "val_loss" or kind["loss"] != "kto"
+                key: value
+                for key, value in trainer.state.metrics.items()
+                if kind["loss"] != "kto" or key not in ("val_loss", "baseline", "accuracy")  # of each batch
             },
         }
     if is_main_process():

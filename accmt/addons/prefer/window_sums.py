@@ -1,0 +1,98 @@
+"""Sums over all micro-batches of an optimizer step, for losses with a term that is a mean over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from accmt.data import MicroBatch, Window
+from accmt.features.hooks import Feature
+from accmt.precision import autocast
+from accmt.processes import sum_over_data
+from accmt.run import EvaluationRun, Run
+
+_STEP = "training_step"
+
+
+class SumsWindows(Protocol):
+    """A module whose loss depends on sums over the whole optimizer step.
+
+    Attributes:
+        needs_window_sums: Whether it does.
+        window_sums: During training: the sums over the micro-batches of the current step, on all processes.
+    """
+
+    needs_window_sums: bool
+    window_sums: list[float] | None
+
+    def sum_for_window(self, batch: Any) -> torch.Tensor:
+        """Return what a micro-batch adds: the weighted sum of a value, and the sum of weights `[2]`."""
+
+
+class WindowSums(Feature):
+    """Reads each window whole, and computes its sums before the first of its micro-batches is trained on.
+
+    The weights are those of the step's forward passes, so the sums are those of one big batch, for any accumulation,
+    token budget and number of processes.
+    """
+
+    name = "window_sums"
+
+    def __init__(self, run: Run, module: SumsWindows) -> None:
+        self._run = run
+        self._module = module
+        self._error: Exception | None = None
+
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> WindowSums | None:
+        module: Any = run.module
+        return cls(run, module) if isinstance(run, Run) and getattr(module, "needs_window_sums", False) else None
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._module.window_sums = None
+
+    def reading(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Compute the sums of each window.
+
+        Processes: collective.
+        """
+        for window in windows:
+            micro_batches = list(window.micro_batches)
+            self._module.window_sums = self._sum(micro_batches)
+            yield window._replace(micro_batches=micro_batches)
+
+    def before_forward(self, batch: Any) -> None:
+        """Raise the error that occurred while summing, here, where the run can continue after it."""
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def _sum(self, micro_batches: list[MicroBatch]) -> list[float]:
+        run, total = self._run, torch.zeros(2, device=self._run.device)
+        may_leave = any(keeps_apart() for keeps_apart in run.features.keeps_apart)
+        try:
+            with torch.no_grad(), run.engine.unwrapped():
+                for micro_batch in micro_batches:
+                    own = micro_batch.batch
+                    batch = own if may_leave else run.engine.own_or_borrowed(_STEP, micro_batch)
+                    if batch is None:
+                        continue
+                    if own is None:  # the others' forward needs this process; its result is not used
+                        context = run.engine.running_borrowed(_STEP)
+                    else:
+                        context = run.engine.running(_STEP, None if may_leave else micro_batch)
+                    with autocast(run.accelerator), context:
+                        found = self._module.sum_for_window(run.place(batch))
+                    total = total if own is None else total + found
+        except Exception as error:
+            if not (may_leave and any(recovers_from(error) for recovers_from in run.features.recovers_from)):
+                raise
+            self._error = error.with_traceback(None)  # whose frames keep memory
+        return sum_over_data(total.tolist())
