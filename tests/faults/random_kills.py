@@ -10,7 +10,8 @@ tp-2` with split ones.
 `--store s3` copies checkpoints to an S3 server (moto, which `make object-storage` installs), and wipes the disk at each
 kill; ACCMT_TEST_WIDTH=512 makes checkpoints of 3 MB. With `--disks`, each process has a disk of its own (root only), of
 which any number are wiped.
-`--trainer mixed` trains on three sources, whose weights change at a step.
+`--trainer mixed` trains on three sources, whose weights change at a step. `--trainer prefer` tunes a model on
+preferences, after computing the reference; with ACCMT_TEST_LOSS=kto, on single answers.
 `--max-tokens 12` cuts the samples of each step by a token budget; `--trainer packed` packs documents into rows.
 """
 
@@ -39,6 +40,7 @@ SCRIPT_OF = {
     "accmt": SCRIPTS / "killed_run.py",
     "packed": SCRIPTS / "killed_packed_run.py",
     "mixed": SCRIPTS / "killed_mixed_run.py",
+    "prefer": SCRIPTS / "killed_prefer_run.py",
     "transformers": SCRIPTS / "killed_transformers_run.py",
 }
 KILLS = 3
@@ -50,8 +52,8 @@ class Variant(NamedTuple):
     """How a run is made.
 
     Attributes:
-        trainer: Whose trainer it is: "accmt", "packed" (accmt with packed documents), "mixed" (with
-            several sources) or "transformers".
+        trainer: Whose trainer it is: "accmt", "packed" (accmt with packed documents), "mixed" (with several sources),
+            "prefer" (with preferences) or "transformers".
         workers: Loader workers.
         is_async: "1" where checkpoints are written while training goes on.
         launch: How many processes, and with which engine, as `tests.launching.launch` takes it.

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -627,7 +628,7 @@ def test_an_interrupted_computation_of_the_reference_continues(tmp_path: Path, m
     from accmt.addons.prefer import reference
 
     monkeypatch.setattr(reference, "_CHUNK", 4)
-    monkeypatch.setattr(reference, "_BATCH", 2)
+    monkeypatch.setattr(reference, "MAX_TOKENS", 1)  # a row at a time
 
     def compute(most: int) -> tuple[Any, int]:
         module = PreferenceModule(make_model(), tokenizer(), reference_folder=tmp_path / "reference")
@@ -644,11 +645,32 @@ def test_an_interrupted_computation_of_the_reference_continues(tmp_path: Path, m
         except KeyboardInterrupt:
             return None, len(calls)
 
-    assert compute(3) == (None, 4)  # the first file is written, and half of the second is lost
+    assert compute(6) == (None, 7)  # the first file is written, and half of the second is lost
     samples, number = compute(100)
-    assert number == 4
+    assert number == 7
     other = PreferenceModule(make_model(), tokenizer(), reference_folder=tmp_path / "other").make_samples(pairs(11))
     assert [samples[index]["reference"] for index in range(11)] == [other[index]["reference"] for index in range(11)]
+
+
+def test_the_reference_is_computed_within_the_token_budget_of_the_run(tmp_path: Path):
+    computed: dict[int | None, list[int]] = {}
+    rewards = {}
+    for budget in (None, 120):
+        folder = tmp_path / f"reference-{budget}"
+        module, seen = PreferenceModule(make_model(), tokenizer(), reference_folder=folder), []
+
+        def note(_: Any, __: Any, inputs: dict[str, Any], seen: list[int] = seen) -> None:
+            if not torch.is_grad_enabled():
+                seen.append(inputs["input_ids"].numel())
+
+        module.model.register_forward_pre_hook(note, with_kwargs=True)
+        fit(tmp_path / str(budget), pairs(40), module=module, hps={"batch_size": 2, "max_tokens": budget})
+        computed[budget] = seen
+        rewards[budget] = torch.cat([torch.from_numpy(np.load(path)) for path in folder.glob("*/*.npy")])
+    assert len(computed[None]) == 1
+    assert len(computed[120]) > 10
+    assert max(computed[120]) <= 120
+    torch.testing.assert_close(rewards[None], rewards[120], rtol=0, atol=1e-9)
 
 
 def test_log_probabilities_of_another_model_template_or_length_are_refused(tmp_path: Path):
@@ -656,6 +678,10 @@ def test_log_probabilities_of_another_model_template_or_length_are_refused(tmp_p
     PreferenceModule(make_model(), tokenizer(), reference_folder=folder).make_samples(rows)
     with pytest.raises(DataError, match="for another model\n"):
         PreferenceModule(make_model(seed=4), tokenizer(), reference_folder=folder).make_samples(rows)
+    other = make_model()
+    other.config.rope_parameters = {**other.config.rope_parameters, "rope_theta": 500.0}  # with the same weights
+    with pytest.raises(DataError, match="for another model\n"):
+        PreferenceModule(other, tokenizer(), reference_folder=folder).make_samples(rows)
     with pytest.raises(DataError, match="for another tokenizer, chat template or max_length\n"):
         PreferenceModule(make_model(), tokenizer(), reference_folder=folder, max_length=50).make_samples(rows)
     PreferenceModule(make_model(), tokenizer(), reference_folder=folder).make_samples(rows[:2])  # other rows: computed

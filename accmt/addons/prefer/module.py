@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
 
 
 _ADAPTER_PARTS = ("lora_", "modules_to_save", "trainable_tokens")
+# Entries of a configuration that do not change what a model computes: where it is from, and how it is run.
+_NOT_COMPUTED = {
+    *("_name_or_path", "transformers_version", "use_cache", "base_model_name_or_path", "inference_mode", "revision"),
+    *("peft_version", "auto_mapping", "tokenizer_class", "pad_token_id", "return_dict"),
+}
 _CHANGED = "already changes the model, or other weights are trained, too"
 
 
@@ -332,7 +338,9 @@ class PreferenceModule(RowModule):
             with torch.no_grad(), context, _as_reference(model, adapter_off=self._is_adapter_off):
                 return log_probs(self._logits(model, batch), batch["labels"]).sums
 
-        return with_reference(samples, self._folder, facts, compute, require_start)
+        trainer = getattr(self, "trainer", None)  # none outside of a run
+        max_tokens = None if trainer is None else trainer.hps.max_tokens
+        return with_reference(samples, self._folder, facts, compute, require_start, max_tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a digest of the reference, so that a resumed run cannot continue with another one."""
@@ -359,13 +367,14 @@ class PreferenceModule(RowModule):
         return self._start
 
     def _digest_reference(self, reference: nn.Module) -> str:
-        """Return a digest of the weights that make the reference."""
+        """Return a digest of the weights and the configuration that make the reference."""
         weights = {
             name: weight
             for name, weight in reference.named_parameters()
             if not (self._is_adapter_off and "lora_" in name)  # random, and switched off
         }
         digests = [f"{name} {digest_of(weight)}" for name, weight in weights.items()]
+        digests += _describe_configs(reference, is_adapter_off=self._is_adapter_off)
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
 
@@ -387,6 +396,19 @@ def _mean_kl(logits: Tensor, before: Tensor, labels: Tensor) -> Tensor:
     per_token = own.new_zeros(is_target.shape)
     per_token[is_target] = losses.divergence(own, theirs, beta=1.0)
     return (per_token.sum(-1) / is_target.sum(-1).clamp(min=1)).mean(1)
+
+
+def _describe_configs(model: Any, *, is_adapter_off: bool) -> list[str]:
+    """Return what the configurations of a model, and of adapters that are part of it, say about what it computes."""
+    configs = [model.config]
+    if is_peft_model(model) and not is_adapter_off:
+        configs += [config for _, config in sorted(model.peft_config.items())]
+    values = [{k: v for k, v in config.to_dict().items() if k not in _NOT_COMPUTED} for config in configs]
+    return [json.dumps(value, sort_keys=True, default=_as_text) for value in values]
+
+
+def _as_text(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def _has_new_adapter(model: Any) -> bool:

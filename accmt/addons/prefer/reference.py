@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from accmt.addons.sft.rows import TokenizedRow, TokenizedRows
+from accmt.data.token_budget import TokenBudget, cut_by_tokens
 from accmt.errors import DataError, explain
 from accmt.files.atomic import replace_file, write_text
 from accmt.messages import say_once
@@ -20,7 +21,9 @@ from accmt.processes import is_main_process, num_processes, process_index, run_o
 _CHUNK = 64
 """Rows in a file."""
 
-_BATCH = 8
+MAX_TOKENS = 4096
+"""The padded tokens in a forward pass, unless the run has a token budget."""
+
 _FACTS = "reference.json"
 _WHERE = "reference_folder"
 
@@ -49,6 +52,7 @@ def with_reference(
     facts: Mapping[str, str],
     compute: Callable[[list[dict[str, Any]]], torch.Tensor],
     require_start: Callable[[], None],
+    max_tokens: int | None = None,
 ) -> ReferencedRows:
     """Return rows with the log-probabilities of the reference, computing those that the folder does not have yet.
 
@@ -61,6 +65,7 @@ def with_reference(
         facts: Digests of the model and of everything that determines tokens and precision, by name.
         compute: Returns the log-probabilities of samples `[samples, answers]`.
         require_start: Raises an error if the model is not the reference any more.
+        max_tokens: The padded tokens in a forward pass, those of all answers; None is `MAX_TOKENS`.
 
     Raises:
         DataError: The folder belongs to another model, tokenizer, length or precision.
@@ -86,8 +91,7 @@ def with_reference(
                 continue
             require_start()
             rows = [samples[index] for index in range(start, min(start + _CHUNK, len(samples)))]
-            values = [compute(rows[at : at + _BATCH]).double().cpu().numpy() for at in range(0, len(rows), _BATCH)]
-            found[start] = np.concatenate(values)
+            found[start] = _compute(rows, compute, max_tokens or MAX_TOKENS)
             _write(path, found[start])
         return found
 
@@ -98,6 +102,16 @@ def with_reference(
         f"log-probabilities of the reference: {len(samples):,} rows in {own}, {number_read:,} read by this process"
     )
     return ReferencedRows(samples, np.concatenate([every[start] for start in starts]))
+
+
+def _compute(
+    rows: list[dict[str, Any]], compute: Callable[[list[dict[str, Any]]], torch.Tensor], max_tokens: int
+) -> np.ndarray[Any, Any]:
+    """Compute the log-probabilities of rows, those of similar length together."""
+    [groups] = cut_by_tokens([row["length"] for row in rows], TokenBudget(max_tokens, len(rows)))
+    values = [compute([rows[position] for position in group]).double().cpu().numpy() for group in groups]
+    order = np.argsort([position for group in groups for position in group])
+    return np.concatenate(values)[order]
 
 
 def _check_facts(folder: Path, facts: Mapping[str, str]) -> None:
