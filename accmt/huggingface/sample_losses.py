@@ -1,4 +1,4 @@
-"""The loss of each sample of a batch, beside the mean that a transformers model returns."""
+"""The losses of the tokens and of the samples of a batch, beside the mean that a transformers model returns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from accmt.errors import ModuleContractError, explain
 from accmt.huggingface.model_kinds import is_peft_model, predicts_next_token
 
 _IGNORED = -100
@@ -29,12 +30,9 @@ def find_sample_losses(model: Any, outputs: Any, batch: Mapping[str, Any]) -> di
     logits, labels = getattr(outputs, "logits", None), batch.get("labels")
     if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return {}
-    base = model.get_base_model() if is_peft_model(model) else model
-    if logits.ndim != 3 or labels.ndim != 2 or not predicts_next_token(base):
+    if logits.ndim != 3 or labels.ndim != 2 or not predicts_next_token(_base_of(model)):
         return {}
-    prompt = logits.shape[1] - labels.shape[1]  # PEFT may put trained tokens before those of the batch
-    targets = functional.pad(labels, (prompt, 0), value=_IGNORED)[:, 1:]
-    positions = batch.get("position_ids")
+    targets = _targets_of(logits, labels)
     with torch.no_grad():
         losses = torch.stack(
             [
@@ -42,13 +40,61 @@ def find_sample_losses(model: Any, outputs: Any, batch: Mapping[str, Any]) -> di
                 for row, of_row in zip(logits, targets, strict=True)
             ]
         )
-        are_targets = (targets != _IGNORED).float()
-        if (
-            isinstance(positions, torch.Tensor) and labels.shape[0] == 1 and not prompt
-        ):  # the first token of a document is not a target, so no loss crosses from one to the next
-            documents = (positions[0] == 0).cumsum(0)[1:] - 1
-            sums = torch.zeros(2, int(documents[-1]) + 1, device=losses.device)
-            sums.index_add_(1, documents, torch.stack([losses[0], are_targets[0]]))
-        else:
-            sums = torch.stack([losses.sum(1), are_targets.sum(1)])
-        return {"losses": sums[0] / sums[1].clamp(min=1), "weights": sums[1]}
+        return _sum_by_sample(losses, (targets != _IGNORED).float(), batch)
+
+
+def weigh_tokens(
+    model: Any, outputs: Any, batch: Mapping[str, Any], weights: torch.Tensor, *, per_sample: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the weighted mean of the losses of target tokens as "loss", and the sum of their weights as "weight".
+
+    Args:
+        model: A causal transformers model, without wrappers.
+        outputs: What it returned without labels.
+        batch: The arguments of its call, with labels.
+        weights: The weight of each token `[samples, tokens]`; those of tokens without a label do not count.
+        per_sample: Whether to add "losses" and "weights" of samples, as in `find_sample_losses`.
+
+    Raises:
+        ModuleContractError: The model predicts something else than the next token.
+    """
+    base = _base_of(model)
+    if not predicts_next_token(base):
+        got, expected = f"weights of tokens for {type(base).__name__}", "a causal language model"
+        do = "remove the weights, or write only 0 and 1 as weights of messages"
+        raise ModuleContractError(explain("training_step", got, expected, do))
+    logits, targets = outputs.logits, _targets_of(outputs.logits, batch["labels"])
+    logits = logits[:, :-1] if logits.dtype == torch.float64 else logits[:, :-1].float()
+    flat = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none")
+    losses = flat.view(targets.shape)
+    each = functional.pad(weights, (outputs.logits.shape[1] - weights.shape[1], 0))[:, 1:] * (targets != _IGNORED)
+    total = each.sum()
+    # Without targets, the loss is 0 and has a gradient of 0, which the other processes need.
+    loss = (losses * each).sum() / torch.where(total > 0, total, 1)
+    if (router := getattr(outputs, "aux_loss", None)) is not None:  # of a mixture of experts, added if there are labels
+        loss = loss + base.router_aux_loss_coef * router
+    result = {"loss": loss, "weight": total}
+    return result | _sum_by_sample(losses.detach(), each, batch) if per_sample else result
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def _targets_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the target of each logit but the last: PEFT may put trained tokens before those of the batch."""
+    return functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=_IGNORED)[:, 1:]
+
+
+def _sum_by_sample(losses: torch.Tensor, weights: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the mean loss and the weight of each sample, or of each document of a packed row."""
+    positions, labels = batch.get("position_ids"), batch["labels"]
+    has_prompt = losses.shape[1] + 1 > labels.shape[1]
+    if isinstance(positions, torch.Tensor) and labels.shape[0] == 1 and not has_prompt:
+        # The first token of a document is not a target, so no loss crosses from one to the next.
+        documents = (positions[0] == 0).cumsum(0)[1:] - 1
+        sums = torch.zeros(2, int(documents[-1]) + 1, device=losses.device, dtype=losses.dtype)
+        sums.index_add_(1, documents, torch.stack([losses[0] * weights[0], weights[0]]).to(sums.dtype))
+    else:
+        sums = torch.stack([(losses * weights).sum(1), weights.sum(1)])
+    return {"losses": sums[0] / torch.where(sums[1] > 0, sums[1], 1), "weights": sums[1]}

@@ -88,7 +88,8 @@ class TokenBatcher:
         if not self.settings.hps.packing:
             return self.options
         # For flash attention, batches contain the document bounds.
-        packer = DocumentPacker(gives_bounds="flash" in str(attention_of(self.module.model)))
+        has_flash, defaults = "flash" in str(attention_of(self.module.model)), self.module.packing_defaults
+        packer = DocumentPacker(gives_bounds=has_flash, defaults=defaults)
         return self.options | {"collate": packer}
 
     @property

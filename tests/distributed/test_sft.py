@@ -40,3 +40,11 @@ def test_processes_train_what_one_trains_and_resume_with_equal_bits(run: Any, wa
         assert expected["resumes"], name
         difference = torch.tensor(found["weights"], dtype=torch.float64) - torch.tensor(expected["weights"])
         assert difference.abs().max() < 1e-7, name  # transformers computes the loss in float32
+
+
+def test_the_gradient_of_weighted_turns_and_rows_on_two_processes_is_that_of_plain_torch(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    launch(SCRIPTS / "sft_weights.py", str(result), str(tmp_path), processes=2, result=result, timeout_s=280)
+    found: dict[str, float] = json.loads(result.read_text())
+    assert len(found) == 6  # padded, cut by tokens or packed; with and without accumulation
+    assert max(found.values()) <= 1e-6

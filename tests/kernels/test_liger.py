@@ -97,3 +97,34 @@ def test_without_a_gpu_the_error_comes_before_the_first_step(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(HyperParameterError, match=r"no GPU on this machine\n.*\n  do: remove `kernels` here"):
         AcceleratorModule.from_hps(hps_of(kernels="liger"))
+
+
+def test_weights_of_tokens_are_right_with_the_kernels_too():
+    """Liger's fused loss has no weights of tokens; without labels, its forward returns the logits."""
+    from accmt import SFTModule
+    from tests import conversations
+    from tests.conversations import make_tokenizer
+
+    def step(**model: Any) -> tuple[Any, list[torch.Tensor]]:
+        module = AcceleratorModule.from_hps(hps_of(**model))
+        module.model.resize_token_embeddings(len(tokenizer))
+        module.model.train()
+        own = SFTModule(module.model, tokenizer)
+        output = own.step(own.collate_fn(samples))
+        output["loss"].backward()
+        return output, [weight.grad for weight in module.model.parameters()]
+
+    from accmt.addons.sft.chat import mask_row
+
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(conversations.CHATML)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c", "weight": 0.5}]
+    turns += [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]
+    samples = [mask_row(tokenizer, {"messages": turns}).sample()]
+    torch.manual_seed(1)
+    plain, expected = step()
+    torch.manual_seed(1)
+    fused, found = step(kernels=INTERPRETED)
+    assert fused["weight"] == plain["weight"]
+    torch.testing.assert_close(fused["loss"], plain["loss"])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

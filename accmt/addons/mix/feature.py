@@ -43,7 +43,9 @@ class SourceLosses(Feature):
         self._data = data
         self._loss_name = run.settings.tracking.train_loss_metric_name
         self._sums = run.module.logs.of_training.grouped(data.names)
-        self._counts = {name: {"samples_seen": 0, "target_tokens_seen": 0} for name in data.names}
+        self._counts: dict[str, dict[str, float]] = {
+            name: {"samples_seen": 0, "target_tokens_seen": 0} for name in data.names
+        }
         self._sources: Array | None = None  # of the samples of the current batch
         self._of_samples: Any = None
         self._is_compared = False
@@ -108,7 +110,7 @@ class SourceLosses(Feature):
         for name, counts in self._counts.items():
             loss, weight, samples = (row.pop(kind + name, 0.0) for kind in _KINDS)
             counts["samples_seen"] += round(samples)
-            counts["target_tokens_seen"] += round(weight) if self._run.weighting.is_explicit else 0
+            counts["target_tokens_seen"] += _plain(weight) if self._run.weighting.is_explicit else 0
             row |= {f"{kind}__{name}": number for kind, number in counts.items() if number or kind == "samples_seen"}
             if weight and not is_unknown:
                 row[f"{self._loss_name}__{name}"] = loss
@@ -119,6 +121,11 @@ class SourceLosses(Feature):
                 "loss per sample",
                 about="losses of sources",
             )
+
+
+def _plain(number: float) -> float:
+    """Return a number as int if it is whole, as it is unless tokens have weights."""
+    return int(number) if number.is_integer() else number
 
 
 def _compare(losses: torch.Tensor, weights: Weight, loss: torch.Tensor) -> None:

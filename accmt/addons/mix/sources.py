@@ -28,6 +28,7 @@ _WHERE = "the training data of several sources"
 _EXAMPLE = "data: {mix: {news: 0.5, code: rest}}"
 _MEASURED = 512
 _IGNORED = -100
+_LOSS_WEIGHTS = "loss_weights"  # of tokens, which only some samples have
 _CHUNK = 4096
 _END = object()
 _FURTHER_PASSES = 1_000_003  # the epochs of a stream that begins again within an epoch are those of no other
@@ -129,7 +130,7 @@ class Mixture(ConcatDataset[Any]):
                 if not sum(counts):
                     got, do = f"no target tokens in {len(counts)} samples of {name!r}", "write `unit: samples`"
                     raise DataError(explain("`unit: tokens` in `data`", got, "samples with target tokens", do))
-                means.append(Fraction(sum(counts), len(counts)))
+                means.append(Fraction(sum(counts)) / len(counts))
         shown = ", ".join(f"{name} {float(mean):.1f}" for name, mean in zip(self.names, means, strict=True))
         say_once(f"target tokens per sample, measured on up to {_MEASURED} of each source: {shown}")
         return means
@@ -314,13 +315,16 @@ def _check_source(name: str, source: Any) -> list[str] | None:
         raise DataError(explain(where, "no samples", "at least one sample", "check its path and filters"))
     with preserve_generators(), suppress(Exception):  # a sample that cannot be read is reported where it is needed
         sample = source[0]
-        return sorted(map(str, sample)) if isinstance(sample, Mapping) else None
+        return sorted(str(entry) for entry in sample if entry != _LOSS_WEIGHTS) if isinstance(sample, Mapping) else None
     return None
 
 
-def _count_targets(sample: Any, length_of: Callable[[Any], Any] | None) -> int:
+def _count_targets(sample: Any, length_of: Callable[[Any], Any] | None) -> int | Fraction:
     labels = sample.get("labels") if isinstance(sample, Mapping) else None
     if labels is not None and np.ndim(labels) == 1:  # the first token has nothing before it to predict it from
+        weights = sample.get(_LOSS_WEIGHTS)
+        if weights is not None:
+            return Fraction(sum(weights[1:]))
         return sum(int(label) != _IGNORED for label in labels[1:])
     return find_length(sample, length_of)
 

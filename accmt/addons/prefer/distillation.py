@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accmt.addons.prefer.losses import divergence, in_full_precision
-from accmt.addons.sft.chat import IGNORED
+from accmt.addons.prefer.losses import divergence, in_full_precision, weighted_mean
+from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS
 from accmt.addons.sft.module import SFTModule
 from accmt.engine.shards import building_for
 from accmt.errors import ArgumentError, ModuleContractError, explain
@@ -84,7 +84,8 @@ class DistillationModule(SFTModule):
             ModuleContractError: The vocabularies differ.
         """
         labels = batch["labels"]
-        inputs = {**{name: value for name, value in batch.items() if name != "labels"}, "use_cache": False}
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", LOSS_WEIGHTS)}
+        inputs["use_cache"] = False
         with torch.no_grad():
             theirs = self.teacher(**inputs).logits  # type: ignore[misc]
         own = self.model(**inputs).logits[:, -labels.shape[1] :]
@@ -94,12 +95,14 @@ class DistillationModule(SFTModule):
             raise ModuleContractError(explain("distillation", got, "the same vocabulary", do))
         is_target = labels[:, 1:] != IGNORED
         own, theirs = (in_full_precision(one[:, :-1][is_target]) for one in (own, theirs))
-        weight = is_target.sum()
+        weights = batch[LOSS_WEIGHTS][:, 1:][is_target] if LOSS_WEIGHTS in batch else own.new_ones(len(own))
         per_token = divergence(own, theirs, beta=self._beta, temperature=self._temperature)
-        # Without targets, the loss is 0 and has a gradient of 0, which the other processes need.
-        loss = per_token.sum() / weight.clamp(min=1)
-        agrees = (own.detach().argmax(-1) == theirs.argmax(-1)).float().sum() / weight.clamp(min=1)
-        return {"loss": loss, "weight": weight, "agreement": agrees}
+        agrees = (own.detach().argmax(-1) == theirs.argmax(-1)).float()
+        return {
+            "loss": weighted_mean(per_token, weights),
+            "weight": weights.sum(),
+            "agreement": weighted_mean(agrees, weights),
+        }
 
     def validation_step(self, batch: Any, key: str = "") -> dict[str, Any]:
         """Return the same as `step`."""

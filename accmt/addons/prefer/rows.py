@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
-from numbers import Real
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from accmt.addons.sft.chat import MaskedRow, Problem, is_messages, mask_row
+from accmt.addons.sft.chat import MaskedRow, Problem, is_messages, mask_row, read_number
 from accmt.addons.sft.rows import PadRows, TokenizedRows
 from accmt.errors import DataError, explain
 
@@ -51,6 +49,10 @@ class AnswersRow(NamedTuple):
     def labels(self) -> list[int]:
         """The labels of the first answer."""
         return self.answers[0].labels
+
+    @property
+    def weights(self) -> None:
+        """Tokens have no weights."""
 
     @property
     def has_target(self) -> bool:
@@ -106,6 +108,10 @@ class AnswersReader(NamedTuple):
         """Return the tokens of a row."""
         rows, weight, values = self._split(row, where)
         answers = [mask_row(self.tokenizer, one, max_length=self.max_length, where=where) for one in rows]
+        if any(answer.weights is not None for answer in answers):
+            got = "a message of an answer with a weight other than 0 and 1"
+            expected = "whole answers, whose log-probabilities are compared"
+            raise DataError(explain(where, got, expected, 'write "weight" beside the answers, for the whole row'))
         problems = {problem.kind: problem for answer in answers for problem in answer.problems}
         kinds = []
         if any(map(_is_empty, rows)):
@@ -144,9 +150,9 @@ class AnswersReader(NamedTuple):
             raise self._reject(" and ".join(kinds), where, row)
         shared = {name: row[name] for name in _SHARED if row.get(name) is not None}
         rows = [{"prompt": before, "completion": answer, **shared} for before, answer in split]
-        weight = _number(row, "weight", 1.0, where, least=0.0)
+        weight = read_number(row, "weight", 1.0, where, least=0.0)
         if self.kind == "pairs":
-            return rows, weight, {"margin": _number(row, "margin", 0.0, where)}
+            return rows, weight, {"margin": read_number(row, "margin", 0.0, where)}
         label = row.get("label")
         if label not in (True, False, 0, 1):
             expected = '"label": true for an answer that is desirable, else false'
@@ -220,16 +226,6 @@ def _is_empty(row: Mapping[str, Any]) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
     return not any(one.get("content") or one.get("tool_calls") for one in answer)
-
-
-def _number(row: Mapping[str, Any], name: str, default: float, where: str, least: float | None = None) -> float:
-    value = row.get(name)
-    if value is None:
-        return default
-    if isinstance(value, Real) and isfinite(float(value)) and (least is None or float(value) >= least):
-        return float(value)
-    expected = "a finite number" if least is None else f"a finite number of at least {least:g}"
-    raise DataError(explain(where, f'"{name}": {value!r}', expected, f'remove "{name}", or correct it'))
 
 
 def _describe(value: Any) -> str:

@@ -7,6 +7,10 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
+from math import isfinite
+from numbers import Real
+from operator import itemgetter
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -14,6 +18,9 @@ from accmt.errors import DataError, explain
 
 IGNORED = -100
 """The label of a token that is not a target."""
+
+LOSS_WEIGHTS = "loss_weights"
+"""The entry of samples and batches with the weight of each token's loss, if weights are not all 0 or 1."""
 
 NO_TARGET = "without any token to train on"
 CUT = "with an answer truncated by max_length"
@@ -24,6 +31,7 @@ INCOMPLETE = "with assistant turns that are not trained because the chat templat
 NO_END = "with answers without an end token, so the model does not learn to stop"
 OTHER_START = "with assistant turns that do not start with the chat template's generation prompt"
 REJECTED = "rejected by the chat template"
+NOT_WEIGHED = "with weights of messages that are not the assistant's (only the assistant's are trained)"
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ROLE = "assistant"
@@ -52,11 +60,13 @@ class MaskedRow(NamedTuple):
         input_ids: All tokens.
         labels: The token id for each target, else -100.
         problems: Problems of the row.
+        weights: The weight of each token's loss, 0 for tokens that are not targets; None if each target has weight 1.
     """
 
     input_ids: list[int]
     labels: list[int]
     problems: tuple[Problem, ...] = ()
+    weights: list[float] | None = None
 
     @property
     def has_target(self) -> bool:
@@ -67,17 +77,31 @@ class MaskedRow(NamedTuple):
         """Return the row as a sample: without a target, two tokens without labels, which have weight 0."""
         if not self.has_target:
             return {"input_ids": [*self.input_ids, 0, 0][:2], "labels": [IGNORED, IGNORED]}
-        return {"input_ids": self.input_ids, "labels": self.labels}
+        weights = {} if self.weights is None else {LOSS_WEIGHTS: self.weights}
+        return {"input_ids": self.input_ids, "labels": self.labels, **weights}
+
+    def weigh(self, weight: float) -> MaskedRow:
+        """Return the row with its weights multiplied by a number."""
+        if weight == 1 or not self.has_target:
+            return self
+        if weight == 0:
+            problems = (*self.problems, Problem(NO_TARGET, "its weight is 0"))
+            return MaskedRow(self.input_ids, [IGNORED] * len(self.labels), problems)
+        weights = self.weights or [float(label != IGNORED) for label in self.labels]
+        return self._replace(weights=[weight * one for one in weights])
+
+    def slice(self, start: int, stop: int | None) -> MaskedRow:
+        """Return a part of the row."""
+        weights = None if self.weights is None else self.weights[start:stop]
+        return MaskedRow(self.input_ids[start:stop], self.labels[start:stop], self.problems, weights)
 
     def show(self, tokenizer: Any) -> str:
-        """Return the text of the row, with the trained parts in brackets."""
-        text, stretch, is_trained = "", list[int](), False
-        for token, label in [*zip(self.input_ids, self.labels, strict=True), (None, None)]:
-            if token is None or (label != IGNORED) != is_trained:
-                part = tokenizer.decode(stretch)
-                text, stretch, is_trained = text + (f"⟦{part}⟧" if is_trained else part), [], not is_trained
-            if token is not None:
-                stretch.append(token)
+        """Return the text of the row, with the trained parts in brackets, followed by their weight if it is not 1."""
+        weights = self.weights or [float(label != IGNORED) for label in self.labels]
+        text = ""
+        for weight, stretch in groupby(zip(self.input_ids, weights, strict=True), key=itemgetter(1)):
+            part = tokenizer.decode([token for token, _ in stretch])
+            text += part if weight == 0 else f"⟦{part}⟧" if weight == 1 else f"⟦{part}⟧×{weight:g}"
         return text
 
 
@@ -94,19 +118,23 @@ def mask_row(
     Args:
         tokenizer: A fast tokenizer of transformers; conversations also need a chat template.
         row: A dict with "messages"; with "prompt" and "completion" (strings or lists of messages); or with "text", all
-            of which is trained. Messages may come with "tools" and "chat_template_kwargs".
+            of which is trained. Messages may come with "tools" and "chat_template_kwargs". The row and each message may
+            have a "weight".
         max_length: The maximum number of tokens.
         turn: The index of the only message to train, with which the conversation ends; None trains all messages of the
             assistant.
         where: The name of the row in error messages.
 
     Raises:
-        DataError: The row has another format, or the tokenizer lacks a chat template or offsets.
+        DataError: The row has another format or an invalid weight, or the tokenizer lacks a chat template or offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         expected, do = "a fast tokenizer", "AutoTokenizer.from_pretrained(...)"
         raise DataError(explain(_WHERE, f"{type(tokenizer).__name__}, which has no offset mapping", expected, do))
     messages, first = find_messages(row, where)
+    weight = read_number(row, "weight", 1.0, where, least=0.0)
+    for index, message in enumerate(messages or ()):
+        read_number(message, "weight", 1.0, f"{where}, message {index}", least=0.0)
     if messages is None:
         masked = _mask_text(tokenizer, row)
     elif tokenizer.chat_template is None:
@@ -117,8 +145,8 @@ def mask_row(
         masked = _mask_messages(tokenizer, messages, row, first, turn)
     bos = tokenizer.bos_token_id
     if bos is not None and masked.input_ids[:2] == [bos, bos]:
-        masked = MaskedRow(masked.input_ids[1:], masked.labels[1:], (*masked.problems, Problem(DOUBLED_BOS)))
-    return _cut(masked, max_length)
+        masked = masked._replace(problems=(*masked.problems, Problem(DOUBLED_BOS))).slice(1, None)
+    return _cut(masked.weigh(weight), max_length)
 
 
 def find_messages(row: Any, where: str = _WHERE) -> tuple[list[Mapping[str, Any]] | None, int]:
@@ -163,6 +191,21 @@ def find_answers(messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[
     """Return the messages to train: the assistant's from `first` on, except those with OpenAI's `"weight": 0`."""
     answers = (index for index, one in enumerate(messages) if one["role"] == _ROLE and one.get("weight") != 0)
     return [index for index in answers if index >= first]
+
+
+def read_number(row: Mapping[str, Any], name: str, default: float, where: str, least: float | None = None) -> float:
+    """Return a number of a row or message; `default` if it has none.
+
+    Raises:
+        DataError: It is not a finite number of at least `least`.
+    """
+    value = row.get(name)
+    if value is None:
+        return default
+    if isinstance(value, Real) and isfinite(float(value)) and (least is None or float(value) >= least):
+        return float(value)
+    expected = "a finite number" if least is None else f"a finite number of at least {least:g}"
+    raise DataError(explain(where, f'"{name}": {value!r}', expected, f'remove "{name}", or correct it'))
 
 
 def is_messages(value: Any) -> bool:
@@ -398,27 +441,33 @@ def _mask_messages(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], first: int, turn: int | None
 ) -> MaskedRow:
     messages = messages if turn is None else messages[: turn + 1]
-    indices = find_answers(messages, first)
+    indices = [index for index in find_answers(messages, first) if turn in (None, index)]
+    weights = [1.0 if (own := messages[index].get("weight")) is None else float(own) for index in indices]
     try:
         conversation = _Conversation(tokenizer, messages, row)
         whole = conversation.render(conversation.messages)
-        turns = [conversation.find_turn(index, whole) for index in indices if turn in (None, index)]
+        turns = [conversation.find_turn(index, whole) for index in indices]
         marked = conversation.find_marked() if conversation.has_markers else None
     except _TemplateError as error:
         return MaskedRow([], [], (Problem(REJECTED, str(error)),))
-    trained = [one for one in turns if one.is_trained]
     problems = [problem for one in turns for problem in one.problems]
     roles = list(dict.fromkeys(str(one["role"]) for one in messages))
     if _ROLE not in roles and not _OTHER_ROLES.issuperset(roles):
         problems.append(Problem(NO_TARGET, f"its roles are {', '.join(roles)}, without {_ROLE}"))
-    spans = [(one.start, one.end) for one in trained]
+    trained = [(one, weight) for one, weight in zip(turns, weights, strict=True) if one.is_trained]
+    spans = [_Span(one.start, one.end, weight) for one, weight in trained]
     if marked is not None:
         is_all = turn is None and len(trained) == sum(one["role"] == _ROLE for one in messages)
-        allowed = [(0, len(whole))] if is_all else [(one.start, one.whole_end) for one in trained]
-        spans = [(max(start, a), min(end, b)) for start, end in marked for a, b in allowed]
+        allowed = [_Span(one.start, one.whole_end, weight) for one, weight in trained]
+        if is_all and len(set(weights)) == 1:
+            allowed = [_Span(0, len(whole), weights[0])]
+        spans = [_Span(max(start, a), min(end, b), weight) for start, end in marked for a, b, weight in allowed]
+    if any(one.get("weight") not in (None, 0, 1) for one in messages if one["role"] != _ROLE):
+        problems.append(Problem(NOT_WEIGHED))
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    labels = _label(whole, encoded, spans, tokenizer.added_tokens_decoder)
-    return MaskedRow(encoded["input_ids"], labels, tuple(problems))
+    labels, of_tokens = _label(whole, encoded, spans, tokenizer.added_tokens_decoder)
+    is_weighed = any(one.weight != 1 for one in spans)
+    return MaskedRow(encoded["input_ids"], labels, tuple(problems), of_tokens if is_weighed else None)
 
 
 def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
@@ -426,8 +475,8 @@ def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
     is_split = isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
     prompt, answer = (row["prompt"], row["completion"]) if is_split else ("", row["text"])
     encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
-    spans = [(len(prompt), len(prompt) + len(answer))]
-    ids, labels = encoded["input_ids"], _label(prompt + answer, encoded, spans, tokenizer.added_tokens_decoder)
+    spans = [_Span(len(prompt), len(prompt) + len(answer))]
+    ids, (labels, _) = encoded["input_ids"], _label(prompt + answer, encoded, spans, tokenizer.added_tokens_decoder)
     end = tokenizer.eos_token_id
     if end is None:
         return MaskedRow(ids, labels, (Problem(NO_END),))
@@ -440,14 +489,24 @@ def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
     return MaskedRow(ids, labels)
 
 
-def _label(text: str, encoded: Mapping[str, Any], spans: Sequence[tuple[int, int]], added: Container[int]) -> list[int]:
-    """Return the ids of tokens that contain any character of the spans, and -100 for all others.
+class _Span(NamedTuple):
+    """Characters to train, and the weight of their tokens."""
+
+    start: int
+    end: int
+    weight: float = 1.0
+
+
+def _label(
+    text: str, encoded: Mapping[str, Any], spans: Sequence[_Span], added: Container[int]
+) -> tuple[list[int], list[float]]:
+    """Return the ids of tokens that contain any character of the spans, and -100 for all others; and their weights.
 
     A token that starts before an answer, because it includes a space, is therefore trained.
     """
-    spans = _join(spans)
-    ends = [b for _, b in spans]
-    labels, before = [], 0
+    spans = _without_overlaps(spans)
+    ends = [one.end for one in spans]
+    labels, weights, before = list[int](), list[float](), 0
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         if token in added:  # the token may include surrounding white space, which does not decide whether it is trained
             piece = text[start:end]
@@ -456,23 +515,24 @@ def _label(text: str, encoded: Mapping[str, Any], spans: Sequence[tuple[int, int
             start = before
         before = max(before, end)
         place = bisect_right(ends, start)  # the first span that ends after the token's start
-        labels.append(token if start < end and place < len(spans) and spans[place][0] < end else IGNORED)
-    return labels
+        is_target = start < end and place < len(spans) and spans[place].start < end
+        labels.append(token if is_target else IGNORED)
+        weights.append(spans[place].weight if is_target else 0.0)
+    return labels, weights
 
 
-def _join(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the non-empty spans in order, with overlapping ones merged."""
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(span for span in spans if span[0] < span[1]):
-        if joined and start < joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
+def _without_overlaps(spans: Sequence[_Span]) -> list[_Span]:
+    """Return the non-empty spans in order; of overlapping ones, the later one begins where the earlier one ends."""
+    parted: list[_Span] = []
+    for span in sorted(span for span in spans if span.start < span.end):
+        start = max(span.start, parted[-1].end) if parted else span.start
+        if start < span.end:
+            parted.append(span._replace(start=start))
+    return parted
 
 
 def _cut(masked: MaskedRow, max_length: int | None) -> MaskedRow:
-    kept = MaskedRow(masked.input_ids[:max_length], masked.labels[:max_length], masked.problems)
+    kept = masked.slice(0, max_length)
     if not kept.has_target:
         detail = f"its answers start after {max_length} tokens" if masked.has_target else ""
         is_named = any(one.kind in (REJECTED, NO_TARGET) for one in masked.problems)

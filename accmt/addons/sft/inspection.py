@@ -14,7 +14,7 @@ from accmt.addons.sft.rows import TokenizedRows
 from accmt.data.samplers import Order
 from accmt.options import Settings
 
-_HEAD = ("source", "rows", "tokens: mean", "95 %", "longest", "trained", "first epoch", "passes")
+_HEAD = ("source", "rows", "tokens: mean", "95 %", "longest", "trained", "weights", "first epoch", "passes")
 
 
 def describe_data(module: Any, data: Any, settings: Settings, *, num_batches: int, seed: int) -> Iterator[str]:
@@ -55,6 +55,7 @@ def _table(rows: Mapping[str, TokenizedRows], used: list[int]) -> Iterator[str]:
     for (name, own), number in zip(rows.items(), used, strict=True):
         read = list(own.sample())
         lengths = np.array([len(row.labels) for _, row in read])
+        weights = {weight for _, row in read for weight in row.weights or ([1.0] if row.has_target else [])} - {0.0}
         targets = sum(label != IGNORED for _, row in read for label in row.labels[1:])
         table.append(
             (
@@ -64,6 +65,7 @@ def _table(rows: Mapping[str, TokenizedRows], used: list[int]) -> Iterator[str]:
                 f"{np.percentile(lengths, 95):.0f}",
                 f"{lengths.max()}",
                 f"{targets / max(1, lengths.sum()):.0%}",
+                f"{min(weights):g}-{max(weights):g}" if len(weights) > 1 else f"{weights.pop():g}" if weights else "",
                 f"{number:,}",
                 f"{number / len(own):.2f}",
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accmt.addons.mix.sources import MixedStream, Mixture
-from accmt.addons.sft.chat import IGNORED
+from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS
 from accmt.addons.sft.rows import (
     Masking,
     PadRows,
@@ -28,6 +29,7 @@ from accmt.data import is_stream
 from accmt.data.seeding import seeded_generators
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface.model_kinds import begins_with_prompt
+from accmt.huggingface.sample_losses import weigh_tokens
 from accmt.module import HuggingFaceModule
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class RowModule(HuggingFaceModule):
 
     section_name: ClassVar[str] = "sft"
     build_seed: int | None = None
+    packing_defaults: Mapping[str, float] = MappingProxyType({LOSS_WEIGHTS: 1.0})
 
     def __init__(
         self,
@@ -186,8 +189,10 @@ class SFTModule(RowModule):
         return {"max_length": section.max_length, "per_turn": section.per_turn}
 
     def step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss over the target tokens, and their number as weight."""
+        """Return the mean loss over the target tokens, and their number as weight; or both by the weights of tokens."""
         labels = batch["labels"]
+        if LOSS_WEIGHTS in batch:
+            return self._weighted_step(batch)
         weight = (labels[:, 0 if begins_with_prompt(self.unwrapped_model) else 1 :] != IGNORED).sum()
         # The mean over no tokens is NaN, and 0 * NaN is NaN: without targets, use the loss of all tokens with weight 0.
         anything = batch["input_ids"]
@@ -198,3 +203,15 @@ class SFTModule(RowModule):
         if "weights" in result:  # of samples
             result["weights"] = result["weights"] * (weight > 0)
         return result
+
+    def _weighted_step(self, batch: Any) -> dict[str, Any]:
+        """Return the weighted mean loss, and the sum of the weights as weight."""
+        weights = batch[LOSS_WEIGHTS]
+        inputs = {name: value for name, value in batch.items() if name not in (LOSS_WEIGHTS, "labels")}
+        outputs = self._call_model({**inputs, "use_cache": False})
+        per_sample = self.wants_sample_losses and torch.is_grad_enabled()
+        return weigh_tokens(self.unwrapped_model, outputs, batch, weights, per_sample=per_sample)
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return the logits."""
+        return super().predict_step({name: value for name, value in batch.items() if name != LOSS_WEIGHTS})

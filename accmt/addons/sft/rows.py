@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from accmt.addons.sft.chat import IGNORED, MaskedRow, Problem, find_answers, find_messages, mask_row
+from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS, MaskedRow, Problem, find_answers, find_messages, mask_row
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.huggingface.model_kinds import is_peft_model
@@ -32,10 +32,13 @@ class TokenizedRow(Protocol):
     Attributes:
         labels: The token id for each target, else -100; of a row with several answers, those of the first.
         problems: Problems of the row.
+        weights: The weight of each token's loss; None if each target has weight 1.
     """
 
     @property
     def labels(self) -> list[int]: ...
+    @property
+    def weights(self) -> list[float] | None: ...
     @property
     def problems(self) -> tuple[Problem, ...]: ...
     @property
@@ -245,7 +248,7 @@ class PadRows:
     """Pads samples on the right to the longest sample of a batch.
 
     Shapes:
-        `input_ids`, `labels` and `attention_mask` `[samples, longest]`.
+        `input_ids`, `labels` and `attention_mask` `[samples, longest]`; `loss_weights` too, if a sample has it.
 
     Args:
         pad_id: The id of the padding token.
@@ -257,7 +260,13 @@ class PadRows:
 
     def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Make a batch."""
-        return self.pad([sample["input_ids"] for sample in samples], [sample["labels"] for sample in samples])
+        batch = self.pad([sample["input_ids"] for sample in samples], [sample["labels"] for sample in samples])
+        if any(LOSS_WEIGHTS in sample for sample in samples):
+            batch[LOSS_WEIGHTS] = torch.zeros(batch["labels"].shape)
+            for row, sample in zip(batch[LOSS_WEIGHTS], samples, strict=True):
+                weights = sample.get(LOSS_WEIGHTS)
+                row[: len(sample["labels"])] = 1.0 if weights is None else torch.tensor(weights)
+        return batch
 
     def pad(self, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return rows of tokens as tensors, with their mask."""
@@ -292,12 +301,14 @@ def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = 
             'to fix the date, add it to the rows: "chat_template_kwargs": {"date_string": "01 Jan 2026"}'
         )
     found: dict[str, list[str]] = {}
+    weights = set[float]()
     number = targets = 0
     for index, row in data.sample():
         number, targets = number + 1, targets + row.has_target
         if row.has_target and targets == 1:
             say_once(f"row {index}, with the trained text between ⟦ and ⟧:\n{row.show(tokenizer)}")
             _stop_at_end(row.labels, tokenizer, model)
+        weights.update(row.weights or ())
         for kind, detail in {problem.kind: problem.detail for problem in row.problems}.items():
             found.setdefault(kind, []).append(f"row {index}" + (f": {detail}" if detail else ""))
     reasons = "; ".join(
@@ -307,6 +318,8 @@ def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = 
     if number and not targets:
         got = f"{number} rows, none of them with tokens to train on: {reasons}"
         raise DataError(explain(purpose, got, "rows in which the assistant answers", _DOS))
+    if weights := weights - {0.0}:
+        say_once(f"tokens of {purpose} have weights from {min(weights):g} to {max(weights):g}, where rows or turns do")
     if found:
         warn_once(f"of {number} rows checked: {reasons}", about=f"rows of {purpose}")
 
