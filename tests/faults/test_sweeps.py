@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from accmt.cli.main import main
 from tests.faults.random_sweep_kills import SCRIPT, find_programs, kill_at_random, read_study, start, write_sweep
 from tests.launching import ROOT
 from tests.postgresql import find_server, running_server
@@ -67,6 +68,22 @@ def test_a_program_whose_worker_was_killed_stops_itself_and_the_next_worker_cont
     assert "the worker of trial 0 is gone" in log
     assert "trial 0 was interrupted (exit code -9); it continues" in (sweep.parent / "worker.log").read_text()
     assert read_study(sweep) == expected
+
+
+@pytest.mark.feature("S80", "F02")
+def test_trials_that_run_side_by_side_are_those_that_run_one_by_one_and_can_be_replayed(tmp_path: Path, capsys):
+    space = {"optim.lr": {"log_uniform": [1e-3, 1.0]}, "trainer.ledger": True}
+    keys = {"space": space, "sampler": "random", "pruner": "none"}
+    alone = write_sweep(tmp_path / "alone", 2, **keys)
+    assert start(alone, functions=True, sleep_s=0).wait(200) == 0
+    together = write_sweep(tmp_path / "together", 2, **keys, parallel=2)
+    worker = start(together, functions=False, sleep_s=0.2)
+    wait_for(lambda: len(find_programs(together)) == 2)
+    assert worker.wait(200) == 0, (together.parent / "worker.log").read_text()
+    assert read_study(together) == read_study(alone)
+    run = together.parent / "sweep" / "logs" / "net" / "killed-0001"
+    assert main(["replay", str(run), "--step", "20"]) == 0
+    assert "bit-for-bit identical" in capsys.readouterr().out
 
 
 @pytest.mark.feature("S81")

@@ -67,6 +67,7 @@ WRONG = [
     ({"space": {"trainer.seed": [1, 2]}, "population": {"members": 4, "every": 5, "rounds": 2}}, "may change during"),
     ({"name": "a b"}, "write `name: my-sweep`"),
     ({"space": None, "trials": [{"optim.lrr": 1}]}, "write `optim.lr`"),
+    ({"space": None, "trials": [{"trainer.clip_grad": 1}, {"trainer.clip_grad": True}]}, "values of one kind"),
     ({"trials": [{"optim.lr": 1}]}, "`space` and a list of trials"),
 ]
 

@@ -461,8 +461,12 @@ class _Reader:
                 continue
             for key, value in trial.items():
                 self._check_key(("trials", index, key), key, value)
-                if value not in values.setdefault(key, []):
+                same = [one for one in values.setdefault(key, []) if one == value]
+                if not same:
                     values[key].append(value)
+                elif isinstance(same[0], bool) != isinstance(value, bool):  # which Optuna does not tell apart
+                    got = f"{describe(value)}, and {describe(same[0])} in another trial"
+                    self._fault(("trials", index, key), got, "values of one kind", f"write `{key}: {same[0]}`")
         return [
             Parameter(key, CategoricalDistribution([_label(one) for one in every]), tuple(every))
             for key, every in values.items()

@@ -24,6 +24,9 @@ class Net(AcceleratorModule):
         self.model = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Dropout(0.1), nn.Linear(hidden, 1))
 
     def step(self, batch: Any) -> torch.Tensor:
+        if self.model.training and (steps := os.environ.get("SWEPT_STEPS")):
+            with Path(steps).open("a") as file:
+                file.write(".")
         time.sleep(float(os.environ.get("SWEPT_SLEEP", "0")))
         inputs, targets = batch
         return nn.functional.mse_loss(self.model(inputs), targets)
