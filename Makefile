@@ -72,12 +72,13 @@ docs: $(INSTALLED)  ## build the site of docs/ into build/site; a warning or a d
 coverage: $(INSTALLED)  ## run the unit tests, and say how much of accmt/ they run
 	$(BIN)/python -m pytest tests/unit --cov --cov-report=term:skip-covered
 
-bench: $(INSTALLED)  ## time the import, the loop, checkpoints, evaluation and trackers beside Accelerate by hand and others
+bench: $(INSTALLED)  ## time the import, the loop, checkpoints, evaluation, trackers and sweeps beside others
 	$(BIN)/python tests/benchmarks/bench_import.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loop.py
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_evaluation.py
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/benchmarks/bench_tracking.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_sweep.py
 
 # Needs no installation and no network: what is in the image counts, and missing packages may lie on PYTHONPATH.
 gpu:  ## on a machine with a GPU: run its tests and time it (DEVICE=cpu: what a CPU can)

@@ -12,14 +12,12 @@ from accmt.options.grouping import GROUPING
 from accmt.options.hyperparameters import HyperParameters
 from accmt.options.optimizer_and_scheduler_arguments import optimizer_arguments, parameters_of
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
-from accmt.options.yaml_reader import Fault
+from accmt.options.yaml_reader import SECTIONS, Fault
 
 Rule = Literal["apply", "keep", "reject"]
 
 _SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's value stays", "reject": "rejected"}
 _FINDERS: dict[str, Callable[[Any], Any]] = {"optim": find_optimizer, "scheduler": find_scheduler}
-_SECTIONS = {"model": "path", "sft": "data", "prefer": "data", "data": "mix"}
-"""Keys whose value is a section, each with the key that a plain string stands for."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +185,8 @@ def _kind(side: Mapping[str, Any], component: str) -> Any:
 
 def _flat(side: Mapping[str, Any], with_defaults: set[str]) -> dict[str, Any]:
     """Return all settings by dotted key, with argument defaults for the components `with_defaults`."""
-    flat = {key: value for key, value in side.items() if key not in _FINDERS and key not in _SECTIONS}
-    for name, short in _SECTIONS.items():
+    flat = {key: value for key, value in side.items() if key not in _FINDERS and key not in SECTIONS}
+    for name, short in SECTIONS.items():
         section = side.get(name)
         flat |= dict(_leaves(name, {short: section} if isinstance(section, str) else section or {}))
     for name in _FINDERS:

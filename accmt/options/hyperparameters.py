@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accmt.errors import HyperParameterError, explain
 from accmt.libraries.versions import require
 from accmt.options.checks import read_numbers
-from accmt.options.yaml_reader import FIELDS, Document, Fault
+from accmt.options.yaml_reader import FIELDS, SECTIONS, Document, Fault
 from accmt.secrets import hide, remember
 
 if TYPE_CHECKING:
@@ -297,11 +297,7 @@ class HyperParameters:
                 "max_micro_batch_size": self.max_micro_batch_size,
                 "max_tokens": self.max_tokens,
                 "packing": self.packing or None,  # like all unset values
-                "model": _plain(self.model),
-                "sft": _plain(self.sft),
-                "prefer": _plain(self.prefer),
-                "data": _plain(self.data),
-                "evaluation": _plain(self.evaluation),
+                **{name: _plain(self[name]) for name in SECTIONS},
             }
         }
 

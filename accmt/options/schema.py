@@ -15,11 +15,11 @@ from accmt.options.checks import whole
 from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
 from accmt.options.unusual import is_off
-from accmt.options.yaml_reader import Document, Fault, KeyPath, describe, suggest
+from accmt.options.yaml_reader import SECTIONS, Document, Fault, KeyPath, describe, suggest
 from accmt.registry import HPS_SECTIONS, addon, find, is_built_in
 
 _OTHER_NAMES = {"optimizer": "optim"}
-_SECTIONS = ("optim", "optimizer", "scheduler", "model", "sft", "prefer", "data", "evaluation")
+_MAPPINGS = ("optim", "optimizer", "scheduler", *SECTIONS)
 _LIMITS = ("max_samples", "max_target_tokens", "max_tokens", "max_micro_batch_size")
 _NOTHING = "nothing"
 """The value shown for a missing key."""
@@ -171,7 +171,7 @@ def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {
         key: value
         for key, value in values.items()
-        if not (key in _SECTIONS and is_off(value) or key in _LIMITS and (is_off(value) or value == -1))
+        if not (key in _MAPPINGS and is_off(value) or key in _LIMITS and (is_off(value) or value == -1))
     }
     sizes = kept.get("batch_size")
     if isinstance(sizes, list | tuple) and sizes and sizes[0] is not None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # ---- Hyper-parameters as written: their names, the location of each key, and error messages.
 
 
+SECTIONS = {"model": "path", "sft": "data", "prefer": "data", "data": "mix", "evaluation": "generate"}
+"""The sections, which add-ons read, each with the key that a plain value in place of the section sets."""
+
 FIELDS = (
     "epochs",
     "batch_size",
@@ -42,11 +45,7 @@ FIELDS = (
     "max_micro_batch_size",
     "max_tokens",
     "packing",
-    "model",
-    "sft",
-    "prefer",
-    "data",
-    "evaluation",
+    *SECTIONS,
 )
 """The names of all hyper-parameters."""
 
@@ -348,10 +347,7 @@ _SHORT = {
     "optim": "type",
     "optimizer": "type",
     "scheduler": "type",
-    "model": "path",
-    "sft": "data",
-    "prefer": "data",
-    "data": "mix",
+    **SECTIONS,
 }
 """The key that a plain value in place of a mapping sets."""
 
