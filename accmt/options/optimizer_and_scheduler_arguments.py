@@ -221,8 +221,12 @@ def check_names(part: str, factories: Iterable[Callable[..., Any]], values: Mapp
         factories: All optimizers or schedulers.
         values: The arguments.
     """
-    names = sorted({name for factory in factories for name in _Call((part,), factory).names})
-    names += GROUPING if part == "optim" else ()
+    known = {*GROUPING} if part == "optim" else set()
+    for factory in factories:
+        if known >= values.keys():
+            return []
+        known.update(_Call((part,), factory).names)
+    names = sorted(known)
     expected = f"an argument of {'an optimizer' if part == 'optim' else 'a scheduler'}"
     unknown = [name for name in values if name not in names]
     return [_no_argument((part, name), values[name], expected, names) for name in unknown]

@@ -247,7 +247,7 @@ class _Part:
     key: str
     find: Callable[[Any], Any]
     check: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[Fault]]]
-    list_all: Callable[[], list[Callable[..., Any]]]
+    list_all: Callable[[], Iterable[Callable[..., Any]]]
 
 
 _OPTIM = _Part("optim", find_optimizer, check_optimizer, all_optimizers)
