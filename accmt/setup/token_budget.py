@@ -89,7 +89,8 @@ class TokenBatcher:
             return self.options
         # For flash attention, batches contain the document bounds.
         has_flash, defaults = "flash" in str(attention_of(self.module.model)), self.module.packing_defaults
-        packer = DocumentPacker(gives_bounds=has_flash, defaults=defaults)
+        make_packer = getattr(self.module, "make_packer", None) or DocumentPacker
+        packer = make_packer(gives_bounds=has_flash, defaults=defaults)
         return self.options | {"collate": packer}
 
     @property

@@ -586,10 +586,45 @@ def test_invalid_options_are_rejected(options: dict[str, Any], message: str):
         PreferenceModule(make_model(), tokenizer(), **options)
 
 
-def test_packing_of_pairs_is_rejected(tmp_path: Path):
-    module = PreferenceModule(make_model(), tokenizer())
+@pytest.mark.parametrize(("name", "folder"), [("dpo", None), ("hinge", "reference"), ("orpo", None)])
+def test_packed_pairs_have_the_gradient_and_metrics_of_padded_ones(tmp_path: Path, name: Any, folder: str | None):
+    """Eleven pairs in steps of 8 and 3; one is not trained, and one has more weight."""
+    rows = [*pairs(11)]
+    rows[1] = {**rows[1], "rejected": rows[1]["chosen"]}
+    rows[2] = {**rows[2], "weight": 2.5}
+    modules, values = [], []
+    for number, hps in enumerate(({}, {"max_tokens": 110, "packing": True})):
+        own = None if folder is None else tmp_path / folder
+        module, shapes = PreferenceModule(make_model(), tokenizer(), name, reference_folder=own), []
+
+        def note(_: Any, __: Any, inputs: dict[str, Any], shapes: list[Any] = shapes) -> None:
+            shapes.append(tuple(inputs["input_ids"].shape))
+
+        module.model.register_forward_pre_hook(note, with_kwargs=True)
+        hps = {"batch_size": 8, **hps}
+        trainer = fit(tmp_path / str(number), rows, module=module, hps=hps, val=rows[:5], log_every=1)
+        logged = [row["values"] for row in read_history(trainer.run.tracking.run_folder) if "values" in row]
+        values.append([row for row in logged if "train_loss" in row])
+        modules.append(module)
+    packed = [shape for shape in shapes if shape[0] == 1]
+    assert len(packed) > 4
+    assert max(packed) <= (1, 110)
+    assert_close(*modules, tolerance=1e-6)
+    assert len(values[0]) == 2
+    for one, other in zip(*values, strict=True):
+        for metric in ("train_loss", "margin", "accuracy", "log_prob_rejected", "length_chosen"):
+            assert one[metric] == pytest.approx(other[metric], rel=1e-6, abs=1e-9), metric
+
+
+@pytest.mark.parametrize("kind", ["kto", "reward"])
+def test_packing_of_single_answers_and_for_reward_models_is_rejected(tmp_path: Path, kind: str):
+    if kind == "kto":
+        module: Any = PreferenceModule(make_model(), tokenizer(), "kto")
+    else:
+        module = RewardModule(make_reward_model(), tokenizer())
+    rows = labeled() if kind == "kto" else pairs()
     with pytest.raises(DataError, match="samples of several sequences, such as two answers"):
-        fit(tmp_path, pairs(), module=module, hps={"max_tokens": 100, "packing": True})
+        fit(tmp_path, rows, module=module, hps={"max_tokens": 100, "packing": True})
 
 
 @pytest.mark.parametrize(("name", "lora"), [("dpo", False), ("ipo", True), ("kto", False)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import fields
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from accmt.addons.prefer import losses
 from accmt.addons.prefer.objectives import LossName, Objective, Reference
 from accmt.addons.prefer.reference import with_reference
-from accmt.addons.prefer.rows import AnswersReader, LabeledRows, PadAnswers
+from accmt.addons.prefer.rows import AnswersReader, LabeledRows, PackAnswers, PadAnswers
 from accmt.addons.sft.chat import IGNORED
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import TokenizedRows, padding_id
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from accmt.addons.prefer.section import PreferSection
 
 
+_OF_PACKED_ROWS = {
+    *("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
 _ADAPTER_PARTS = ("lora_", "modules_to_save", "trainable_tokens")
 # Entries of a configuration that do not change what a model computes: where it is from, and how it is run.
 _NOT_COMPUTED = {
@@ -60,16 +63,24 @@ class LogProbs(NamedTuple):
     lengths: Tensor
 
 
-def log_probs(logits: Tensor, labels: Tensor) -> LogProbs:
-    """Return the log-probabilities of labels, in float32 or higher.
+def log_probs(logits: Tensor, batch: Mapping[str, Any]) -> LogProbs:
+    """Return the log-probabilities of answers, in float32 or higher.
 
     Args:
-        logits: `[samples, answers, length, vocabulary]`.
-        labels: `[samples, answers, length]`, -100 at tokens that do not count.
+        logits: `[samples, answers, length, vocabulary]`; for packed answers `[1, tokens, vocabulary]`.
+        batch: The `labels` `[samples, answers, length]`, -100 at tokens that do not count; or those of packed answers
+            `[1, tokens]`, with their `answer_lengths`.
     """
+    labels = batch["labels"]
     shifted, targets = losses.in_full_precision(logits[..., :-1, :]), labels[..., 1:]
-    lost = functional.cross_entropy(shifted.flatten(0, 2), targets.flatten(), reduction="none", ignore_index=IGNORED)
-    return LogProbs(-lost.view_as(targets).sum(-1), (targets != IGNORED).sum(-1))
+    lost = functional.cross_entropy(shifted.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORED)
+    per_token, counts = -lost.view_as(targets), targets != IGNORED
+    if (lengths := batch.get("answer_lengths")) is None:
+        return LogProbs(per_token.sum(-1), counts.sum(-1))
+    # The first token of a packed answer has no label, so no answer loses or gains one by the shift.
+    every = (torch.split(functional.pad(one[0], (1, 0)), lengths) for one in (per_token, counts))
+    parts = (torch.stack([part.sum() for part in answers]) for answers in every)
+    return LogProbs(*(part.view(len(batch["weight"]), -1) for part in parts))
 
 
 class PreferenceModule(RowModule):
@@ -182,10 +193,10 @@ class PreferenceModule(RowModule):
         """
         batch, model = _answer(batch, 1), self.unwrapped_model
         with _as_reference(model, adapter_off=False):
-            own = log_probs(self._logits(model, batch), batch["labels"]).sums
+            own = log_probs(self._logits(model, batch), batch).sums
         known = batch.get("reference")
         if known is None:
-            known = log_probs(self._reference_logits(batch), batch["labels"]).sums
+            known = log_probs(self._reference_logits(batch), batch).sums
         weights = batch["weight"]
         return torch.stack([((own - known)[:, 0] * weights).sum(), weights.sum().to(own.dtype)])
 
@@ -202,12 +213,11 @@ class PreferenceModule(RowModule):
         if self.needs_window_sums:
             sums = self.sum_for_window(batch).tolist() if sums is None else sums
             batch = _answer(batch, 0)
-        labels = batch["labels"]
         known = batch.get("reference")  # computed before training
         before = self._reference_logits(batch) if kind.needs_reference and known is None else None
         logits = self._logits(self.model, batch)
-        own = log_probs(logits, labels)
-        known = log_probs(before, labels).sums if before is not None else known
+        own = log_probs(logits, batch)
+        known = log_probs(before, batch).sums if before is not None else known
         totals = own.sums if known is None else own.sums - known
         scores = totals / own.lengths.clamp(min=1) if kind.is_per_token else totals
         # An answer without targets would have a probability of 1 and infinite odds, and 0 * inf is NaN.
@@ -218,7 +228,7 @@ class PreferenceModule(RowModule):
         else:
             lost, values = self._score_pairs(scores, totals if kind.needs_reference else scores, own)
         if with_kl and before is not None:
-            values["kl"] = _mean_kl(logits, before, labels)
+            values["kl"] = _mean_kl(logits, before, batch["labels"])
         return {
             "loss": losses.weighted_mean(lost, weights),
             "weight": weights.sum(),
@@ -276,6 +286,10 @@ class PreferenceModule(RowModule):
 
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the logits of all answers, computed in one forward."""
+        if "answer_lengths" in batch:
+            inputs = {name: values for name, values in batch.items() if name in _OF_PACKED_ROWS}
+            packed: Tensor = model(**inputs, use_cache=False).logits
+            return packed
         ids, mask = batch["input_ids"].flatten(0, 1), batch["attention_mask"].flatten(0, 1)
         logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         # An adapter may put a trained prompt before the tokens.
@@ -290,6 +304,16 @@ class PreferenceModule(RowModule):
             with _as_reference(self.unwrapped_model, adapter_off=True):
                 logits = self._logits(self.unwrapped_model, batch)
         return logits
+
+    @property
+    def make_packer(self) -> type[PackAnswers] | None:
+        """What packs pairs into rows; None for single answers, which KTO compares with others."""
+        return None if self.needs_window_sums else PackAnswers
+
+    def length_of(self, sample: Any) -> int | None:
+        """Return the tokens of a sample: in packed rows, without padding the shorter answer."""
+        is_packed = getattr(self, "trainer", None) is not None and self.trainer.hps.packing
+        return sum(map(len, sample["input_ids"])) if is_packed and self.make_packer else None
 
     def make_samples(self, rows: Any) -> Any:
         """Return rows as samples; those of KTO have an answer to another prompt, too."""
@@ -336,7 +360,7 @@ class PreferenceModule(RowModule):
             batch = {name: values.to(device) for name, values in self.collate_fn(rows).items()}  # type: ignore[misc]
             context = nullcontext() if accelerator is None else autocast(accelerator)
             with torch.no_grad(), context, _as_reference(model, adapter_off=self._is_adapter_off):
-                return log_probs(self._logits(model, batch), batch["labels"]).sums
+                return log_probs(self._logits(model, batch), batch).sums
 
         trainer = getattr(self, "trainer", None)  # none outside of a run
         max_tokens = None if trainer is None else trainer.hps.max_tokens

@@ -10,6 +10,7 @@ import torch
 
 from accmt.addons.sft.chat import MaskedRow, Problem, is_messages, mask_row, read_number
 from accmt.addons.sft.rows import PadRows, TokenizedRows
+from accmt.data.packing import DocumentPacker
 from accmt.errors import DataError, explain
 
 EQUAL = "with two equal answers"
@@ -260,5 +261,29 @@ class PadAnswers(PadRows):
             [row for sample in samples for row in sample["labels"]],
         )
         batch = {name: rows.view(len(samples), -1, rows.shape[-1]) for name, rows in padded.items()}
-        others = [name for name in samples[0] if name not in ("input_ids", "labels", "length")]
-        return {**batch, **{name: torch.tensor([sample[name] for sample in samples]) for name in others}}
+        return batch | _collate_values(samples)
+
+
+class PackAnswers(DocumentPacker):
+    """Packs the answers of samples into one row: those of the first sample, then those of the next one.
+
+    Shapes:
+        As in `DocumentPacker`; `answer_lengths`, a list of the tokens of each answer; `weight` and the other values
+        `[samples]`.
+    """
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a row."""
+        answers = [
+            {"input_ids": ids, "labels": labels}
+            for sample in samples
+            for ids, labels in zip(sample["input_ids"], sample["labels"], strict=True)
+        ]
+        row = {**super().__call__(answers), "answer_lengths": [len(answer["input_ids"]) for answer in answers]}
+        return row | _collate_values(samples)
+
+
+def _collate_values(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return what samples have besides their tokens."""
+    others = [name for name in samples[0] if name not in ("input_ids", "labels", "length")]
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in others}
