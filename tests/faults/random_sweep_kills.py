@@ -38,7 +38,7 @@ KINDS = ("worker", "trial", "all")
 LIMIT_S = 3000
 
 
-def write_sweep(folder: Path, trials: int, **keys: Any) -> Path:
+def write_sweep(folder: Path, trials: int | None, **keys: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     sweep = {
         "name": "killed",
@@ -56,7 +56,7 @@ def write_sweep(folder: Path, trials: int, **keys: Any) -> Path:
         **keys,
     }
     path = folder / "sweep.json"
-    path.write_text(json.dumps(sweep))
+    path.write_text(json.dumps({key: value for key, value in sweep.items() if value is not None}))
     return path
 
 
@@ -150,12 +150,12 @@ def main() -> None:
     parser.add_argument("--longest", type=float, default=15.0, help="longest time between two kills, in seconds")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="accmt-sweep-"))
-    keys = POPULATION if options.population else {}
-    unbroken = write_sweep(folder / "unbroken", options.trials, **keys)
+    trials, keys = (None, POPULATION) if options.population else (options.trials, {})
+    unbroken = write_sweep(folder / "unbroken", trials, **keys)
     if start(unbroken, functions=options.functions, sleep_s=options.sleep).wait(LIMIT_S) != 0:
         raise SystemExit((unbroken.parent / "worker.log").read_text()[-4000:])
     expected = read_study(unbroken)
-    killed = write_sweep(folder / "killed", options.trials, **keys)
+    killed = write_sweep(folder / "killed", trials, **keys)
     done = kill_at_random(
         killed,
         options.kills,
