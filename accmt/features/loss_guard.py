@@ -200,10 +200,10 @@ class LossGuard(Feature):
         losses = chain.from_iterable(chunk.tolist() for chunk in self._chunks)
         last = stack(self._losses).tolist() if self._losses else []
         pairs = zip(chain(losses, last), _read(self._weights), self._places, strict=True)
-        judged = (
+        counted = (
             (loss, place) for loss, weight, place in pairs if weight and place.samples_before not in self._harmless
         )
-        found = [(place, loss, what) for loss, place in judged if (what := self._judge(loss))]
+        found = [(place, loss, what) for loss, place in counted if (what := self._find_problem(loss))]
         self.forget()
         return found
 
@@ -211,7 +211,7 @@ class LossGuard(Feature):
         """Drop the unchecked losses: a row with a finite mean shows that all are finite."""
         self._losses, self._chunks, self._weights, self._places, self._harmless = [], [], [], [], set()
 
-    def _judge(self, loss: float) -> str | None:
+    def _find_problem(self, loss: float) -> str | None:
         """Describe the problem of a loss; losses without one are added to the recent losses."""
         if not math.isfinite(loss):
             return f"loss {loss}"

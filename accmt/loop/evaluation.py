@@ -169,7 +169,7 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
             evaluation.take_all(loader, max_batches)
             total = loader.source.num_micro_batches
             is_cut = max_batches is not None and (total is None or total > max_batches)
-            outputs = evaluation.finish(partial(_judge_in_trial, is_cut=is_cut) if is_silent else None)
+            outputs = evaluation.finish(partial(_handle_error_in_trial, is_cut=is_cut) if is_silent else None)
             call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
             suffix = f"__{key}" if key else ""
             results |= {f"{name}{suffix}": value for name, value in outputs.items()}
@@ -222,7 +222,7 @@ def taking_batches(run: EvaluationRun) -> Iterator[None]:
 _MISTAKES = (AccmtError, AttributeError, ImportError, MemoryError, NameError, NotImplementedError, TypeError)
 
 
-def _judge_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
+def _handle_error_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
     """Raise errors that would also occur with all data; only warn about a metric that may need the whole set."""
     name = metric.name
     if not is_cut or (isinstance(error, _MISTAKES) and not isinstance(error, NoExpectedTextError)):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sqlalchemy.exc import OperationalError
+from torch.utils.data import DataLoader
 
 from accmt import Callback, Sweep, Trainer
 from accmt.addons.fork.lineage import find_parent
@@ -378,9 +379,14 @@ def sets_it_itself() -> None:
     own.fit(Linear(), make_points(16), make_points(8))
 
 
+def passes_loader() -> None:
+    trainer().fit(Linear(), DataLoader(make_points(16), 4), make_points(8))
+
+
 WRONG: list[tuple[dict[str, Any], Callable[[], Any], str]] = [
     ({}, lambda: trainer().fit(Own(), make_points(16), make_points(8)), "Own.get_optimizer: the script sets it itself"),
     ({}, sets_it_itself, "0.1: the script sets it itself"),
+    ({"space": {"batch_size": [2, 16]}}, passes_loader, "a DataLoader with batch_size=4: the script sets it itself"),
     ({}, lambda: None, "without a call of Trainer.fit"),
     ({}, lambda: trainer().fit(Linear(), make_points(16)), "pass validation data to fit"),
     ({"objective": {"val_los": "min"}}, train, "write `objective: val_loss`"),

@@ -363,6 +363,11 @@ class TrialReports(Callback):
             got = repr(_find(used, key))
             if first in run.set_by_module:
                 got = f"{type(self.module).__name__}.get_{'optimizer' if first == 'optim' else 'scheduler'}"
+            elif key == "batch_size" and run.loaders.takes_user_batches:
+                size = run.loaders.user_batch_size
+                if size == (wanted[0] if isinstance(wanted, list | tuple) else wanted):
+                    continue
+                got = f"a DataLoader with batch_size={size}"
             elif _is_same(_find(used, key), wanted):
                 continue
             got, do = (
