@@ -213,6 +213,10 @@ def restore(run: Run, resumed: Resumed) -> None:
     for name in ours.keys() - callbacks.keys():
         say(f"the callback {name} is new in this run: it starts without a state")
     run.module.trainer.update_state(of_trainer)
+    size, own = run.settings.hps.train_batch_size, run.loaders.user_batch_size
+    is_changed = any(change.key == "batch_size" for change in resumed.changes)
+    if is_changed and run.loaders.takes_user_batches and own != size:
+        warn(f"the new batch_size={size} of the hyper-parameters has no effect: the DataLoader has batch_size={own}")
 
 
 def _with_own(others: dict[str, Any]) -> dict[str, Any]:

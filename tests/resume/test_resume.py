@@ -439,6 +439,16 @@ class TestWhatHasChanged:
         assert list(resumed.of_epochs) == list(whole.of_epochs)[1:]
         assert resumed.of_epochs == {epoch: pytest.approx(whole.of_epochs[epoch]) for epoch in resumed.of_epochs}
 
+    @pytest.mark.parametrize("size", [2, 8])
+    def test_a_batch_size_that_a_loader_decides_is_said_to_have_no_effect(self, caplog, size):
+        loader = torch.utils.data.DataLoader(make_points(16), 2)
+        make_trainer({"epochs": 1}, checkpoint_every="epoch").fit(Linear(), loader)
+        with caplog.at_level(logging.WARNING):
+            hps = {"epochs": 2, "batch_size": size}
+            make_trainer(hps, checkpoint_every="epoch", resume=True).fit(Linear(), loader)
+        said = "the new batch_size=8 of the hyper-parameters has no effect: the DataLoader has batch_size=2"
+        assert (said in caplog.text) == (size == 8)
+
     def test_another_optimizer_is_refused(self):
         train("out/m", stop=7)
         with pytest.raises(HyperParameterError, match=r"optim\.type"):
