@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from accmt.addons.prefer.distillation import DistillationModule as DistillationModule
     from accmt.addons.prefer.module import PreferenceModule as PreferenceModule
     from accmt.addons.prefer.reward import RewardModule as RewardModule
+    from accmt.addons.readers.rows import read_files as read_files
     from accmt.addons.sft.module import SFTModule as SFTModule
     from accmt.addons.swa import SWA as SWA
     from accmt.addons.sweep.worker import Sweep as Sweep
@@ -202,6 +203,7 @@ _HOMES = {
     "on_last_process": "accmt.processes",
     "on_local_main_process": "accmt.processes",
     "on_main_process": "accmt.processes",
+    "read_files": "accmt.addons.readers.rows",
     "read_history": "accmt.tracking",
     "set_seed": "accmt.data",
 }

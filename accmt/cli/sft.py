@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_row_arguments(parser: argparse.ArgumentParser, section: str) -> None:
     """Add the arguments of a command that trains on the rows of a section."""
-    files = "files (.jsonl, .json, .parquet, .csv) or folders written by `Dataset.save_to_disk`"
+    files = "files (.jsonl, .parquet, .arrow, .json, .csv), folders, globs or URLs"
     parser.add_argument("hps", help="the hyper-parameter file")
     parser.add_argument("output", type=Path, help="the folder for the trained model")
     data = f"training data: {files}; default: the section `{section}` of the file"

@@ -21,6 +21,8 @@ from accmt.libraries.private_names import split_of_stream
 from accmt.messages import say, say_once
 from accmt.processes import gather_from_data, gather_objects, num_data_processes, num_processes
 
+_NAMED = 5
+
 # ---- Sources and their options
 
 
@@ -366,6 +368,35 @@ def compare_rows(position: Mapping[str, Any], rows: Rows, options: SourceOptions
         raise cannot_resume(options, got, "the samples that the epoch began with", do)
     if result != "same":
         say(f"the {options.kind} data changed since the interruption: samples at the same indices differ")
+
+
+def compare_files(
+    before: Mapping[str, str] | None, files: Mapping[str, str] | None, options: SourceOptions, *, is_in_epoch: bool
+) -> None:
+    """Check that a resumed epoch has the files that it began with; log it if a later epoch has others.
+
+    Args:
+        before: What the dataset told of its files when the checkpoint was written; None if it told nothing.
+        files: What it tells now.
+        options: The source's options.
+        is_in_epoch: Whether the epoch had begun.
+    """
+    if before is None or files is None or before == files:
+        return
+    kinds = {
+        "missing": [name for name in before if name not in files],
+        "changed": [name for name in files if files[name] != before.get(name, files[name])],
+        "new": [name for name in files if name not in before],
+    }
+    got = "; ".join(f"{kind}: {_list(names)}" for kind, names in kinds.items() if names) or "another order of the files"
+    if is_in_epoch:
+        do = "restore the files, or start a new run with resume=False; data may only change between epochs"
+        raise cannot_resume(options, got, f"the {len(before)} files that the epoch began with", do)
+    say(f"the files of the {options.kind} data changed since the interruption: {got}")
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} others" if len(names) > _NAMED else "")
 
 
 def say_not_compared(options: SourceOptions) -> None:

@@ -13,6 +13,7 @@ from accmt.data.bad_samples import without_bad_samples
 from accmt.data.base import (
     EPOCH_START,
     SourceOptions,
+    compare_files,
     compare_rows,
     length_of,
     plan_epoch,
@@ -109,6 +110,12 @@ class PlannedSource:
         self.set_epoch_again()
         return rows
 
+    @cached_property
+    def files(self) -> dict[str, Any]:
+        """What the dataset tells of its files, for positions; empty if it tells nothing."""
+        describe = getattr(self._dataset, "describe_files", None)
+        return {} if describe is None else {"files": describe()}
+
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on; skipped ones are never read.
 
@@ -183,7 +190,8 @@ class PlannedSource:
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         if num_micro_batches == 0:  # the epoch's order may not have been drawn yet
-            position = {"kind": self._kind, self._unit: 0, "of": None, "rows": self.rows, **self._state_at(epoch)}
+            at_start = {self._unit: 0, "of": None, "rows": self.rows}
+            position = {"kind": self._kind, **at_start, **self.files, **self._state_at(epoch)}
             if self._has_user_order and self._epoch == epoch - 1:
                 position["before"] = {"of": self._size, "order": self._order.digest(epoch - 1)}
             return position
@@ -191,7 +199,7 @@ class PlannedSource:
             self._begin(epoch, num_micro_batches)
         consumed = self._plan.samples_before(num_micro_batches)
         order = {"of": self._size, "order": self._order.digest(epoch), **self._state_at(epoch)}
-        return {"kind": self._kind, self._unit: consumed, **order, "rows": self.rows}
+        return {"kind": self._kind, self._unit: consumed, **order, "rows": self.rows, **self.files}
 
     def _state_at(self, epoch: int) -> dict[str, Any]:
         return {} if self._resumable is None else {"sampler": self._resumable.state_at(epoch)}
@@ -200,7 +208,9 @@ class PlannedSource:
         self._start = read_start(
             epoch, first_micro_batch, position, kind=self._kind, unit=self._unit, options=self._options
         )
-        if first_micro_batch == 0:
+        is_in_epoch = first_micro_batch > 0
+        compare_files(position.get("files"), self.files.get("files"), self._options, is_in_epoch=is_in_epoch)
+        if not is_in_epoch:
             before = position.get("before")
             if (
                 before is not None
@@ -267,7 +277,8 @@ class DatasetSource(PlannedSource):
         check_labels(sampler, dataset)
         options = options.without_second_sharding(sampler)
         self._has_user_order = sampler is not None and is_user_class(sampler)
-        order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
+        permute = getattr(dataset, "shuffle_rows", None)
+        order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler, permute=permute)
         global_batch_size = options.batch_size * options.shard.count * options.micro_batches_per_batch
         super().__init__(
             dataset,

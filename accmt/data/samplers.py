@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import xxhash
@@ -203,6 +203,15 @@ class UserSampler(Generic[T]):
         return self._drawn[1]
 
 
+Permute: TypeAlias = Callable[[torch.Generator], torch.Tensor]
+"""Draws the indices of a dataset in random order: its method `shuffle_rows`, if it is slow to read in any order."""
+
+
+def draw_permutation(length: int, generator: torch.Generator, permute: Permute | None) -> torch.Tensor:
+    """Draw the indices below `length` in random order."""
+    return torch.randperm(length, generator=generator) if permute is None else permute(generator)
+
+
 class Order:
     """The global order of the samples, a pure function of (seed, epoch, length).
 
@@ -211,15 +220,25 @@ class Order:
         seed: The run's seed.
         shuffle: Whether each epoch has a different permutation.
         sampler: An iterable of indices that defines the order instead.
+        permute: Draws each permutation; None draws all permutations with equal probability.
 
     Attributes:
         resumable: The sampler, if its order depends on earlier settings.
     """
 
-    def __init__(self, length: int, seed: int, *, shuffle: bool = False, sampler: Iterable[int] | None = None) -> None:
+    def __init__(
+        self,
+        length: int,
+        seed: int,
+        *,
+        shuffle: bool = False,
+        sampler: Iterable[int] | None = None,
+        permute: Permute | None = None,
+    ) -> None:
         self.length = length
         self._seed = seed
         self._shuffle = shuffle
+        self._permute = permute
         self.resumable = sampler if isinstance(sampler, ResumableSampler) else None
         self._drawn = None if sampler is None else UserSampler(sampler, seed, _read_indices)
         self._digest: tuple[int, int, str] | None = None
@@ -248,7 +267,9 @@ class Order:
             return self._drawn.at(epoch)
         if self._last is None or self._last[:2] != (epoch, self.length):
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-            order = torch.randperm(self.length, generator=generator) if self._shuffle else torch.arange(self.length)
+            order = torch.arange(self.length)
+            if self._shuffle:
+                order = draw_permutation(self.length, generator, self._permute)
             self._last = epoch, self.length, order
         return self._last[2]
 

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accmt import SFTModule, Trainer, merge_adapter
-from accmt.addons.sft.rows import JsonLines, read_rows
+from accmt.addons.sft.rows import read_rows
 from accmt.cli import launch
 from accmt.cli.main import main
 from accmt.errors import MissingPackageError, WeightsError
@@ -140,8 +140,16 @@ def test_other_files_than_json_lines_need_datasets(monkeypatch: pytest.MonkeyPat
 def test_rows_of_json_lines_are_what_is_written_in_them():
     rows = [{"text": "über"}, {"text": "b", "tools": [{"a": 1}]}]
     Path("rows.jsonl").write_text(json.dumps(rows[0], ensure_ascii=False) + "\n\n  \n" + json.dumps(rows[1]))
-    lines = JsonLines("sft.data", Path("rows.jsonl"))
+    lines = read_rows("sft.data", ["rows.jsonl"], "train")
     assert [lines[index] for index in range(len(lines))] == rows
+
+
+def test_rows_of_tables_are_what_json_lines_would_be():
+    import datasets
+
+    rows = [{"text": "a", "weights": [0.5, 1.0]}, {"text": "b", "weights": [1.0, 2.0]}]
+    datasets.Dataset.from_list(rows).to_parquet("rows.parquet")
+    assert list(read_rows("sft.data", ["rows.parquet"], "train")) == rows
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_rows_of_json_lines_are_what_is_written_in_them():
         ({"data": "train.jsonl", "per_turn": "yes"}, "sft.per_turn\n  got: 'yes' (str)\n  expected: true or false"),
         ({"data": "train.jsonl", "merge": True}, "sft.merge\n  got: true without an adapter in `model`"),
         ({"data": "trian.jsonl"}, "sft.data\n  got: trian.jsonl: no such file; the working directory is "),
-        ({"data": "base"}, "or a folder written by `Dataset.save_to_disk`\n  do: pass a file in it"),
+        ({"data": "base"}, "got: base: a folder without such files\n  expected: files that end with .parquet, .jsonl"),
         ({"data": "empty.jsonl"}, "got: empty.jsonl, which has no rows"),
         ({"data": "broken.jsonl"}, "row 1 of broken.jsonl"),
         ({"data": "broken.json"}, "got: broken.json: JSON parse error"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accmt.addons.mix.interleaving import Interleaving, Stretch
-from accmt.data.samplers import ResumableSampler
+from accmt.data.samplers import Permute, ResumableSampler, draw_permutation
 from accmt.data.seeding import derive_seed
 from accmt.errors import DataError, explain
 from accmt.messages import say
@@ -56,6 +56,7 @@ class MixOrder(ResumableSampler):
         samples_per_step: The samples of an optimizer step, if `max_steps` is set.
         seed: The run's seed.
         shuffle: Whether each pass is shuffled.
+        permute: Draws the order of a source, by name; those without are shuffled as a whole.
 
     Raises:
         DataError: All sources are exhausted before the run ends.
@@ -73,8 +74,10 @@ class MixOrder(ResumableSampler):
         samples_per_step: int | None,
         seed: int,
         shuffle: bool,
+        permute: Mapping[str, Permute] | None = None,
     ) -> None:
         self._sizes = dict(sizes)
+        self._permute = permute or {}
         self._seed = seed
         self._shuffle = shuffle
         self._limits = [size * epochs[name] if name in epochs else None for name, size in sizes.items()]
@@ -125,7 +128,7 @@ class MixOrder(ResumableSampler):
         passes = []
         for number in range(begin, end):
             generator = torch.Generator().manual_seed(derive_seed(self._seed, f"pass over {name}", number))
-            passes.append(torch.randperm(size, generator=generator))
+            passes.append(draw_permutation(size, generator, self._permute.get(name)))
         return torch.cat(passes)[first - begin * size :][:count]
 
     def _positions(self, epoch: int) -> range:

@@ -17,7 +17,7 @@ from accmt.addons.mix.order import MixOrder, Stage
 from accmt.addons.mix.section import MixSection
 from accmt.data import is_stream
 from accmt.data.lengths import find_length, known_lengths
-from accmt.data.samplers import call_set_epoch
+from accmt.data.samplers import call_set_epoch, draw_permutation
 from accmt.data.seeding import derive_seed, preserve_generators
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import say_once
@@ -117,7 +117,18 @@ class Mixture(ConcatDataset[Any]):
             samples_per_step=samples,
             seed=seed,
             shuffle=settings.data.shuffle_train,
+            permute=self._collect("shuffle_rows"),
         )
+
+    def describe_files(self) -> dict[str, str]:
+        """Return what the sources tell of their files, by the name of the source and the file."""
+        described = {name: describe() for name, describe in self._collect("describe_files").items()}
+        return {f"{name}: {file}": told for name, files in described.items() for file, told in files.items()}
+
+    def _collect(self, method: str) -> dict[str, Any]:
+        """Return a method of the sources that have it, by their name."""
+        named = zip(self.names, self.datasets, strict=True)
+        return {name: getattr(source, method) for name, source in named if hasattr(source, method)}
 
     def _mean_tokens(self, module: Any) -> list[Fraction]:
         """Return the mean number of target tokens of a sample of each source, of up to 512 evenly spaced ones."""
@@ -125,7 +136,8 @@ class Mixture(ConcatDataset[Any]):
         means = []
         with preserve_generators():
             for name, source in zip(self.names, self.datasets, strict=True):
-                chosen = range(0, len(source), max(1, len(source) // _MEASURED))  # type: ignore[arg-type]
+                evenly = range(0, len(source), max(1, len(source) // _MEASURED))  # type: ignore[arg-type]
+                chosen = source.spread(_MEASURED) if hasattr(source, "spread") else evenly
                 counts = [_count_targets(source[index], length_of) for index in chosen]
                 if not sum(counts):
                     got, do = f"no target tokens in {len(counts)} samples of {name!r}", "write `unit: samples`"
@@ -239,7 +251,8 @@ class MixedStream:
         if not self._shuffle:
             return (source[position] for position in range(len(source)))
         seed = derive_seed(self._seed, f"pass over {self.names[number]}", self._epoch, index)
-        order = torch.randperm(len(source), generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        order = draw_permutation(len(source), generator, getattr(source, "shuffle_rows", None))
         return (source[position] for position in order.tolist())
 
 

@@ -34,6 +34,7 @@ class ReferencedRows(TokenizedRows):
     def __init__(self, samples: TokenizedRows, log_probs: np.ndarray[Any, Any]) -> None:
         self._samples = samples
         self._log_probs = log_probs
+        self.follow(samples)
 
     def __len__(self) -> int:
         return len(self._samples)

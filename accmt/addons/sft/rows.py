@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
@@ -14,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
+from accmt.addons.readers.rows import FileRows
 from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS, MaskedRow, Problem, find_answers, find_messages, mask_row
-from accmt.addons.sft.images import ImageReader
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.huggingface.model_kinds import is_peft_model
@@ -52,14 +50,11 @@ class RowReader(Protocol):
     """Makes samples of rows.
 
     Attributes:
-        tokenizer: The tokenizer.
         purpose: What the rows are for, in messages.
         max_length: The maximum number of tokens per row; None keeps all.
         reads_all: Whether to read every row at the start: it may become several samples, or is checked.
     """
 
-    @property
-    def tokenizer(self) -> Any: ...
     @property
     def purpose(self) -> str: ...
     @property
@@ -81,13 +76,11 @@ class Masking(NamedTuple):
         tokenizer: The tokenizer.
         max_length: The maximum number of tokens per row; None keeps all.
         per_turn: Whether each assistant turn is a separate sample, rendered with the messages before it.
-        images: Reads the images of messages; None rejects them.
     """
 
     tokenizer: Any
     max_length: int | None = None
     per_turn: bool = False
-    images: ImageReader | None = None
 
     @property
     def purpose(self) -> str:
@@ -108,8 +101,7 @@ class Masking(NamedTuple):
 
     def read(self, row: Any, turn: int | None, where: str) -> MaskedRow:
         """Return the tokens of a row, or of the row up to a turn."""
-        length, images = self.max_length, self.images
-        return mask_row(self.tokenizer, row, max_length=length, turn=turn, images=images, where=where)
+        return mask_row(self.tokenizer, row, max_length=self.max_length, turn=turn, where=where)
 
 
 def _is_table(rows: Any) -> bool:
@@ -117,6 +109,8 @@ def _is_table(rows: Any) -> bool:
     datasets = sys.modules.get("datasets")  # if it is not imported, it made no rows
     if isinstance(rows, ConcatDataset):
         return any(map(_is_table, rows.datasets))
+    if isinstance(rows, FileRows):
+        return rows.has_columns
     return datasets is not None and isinstance(rows, datasets.Dataset | datasets.IterableDataset)
 
 
@@ -135,6 +129,14 @@ class TokenizedRows(Dataset[dict[str, Any]]):
         self._is_table = _is_table(rows)
         turns = ((at, turn) for at in range(len(rows)) for turn in reader.turns_of(self._row(at), self._name(at)))
         self._turns = list(turns) if reader.reads_all else None
+        self.follow(rows, has_same_order=self._turns is None or len(self._turns) == len(rows))
+
+    def follow(self, rows: Any, *, has_same_order: bool = True) -> None:
+        """Have the order of rows that are slow to read in any order, and tell of their files."""
+        if has_same_order and hasattr(rows, "shuffle_rows"):
+            self.shuffle_rows, self.spread = rows.shuffle_rows, rows.spread
+        if hasattr(rows, "describe_files"):
+            self.describe_files = rows.describe_files
 
     def __len__(self) -> int:
         return len(self._rows) if self._turns is None else len(self._turns)
@@ -158,9 +160,9 @@ class TokenizedRows(Dataset[dict[str, Any]]):
         return f"row {index} for {self._reader.purpose}"
 
     def sample(self) -> Iterator[tuple[int, TokenizedRow]]:
-        """Yield evenly spaced rows, starting with the first."""
-        step = max(1, len(self) // _LOOKED_AT)
-        for index in range(0, len(self), step):
+        """Yield rows from all parts of the data, starting with the first."""
+        evenly = range(0, len(self), max(1, len(self) // _LOOKED_AT))
+        for index in self.spread(_LOOKED_AT) if hasattr(self, "spread") else evenly:
             yield index, self.read(index)
 
 
@@ -255,55 +257,25 @@ class PadRows:
     """Pads samples on the right to the longest sample of a batch.
 
     Shapes:
-        `input_ids`, `labels` and `attention_mask` `[samples, longest]`, and further entries with one value per token,
-        if a sample has them; entries of images, such as `pixel_values`, along their first dimension.
+        `input_ids`, `labels` and `attention_mask` `[samples, longest]`; `loss_weights` too, if a sample has it.
 
     Args:
         pad_id: The id of the padding token.
-        images: Reads images. A batch without any gets a small one after the shortest sample, without labels, because
-            all processes have to run the same layers: those of a sharded model, and those that DDP reduces.
     """
 
-    def __init__(self, pad_id: int, images: ImageReader | None = None) -> None:
+    def __init__(self, pad_id: int) -> None:
         self.pad_to_multiple_of: int | None = None
         self._pad_id = pad_id
-        self._images = images
-        self._filler: dict[str, Any] | None = None
 
     def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Make a batch."""
-        has_image = any(isinstance(entry, torch.Tensor) for sample in samples for entry in sample.values())
-        if self._images is not None and not has_image:
-            samples = self._with_image(self._images, samples)
         batch = self.pad([sample["input_ids"] for sample in samples], [sample["labels"] for sample in samples])
-        for name in dict.fromkeys(name for sample in samples for name in sample if name not in ("input_ids", "labels")):
-            own: list[Any] = [sample.get(name) for sample in samples]
-            tensors = [one for one in own if isinstance(one, torch.Tensor)]
-            if tensors:
-                batch[name] = _join_images(name, tensors)
-                continue
-            default = 1.0 if name == LOSS_WEIGHTS else 0
-            rows = [
-                [default] * len(sample["labels"]) if one is None else one
-                for one, sample in zip(own, samples, strict=True)
-            ]
-            width = batch["labels"].shape[1]
-            batch[name] = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+        if any(LOSS_WEIGHTS in sample for sample in samples):
+            batch[LOSS_WEIGHTS] = torch.zeros(batch["labels"].shape)
+            for row, sample in zip(batch[LOSS_WEIGHTS], samples, strict=True):
+                weights = sample.get(LOSS_WEIGHTS)
+                row[: len(sample["labels"])] = 1.0 if weights is None else torch.tensor(weights)
         return batch
-
-    def _with_image(self, images: ImageReader, samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        self._filler = images.draw_filler() if self._filler is None else self._filler
-        number = len(self._filler["input_ids"])
-        shortest = min(range(len(samples)), key=lambda index: len(samples[index]["input_ids"]))
-        sample = dict(samples[shortest])
-        length = len(sample["input_ids"])
-        filled = {"labels": [IGNORED] * number, LOSS_WEIGHTS: [0.0] * number, **self._filler}
-        for name, value in filled.items():
-            if isinstance(value, torch.Tensor):
-                sample[name] = value
-            elif name in sample or name != LOSS_WEIGHTS:
-                sample[name] = [*sample.get(name, [0] * length), *value]
-        return [*samples[:shortest], sample, *samples[shortest + 1 :]]
 
     def pad(self, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return rows of tokens as tensors, with their mask."""
@@ -318,20 +290,6 @@ class PadRows:
             "labels": fill(labels, IGNORED),
             "attention_mask": fill(([1] * len(row) for row in input_ids), 0),
         }
-
-
-def _join_images(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the images of a batch along the first dimension.
-
-    Raises:
-        DataError: Their other dimensions differ.
-    """
-    if len({tensor.shape[1:] for tensor in tensors}) > 1:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_NAMED])
-        expected = "the same shape for all images, but for the first dimension"
-        do = "write `batch_size: 1` and accumulate; or let the processor resize all images to one size"
-        raise DataError(explain("a batch with images", f"{name} of the shapes {shapes}", expected, do))
-    return torch.cat(list(tensors))
 
 
 def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = None, *, purpose: str) -> None:
@@ -392,19 +350,20 @@ def _stop_at_end(labels: Sequence[int], tokenizer: Any, model: Any) -> None:
         )
 
 
-# ---- Rows from files: JSON lines, folders of `datasets`, and other formats that it reads.
+# ---- Rows from files: those that `read_files` reads, and others that `datasets` reads.
 
 
-_KINDS = {".jsonl": "json lines", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-_EXPECTED = f"a file ({', '.join(_KINDS)}), or a folder written by `Dataset.save_to_disk`"
+_KINDS = {".json": "json", ".csv": "csv"}
+_EXPECTED = "a file (.jsonl, .parquet, .arrow, .json, .csv), a glob, or a folder of them"
+_SAVED = ("state.json", "dataset_dict.json")  # in a folder written by `save_to_disk`
 
 
 def read_rows(where: str, paths: Sequence[str] | Mapping[str, Sequence[str]], split: str) -> Any:
-    """Return the rows of files and folders, by index.
+    """Return the rows of files, folders, globs and URLs, by index.
 
     Args:
         where: The setting that names them, for error messages.
-        paths: Files and folders; their rows are concatenated. If they have names, so have the rows.
+        paths: Files, folders, globs and URLs; their rows are concatenated. If they have names, so have the rows.
         split: The set to read from a folder with several sets.
 
     Raises:
@@ -413,7 +372,14 @@ def read_rows(where: str, paths: Sequence[str] | Mapping[str, Sequence[str]], sp
     """
     if isinstance(paths, Mapping):
         return {name: read_rows(f"{where}.{name}", own, split) for name, own in paths.items()}
-    parts = [_read(where, Path(path), split) for path in paths]
+    if not any(map(_needs_datasets, paths)):
+        return FileRows(where, paths, arrays=False)
+    parts = [
+        _read_with_datasets(where, Path(path), split)
+        if _needs_datasets(path)
+        else FileRows(where, [path], arrays=False)
+        for path in paths
+    ]
     for path, part in zip(paths, parts, strict=True):
         if not len(part):
             raise DataError(
@@ -422,20 +388,24 @@ def read_rows(where: str, paths: Sequence[str] | Mapping[str, Sequence[str]], sp
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
 
-def _read(where: str, path: Path, split: str) -> Any:
+def _needs_datasets(path: str) -> bool:
+    if Path(path).is_dir():
+        return any(Path(path, name).is_file() for name in _SAVED)
+    return Path(path).suffix in _KINDS and "://" not in path
+
+
+def _read_with_datasets(where: str, path: Path, split: str) -> Any:
     if not path.exists():
         got = f"{path}: no such file; the working directory is {Path.cwd()}"
         raise FileNotFoundError(explain(where, got, _EXPECTED, "correct the path"))
-    if path.suffix == ".jsonl" and path.is_file():
-        return JsonLines(where, path)
     try:
         import datasets
     except ImportError as error:
         got, do = f"{path}, but datasets is not installed", 'pip install "datasets>=5.1"; or write JSON lines (.jsonl)'
         raise MissingPackageError(explain(where, got, "the package datasets", do)) from error
-    if path.is_file() and path.suffix in _KINDS:
+    if path.is_file():
         try:
-            return datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train")
+            return datasets.load_dataset(_KINDS[path.suffix], data_files=str(path), split="train")
         except (datasets.exceptions.DatasetsError, ValueError, OSError, StopIteration) as error:
             reason = error.__cause__ or error
             got = f"{path}: {reason}" if str(reason) else f"{path}, which has no rows"
@@ -453,35 +423,3 @@ def _read(where: str, path: Path, split: str) -> Any:
         got, do = f"{path} with the sets {', '.join(found)}", f"pass one of them: {path / next(iter(found))}"
         raise DataError(explain(where, got, f"a set named `{split}`", do))
     return found[split]
-
-
-class JsonLines(Dataset[dict[str, Any]]):
-    """The rows of a JSON lines file, read on access.
-
-    `datasets` would give every row the keys of all rows, such as the arguments of every tool, with None as value.
-    """
-
-    def __init__(self, where: str, path: Path) -> None:
-        self._where = where
-        self._path = path
-        self._starts = array("q")
-        start = 0
-        with path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    self._starts.append(start)
-                start += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        with self._path.open("rb") as file:  # opened each time: processes must not share a file position
-            file.seek(self._starts[index])
-            line = file.readline()
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except ValueError as error:
-            got, expected = f"row {index} of {self._path}: {error}", "one JSON object per line"
-            raise DataError(explain(self._where, got, expected, "correct this line")) from error
-        return row

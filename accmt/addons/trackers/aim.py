@@ -18,7 +18,6 @@ class Aim(TrackerSpec):
     """
 
     name = "aim"
-    is_exclusive = True
     package = "aim"
     kwargs_of = "aim:Run"
     reserved = frozenset({"run_hash", "experiment", "read_only"})

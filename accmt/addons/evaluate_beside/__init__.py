@@ -1,1 +1,0 @@
-"""Evaluates the checkpoints of a run in another process: `accmt evaluate`."""

@@ -1,0 +1,1 @@
+"""Reads rows from files on disk and in buckets by index, so that order, position and resume are accmt's own."""

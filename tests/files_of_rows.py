@@ -1,0 +1,98 @@
+"""Small data sets on disk, in each format that `read_files` reads, and runs on them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule, Trainer, read_files
+from tests.resume.unbroken import InterruptAt, InterruptionError
+
+FILES = 3
+GROUP = 4  # rows of a row group
+HPS = {"epochs": 2, "batch_size": 6, "optim": {"type": "AdamW", "lr": 0.01}}
+
+
+def make_rows(count: int = 38) -> list[dict[str, Any]]:
+    points = torch.randn(count, 3, generator=torch.Generator().manual_seed(1)).tolist()
+    return [{"id": number, "point": point, "text": f"row {number}"} for number, point in enumerate(points)]
+
+
+def write(kind: str, folder: Path, rows: Sequence[dict[str, Any]] | None = None, files: int = FILES) -> Path:
+    """Write rows to several files of a format, and return their folder."""
+    rows = make_rows() if rows is None else rows
+    folder = folder / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    size = -(-len(rows) // files)
+    for number in range(files):
+        _write_file(kind, folder / f"part-{number}", rows[number * size : (number + 1) * size])
+    return folder
+
+
+def _write_file(kind: str, path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    if kind == "jsonl":
+        path.with_suffix(".jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return
+    import pyarrow as pa
+    from pyarrow import feather, parquet
+
+    table = pa.Table.from_pylist(list(rows))
+    if kind == "parquet":
+        parquet.write_table(table, path.with_suffix(".parquet"), row_group_size=GROUP)
+    elif kind == "feather":
+        feather.write_feather(table, str(path.with_suffix(".feather")), compression="zstd", chunksize=GROUP)
+    else:
+        make = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+        with pa.OSFile(str(path.with_suffix(".arrow")), "wb") as file, make(file, table.schema) as writer:
+            writer.write_table(table, GROUP)
+
+
+def to_sample(row: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    point = torch.tensor(row["point"], dtype=torch.float64)
+    return point, point.sum().reshape(1), row["id"]
+
+
+class Points(AcceleratorModule):
+    """Fits the sum of a point.
+
+    Attributes:
+        seen: The rows of each batch.
+    """
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(dropout), nn.Linear(4, 1)).double()
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        points, sums, ids = batch
+        self.seen.append(ids.tolist())
+        return nn.functional.mse_loss(self.model(points), sums)
+
+
+def read(path: Path | str, **settings: Any) -> Any:
+    """Read rows as samples; memory for two row groups makes them be shuffled two at a time."""
+    return read_files(path, **{"transform": to_sample, "cache": 1000, **settings})
+
+
+def train(
+    folder: Path | str, data: Any, *, stop: int | None = None, processes: int = 1, dropout: float = 0.2, **settings: Any
+) -> Points:
+    """Train to the end, or to an interruption."""
+    hps = {**HPS, "batch_size": 6 // processes}
+    callbacks = [] if stop is None else [InterruptAt(stop)]
+    given = {"checkpoint_every": "2 steps", "seed": 3, "verbose": False, "log_every": 2, **settings}
+    module = Points(dropout)
+    with contextlib.suppress(InterruptionError):
+        Trainer(hps, folder, callbacks=callbacks, **given).fit(module, data)
+    return module
+
+
+def weights_of(module: Points) -> list[list[float]]:
+    return [parameter.detach().flatten().tolist() for parameter in module.model.parameters()]
