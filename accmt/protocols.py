@@ -43,6 +43,7 @@ class TrainerProtocol(Protocol):
     state: TrainingState
     registered_savings: list[RegisteredSaving]
     chosen_checkpoint: Path | None
+    chosen_tracking: Any
     profile: Any
 
     # A `Run`, whose class is in a higher layer; `run` raises an error if there was none yet.

@@ -49,6 +49,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
         "begin_fork": "accmt.addons.fork.beginning:begin_fork",
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
+        "evaluate": "accmt.addons.evaluate_beside.evaluations:evaluate_fit",
         "fork": "accmt.addons.fork.program:fork_fit",
         "fork_arguments": "accmt.addons.fork.program:change_arguments",
         "hint_for_argument": "accmt.addons.hints.arguments:find_foreign",

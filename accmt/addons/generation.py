@@ -278,7 +278,8 @@ def _require_text(batch: Any) -> None:
     """Reject a batch with images or audio, which the prompts would lack."""
     values = batch.items() if isinstance(batch, Mapping) else ()
     for name, value in values:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2:
+        is_of_images = str(name).startswith(("pixel_values", "image_"))  # may be `[patches, values]`
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and (value.ndim > 2 or is_of_images):
             got = f"a batch with {name!r} of shape {tuple(value.shape)}"
             do = "return the texts from validation_step, and remove `evaluation.generate`"
             raise ArgumentError(explain("evaluation.generate", got, "prompts that are only text", do))

@@ -77,6 +77,8 @@ def build_from_hps(hps: HyperParameters) -> Any:
 def load_tokenizer(hps: HyperParameters, rows: str = "sft") -> Any:
     """Return the tokenizer of the model in `hps`, with the chat template of a section for rows of data.
 
+    For a model of images and text, it is the processor.
+
     Args:
         hps: The hyper-parameters.
         rows: The name of the section.
@@ -95,7 +97,9 @@ def load_tokenizer(hps: HyperParameters, rows: str = "sft") -> Any:
     is_bare_adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / "tokenizer_config.json").is_file()
     path = read_base_name(folder) if is_bare_adapter else section.path
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        reads_images = section.type == "AutoModelForImageTextToText"
+        kind: Any = transformers.AutoProcessor if reads_images else transformers.AutoTokenizer
+        tokenizer = kind.from_pretrained(path)
     except (OSError, ValueError) as error:
         why, _, _ = str(error).partition("\n")
         expected, do = "tokenizer files next to the model", f'call tokenizer.save_pretrained("{path}") once'

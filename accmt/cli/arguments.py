@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accmt.errors import ArgumentError, explain
-from accmt.tracking.history import HISTORY_FILE
+from accmt.tracking.history import HISTORY_FILE, find_run_folders
 
 
 def add_when_parsed(parser: argparse.ArgumentParser, add: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -32,8 +32,7 @@ def require_run(folder: Path, command: str) -> None:
     if (folder / HISTORY_FILE).is_file():
         return
     expected, do = "the folder of a run", "name a run folder: <logging_dir>/<track_name>/<run_name>"
-    histories = [*folder.glob(f"*/{HISTORY_FILE}"), *folder.glob(f"*/*/{HISTORY_FILE}")]
-    runs = [path.parent for path in sorted(histories, key=lambda path: path.stat().st_mtime, reverse=True)]
+    runs = sorted(find_run_folders(folder), key=lambda run: (run / HISTORY_FILE).stat().st_mtime, reverse=True)
     got = f"no {HISTORY_FILE} in it" if folder.is_dir() else "a file" if folder.exists() else "no such folder"
     if runs:
         shown = [f"    accmt {command} {shlex.quote(str(run))}" for run in runs[:_SHOWN]]

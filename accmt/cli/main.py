@@ -14,6 +14,7 @@ COMMANDS = {
     "check": "verify checkpoints and print their contents",
     "data": "show the data of supervised fine-tuning before anything is trained",
     "diff": "find the first step at which two runs diverge, and why",
+    "evaluate": "evaluate the checkpoints of a run beside its training",
     "example": "print or write an example script",
     "fork": "start a new run that continues another one from a step, with changed settings",
     "get": "write the weights of a checkpoint as a model folder",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accmt.errors import ArgumentError, explain
-from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE
+from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE, find_run_folders
 
 if TYPE_CHECKING:
     from accmt.addons.report import RunRecord
@@ -30,12 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from accmt.addons.report import read_run
 
     folder = options.folder
-    places = [
-        path.parent
-        for pattern in (HISTORY_FILE, f"*/{HISTORY_FILE}", f"*/*/{HISTORY_FILE}")
-        for path in folder.glob(pattern)
-        if path.stat().st_size
-    ]
+    places = [place for place in find_run_folders(folder) if (place / HISTORY_FILE).stat().st_size]
     if not places:
         got = "a folder without runs" if folder.is_dir() else f"no such folder; you are in {Path.cwd()}"
         do = "pass the logging_dir of the runs; Trainer(logging_dir=...) is `logs` by default"

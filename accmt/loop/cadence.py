@@ -55,7 +55,7 @@ class Cadence:
             log_every=settings.tracking.log_steps,
             evaluate_every=None if in_epochs else between.number,
             evaluate_every_n_epochs=int(between.number) if in_epochs else 1,
-            evaluate_at_end=evaluation.eval_when_finish,
+            evaluate_at_end=evaluation.eval_when_finish and not evaluation.is_off,
             checkpoint_every=settings.checkpoints.every,
             max_samples=settings.hps.max_samples,
             max_target_tokens=settings.hps.max_target_tokens,

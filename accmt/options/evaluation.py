@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
@@ -75,7 +76,7 @@ class EvaluationSettings:
     Args:
         evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a
             fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
-            of each epoch.
+            of each epoch. "never": not at all, for example because `accmt evaluate` does it in another process.
         eval_when_finish: Whether to evaluate at the end of training if evaluations do not follow epochs and the last
             step has not been evaluated yet.
         eval_when_start: Whether to evaluate before the first optimizer step, logged at step 0; saves no model.
@@ -107,10 +108,17 @@ class EvaluationSettings:
         self.every  # noqa: B018 - raises if invalid
 
     @property
+    def is_off(self) -> bool:
+        """Whether training is never interrupted by an evaluation."""
+        return self.evaluate_every_n_steps == "never"
+
+    @property
     def every(self) -> Every:
         """The interval between evaluations."""
         steps = self.evaluate_every_n_steps
         if steps is None:
             return Every(1, "epoch")
-        also = "; None means every epoch"
+        if self.is_off:
+            return Every(sys.maxsize, "step")
+        also = '; None means every epoch, and "never" not at all'
         return read_every("evaluate_every_n_steps", steps, ("epoch", "step"), plain="step", fractions=True, also=also)

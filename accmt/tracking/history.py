@@ -32,6 +32,9 @@ from accmt.files import dumps, is_current, read_json_line, read_json_lines, set_
 from accmt.messages import warn, warn_once
 
 HISTORY_FILE = "history.jsonl"
+EVALUATIONS_FOLDER = "evaluations"
+"""A folder in a run folder, with the history of the process that evaluates the checkpoints beside the run."""
+
 MAX_UNWRITTEN = 10_000
 
 
@@ -257,6 +260,8 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
 def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict[str, Any]]:
     """Read the rows of a run in the order in which they were written.
 
+    Rows of checkpoints that `accmt evaluate` evaluated beside the run are inserted by their step.
+
     Invalid lines are skipped with a warning that counts them. A last line that is incomplete after a crash is skipped.
 
     Args:
@@ -267,9 +272,45 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
     Raises:
         FileNotFoundError: There is no `history.jsonl` in `folder`.
     """
-    rows = list(read_rows(folder / HISTORY_FILE))
+    rows = _without_superseded(folder / HISTORY_FILE, include_superseded=include_superseded)
+    beside = folder / EVALUATIONS_FOLDER / HISTORY_FILE
+    if not beside.is_file():
+        return rows
+    evaluated = _without_superseded(beside, include_superseded=False)
+    return _insert(rows, [_move_media(row) for row in evaluated if "step" in row])
+
+
+def find_run_folders(folder: Path) -> list[Path]:
+    """Return the run folders in a logging folder, in that of a project, or the run folder itself."""
+    patterns = (HISTORY_FILE, f"*/{HISTORY_FILE}", f"*/*/{HISTORY_FILE}")
+    found = [path.parent for pattern in patterns for path in folder.glob(pattern)]
+    return [
+        place for place in found if not (place.name == EVALUATIONS_FOLDER and (place.parent / HISTORY_FILE).is_file())
+    ]
+
+
+def _without_superseded(path: Path, *, include_superseded: bool) -> list[dict[str, Any]]:
+    rows = list(read_rows(path))
     superseded = Superseded(() if include_superseded else rows)
     return [row for line, row in enumerate(rows) if row and ("step" not in row or not superseded.has(line))]
+
+
+def _move_media(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the path of its media from the run folder."""
+    if "media" not in row:
+        return row
+    return {**row, "media": {**row["media"], "path": f"{EVALUATIONS_FOLDER}/{row['media']['path']}"}}
+
+
+def _insert(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all rows; each evaluated one follows the rows of its step, and precedes the status of the run."""
+    left, merged = deque(sorted(evaluated, key=lambda row: row["step"])), []
+    for row in rows:
+        while left and row.get("step", -1) > left[0]["step"]:
+            merged.append(left.popleft())
+        merged.append(row)
+    end = len(merged) - bool(merged and "status" in merged[-1])
+    return [*merged[:end], *left, *merged[end:]]
 
 
 def _measure(path: Path) -> tuple[int, int]:

@@ -130,6 +130,7 @@ class TrackerSpec:
         reserved: Keywords that accmt sets.
         takes_url: Whether `logging_dir` may be the URL of its server.
         rewinding: How it handles points that a resumed run supersedes.
+        is_exclusive: Whether only one process at a time can log to a run.
     """
 
     name: str
@@ -138,6 +139,7 @@ class TrackerSpec:
     reserved: ClassVar[frozenset[str]] = frozenset()
     takes_url: ClassVar[bool] = False
     rewinding: ClassVar[Rewinding] = Rewinding.KEEPS
+    is_exclusive: ClassVar[bool] = False
 
     def __init__(self, **init_kwargs: Any) -> None:
         remember(init_kwargs)
@@ -245,6 +247,7 @@ class ServiceSpec(TrackerSpec):
     """A tracker that needs an API key, and has an offline mode in which it only writes files."""
 
     key_advice: ClassVar[str]
+    is_exclusive = True
 
     def has_key(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether the API key is known, without prompting for it."""

@@ -11,7 +11,7 @@ from accmt.registry import is_built_in
 from accmt.secrets import HIDDEN, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.delivery_state import DELIVERY_FILE, DeliveryFile, count_rows_left
-from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_history
+from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, History, RunPlace, read_history
 from accmt.tracking.log_with import GROUP, resolve_trackers
 from accmt.tracking.spec import RunStart, name_error
 
@@ -79,7 +79,8 @@ def _sync(
     if url is not None and HIDDEN in url:
         return Synced(key, 0, left_before, f"the secret in its URL {url} is not saved: pass the full URL with --server")
     # The folder may have been moved: a local store is expected next to its current location.
-    logging_dir = url or str(folder.absolute().parent.parent)
+    run_folder = folder.absolute().parent if folder.name == EVALUATIONS_FOLDER else folder.absolute()
+    logging_dir = url or str(run_folder.parent.parent)
     (spec,) = resolve_trackers(key)
     place = RunPlace(logging_dir, deliveries.track_name, deliveries.run_name, folder.absolute())
     start = RunStart(place, account.kwargs, is_quiet=True)

@@ -23,7 +23,9 @@ from accmt.tracking.values import to_floats, to_plain
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-RunStatus: TypeAlias = Literal["FINISHED", "FAILED", "KILLED", "PREEMPTED"]
+RunStatus: TypeAlias = Literal["FINISHED", "FAILED", "KILLED", "PREEMPTED", "RUNNING"]
+"""How a run ended; "RUNNING" if only a process beside it ends."""
+
 
 _START_S = 30.0
 _REMOTE_START_S = 10.0
@@ -44,6 +46,8 @@ class Tracking:
         verbose: False suppresses the trackers' own messages.
         offline: What to do if a tracker's server cannot be reached at the start: "auto" trains and delivers later,
             False raises an error. True contacts no server; rows wait for `accmt sync`.
+        folder: The folder of the rows, if another process writes those of the run to its own folder. Trackers to which
+            only one process can log then wait for `accmt sync`.
 
     Processes: create it on all processes, so that a wrong argument stops all of them.
     """
@@ -60,8 +64,9 @@ class Tracking:
         verbose: bool = True,
         offline: Literal["auto"] | bool = "auto",
         home: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, home=home or current_folder())
+        self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, folder, home=home or current_folder())
         self._trackers: dict[str, tuple[TrackerSpec, dict[str, Any]]] = {}  # by unique names
         for spec, kwargs in zip(trackers, kwargs_of_each(trackers, tracker_kwargs), strict=True):
             number = sum(other.name == spec.name for other, _ in self._trackers.values())
@@ -229,8 +234,8 @@ class Tracking:
             self._unlock()
         for delivery in deliveries:
             delivery.warn_of_rows_left(flush_s)
-        if self._held_back():
-            say(f"offline: to deliver the rows to {', '.join(self._held_back())}, run `accmt sync {self.run_folder}`")
+        if self.held_back() and self._place.folder is None:
+            say(f"offline: to deliver the rows to {', '.join(self.held_back())}, run `accmt sync {self.run_folder}`")
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -261,8 +266,10 @@ class Tracking:
         commands = (spec.dashboard_command(self._place) for spec, _ in self._trackers.values())
         return next((command for command in commands if command), [])
 
-    def _held_back(self) -> list[str]:
-        """Return the trackers whose rows wait for `accmt sync` because of `offline=True`."""
+    def held_back(self) -> list[str]:
+        """Return the trackers whose rows wait for `accmt sync`."""
+        if self._place.folder is not None:
+            return [key for key, (spec, _) in self._trackers.items() if spec.is_exclusive]
         if self._offline is not True:
             return []
         return [key for key, (spec, kwargs) in self._trackers.items() if spec.is_remote(self._place, kwargs)]
@@ -315,7 +322,7 @@ class Tracking:
         return Account(run_id=run_id, delivered=delivered, handed=lines, settled=delivered)
 
     def _start_trackers(self, history: History, delivery_file: DeliveryFile) -> None:
-        held_back = self._held_back()
+        held_back = self.held_back()
         for key, (spec, kwargs) in self._trackers.items():
             if key in held_back:
                 continue

@@ -42,6 +42,7 @@ class TrainerProperties(TrainerProtocol):
         settings: The Trainer's arguments, checked and grouped.
         state: The counters of the current or last run.
         chosen_checkpoint: Folder of the checkpoint that the next run resumes from, if one was chosen.
+        chosen_tracking: The tracking of the next runs in place of their own, if one was chosen.
         profile: Time per phase of the last run with `profiler="simple"`, on the main process; live during the run.
     """
 
@@ -49,6 +50,7 @@ class TrainerProperties(TrainerProtocol):
     state: TrainingState
     profile: PhaseTimes | None = None
     chosen_checkpoint: Path | None = None
+    chosen_tracking: Any = None
     _run: Run | None = None
     _dataloaders: Mapping[str, list[Any]] = MappingProxyType({})
     _evaluated: AcceleratorModule | None = None

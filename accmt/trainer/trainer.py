@@ -82,7 +82,7 @@ class Trainer(TrainerProperties):
             requires both metrics to improve.
         evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a
             fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
-            of each epoch.
+            of each epoch. "never": not at all, for example because `accmt evaluate` does it in another process.
         checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
             a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; a time, such as "10
             minutes"; or "auto", which measures the cost of a checkpoint and of a failure, and chooses the interval with

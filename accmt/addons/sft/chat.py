@@ -14,6 +14,15 @@ from operator import itemgetter
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from accmt.addons.sft.images import (
+    Expanded,
+    ImageError,
+    ImageReader,
+    RowImages,
+    find_images,
+    load_image,
+    without_images,
+)
 from accmt.errors import DataError, explain
 
 IGNORED = -100
@@ -30,11 +39,13 @@ NO_REASONING = "with reasoning that the chat template omits"
 INCOMPLETE = "with assistant turns that are not trained because the chat template omits their content or tool calls"
 NO_END = "with answers without an end token, so the model does not learn to stop"
 OTHER_START = "with assistant turns that do not start with the chat template's generation prompt"
-REJECTED = "rejected by the chat template"
+REJECTED = "rejected by the chat template or the processor"
+CUT_IMAGE = "with an image that max_length would truncate"
 NOT_WEIGHED = "with weights of messages that are not the assistant's (only the assistant's are trained)"
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ROLE = "assistant"
+_REPEATED = 8
 _OTHER_ROLES = {"system", "developer", "user", "tool"}
 _WHERE = "a row for supervised fine-tuning"
 _NAMES = ("messages", "prompt", "completion", "text")
@@ -61,12 +72,14 @@ class MaskedRow(NamedTuple):
         labels: The token id for each target, else -100.
         problems: Problems of the row.
         weights: The weight of each token's loss, 0 for tokens that are not targets; None if each target has weight 1.
+        images: Its images, if it has any.
     """
 
     input_ids: list[int]
     labels: list[int]
     problems: tuple[Problem, ...] = ()
     weights: list[float] | None = None
+    images: RowImages | None = None
 
     @property
     def has_target(self) -> bool:
@@ -78,7 +91,8 @@ class MaskedRow(NamedTuple):
         if not self.has_target:
             return {"input_ids": [*self.input_ids, 0, 0][:2], "labels": [IGNORED, IGNORED]}
         weights = {} if self.weights is None else {LOSS_WEIGHTS: self.weights}
-        return {"input_ids": self.input_ids, "labels": self.labels, **weights}
+        sample = {"input_ids": self.input_ids, "labels": self.labels, **weights}
+        return sample if self.images is None else sample | self.images.tokens | self.images.tensors
 
     def weigh(self, weight: float) -> MaskedRow:
         """Return the row with its weights multiplied by a number."""
@@ -90,19 +104,38 @@ class MaskedRow(NamedTuple):
         weights = self.weights or [float(label != IGNORED) for label in self.labels]
         return self._replace(weights=[weight * one for one in weights])
 
+    def with_images(self, expanded: Expanded) -> MaskedRow:
+        """Return the row with the tokens of its images, which are not trained."""
+        ids, places, images = expanded
+        labels = [IGNORED if place is None else self.labels[place] for place in places]
+        weights = self.weights and [0.0 if place is None else self.weights[place] for place in places]
+        return MaskedRow(ids, labels, self.problems, weights, images)
+
     def slice(self, start: int, stop: int | None) -> MaskedRow:
         """Return a part of the row."""
         weights = None if self.weights is None else self.weights[start:stop]
-        return MaskedRow(self.input_ids[start:stop], self.labels[start:stop], self.problems, weights)
+        images = self.images and self.images.slice(start, stop)
+        return MaskedRow(self.input_ids[start:stop], self.labels[start:stop], self.problems, weights, images)
 
     def show(self, tokenizer: Any) -> str:
         """Return the text of the row, with the trained parts in brackets, followed by their weight if it is not 1."""
         weights = self.weights or [float(label != IGNORED) for label in self.labels]
         text = ""
         for weight, stretch in groupby(zip(self.input_ids, weights, strict=True), key=itemgetter(1)):
-            part = tokenizer.decode([token for token, _ in stretch])
+            part = _decode(tokenizer, [token for token, _ in stretch])
             text += part if weight == 0 else f"⟦{part}⟧" if weight == 1 else f"⟦{part}⟧×{weight:g}"
         return text
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the text of tokens; one that is repeated many times, such as that of an image, is written once."""
+    text, kept = "", list[int]()
+    for token, repeated in ((token, len(list(same))) for token, same in groupby(tokens)):
+        if repeated > _REPEATED:
+            text, kept = f"{text}{tokenizer.decode(kept)}{tokenizer.decode([token])}×{repeated}", []
+        else:
+            kept += [token] * repeated
+    return text + str(tokenizer.decode(kept))
 
 
 def mask_row(
@@ -111,6 +144,7 @@ def mask_row(
     *,
     max_length: int | None = None,
     turn: int | None = None,
+    images: ImageReader | None = None,
     where: str = _WHERE,
 ) -> MaskedRow:
     """Return the tokens of a row, with labels for the tokens of the assistant.
@@ -123,10 +157,12 @@ def mask_row(
         max_length: The maximum number of tokens.
         turn: The index of the only message to train, with which the conversation ends; None trains all messages of the
             assistant.
+        images: Reads the images of messages; None rejects them.
         where: The name of the row in error messages.
 
     Raises:
-        DataError: The row has another format or an invalid weight, or the tokenizer lacks a chat template or offsets.
+        DataError: The row has another format, an image that cannot be read or an invalid weight, or the tokenizer lacks
+            a chat template or offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         expected, do = "a fast tokenizer", "AutoTokenizer.from_pretrained(...)"
@@ -142,7 +178,7 @@ def mask_row(
         do += "`chat_template: template.jinja` in the section of the data), or use rows of strings"
         raise DataError(explain(_WHERE, "messages, but a tokenizer without a chat template", "a chat template", do))
     else:
-        masked = _mask_messages(tokenizer, messages, row, first, turn)
+        masked = _mask_messages(tokenizer, messages, row, first, turn, images, where)
     bos = tokenizer.bos_token_id
     if bos is not None and masked.input_ids[:2] == [bos, bos]:
         masked = masked._replace(problems=(*masked.problems, Problem(DOUBLED_BOS))).slice(1, None)
@@ -438,8 +474,20 @@ def _find_losses(message: Mapping[str, Any], text: str) -> list[str]:
 
 
 def _mask_messages(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], first: int, turn: int | None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    row: Mapping[str, Any],
+    first: int,
+    turn: int | None,
+    images: ImageReader | None,
+    where: str,
 ) -> MaskedRow:
+    sources = find_images(messages, row, where)
+    if sources and images is None:
+        expected, do = "a processor of text and images", "SFTModule(model, AutoProcessor.from_pretrained(...))"
+        do += "; in the YAML, `type: AutoModelForImageTextToText` in `model`"
+        raise DataError(explain(f"{where}, message {sources[0][0]}", "an image, but only a tokenizer", expected, do))
+    messages = [without_images(message) for message in messages] if sources else messages
     messages = messages if turn is None else messages[: turn + 1]
     indices = [index for index in find_answers(messages, first) if turn in (None, index)]
     weights = [1.0 if (own := messages[index].get("weight")) is None else float(own) for index in indices]
@@ -467,7 +515,15 @@ def _mask_messages(
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     labels, of_tokens = _label(whole, encoded, spans, tokenizer.added_tokens_decoder)
     is_weighed = any(one.weight != 1 for one in spans)
-    return MaskedRow(encoded["input_ids"], labels, tuple(problems), of_tokens if is_weighed else None)
+    masked = MaskedRow(encoded["input_ids"], labels, tuple(problems), of_tokens if is_weighed else None)
+    if images is None or not masked.has_target:
+        return masked
+    of_row = [load_image(one, f"{where}, message {index}") for index, one in sources if index < len(messages)]
+    try:
+        expanded = images.expand(whole, masked.input_ids, of_row)
+    except ImageError as error:
+        return MaskedRow([], [], (Problem(REJECTED, str(error)),))
+    return masked if expanded is None else masked.with_images(expanded)
 
 
 def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
@@ -532,6 +588,9 @@ def _without_overlaps(spans: Sequence[_Span]) -> list[_Span]:
 
 
 def _cut(masked: MaskedRow, max_length: int | None) -> MaskedRow:
+    if masked.images is not None and max_length is not None and masked.images.end > max_length:
+        problem = Problem(CUT_IMAGE, f"its images end after {masked.images.end} tokens")
+        return MaskedRow([], [], (*masked.problems, problem))
     kept = masked.slice(0, max_length)
     if not kept.has_target:
         detail = f"its answers start after {max_length} tokens" if masked.has_target else ""

@@ -46,7 +46,7 @@ def describe_data(module: Any, data: Any, settings: Settings, *, num_batches: in
         for index, number in zip(drawn[batch * size :][:size], numbers[batch * size :][:size], strict=True):
             place = index - begins[number]
             row = rows[names[number]].read(place)
-            yield f"\n{f'{names[number]}, ' if names[number] else ''}row {place}:\n{row.show(module.processor)}"
+            yield f"\n{f'{names[number]}, ' if names[number] else ''}row {place}:\n{row.show(module.tokenizer)}"
 
 
 def _table(rows: Mapping[str, TokenizedRows], used: list[int]) -> Iterator[str]:

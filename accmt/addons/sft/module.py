@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from accmt.addons.mix.sources import MixedStream, Mixture
 from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS
+from accmt.addons.sft.images import split_processor
 from accmt.addons.sft.rows import (
     Masking,
     PadRows,
@@ -35,6 +36,10 @@ from accmt.module import HuggingFaceModule
 if TYPE_CHECKING:
     from accmt.addons.sft.section import SFTSection
     from accmt.options import HyperParameters
+
+
+def _count_rows(batch: Any) -> int:
+    return len(batch["input_ids"])
 
 
 class RowModule(HuggingFaceModule):
@@ -111,6 +116,11 @@ class RowModule(HuggingFaceModule):
             module.configure_model()
         return module
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, which a processor has in addition to other parts."""
+        return self._reader.tokenizer
+
     @classmethod
     def arguments_of(cls, section: Any) -> dict[str, Any]:
         """Return the arguments of the class that a section of the hyper-parameters sets."""
@@ -130,7 +140,7 @@ class RowModule(HuggingFaceModule):
     def _make_checked(self, rows: Any, of_source: str = "") -> Any:
         data = self.make_samples(rows)
         if isinstance(data, TokenizedRows | TokenizedStream):
-            look_at(data, self.processor, self.model, purpose=self._reader.purpose + of_source)
+            look_at(data, self.tokenizer, self.model, purpose=self._reader.purpose + of_source)
         return data
 
     def get_validation_dataloader(self, dataset: Any = None) -> Any:
@@ -158,8 +168,9 @@ class SFTModule(RowModule):
 
     Args:
         model: The model, or a function that builds it at the start of a run.
-        tokenizer: A fast tokenizer, with a chat template for conversations; it is saved with the model.
-        max_length: The maximum number of tokens per row; None keeps all.
+        tokenizer: A fast tokenizer, with a chat template for conversations, or a processor with one, for messages with
+            images; it is saved with the model.
+        max_length: The maximum number of tokens per row, with those of images; None keeps all.
         per_turn: Whether each assistant turn is a separate sample, with all messages before it. Use this if the chat
             template rewrites earlier turns, for example by removing their reasoning.
 
@@ -180,8 +191,11 @@ class SFTModule(RowModule):
         max_length: int | None = None,
         per_turn: bool = False,
     ) -> None:
-        masking = Masking(tokenizer, max_length, per_turn)
-        super().__init__(model, tokenizer, masking, PadRows(padding_id(tokenizer)))
+        of_text, images = split_processor(tokenizer)
+        masking = Masking(of_text, max_length, per_turn, images)
+        super().__init__(model, tokenizer, masking, PadRows(padding_id(of_text), images))
+        if images is not None:  # whose first dimensions are not those of samples
+            self.get_batch_size = _count_rows  # type: ignore[method-assign]
 
     @classmethod
     def arguments_of(cls, section: SFTSection) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from accmt.addons.readers.rows import FileRows
 from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS, MaskedRow, Problem, find_answers, find_messages, mask_row
+from accmt.addons.sft.images import ImageReader
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.huggingface.model_kinds import is_peft_model
@@ -50,11 +51,14 @@ class RowReader(Protocol):
     """Makes samples of rows.
 
     Attributes:
+        tokenizer: The tokenizer.
         purpose: What the rows are for, in messages.
         max_length: The maximum number of tokens per row; None keeps all.
         reads_all: Whether to read every row at the start: it may become several samples, or is checked.
     """
 
+    @property
+    def tokenizer(self) -> Any: ...
     @property
     def purpose(self) -> str: ...
     @property
@@ -76,11 +80,13 @@ class Masking(NamedTuple):
         tokenizer: The tokenizer.
         max_length: The maximum number of tokens per row; None keeps all.
         per_turn: Whether each assistant turn is a separate sample, rendered with the messages before it.
+        images: Reads the images of messages; None rejects them.
     """
 
     tokenizer: Any
     max_length: int | None = None
     per_turn: bool = False
+    images: ImageReader | None = None
 
     @property
     def purpose(self) -> str:
@@ -101,7 +107,8 @@ class Masking(NamedTuple):
 
     def read(self, row: Any, turn: int | None, where: str) -> MaskedRow:
         """Return the tokens of a row, or of the row up to a turn."""
-        return mask_row(self.tokenizer, row, max_length=self.max_length, turn=turn, where=where)
+        length, images = self.max_length, self.images
+        return mask_row(self.tokenizer, row, max_length=length, turn=turn, images=images, where=where)
 
 
 def _is_table(rows: Any) -> bool:
@@ -257,25 +264,55 @@ class PadRows:
     """Pads samples on the right to the longest sample of a batch.
 
     Shapes:
-        `input_ids`, `labels` and `attention_mask` `[samples, longest]`; `loss_weights` too, if a sample has it.
+        `input_ids`, `labels` and `attention_mask` `[samples, longest]`, and further entries with one value per token,
+        if a sample has them; entries of images, such as `pixel_values`, along their first dimension.
 
     Args:
         pad_id: The id of the padding token.
+        images: Reads images. A batch without any gets a small one after the shortest sample, without labels, because
+            all processes have to run the same layers: those of a sharded model, and those that DDP reduces.
     """
 
-    def __init__(self, pad_id: int) -> None:
+    def __init__(self, pad_id: int, images: ImageReader | None = None) -> None:
         self.pad_to_multiple_of: int | None = None
         self._pad_id = pad_id
+        self._images = images
+        self._filler: dict[str, Any] | None = None
 
     def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Make a batch."""
+        has_image = any(isinstance(entry, torch.Tensor) for sample in samples for entry in sample.values())
+        if self._images is not None and not has_image:
+            samples = self._with_image(self._images, samples)
         batch = self.pad([sample["input_ids"] for sample in samples], [sample["labels"] for sample in samples])
-        if any(LOSS_WEIGHTS in sample for sample in samples):
-            batch[LOSS_WEIGHTS] = torch.zeros(batch["labels"].shape)
-            for row, sample in zip(batch[LOSS_WEIGHTS], samples, strict=True):
-                weights = sample.get(LOSS_WEIGHTS)
-                row[: len(sample["labels"])] = 1.0 if weights is None else torch.tensor(weights)
+        for name in dict.fromkeys(name for sample in samples for name in sample if name not in ("input_ids", "labels")):
+            own: list[Any] = [sample.get(name) for sample in samples]
+            tensors = [one for one in own if isinstance(one, torch.Tensor)]
+            if tensors:
+                batch[name] = _join_images(name, tensors)
+                continue
+            default = 1.0 if name == LOSS_WEIGHTS else 0
+            rows = [
+                [default] * len(sample["labels"]) if one is None else one
+                for one, sample in zip(own, samples, strict=True)
+            ]
+            width = batch["labels"].shape[1]
+            batch[name] = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
         return batch
+
+    def _with_image(self, images: ImageReader, samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        self._filler = images.draw_filler() if self._filler is None else self._filler
+        number = len(self._filler["input_ids"])
+        shortest = min(range(len(samples)), key=lambda index: len(samples[index]["input_ids"]))
+        sample = dict(samples[shortest])
+        length = len(sample["input_ids"])
+        filled = {"labels": [IGNORED] * number, LOSS_WEIGHTS: [0.0] * number, **self._filler}
+        for name, value in filled.items():
+            if isinstance(value, torch.Tensor):
+                sample[name] = value
+            elif name in sample or name != LOSS_WEIGHTS:
+                sample[name] = [*sample.get(name, [0] * length), *value]
+        return [*samples[:shortest], sample, *samples[shortest + 1 :]]
 
     def pad(self, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return rows of tokens as tensors, with their mask."""
@@ -290,6 +327,20 @@ class PadRows:
             "labels": fill(labels, IGNORED),
             "attention_mask": fill(([1] * len(row) for row in input_ids), 0),
         }
+
+
+def _join_images(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the images of a batch along the first dimension.
+
+    Raises:
+        DataError: Their other dimensions differ.
+    """
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_NAMED])
+        expected = "the same shape for all images, but for the first dimension"
+        do = "write `batch_size: 1` and accumulate; or let the processor resize all images to one size"
+        raise DataError(explain("a batch with images", f"{name} of the shapes {shapes}", expected, do))
+    return torch.cat(list(tensors))
 
 
 def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = None, *, purpose: str) -> None:

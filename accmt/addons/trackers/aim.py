@@ -18,6 +18,7 @@ class Aim(TrackerSpec):
     """
 
     name = "aim"
+    is_exclusive = True
     package = "aim"
     kwargs_of = "aim:Run"
     reserved = frozenset({"run_hash", "experiment", "read_only"})

@@ -22,6 +22,7 @@ class Trackio(TrackerSpec):
     """
 
     name = "trackio"
+    is_exclusive = True
     package = "trackio"
     kwargs_of = "trackio:init"
     reserved = frozenset({"project", "resume", "config"})

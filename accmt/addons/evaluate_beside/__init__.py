@@ -1,0 +1,1 @@
+"""Evaluates the checkpoints of a run in another process: `accmt evaluate`."""

@@ -1,0 +1,119 @@
+"""Starts a run's program again, as it was launched, so that its Trainer evaluates checkpoints in place of training."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from accmt.addons.launches import build_command, read_launches
+from accmt.errors import ArgumentError, explain
+from accmt.files import dumps, loads
+from accmt.registry import FIT_VARIABLE
+
+REQUEST_VARIABLE = "ACCMT_EVALUATE"
+"""What `accmt evaluate` asks for, for the program that it starts."""
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate.
+
+    Attributes:
+        run_folder: The folder of the run.
+        run_name: Its name, as its checkpoints have it.
+        track_name: The name of its project in trackers.
+        checkpoints: The folder of its checkpoints.
+        run_model_path: The model folder in the program, by which its Trainer is found.
+        model_path: The folder of the best model.
+        save_best: The rule by which the best model is saved; None saves none.
+        watches: Whether to wait for further checkpoints until the run has ended.
+        wait_s: How long to wait for a run that has stopped before it was complete, which may be resumed.
+    """
+
+    run_folder: str
+    run_name: str
+    track_name: str
+    checkpoints: str
+    run_model_path: str
+    model_path: str
+    save_best: str | None
+    watches: bool
+    wait_s: float
+
+    @classmethod
+    def read(cls) -> Request:
+        """Return the request for this program."""
+        return cls(**loads(os.environ[REQUEST_VARIABLE]))
+
+
+def prepare_evaluation(
+    folder: Path,
+    *,
+    watches: bool = False,
+    save_best: str | None = None,
+    model_path: Path | None = None,
+    processes: int | None = None,
+    wait_s: float = 600.0,
+) -> tuple[list[str], Path, dict[str, str]]:
+    """Return the command that evaluates the checkpoints of a run, its working folder and its environment.
+
+    Args:
+        folder: The run folder.
+        watches: Whether to wait for further checkpoints until the run has ended.
+        save_best: A rule as in `Trainer(model_saving=...)`; None saves no model.
+        model_path: The folder of the best model; None is `evaluated` in the run's model folder.
+        processes: The number of processes; None is that of the run.
+        wait_s: How long to wait for a run that has stopped before it was complete.
+
+    Raises:
+        ArgumentError: The run has no checkpoints here, or its program cannot be started again.
+    """
+    folder, where = folder.absolute(), f"evaluation of {folder}"
+    launches = read_launches(folder)
+    if not launches:
+        got = "a run whose start is not recorded: there is no launches.jsonl in it"
+        do = "resume it once with this version of accmt, which writes that file"
+        raise ArgumentError(explain(where, got, "a run that this version of accmt has started", do))
+    start = launches[-1]
+    place = Path(start["checkpoints"])
+    _require_checkpoints(start, place, where)
+    if start["machines"] > 1 and processes is None:
+        got = f"a run on {start['machines']} machines"
+        raise ArgumentError(explain(where, got, "the number of processes on this machine", "--processes 1"))
+    number = start["processes"] if processes is None else processes
+    is_launched = start["is_launched"] if number == start["processes"] else number > 1
+    again = {**start, "processes": number, "is_launched": is_launched}
+    command, cwd, environment = build_command(again, where)
+    request = Request(
+        run_folder=str(folder),
+        run_name=start["run_name"],
+        track_name=start["track_name"],
+        checkpoints=str(place),
+        run_model_path=start["model_path"],
+        model_path=str(Path(start["model_path"], "evaluated") if model_path is None else model_path.absolute()),
+        save_best=save_best,
+        watches=watches,
+        wait_s=wait_s,
+    )
+    environment = {name: value for name, value in environment.items() if name != _GPUS}
+    if _GPUS in os.environ:  # another GPU than that of the run
+        environment[_GPUS] = os.environ[_GPUS]
+    return command, cwd, {**environment, FIT_VARIABLE: "evaluate", REQUEST_VARIABLE: dumps(asdict(request))}
+
+
+def _require_checkpoints(start: dict[str, Any], place: Path, where: str) -> None:
+    settings = start["settings"]
+    if "checkpointer" in settings:
+        _fail(where, f"checkpoints in a {settings['checkpointer']}", "without `checkpointer`, runs write to a folder")
+    if settings.get("checkpoint_every", "epoch") is None:
+        _fail(where, "a run without checkpoints", 'Trainer(checkpoint_every="500 steps")')
+    if not place.parent.is_dir():
+        _fail(where, f"no such folder: {place}", "run it on the machine of the run, or share the disk")
+
+
+def _fail(where: str, got: str, do: str) -> NoReturn:
+    raise ArgumentError(explain(where, got, "a folder of checkpoints on this machine", do))

@@ -1,0 +1,440 @@
+"""`accmt evaluate`: evaluates the checkpoints of a run in another process, as the run itself would have done."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import accmt.addons.evaluate_beside.evaluations as evaluations
+from accmt import EMA, AcceleratorModule, Accuracy, Callback, Trainer
+from accmt.addons.evaluate_beside.program import REQUEST_VARIABLE, Request
+from accmt.addons.report import read_run
+from accmt.cli.main import main
+from accmt.errors import ArgumentError
+from accmt.files import dumps
+from accmt.registry import FIT_VARIABLE
+from accmt.tracking import read_history
+from accmt.tracking.history import EVALUATIONS_FOLDER, find_run_folders
+from accmt.tracking.trackers.tensorboard import TensorBoard
+from tests.launching import ROOT
+
+HPS = {"epochs": 3, "batch_size": 8, "optim": {"type": "AdamW", "lr": 0.05}}
+OFF = {"evaluate_every_n_steps": "never", "model_saving": None}
+STEPS = [2, 4, 6, 8, 10, 12, 14, 15]
+
+
+class Noisy(AcceleratorModule):
+    """Has what an evaluation has to restore: averages, buffers, dropout and random numbers."""
+
+    def __init__(self, act: Callable[[], Any] = lambda: None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
+        self.act = act
+
+    def training_step(self, batch):
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def validation_step(self, batch):
+        self.act()
+        scores = self.model(batch[0] + 0.1 * torch.rand_like(batch[0]))
+        return {"loss": nn.functional.cross_entropy(scores, batch[1]), "accuracy": (scores, batch[1])}
+
+
+class Draw(Callback):
+    def on_fit_start(self):
+        self.began_at = self.state.global_step
+
+    def on_evaluation_end(self, metrics):
+        assert self.began_at <= self.state.global_step
+        metrics["draw"] = torch.rand(()).item()
+
+
+def make_data(count: int) -> TensorDataset:
+    inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long())
+
+
+def make_trainer(name: str, **arguments: Any) -> Trainer:
+    often = {"checkpoint_every": "2 steps", "checkpoint_options": {"max_checkpoints": 99}}
+    plain = {"metrics": Accuracy(), "callbacks": [EMA(), Draw()], "run_name": "run", "seed": 0}
+    return Trainer(HPS, f"out/{name}", **{**OFF, **often, **plain, "verbose": False, **arguments})
+
+
+def train(name: str, **arguments: Any) -> Trainer:
+    trainer = make_trainer(name, **arguments)
+    trainer.fit(Noisy(), make_data(40), make_data(13))
+    return trainer
+
+
+def evaluate(name: str, module: AcceleratorModule | None = None, *, rule: str | None = None, **arguments: Any) -> None:
+    """Evaluate in this process what `accmt evaluate` evaluates in the program that it starts."""
+    folder = Path.cwd()
+    request = Request(
+        run_folder=str(folder / "logs" / name / "run"),
+        run_name="run",
+        track_name=name,
+        checkpoints=str(folder / "out" / f"checkpoint-{name}"),
+        run_model_path=str(folder / "out" / name),
+        model_path=str(folder / "out" / name / "evaluated"),
+        save_best=rule,
+        watches=True,
+        wait_s=0.01,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FIT_VARIABLE, "evaluate")
+        patch.setenv(REQUEST_VARIABLE, dumps(asdict(request)))
+        with pytest.raises(SystemExit) as ended:
+            make_trainer(name, **arguments).fit(module or Noisy(), make_data(40), make_data(13))
+    assert ended.value.code == 0
+
+
+def evaluated(name: str) -> list[tuple[int, dict[str, float]]]:
+    rows = read_history(Path("logs", name, "run"))
+    return [(row["step"], row["values"]) for row in rows if "val_loss" in row.get("values", {})]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.feature("F06")
+def test_rows_and_best_model_are_those_of_evaluations_in_the_run(project: Path, capsys: pytest.CaptureFixture) -> None:
+    train("plain", evaluate_every_n_steps=1, model_saving="best_valid_loss", metrics=Accuracy())
+    trainer = train("off", log_with="tensorboard")
+    assert evaluated("off") == []
+    before = {path: path.read_bytes() for path in trainer.log_dir.iterdir() if path.is_file()}
+    evaluate("off", rule="best_valid_loss", log_with="tensorboard")
+    inside = [pair for pair in evaluated("plain") if pair[0] in STEPS]
+    assert evaluated("off") == inside
+    assert [step for step, _ in inside] == STEPS
+    assert "8 checkpoints evaluated" in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in before}  # the run has its files for itself
+    saved, best = (load_file(Path(place, "model.safetensors")) for place in ("out/plain", "out/off/evaluated"))
+    assert all(torch.equal(saved[name], best[name]) for name in saved)
+    record = read_run(trainer.log_dir)
+    assert record.evaluations == inside
+    assert record.status == "finished"
+    assert find_run_folders(Path("logs/off")) == [trainer.log_dir]
+    assert sorted(path.name for path in Path("out").iterdir()) == ["checkpoint-off", "checkpoint-plain", "off", "plain"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points = EventAccumulator(str(trainer.log_dir / EVALUATIONS_FOLDER)).Reload().Scalars("val_loss")
+    assert [point.step for point in points] == STEPS
+    evaluate("off", rule="best_valid_loss", log_with="tensorboard")
+    assert evaluated("off") == inside
+    assert "0 checkpoints evaluated" in capsys.readouterr().out
+
+
+def test_evaluations_at_the_end_of_an_epoch_are_those_before_it_is_counted(project: Path) -> None:
+    train("plain", evaluate_every_n_steps=None, model_saving=None)
+    train("off", checkpoint_every="epoch")
+    evaluate("off")
+    assert evaluated("off") == evaluated("plain") != []
+
+
+def test_an_evaluation_that_a_kill_interrupted_is_repeated_without_double_rows(project: Path) -> None:
+    train("off")
+    record = evaluations._Evaluations._record
+
+    def record_until(self: Any, following: Any, before: int) -> None:
+        if following.step == 8:
+            raise OSError("killed")
+        record(self, following, before)
+
+    with pytest.MonkeyPatch.context() as patch:  # a kill records nothing of this checkpoint
+        patch.setattr(evaluations._Evaluations, "_record", record_until)
+        with pytest.raises(OSError, match="killed"):
+            evaluate("off", rule="best_valid_loss")
+    assert [step for step, _ in evaluated("off")] == STEPS[:4]
+    evaluate("off", rule="best_valid_loss")
+    assert [step for step, _ in evaluated("off")] == STEPS
+    lines = Path("logs/off/run", EVALUATIONS_FOLDER, "history.jsonl").read_text().splitlines()
+    assert sum('"val_loss"' in line for line in lines) == 9
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_evaluated_from_its_links(
+    project: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train("off")
+    evaluate("off", Noisy(lambda: shutil.rmtree("out/checkpoint-off", ignore_errors=True)))
+    assert [step for step, _ in evaluated("off")] == STEPS[:1]
+    assert not Path("out/checkpoint-off.evaluated").exists()
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_linked_is_skipped_with_a_line(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train("off")
+    link = evaluations._link
+
+    def delete_first(source: Path, target: Path) -> None:
+        if source.name.endswith("4"):
+            shutil.rmtree(source)
+        link(source, target)
+
+    monkeypatch.setattr(evaluations, "_link", delete_first)
+    evaluate("off")
+    assert [step for step, _ in evaluated("off")] == [2, 6, 8, 10, 12, 15]
+    assert "step 4 is not evaluated: the run has deleted it meanwhile" in caplog.text
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_line(project: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train("off")
+    weights = next(Path("out/checkpoint-off/step-00000006").glob("**/*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    evaluate("off")
+    assert [step for step, _ in evaluated("off")] == [step for step in STEPS if step != 6]
+    assert "step 6 is not evaluated" in caplog.text
+
+
+def test_rows_of_steps_that_the_run_has_made_again_are_superseded(project: Path) -> None:
+    train("off")
+    evaluate("off", rule="best_valid_loss")
+    first = evaluated("off")
+    train("off", resume="out/checkpoint-off/step-00000008", callbacks=[EMA(0.5), Draw()])
+    evaluate("off", rule="best_valid_loss", callbacks=[EMA(0.5), Draw()])
+    second = evaluated("off")
+    assert [step for step, _ in second] == STEPS
+    assert second[:4] == first[:4]
+    assert all(now != before for now, before in zip(second[4:], first[4:], strict=True))
+
+
+def test_rows_wait_for_the_end_of_the_run_if_only_one_process_can_log_to_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = train("off", log_with="tensorboard")
+    monkeypatch.setattr(TensorBoard, "is_exclusive", True)
+    monkeypatch.setattr(evaluations._Evaluations, "_deliver_rest", lambda _: None)
+    evaluate("off", log_with="tensorboard")
+    place = trainer.log_dir / EVALUATIONS_FOLDER
+    assert not list(place.glob("events.*"))
+    monkeypatch.undo()
+    monkeypatch.chdir(project)
+    assert main(["sync", str(place)]) == 0
+    assert len(list(place.glob("events.*"))) == 1
+
+
+def test_mlflow_gets_the_rows_in_the_run_of_the_training(project: Path) -> None:
+    import mlflow
+
+    trainer = train("off", log_with="mlflow")
+    evaluate("off", log_with="mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{project}/logs/mlflow.db")
+    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    assert run.info.status == "FINISHED"
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "val_loss")] == STEPS
+    assert len(client.get_metric_history(run.info.run_id, "train_loss")) == 15
+    assert trainer.state.global_step == 15
+
+
+def test_a_rule_that_does_not_exist_is_an_error_with_the_nearest_one(project: Path) -> None:
+    train("off")
+    with pytest.raises(ArgumentError, match="did you mean 'best_accuracy'"):
+        evaluate("off", rule="best_acuracy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    [
+        ({"model_saving": "best_valid_loss"}, r"got: model_saving='best_valid_loss'[\s\S]*accmt evaluate"),
+        ({"patience": 3}, "got: patience"),
+        ({"checkpoint_every": "1 eval"}, "got: checkpoint_every in evaluations"),
+        ({"eval_when_start": True}, "got: eval_when_start=True"),
+    ],
+)
+def test_a_run_that_never_evaluates_rejects_what_waits_for_evaluations(arguments: dict[str, Any], got: str) -> None:
+    with pytest.raises(ArgumentError, match=got):
+        Trainer(HPS, "out/never", **{**OFF, **arguments})
+
+
+def test_a_run_that_never_evaluates_rejects_a_scheduler_that_monitors_a_result() -> None:
+    with pytest.raises(ArgumentError, match="a scheduler that monitors a result"):
+        Trainer({**HPS, "scheduler": {"type": "ReduceLROnPlateau"}}, "out/never", **OFF)
+
+
+# ---- The command line
+
+
+PROGRAM = """
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule, Trainer
+
+
+def kill_at(variable, step):
+    if str(step) == os.environ.get(variable):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Linear(AcceleratorModule):
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Linear(1, 1)
+
+    def training_step(self, batch):
+        kill_at("KILL_TRAINING", self.state.global_step)
+        return (self.model(batch) - 3 * batch).square().mean()
+
+    def validation_step(self, batch):
+        kill_at("KILL_EVALUATION", self.state.global_step)
+        return (self.model(batch) - 3 * batch).square().mean()
+
+
+hps = {"epochs": 4, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.01}}
+options = {"max_checkpoints": 9, "async_checkpointing": False}
+often = {"checkpoint_every": "3 steps", "checkpoint_options": options, "resume": "auto"}
+every = {"evaluate_every_n_steps": sys.argv[2], "model_saving": None}
+data = torch.arange(8.0).reshape(8, 1) / 8
+Trainer(hps, sys.argv[1], run_name="run", seed=0, **every, **often).fit(Linear(), data, data)
+"""
+
+
+def start(*command: str, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    with (folder / "output.txt").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, *command], cwd=folder, env=own, stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def wait(process: subprocess.Popen[bytes], folder: Path) -> int:
+    try:
+        return process.wait(120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise AssertionError((folder / "output.txt").read_text()) from None
+
+
+@pytest.mark.feature("F06")
+def test_the_run_and_the_process_beside_it_survive_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = ("-m", "accmt.cli.main", "evaluate", "logs/off/run", "--watch", "--wait", "120s")
+    first = start("program.py", "out/off", "never", folder=tmp_path, KILL_TRAINING="8")
+    assert wait(first, tmp_path) == -signal.SIGKILL
+    killed = start(*command, folder=tmp_path, KILL_EVALUATION="6")
+    assert wait(killed, tmp_path) == -signal.SIGKILL
+    beside = start(*command, folder=tmp_path)  # waits for the run, which a kill has ended, to be resumed
+    deadline = time.monotonic() + 60
+    while beside.poll() is None and '"step": 6' not in read(tmp_path / "logs/off/run/evaluations/history.jsonl"):
+        if time.monotonic() > deadline:
+            beside.kill()
+        time.sleep(0.05)
+    resumed = start("program.py", "out/off", "never", folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program.py", "out/on", "1 step"])
+    runpy.run_path("program.py")
+    codes = [wait(process, tmp_path) for process in (resumed, beside)]
+    assert codes == [0, 0], read(tmp_path / "output.txt")
+    found = {name: losses(tmp_path / "logs" / name / "run") for name in ("off", "on")}
+    assert found["off"] == [pair for pair in found["on"] if pair[0] in (3, 6, 9, 12, 15, 16)]
+    assert len(found["off"]) == 6
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    rows = [row for row in read_history(folder) if "val_loss" in row.get("values", {})]
+    return [(row["step"], row["values"]["val_loss"]) for row in rows]
+
+
+LAUNCH = {
+    "step": 0,
+    "argv": ["python", "program.py"],
+    "environment": {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "3"},
+    "processes": 2,
+    "machines": 1,
+    "is_launched": True,
+    "settings": {},
+    "hps": {},
+    "run_name": "run",
+    "track_name": "line",
+}
+
+
+def make_launch(folder: Path, **changes: Any) -> Path:
+    run = folder / "logs" / "line" / "run"
+    run.mkdir(parents=True)
+    (run / "history.jsonl").write_text('{"time": 0, "config": {}}\n')
+    places = {"cwd": str(folder), "model_path": str(folder / "out/line"), "checkpoints": str(folder / "out/ck")}
+    (folder / "out").mkdir()
+    (run / "launches.jsonl").write_text(json.dumps({**LAUNCH, **places, "run_folder": str(run), **changes}) + "\n")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "got"),
+    [
+        ({"settings": {"checkpointer": "Bucket"}}, (), "got: checkpoints in a Bucket"),
+        ({"settings": {"checkpoint_every": None}}, (), "got: a run without checkpoints"),
+        ({"checkpoints": "/nowhere/at/all"}, (), "got: no such folder: /nowhere/at/all"),
+        ({"machines": 2, "processes": 16}, (), "do: --processes 1"),
+        ({}, ("--model-path", "best"), "got: --model-path without --save-best"),
+        ({}, ("--wait", "soon"), '--wait "10 minutes"'),
+        ({"run_name": None, "hps": None, "argv": []}, (), "a notebook or an interactive session"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture, changes: dict[str, Any], flags: tuple[str, ...], got: str
+) -> None:
+    assert main(["evaluate", str(make_launch(tmp_path, **changes)), *flags]) == 2
+    assert got in capsys.readouterr().err
+
+
+def test_a_url_and_a_run_of_an_older_version_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["evaluate", "s3://bucket/run"]) == 2
+    assert "got: a URL" in capsys.readouterr().err
+    run = make_launch(tmp_path)
+    (run / "launches.jsonl").unlink()
+    assert main(["evaluate", str(run)]) == 2
+    assert "there is no launches.jsonl in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "is_launched"), [((), True), (("--processes", "1"), False)])
+def test_the_program_runs_on_other_gpus_and_as_many_processes_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], is_launched: bool
+) -> None:
+    found: list[Any] = []
+
+    def become(_: str, command: list[str], environment: dict[str, str]) -> None:
+        found.extend((command, environment))
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execvpe", become)
+    monkeypatch.chdir(tmp_path)
+    run = make_launch(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "7")
+        with pytest.raises(SystemExit):
+            main(["evaluate", str(run), *flags])
+    command, environment = found
+    assert ("torch.distributed.run" in command) == is_launched
+    assert command[-1] == "program.py"
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("7", "3")
+    request = json.loads(environment[REQUEST_VARIABLE])
+    assert request["model_path"] == str(tmp_path / "out/line/evaluated")
