@@ -31,6 +31,7 @@ from accmt.engine.accelerator import current_accelerator
 from accmt.engine.shards import building_for
 from accmt.errors import ArgumentError, CheckpointError, DataError, explain, nearest
 from accmt.huggingface.model_kinds import is_peft_model
+from accmt.huggingface.quantized import keeping_quantized_weights
 from accmt.messages import say_once
 from accmt.precision import autocast
 from accmt.without_trace import restore_modes
@@ -359,7 +360,8 @@ class PreferenceModule(RowModule):
             model.to(device)
             batch = {name: values.to(device) for name, values in self.collate_fn(rows).items()}  # type: ignore[misc]
             context = nullcontext() if accelerator is None else autocast(accelerator)
-            with torch.no_grad(), context, _as_reference(model, adapter_off=self._is_adapter_off):
+            kept = keeping_quantized_weights(model)  # as during a run
+            with torch.no_grad(), context, kept, _as_reference(model, adapter_off=self._is_adapter_off):
                 return log_probs(self._logits(model, batch), batch).sums
 
         trainer = getattr(self, "trainer", None)  # none outside of a run

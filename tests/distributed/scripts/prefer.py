@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from accmt.sharded_tensors import make_whole
 from tests import conversations
 from tests.conversations import make_tokenizer
 from tests.resume.unbroken import InterruptAt, InterruptionError
+from tests.splitting import is_split, num_data_processes
 
 BATCH, BATCH_OF_KTO, STOP = 4, 8, 5
 WORDS = ["the", "rain", "window", "price", "don't", "e.g.", "yes"]
@@ -57,7 +57,7 @@ def make_module(loss: Any, *, lora: bool, folder: Path | None = None) -> Prefere
 def train(
     folder: Path, loss: str, *, lora: bool, budget: bool, accumulation: int = 1, **settings: Any
 ) -> tuple[PreferenceModule, Trainer]:
-    number = int(os.environ.get("WORLD_SIZE", "1"))
+    number = num_data_processes()
     size = (BATCH if loss != "kto" else BATCH_OF_KTO) // (number * accumulation)
     hps: dict[str, Any] = {"epochs": 2, "batch_size": [size, 3], "optim": {"type": "SGD", "lr": 0.1}}
     module, rows = make_module(loss, lora=lora, folder=folder / "reference" if budget else None), make_rows(loss)
@@ -94,11 +94,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 RESUMED = ("whole, budget", "lora")
+SPLIT = ("whole", "whole, budget", "kto, accumulation of 2")  # with tensor parallelism
 
 
 def main(result: str, folder: str) -> None:
     found = {}
     for name, kind in KINDS.items():
+        if is_split() and name not in SPLIT:
+            continue
         before = weights_of(make_module(kind["loss"], lora=kind["lora"]))
         own = Path(folder) / name
         module, trainer = train(own / "whole", **kind)
