@@ -1,4 +1,4 @@
-"""Preference tuning on several processes gives the weights and metrics that one gives, whole, sharded or split, and resumes."""
+"""Preference tuning on several processes, whole, sharded or split, gives the weights of one, and resumes."""
 
 from __future__ import annotations
 
