@@ -402,3 +402,14 @@ def test_every_file_of_hyper_parameters_loads():
     for file in files:
         hps = HyperParameters.from_config(file)
         assert HyperParameters.from_config(hps.to_dict()) == hps
+
+
+@pytest.mark.slow
+@pytest.mark.feature("N90")
+def test_the_topics_of_the_mixture_have_the_shares_that_the_file_says(tmp_path: Path):
+    printed = run_example("mix", "--limit", "24", "--output", str(tmp_path / "model"))
+    shares = {"sports": 50, "business": 30, "politics": 20}
+    for topic, share in shares.items():
+        assert read_number(rf"{topic} +([\d.]+)% of the target tokens", printed) == pytest.approx(share, abs=3)
+        assert read_number(rf"{topic} .* perplexity ([\d.]+)", printed) > 1
+    assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -374,6 +374,109 @@ def test_a_run_that_the_sources_do_not_suffice_for_is_rejected_and_higher_limits
         assert sorted(sample for samples, _, _ in module.seen for sample in samples) == [*range(sum(SIZES.values()))]
 
 
+def trained_by(module: Points) -> list[int]:
+    return [sample for samples, _, _ in module.seen for sample in samples]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"limit_batches": 3},
+        {"limit_batches": {"train": 0.5}},
+        {"data_options": {"drop_last": True}},
+        {"limit_batches": 3, "hps": {"max_tokens": 2}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("data", [{}, {"stop": "repeat", "hps": {"epochs": -1, "max_steps": 11}}], ids=str)
+def test_the_next_epoch_begins_with_what_a_limit_or_drop_last_left_out(
+    tmp_path: Path, settings: dict[str, Any], data: dict[str, Any]
+):
+    hps = {"epochs": 4, **data.get("hps", {}), **settings.get("hps", {})}
+    section = {"mix": MIX, **({"stop": data["stop"]} if data else {})}
+    options = {**settings, "shuffle_train": False, "checkpoint_every": "1 steps", "hps": hps}
+    whole, rest = Points(), Points()
+    if "max_tokens" in hps:
+        whole.length_of = rest.length_of = lambda sample: 1
+    unbroken = fit(tmp_path / "whole", whole, SIZES, section, **options)
+    trained = np.array(trained_by(whole))
+    begin = 0
+    for name, size in SIZES.items():
+        own = trained[(trained >= begin) & (trained < begin + size)] - begin
+        assert own.tolist() == (np.arange(len(own)) % size).tolist(), "none left out, none twice"
+        values = [row["values"] for row in read_history(unbroken.run.tracking.run_folder) if "values" in row]
+        assert max(one.get(f"samples_seen__{name}", 0) for one in values) == len(own)
+        begin += size
+    assert unbroken.state.samples_seen == len(trained)
+    stop = unbroken.state.global_step - 2
+    with pytest.raises(InterruptionError):
+        fit(tmp_path / "parts", Points() if "max_tokens" not in hps else rest, SIZES, section,
+            callbacks=InterruptAt(stop), **options)  # fmt: skip
+    rest.seen.clear()
+    rest.model.load_state_dict(Points().model.state_dict())
+    fit(tmp_path / "parts", rest, SIZES, section, resume=True, **options)
+    assert trained_by(rest) == trained.tolist()[-len(trained_by(rest)) :]
+    assert all(map(torch.equal, rest.model.parameters(), whole.model.parameters()))
+
+
+def test_another_limit_at_a_resume_leaves_nothing_out(tmp_path: Path):
+    options: dict[str, Any] = {"shuffle_train": False, "checkpoint_every": "1 steps", "hps": {"epochs": 3}}
+    first, second = Points(), Points()
+    with pytest.raises(InterruptionError):
+        fit(tmp_path, first, SIZES, limit_batches=4, callbacks=InterruptAt(6), **options)
+    fit(tmp_path, second, SIZES, limit_batches=3, resume=True, **options)
+    trained = np.array(trained_by(first)[: 6 * 4] + trained_by(second))
+    assert len(trained) == 4 * (4 + 3 + 3)
+    of_news = trained[trained < SIZES["news"]]
+    assert of_news.tolist() == (np.arange(len(of_news)) % SIZES["news"]).tolist()
+
+
+def test_overfitting_repeats_the_same_batches(tmp_path: Path):
+    module = Points()
+    fit(tmp_path, module, SIZES, hps={"epochs": 3}, overfit_batches=2)
+    trained = trained_by(module)
+    assert len(trained) == 3 * 2 * 4
+    assert trained == trained[:8] * 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"limit": 5}, {"limit": 1}, r"24 samples of a mixture.*by its `epochs` \(news: 12 of 10, code: 12 of 10\)"),
+        (
+            {"limit": 5, "max_steps": 12, "batch_size": 8},
+            {"limit": 2, "max_steps": 10},
+            "48 samples of a mixture, after",
+        ),
+        ({"limit": 5, "max_steps": 12, "batch_size": 8}, {"limit": 3, "max_steps": 13}, "write `max_steps: 9`"),
+        ({"limit": 5, "stop": "last", "epochs": 4}, {"limit": 1, "stop": "last", "epochs": 2}, "epoch 2, but all"),
+    ],
+)
+def test_lower_limits_than_what_was_read_before_a_resume_are_an_error(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], message: str
+):
+    def settings(limit: int, stop: str = "repeat", **hps: Any) -> dict[str, Any]:
+        mix = {name: {"weight": 1, "epochs": limit} for name in ("news", "code")}
+        return {"data": {"mix": mix, "stop": stop}, "hps": hps}
+
+    sizes = {"news": 10, "code": 10}
+    with pytest.raises(InterruptionError):
+        fit(tmp_path, Points(), sizes, callbacks=InterruptAt(6), checkpoint_every="1 steps", **settings(**before))
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        fit(tmp_path, Points(), sizes, resume=True, **settings(**after))
+
+
+def test_a_run_that_ended_with_its_sources_is_complete_with_higher_limits_too(tmp_path: Path):
+    def settings(limit: int) -> dict[str, Any]:
+        return {"mix": {name: {"weight": 1, "epochs": limit} for name in SIZES}, "stop": "repeat"}
+
+    first, second = Points(), Points()
+    ended = fit(tmp_path, first, SIZES, settings(1))
+    again = fit(tmp_path, second, SIZES, settings(2), resume=True)
+    assert sorted(trained_by(first)) == [*range(sum(SIZES.values()))]
+    assert (trained_by(second), again.state.global_step) == ([], ended.state.global_step)
+
+
 def test_more_steps_continue_a_run_that_repeats_its_sources(tmp_path: Path):
     data = {"mix": {"news": {0: 1, 3: 0.5, 8: 0}, "code": {0: 0, 3: 0.5, 8: 1}, "chat": 0}}
     settings: dict[str, Any] = {"checkpoint_every": "2 steps"}

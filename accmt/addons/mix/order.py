@@ -24,20 +24,50 @@ class Stage(NamedTuple):
     parts: tuple[int, ...]
 
 
+class EpochCut(NamedTuple):
+    """What is left out at the end of each epoch, so that the next epoch continues there.
+
+    Attributes:
+        batch_size: The samples of a batch of all processes.
+        limit: The number of batches of an epoch, or a fraction of them as a float.
+        drops_last: Whether an incomplete last batch is left out.
+        repeats: Whether each epoch begins like the first, as for `overfit_batches`.
+    """
+
+    batch_size: int = 1
+    limit: int | float = 1.0
+    drops_last: bool = False
+    repeats: bool = False
+
+    def trained(self, samples: int, consumed: int = 0) -> int:
+        """Return how many samples of an epoch are trained on, `consumed` of them with other settings."""
+        multiple = self.batch_size if self.drops_last else 1
+        number = samples - samples % multiple
+        batches = -(-number // self.batch_size)
+        limit = self.limit if isinstance(self.limit, int) else max(1, int(round(batches * self.limit, 6)))
+        left = max(0, min(number, limit * self.batch_size) - consumed)
+        return consumed + left - (left % multiple if consumed % self.batch_size else 0)
+
+
+_NOTHING = EpochCut()
+
+
 class _Base(NamedTuple):
     """The epoch in which a run began, or resumed: later ones follow from it.
 
     Attributes:
         epoch: Its index.
         begin: Its first position in the run.
-        length: Its number of samples.
-        end_step: With "repeat", the steps of the run at its end.
+        length: Its number of samples, before those that are left out at its end.
+        end_step: With "repeat", the steps of the run at its end, if none are left out.
+        trained: The number of its samples that are trained on.
     """
 
     epoch: int
     begin: int
     length: int
     end_step: int
+    trained: int
 
 
 class MixOrder(ResumableSampler):
@@ -57,6 +87,7 @@ class MixOrder(ResumableSampler):
         seed: The run's seed.
         shuffle: Whether each pass is shuffled.
         permute: Draws the order of a source, by name; those without are shuffled as a whole.
+        cut: What is left out at the end of each epoch.
 
     Raises:
         DataError: All sources are exhausted before the run ends.
@@ -75,9 +106,11 @@ class MixOrder(ResumableSampler):
         seed: int,
         shuffle: bool,
         permute: Mapping[str, Permute] | None = None,
+        cut: EpochCut = _NOTHING,
     ) -> None:
         self._sizes = dict(sizes)
         self._permute = permute or {}
+        self._cut = cut
         self._seed = seed
         self._shuffle = shuffle
         self._limits = [size * epochs[name] if name in epochs else None for name, size in sizes.items()]
@@ -87,6 +120,7 @@ class MixOrder(ResumableSampler):
             "limits": self._limits,
             "max_steps": max_steps,
             "samples_per_step": samples_per_step,
+            "cut": list(cut),
         }
         self._stages = tuple(stages)
         self._stop = stop
@@ -94,10 +128,11 @@ class MixOrder(ResumableSampler):
         self._samples_per_step = samples_per_step or 0
         self._begin_with([Stretch(step * self._samples_per_step, parts) for step, parts in stages])
         self._length = self._measure()
-        self._base = _Base(0, 0, self._length, max_steps or 0)
+        self._base = _Base(0, 0, self._length, self._steps_of(self._length), cut.trained(self._length))
         self._loaded: Mapping[str, Any] = {}
         self._epoch = 0
-        self._require_samples(num_epochs)
+        self._num_epochs = num_epochs
+        self._require_samples()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch."""
@@ -145,22 +180,44 @@ class MixOrder(ResumableSampler):
         end = self._interleaving.end
         return end is not None and end <= self._planned(epoch)[0]
 
-    def _require_samples(self, num_epochs: int | None) -> None:
-        """Reject a run that the sources are known not to suffice for."""
-        if num_epochs is not None:
-            self._positions(num_epochs - 1)
+    def _require_samples(self, cut: int = 0, done: int = 0) -> None:
+        """Reject a run that the sources are known not to suffice for.
+
+        Args:
+            cut: The position from which the run continues.
+            done: With "repeat", the steps before it.
+        """
         end, steps = self._interleaving.end, self._max_steps
-        if end is not None and steps is not None and end <= (steps - 1) * self._samples_per_step:
-            got = f"max_steps: {steps}, but all sources are exhausted after {end} samples"
-            do = f"write `max_steps: {-(-end // self._samples_per_step)}`, or increase `epochs` of a source"
+        is_complete = steps is not None and done >= steps
+        if end is not None and end <= cut and not is_complete:
+            counts = zip(self._sizes, self._interleaving.counts(cut), self._limits, strict=True)
+            read = ", ".join(f"{name}: {count} of {limit}" for name, count, limit in counts if limit)
+            got = f"{cut} samples of a mixture, after which no source has any left by its `epochs` ({read})"
+            do = "increase `epochs` of a source, or keep the weights and `epochs` of before"
+            raise DataError(explain(_WHERE, got, "samples for the rest of the run", do))
+        if self._num_epochs is not None and self._num_epochs > self._base.epoch:
+            self._positions(self._num_epochs - 1)
+        if end is None or steps is None:
+            return
+        possible = done + self._steps_of(end - cut)
+        if possible < steps:
+            got = f"max_steps: {steps}, but all sources are exhausted after {end} samples, in step {possible}"
+            do = f"write `max_steps: {possible}`, or increase `epochs` of a source"
             raise DataError(explain(_LIMITED, got, "samples in every step", do))
+
+    def _steps_of(self, samples: int) -> int:
+        """Return the number of steps for samples, the last of which may be a smaller one; 0 if it is unknown."""
+        return -(-samples // self._samples_per_step) if self._samples_per_step else 0
 
     def _planned(self, epoch: int) -> tuple[int, int]:
         """Return the first position of an epoch, and its length if its sources are not exhausted before."""
         base = self._base
         if epoch == base.epoch:
             return base.begin, base.length
-        return base.begin + base.length + (epoch - base.epoch - 1) * self._length, self._length
+        if self._cut.repeats:
+            return base.begin, self._length
+        trained = base.trained + (epoch - base.epoch - 1) * self._cut.trained(self._length)
+        return base.begin + trained, self._length
 
     def _begin_with(self, stretches: Sequence[Stretch], *, limited_from: int = 0) -> None:
         self._stretches, self._limited_from = tuple(stretches), limited_from
@@ -179,12 +236,14 @@ class MixOrder(ResumableSampler):
     # ---- Resuming, possibly with other weights
 
     def state_at(self, epoch: int) -> dict[str, Any]:
-        end_step = self._base.end_step + (epoch - self._base.epoch) * (self._max_steps or 0)
+        base, (begin, length) = self._base, self._planned(epoch)
+        end_step = base.end_step + self._steps_of(begin + length - base.begin - base.length)
+        trained = base.trained if epoch == base.epoch else self._cut.trained(length)
         return {
             "sizes": [list(size) for size in self._sizes.items()],
             "stretches": [[start, list(parts)] for start, parts in self._stretches],
             "limited_from": self._limited_from,
-            "epoch": [epoch, *self._planned(epoch), end_step],
+            "epoch": [epoch, begin, length, end_step, trained],
             **self._settings,
         }
 
@@ -214,7 +273,7 @@ class MixOrder(ResumableSampler):
             raise DataError(explain(_WHERE, f"stop: {self._stop}", f"stop: {before['stop']}, as before", do))
         cut, done = base.begin + consumed, 0
         if before["samples_per_step"]:  # from the end, because an earlier part of the epoch may have had other steps
-            done = base.end_step - (base.length - consumed) // before["samples_per_step"]
+            done = max(0, base.end_step + (consumed - base.length) // before["samples_per_step"])
         stretches = [stretch for stretch in self._stretches if stretch.start < cut]
         in_force = max(stage for stage in self._stages if stage.step <= done)
         has_other_limits = before["limits"] != self._settings["limits"]
@@ -237,4 +296,6 @@ class MixOrder(ResumableSampler):
             length = (self._interleaving.end or base.begin) - base.begin
         else:
             length = consumed + max(self._max_steps - done, 1) * self._samples_per_step
-        self._base = base._replace(length=length, end_step=self._max_steps or 0)
+        end_step, trained = done + self._steps_of(length - consumed), self._cut.trained(length, consumed)
+        self._base = base._replace(length=length, end_step=end_step, trained=trained)
+        self._require_samples(cut, done)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader
 
 from accmt.addons.mix.interleaving import Array, Interleaving, Stretch, whole_parts
-from accmt.addons.mix.order import MixOrder, Stage
+from accmt.addons.mix.order import EpochCut, MixOrder, Stage
 from accmt.addons.mix.section import MixSection
 from accmt.data import is_stream
 from accmt.data.lengths import find_length, known_lengths
@@ -118,6 +118,12 @@ class Mixture(ConcatDataset[Any]):
             seed=seed,
             shuffle=settings.data.shuffle_train,
             permute=self._collect("shuffle_rows"),
+            cut=EpochCut(
+                settings.hps.train_batch_size * num_shards,
+                settings.data.limits.train,
+                settings.data.data_options.drop_last,
+                bool(settings.data.overfit_batches),
+            ),
         )
 
     def describe_files(self) -> dict[str, str]:
