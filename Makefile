@@ -21,6 +21,8 @@ TRACKERS := wandb==0.31.0 comet-ml==3.58.8 aim==3.29.1 clearml==2.1.12 dvclive==
 QUANTIZED := bitsandbytes==0.50.2 torchao==0.18.0
 # It brings triton, and replaces functions of transformers.
 KERNELS := liger-kernel==0.8.5
+# It brings twenty packages that nothing else needs.
+TASKS := lm_eval==0.4.13
 # What speaks S3, an S3 in a process, and a real one: OpenStack Swift.
 OBJECT_STORAGE := 's3fs==2026.9.0' 'moto[s3,server]==5.2.5' 'swift==2.38.3'
 # Its chat templates are files, and its losses are compared with.
@@ -37,7 +39,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels object-storage chat-templates beside release clean
+.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels tasks object-storage chat-templates beside release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +99,9 @@ quantized: $(INSTALLED)  ## test quantized weights and low-bit optimizers in an 
 kernels: $(INSTALLED)  ## test Liger's kernels in an environment of its own, as far as a CPU goes
 	@tests/laid_over.sh .venv-kernels $(VENV) tests/kernels $(KERNELS)
 
+tasks: $(INSTALLED)  ## test tasks of lm-evaluation-harness in an environment of its own
+	@tests/laid_over.sh .venv-tasks $(VENV) tests/tasks $(TASKS)
+
 object-storage: $(INSTALLED)  ## test checkpoints and models in object storage against two S3 servers, in an environment of its own
 	@WORKERS=2 tests/laid_over.sh .venv-object-storage $(VENV) tests/object_storage $(OBJECT_STORAGE)
 
@@ -113,7 +118,7 @@ beside: $(INSTALLED)  ## test the built wheel beside trl, peft and lightning in 
 	@tests/laid_over.sh .venv-beside $(VENV) tests/beside $(BESIDE)
 
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-object-storage .venv-chat-templates .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
+	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-tasks .venv-object-storage .venv-chat-templates .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What builds this package, and rouge-score, which has no wheel.

@@ -77,6 +77,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
         "examiner": "accmt.addons.flight_recorder.examiner:Examiner",
         "generation": "accmt.addons.generation:Generation",
+        "tasks": "accmt.addons.benchmark_tasks:BenchmarkTasks",
         "timed_checkpoints": "accmt.addons.goodput.pace:TimedCheckpoints",  # acts on what the next one has measured
         "goodput": "accmt.addons.goodput.recorder:GoodputRecorder",
         "sources": "accmt.addons.mix.feature:SourceLosses",
@@ -109,6 +110,7 @@ ONLY_WITH: dict[str, tuple[str, ...]] = {
     "flight_recorder": ("ledger",),
     "examiner": ("ledger",),
     "generation": ("evaluation",),
+    "tasks": ("evaluation",),
     "timed_checkpoints": ("checkpoint_every",),
     "remote_checkpoints": ("checkpoint", "resume"),
     "remote_models": ("model_url",),

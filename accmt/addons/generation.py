@@ -12,12 +12,13 @@ of the first rows goes to the run folder and to trackers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from accmt.addons.benchmark_tasks import TaskSection, read_tasks
 from accmt.data import MicroBatch
 from accmt.errors import ArgumentError, HyperParameterError, explain, nearest
 from accmt.features.hooks import Feature
@@ -29,7 +30,11 @@ from accmt.options.yaml_reader import Fault, describe, suggest
 from accmt.processes import data_index, gather_from_data, run_on_main_process
 from accmt.run import EvaluationRun, Run
 
-_EXAMPLES = {"generate": "generate: {max_new_tokens: 64}", "table_rows": "table_rows: 20"}
+_EXAMPLES = {
+    "generate": "generate: {max_new_tokens: 64}",
+    "table_rows": "table_rows: 20",
+    "tasks": "tasks: [hellaswag]",
+}
 _MAX_NEW_TOKENS = 64
 _TABLE_ROWS = 20
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -46,20 +51,30 @@ class EvaluationSection:
     Attributes:
         generate: Arguments of the model's `generate`; None generates nothing.
         table_rows: The number of rows of each set in the table of generated texts.
+        tasks: Tasks of lm-evaluation-harness; None evaluates none.
     """
 
     generate: Mapping[str, Any] | None = None
     table_rows: int = _TABLE_ROWS
+    tasks: TaskSection | None = None
+
+    def directions(self) -> dict[str, Callable[[float, float], bool]]:
+        """Return how values of the results compare that are not those of metrics."""
+        return {} if self.tasks is None else self.tasks.directions()
 
 
 def read_evaluation_section(value: Any) -> tuple[EvaluationSection | None, list[Fault]]:
     """Return the section and its errors; arguments of `generate` are checked when the model is there."""
     if not isinstance(value, Mapping):
         do = f"write `evaluation: {{{_EXAMPLES['generate']}}}`"
-        return None, [Fault(("evaluation",), describe(value), "a mapping with `generate`", do)]
+        return None, [Fault(("evaluation",), describe(value), "a mapping with `generate` or `tasks`", do)]
     values = {str(name): entry for name, entry in value.items() if not is_off(entry) or isinstance(entry, Mapping)}
-    faults = []
+    faults: list[Fault] = []
+    if "tasks" in values:
+        values["tasks"], faults = read_tasks(values["tasks"])
     for name, entry in values.items():
+        if name == "tasks":
+            continue
         is_right, expected = (
             isinstance(entry, Mapping) or entry is True,
             "a mapping of arguments of `generate`, or true",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accmt.metrics.averages import Rider, Weight
     from accmt.module import AcceleratorModule
     from accmt.options import Settings
-    from accmt.state import Place
+    from accmt.state import Place, Stage
 
 
 Activity: TypeAlias = Literal["evaluating", "checkpoint", "saving"]
@@ -287,6 +287,16 @@ class Feature:
             has_batch: Whether this process had a batch.
         """
 
+    def add_results(self, stage: Stage) -> dict[str, float]:
+        """Return further results of an evaluation, by name, after those of the sets.
+
+        Processes: collective; the same on all of them.
+
+        Args:
+            stage: The kind of evaluation; "sanity_check" is the trial before training, in which only names count.
+        """
+        return {}
+
 
 class Features:
     """The features of a run: for each hook, a tuple of the methods that override it.
@@ -339,6 +349,7 @@ class Features:
     before_set_forward: tuple[Callable[[], None], ...]
     add_to_outputs: tuple[Callable[[str, Any, Any], Any], ...]
     after_set: tuple[Callable[..., None], ...]
+    add_results: tuple[Callable[[Stage], dict[str, float]], ...]
 
     def __init__(self, kinds: Sequence[type[Feature]], run: Any) -> None:
         found = (kind.for_run(run) for kind in kinds)

@@ -173,6 +173,8 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
             call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
             suffix = f"__{key}" if key else ""
             results |= {f"{name}{suffix}": value for name, value in outputs.items()}
+        for add_results in run.features.add_results:
+            results |= add_results(stage)
         settings = run.settings.evaluation.metric_options
         if settings.averages is not None and results:
             metrics = _without_losses(run, results)

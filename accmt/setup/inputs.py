@@ -17,6 +17,7 @@ from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.options.optimizer_and_scheduler_arguments import watches_a_result
 from accmt.options.saving import RegisteredSaving
+from accmt.options.yaml_reader import SECTIONS
 from accmt.processes import broadcast_object, is_main_process
 from accmt.protocols import TrainerProtocol
 from accmt.saving import TRAIN_LOSS, Patience, Selection, without_validation
@@ -155,12 +156,21 @@ def _directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | Non
         for metric in group
         for entry, is_better in metric.directions.items()
     }
-    directions = {entry: is_better for (_, entry), is_better in every.items()}
+    directions = _added_directions(settings) | {entry: is_better for (_, entry), is_better in every.items()}
     choices = settings.evaluation.metric_options.averages or {}
     if sets is None:  # so the inputs are unknown until it is called, but the results are known
         return dict.fromkeys(choices, operator.gt) | directions
     of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in every.items()}
     return directions_of(choices, of_sets) | directions
+
+
+def _added_directions(settings: Settings) -> dict[str, IsBetter]:
+    """Return how the results compare that sections of the hyper-parameters add."""
+    added: dict[str, IsBetter] = {}
+    for name in SECTIONS:
+        section = settings.hps.section(name)
+        added |= section.directions() if hasattr(section, "directions") else {}
+    return added
 
 
 def _selection_of(

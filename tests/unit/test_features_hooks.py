@@ -47,6 +47,7 @@ def test_the_order_of_features() -> None:
         "flight_recorder",
         "examiner",
         "generation",
+        "tasks",
         "timed_checkpoints",
         "goodput",
         "sources",

@@ -1,0 +1,164 @@
+"""`evaluation: {tasks: ...}` with lm-evaluation-harness; `make tasks` runs it.
+
+The tasks and their data are files of the test, so nothing is asked of a hub.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accmt import SFTModule, Trainer
+from accmt.errors import ArgumentError
+from accmt.tracking import read_history
+from tests import conversations
+from tests.conversations import make_tokenizer
+from tests.launching import launch
+
+pytestmark = [
+    pytest.mark.feature("N99"),
+    pytest.mark.filterwarnings("default"),  # of the harness
+]
+WORDS = ["red", "green", "blue", "one"]
+ROWS = [{"prompt": f"{WORDS[number % 4]} {number}", "completion": WORDS[number % 3]} for number in range(12)]
+NAMES = ["colors", "written", "plain"]
+METRICS = {
+    "colors": ["{metric: acc, aggregation: mean, higher_is_better: true}", "{metric: acc_norm}"],
+    "written": ["{metric: exact_match, aggregation: mean, higher_is_better: true}"],
+    "plain": ["{metric: word_perplexity}", "{metric: bits_per_byte}"],
+}
+KINDS = {
+    "colors": "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: answer\n",
+    "written": "output_type: generate_until\ndoc_to_target: '{{text}}'\n"
+    "generation_kwargs: {until: ['.'], max_gen_toks: 4}\n",
+    "plain": "output_type: loglikelihood_rolling\ndoc_to_target: '{{text}}'\n",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_tasks(tmp_path)
+    return tmp_path
+
+
+def write_tasks(folder: Path) -> None:
+    place = folder / "tasks"
+    place.mkdir()
+    rows = [
+        {"question": f"{WORDS[n % 4]} {n}", "choices": WORDS[:3], "answer": n % 3, "text": WORDS[n % 3]}
+        for n in range(11)
+    ]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in NAMES:
+        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {place}/rows.jsonl}}}}\ntest_split: test\n"
+        text = "''" if name == "plain" else "'{{question}}'"
+        metrics = "".join(f"  - {metric}\n" for metric in METRICS[name])
+        (place / f"{name}.yaml").write_text(
+            f"task: {name}\n{data}{KINDS[name]}doc_to_text: {text}\nmetric_list:\n{metrics}"
+        )
+
+
+def make_module() -> SFTModule:
+    tokenizer = make_tokenizer(conversations.CHATML)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return SFTModule(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)), tokenizer)
+
+
+def make_trainer(tasks: Any, **arguments: Any) -> Trainer:
+    hps = {"epochs": 2, "batch_size": [4, 4], "optim": {"type": "AdamW", "lr": 1e-2}}
+    hps |= {} if tasks is None else {"evaluation": {"tasks": tasks}}
+    return Trainer(hps, "model", **{"model_saving": None, "verbose": False, "seed": 0, "run_name": "run", **arguments})
+
+
+def train(tasks: Any, **arguments: Any) -> tuple[Trainer, SFTModule]:
+    trainer, module = make_trainer(tasks, **arguments), make_module()
+    trainer.fit(module, ROWS, ROWS[:5])
+    return trainer, module
+
+
+def score_by_hand(module: SFTModule, **options: Any) -> dict[str, float]:
+    model = HFLM(pretrained=module.model, tokenizer=copy.deepcopy(module.processor))
+    manager = TaskManager(include_path="tasks", include_defaults=False)
+    found = simple_evaluate(model, tasks=NAMES, task_manager=manager, log_samples=False, bootstrap_iters=0, **options)
+    scores = {(task, key): value for task, one in found["results"].items() for key, value in one.items()}
+    return {
+        f"{task}_{key.removesuffix(',none')}": value
+        for (task, key), value in scores.items()
+        if key.endswith(",none") and "stderr" not in key
+    }
+
+
+def test_scores_are_those_of_the_harness_and_training_does_not_change(
+    project: Path, capfd: pytest.CaptureFixture
+) -> None:
+    _, plain = train(None)
+    trainer, module = train({"names": NAMES, "path": "tasks"})
+    assert module.model.training == plain.model.training
+    shown = "".join(capfd.readouterr())
+    assert not any(text in shown for text in ("requests", "git", "pretrained"))
+    by_hand = score_by_hand(module)
+    assert sorted(by_hand) == [
+        "colors_acc", "colors_acc_norm", "plain_bits_per_byte", "plain_word_perplexity", "written_exact_match",
+    ]  # fmt: skip
+    row = [row["values"] for row in read_history(trainer.log_dir) if "colors_acc" in row.get("values", {})][-1]
+    assert {name: row[name] for name in by_hand} == by_hand
+    assert {name: trainer.validate()[name] for name in by_hand} == by_hand
+    trained, others = plain.model.state_dict(), module.model.state_dict()
+    assert all(torch.equal(trained[name], others[name]) for name in trained)
+
+
+def test_models_are_saved_by_a_task_and_options_are_those_of_the_harness(project: Path) -> None:
+    trainer, module = train(
+        {"names": NAMES, "path": "tasks", "limit": 6}, model_saving=["best_colors_acc", "best_plain_bits_per_byte"]
+    )
+    rows = [row["values"] for row in read_history(trainer.log_dir) if "colors_acc" in row.get("values", {})]
+    assert len(rows) == 2
+    assert trainer.state.best == {
+        "best_colors_acc": max(row["colors_acc"] for row in rows),
+        "best_plain_bits_per_byte": min(row["plain_bits_per_byte"] for row in rows),
+    }
+    by_hand = score_by_hand(module, limit=6)
+    assert {name: rows[-1][name] for name in by_hand} == by_hand
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ({"names": ["colrs"], "path": "tasks"}, "no task 'colrs'[\\s\\S]*did you mean 'colors'"),
+        ({"names": ["colors"], "path": "task"}, "no such folder: task"),
+    ],
+)
+def test_a_task_that_does_not_exist_is_an_error_before_training(project: Path, tasks: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make_trainer(tasks)
+
+
+def test_a_task_without_its_data_is_an_error_before_training(project: Path) -> None:
+    Path("tasks/rows.jsonl").unlink()
+    with pytest.raises(ArgumentError, match="plain cannot be loaded"):
+        make_trainer({"names": ["plain"], "path": str(project / "tasks")})
+
+
+def test_two_processes_share_the_tasks_and_shards_are_rejected(project: Path) -> None:
+    script = Path(__file__).with_name("on_processes.py")
+    found = {}
+    for processes in (2, "fsdp-2"):
+        result = project / f"{processes}.json"
+        own = project / f"on-{processes}"
+        own.mkdir()
+        launch(script, str(result), str(own), processes=processes, result=result)
+        found[processes] = json.loads(result.read_text())
+    assert found[2]["scores"] == pytest.approx(found[2]["by_hand"], rel=1e-5)
+    assert found[2]["scores"]["colors_acc"] == found[2]["by_hand"]["colors_acc"]
+    assert "a model that is sharded over processes" in found["fsdp-2"]["error"]

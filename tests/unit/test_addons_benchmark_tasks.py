@@ -1,0 +1,52 @@
+"""`evaluation: {tasks: ...}` as far as it needs no harness; `make tasks` has the rest."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from accmt import Trainer
+from accmt.addons.benchmark_tasks import read_tasks
+from accmt.errors import HyperParameterError, MissingPackageError
+
+HPS = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("value", "names", "options"),
+    [
+        ("hellaswag", ("hellaswag",), {}),
+        (["a", "b", "a"], ("a", "b"), {}),
+        ({"names": "a", "limit": 0.5, "num_fewshot": 0}, ("a",), {"limit": 0.5, "num_fewshot": 0}),
+        ({"names": ["a"], "path": "tasks", "batch_size": 8, "max_length": None}, ("a",), {"batch_size": 8}),
+    ],
+)
+def test_tasks_are_names_with_arguments_of_the_harness(value: Any, names: tuple[str, ...], options: Any) -> None:
+    section, faults = read_tasks(value)
+    assert faults == []
+    assert section is not None
+    assert (section.names, section.options) == (names, options)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (3, r"evaluation.tasks[\s\S]*expected: the names of tasks"),
+        ({"path": "tasks"}, "got: no `names`"),
+        ({"names": ["a"], "limt": 3}, r"limt = 3[\s\S]*write `limit`"),
+        ({"names": ["a"], "limit": 0}, r"evaluation.tasks.limit[\s\S]*write `limit: 200`"),
+        ({"names": ["a"], "batch_size": 0}, "expected: a whole number of at least 1"),
+        ({"names": ["a"], "path": 3}, r"evaluation.tasks.path[\s\S]*expected: a folder"),
+    ],
+)
+def test_mistakes_in_the_section(tasks: Any, message: str) -> None:
+    with pytest.raises(HyperParameterError, match=message):
+        Trainer({**HPS, "evaluation": {"tasks": tasks}}, "model")
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="the harness is installed")
+def test_without_the_harness_the_message_names_what_to_install() -> None:
+    with pytest.raises(MissingPackageError, match=r"pip install 'accmt-trainer\[tasks\]'"):
+        Trainer({**HPS, "evaluation": {"tasks": ["hellaswag"]}}, "model")
