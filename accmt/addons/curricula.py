@@ -1,4 +1,4 @@
-"""Curricula: train on one dataset after another."""
+"""Curricula: train on one dataset after another. A curriculum is a mixture whose weights are 0 but for one source."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch.utils.data import ConcatDataset, IterableDataset
 
-from accmt.data.samplers import TensorSampler
+from accmt.addons.mix.order import MixOrder, Stage
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.options import Settings
@@ -55,13 +54,13 @@ class Curriculum(ConcatDataset[Any]):
             raise self._wrong(got, f"{max_steps} steps (max_steps)", do)
         return [min(end, max_steps) - min(begin, max_steps) for begin, end in pairwise([0, *ends])]
 
-    def order_run(self, module: Any, settings: Settings, *, num_shards: int, seed: int) -> StageOrder:
+    def order_run(self, module: Any, settings: Settings, *, num_shards: int, seed: int) -> MixOrder:
         """Return the order of all samples of a run.
 
         Args:
             module: The module that is trained.
             num_shards: The number of processes, or groups of processes, that train on different data.
-            seed: The run's seed, under which the sampler draws anyway.
+            seed: The run's seed.
 
         Raises:
             ArgumentError: The run has no `max_steps`, uses manual optimization, or sets another order.
@@ -86,12 +85,30 @@ class Curriculum(ConcatDataset[Any]):
         samples = settings.samples_per_step(num_shards)
         if samples is None:
             _reject("a window maker, so the samples of a step are unknown", "set a number: grad_accumulation_steps=4")
-        return self.order(max_steps, samples_per_update=samples, shuffle=settings.data.shuffle_train)
+        return self.order(max_steps, samples_per_step=samples, seed=seed, shuffle=settings.data.shuffle_train)
 
-    def order(self, max_steps: int, *, samples_per_update: int, shuffle: bool) -> StageOrder:
-        """Return the order of all samples of a run, stage by stage."""
-        sizes = [len(dataset) for dataset in self.datasets]  # type: ignore[arg-type]
-        return StageOrder(sizes, [count * samples_per_update for count in self.updates(max_steps)], shuffle=shuffle)
+    def order(self, max_steps: int, *, samples_per_step: int, seed: int, shuffle: bool) -> MixOrder:
+        """Return the order of all samples of a run, stage by stage.
+
+        If some steps of the first epoch were skipped, the run makes up for them with data of the last stage.
+        """
+        counts = self.updates(max_steps)
+        every = range(len(counts))
+        stages = [
+            Stage(start, tuple(int(stage == other) for other in every))
+            for stage, start, count in zip(every, accumulate([0, *counts]), counts, strict=False)
+            if count
+        ]
+        return MixOrder(
+            {f"stage {number}": len(dataset) for number, dataset in enumerate(self.datasets, 1)},  # type: ignore[arg-type]
+            stages,
+            epochs={},
+            stop="repeat",
+            max_steps=max_steps,
+            samples_per_step=samples_per_step,
+            seed=seed,
+            shuffle=shuffle,
+        )
 
     def _check_lengths(self) -> None:
         """Check the lengths of all stages."""
@@ -199,44 +216,6 @@ class RangeCurriculum(Curriculum):
 
     def _ends(self, max_steps: int) -> list[int]:
         return [length.stop for length in self._lengths]
-
-
-class StageOrder(TensorSampler):
-    """The samples of a run in the order of its stages, each with as many passes over its data as needed.
-
-    If some steps of the first epoch were skipped, the run makes up for them with data of the last stage.
-
-    Args:
-        sizes: The size of each stage's dataset.
-        counts: The number of samples that each stage trains on.
-        shuffle: Whether each pass is shuffled.
-    """
-
-    def __init__(self, sizes: Sequence[int], counts: Sequence[int], *, shuffle: bool) -> None:
-        self._sizes = sizes
-        self._counts = counts
-        self._shuffle = shuffle
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return sum(self._counts)
-
-    def draw(self) -> torch.Tensor:
-        """Return the indices of an epoch, shuffled with torch's generator."""
-        starts = accumulate([0, *self._sizes[:-1]])
-        counts = self._counts if self._epoch == 0 else [*(0 for _ in self._sizes[1:]), len(self)]
-        stages = zip(starts, self._sizes, counts, strict=True)
-        drawn = []
-        for start, size, count in stages:
-            indices = torch.arange(count) % size
-            if self._shuffle and count:
-                indices = torch.cat([torch.randperm(size) for _ in range(0, count, size)])[:count]
-            drawn.append(start + indices)
-        return torch.cat(drawn)
 
 
 def _reject(got: str, do: str) -> NoReturn:

@@ -19,9 +19,9 @@ from tests.toys import Numbers
 EASY, HARD, HARDEST = Numbers(range(5)), Numbers(range(100, 107)), Numbers(range(200, 203))
 
 
-def draw(curriculum, max_steps, samples_per_update=2, *, shuffle=False, epoch=0, seed=1):
+def draw(curriculum, max_steps, samples_per_step=2, *, shuffle=False, epoch=0, seed=1):
     """Return the values of the samples of an epoch, in order."""
-    order = curriculum.order(max_steps, samples_per_update=samples_per_update, shuffle=shuffle)
+    order = curriculum.order(max_steps, samples_per_step=samples_per_step, seed=seed, shuffle=shuffle)
     return [int(curriculum[index]) for index in Order(len(curriculum), seed, sampler=order).at(epoch).tolist()]
 
 
@@ -95,14 +95,14 @@ def test_the_order_follows_from_the_seed_alone():
 def test_further_epochs_make_up_for_what_was_left_out_with_the_last_stage():
     curriculum = StepsCurriculum([(2, EASY), (1, HARD)])
     assert draw(curriculum, 3) == [0, 1, 2, 3, 100, 101]
-    assert draw(curriculum, 3, epoch=1) == [100, 101, 102, 103, 104, 105]
+    assert draw(curriculum, 3, epoch=1) == [102, 103, 104, 105, 106, 100]
 
 
 @pytest.mark.feature("N31")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_all_processes_change_over_at_the_same_update(count):
     curriculum = StepsCurriculum([(3, EASY), (-1, HARD)])
-    order = curriculum.order(5, samples_per_update=6, shuffle=True)  # batches of 6, 3 or 2
+    order = curriculum.order(5, samples_per_step=6, seed=4, shuffle=True)  # batches of 6, 3 or 2
     loaders = [
         build_source(
             curriculum,
