@@ -16,6 +16,7 @@ import torch
 
 from accmt import DistillationModule, PreferenceModule, RewardModule
 from accmt.addons.prefer import losses
+from accmt.addons.prefer.module import log_probs
 from tests.unit.test_addons_prefer import labeled, make_model, make_reward_model, pairs, tokenizer
 
 pytestmark = pytest.mark.feature("N84")
@@ -130,6 +131,26 @@ def test_label_smoothing_simpo_and_the_odds_ratio():
     torch.testing.assert_close(losses.orpo(chosen, rejected, beta=0.2) + chosen, -theirs.double(), **CLOSE)
 
 
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_metrics_of_losses_without_a_reference(loss: Any):
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    module = PreferenceModule(moved(1), tokenizer(), loss, beta=1.5)
+    batch = batch_of(module, pairs(6))
+    own = module.step(batch)
+    logs = log_probs(module.model(batch["input_ids"].flatten(0, 1)).logits.unflatten(0, (-1, 2)), batch)
+    means = (logs.sums / logs.lengths).unbind(1)
+    if loss == "simpo":
+        trainer = of_trl(CPOTrainer, None, None, alpha=0.0, loss_type="simpo", beta=1.5, simpo_gamma=1.0)
+        _, chosen, rejected = trainer.cpo_loss(*means)
+    else:
+        _, chosen, rejected, *_ = of_trl(ORPOTrainer, None, None, beta=1.5).odds_ratio_loss(*means)
+    expected = {"reward_chosen": chosen, "reward_rejected": rejected, "margin": chosen - rejected}
+    for name, values in {**expected, "accuracy": (chosen > rejected).float()}.items():
+        assert float(own[name]) == pytest.approx(float(values.mean()), rel=1e-5, abs=1e-6), name
+
+
 def test_kto_and_its_metrics():
     module = PreferenceModule(make_model().float(), tokenizer(), "kto", beta=0.3, desirable_weight=1.5)
     module.model, module.state = moved(1), SimpleNamespace(stage="validate")
@@ -186,6 +207,8 @@ def test_reward_models_with_margins():
     metrics = trainer._metrics["train" if other.training else "eval"]
     for name in ("margin", "accuracy"):
         assert float(own[name]) == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-6), name
+    mean = float(own["reward_chosen"] + own["reward_rejected"]) / 2
+    assert mean == pytest.approx(metrics["mean_reward"][0], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0, 0.3, 1])

@@ -53,6 +53,7 @@ OTHER_WORDS |= {
         "loss: orpo",
         "loss: distillation",
         "center",
+        "reference_folder",
         "gamma",
         "teacher",
         "num_labels: 1",
