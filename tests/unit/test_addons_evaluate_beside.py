@@ -36,7 +36,7 @@ from tests.launching import ROOT
 
 HPS = {"epochs": 3, "batch_size": 8, "optim": {"type": "AdamW", "lr": 0.05}}
 OFF = {"evaluate_every_n_steps": "never", "model_saving": None}
-STEPS = [2, 4, 6, 8, 10, 12, 14, 15]
+STEPS = [2, 4, 6, 8, 10, 12]
 
 
 class Noisy(AcceleratorModule):
@@ -72,13 +72,18 @@ def make_data(count: int) -> TensorDataset:
 
 def make_trainer(name: str, **arguments: Any) -> Trainer:
     often = {"checkpoint_every": "2 steps", "checkpoint_options": {"max_checkpoints": 99}}
-    plain = {"metrics": Accuracy(), "callbacks": [EMA(), Draw()], "run_name": "run", "seed": 0}
+    plain = {
+        "metrics": {"accuracy": Accuracy(), "draw": "max"},
+        "callbacks": [EMA(), Draw()],
+        "run_name": "run",
+        "seed": 0,
+    }
     return Trainer(HPS, f"out/{name}", **{**OFF, **often, **plain, "verbose": False, **arguments})
 
 
 def train(name: str, **arguments: Any) -> Trainer:
     trainer = make_trainer(name, **arguments)
-    trainer.fit(Noisy(), make_data(40), make_data(13))
+    trainer.fit(Noisy(), make_data(32), make_data(13))
     return trainer
 
 
@@ -100,7 +105,7 @@ def evaluate(name: str, module: AcceleratorModule | None = None, *, rule: str | 
         patch.setenv(FIT_VARIABLE, "evaluate")
         patch.setenv(REQUEST_VARIABLE, dumps(asdict(request)))
         with pytest.raises(SystemExit) as ended:
-            make_trainer(name, **arguments).fit(module or Noisy(), make_data(40), make_data(13))
+            make_trainer(name, **arguments).fit(module or Noisy(), make_data(32), make_data(13))
     assert ended.value.code == 0
 
 
@@ -117,15 +122,16 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.feature("F06")
 def test_rows_and_best_model_are_those_of_evaluations_in_the_run(project: Path, capsys: pytest.CaptureFixture) -> None:
-    train("plain", evaluate_every_n_steps=1, model_saving="best_valid_loss", metrics=Accuracy())
+    plain = train("plain", evaluate_every_n_steps=2, model_saving="best_draw")
     trainer = train("off", log_with="tensorboard")
     assert evaluated("off") == []
     before = {path: path.read_bytes() for path in trainer.log_dir.iterdir() if path.is_file()}
-    evaluate("off", rule="best_valid_loss", log_with="tensorboard")
-    inside = [pair for pair in evaluated("plain") if pair[0] in STEPS]
+    evaluate("off", rule="best_draw", log_with="tensorboard")
+    inside = evaluated("plain")
     assert evaluated("off") == inside
     assert [step for step, _ in inside] == STEPS
-    assert "8 checkpoints evaluated" in capsys.readouterr().out
+    assert max(inside, key=lambda pair: pair[1]["draw"])[0] not in (STEPS[0], STEPS[-1])
+    assert "6 checkpoints evaluated" in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in before}  # the run has its files for itself
     saved, best = (load_file(Path(place, "model.safetensors")) for place in ("out/plain", "out/off/evaluated"))
     assert all(torch.equal(saved[name], best[name]) for name in saved)
@@ -138,7 +144,9 @@ def test_rows_and_best_model_are_those_of_evaluations_in_the_run(project: Path, 
 
     points = EventAccumulator(str(trainer.log_dir / EVALUATIONS_FOLDER)).Reload().Scalars("val_loss")
     assert [point.step for point in points] == STEPS
-    evaluate("off", rule="best_valid_loss", log_with="tensorboard")
+    status = json.loads(Path("out/off/evaluated/status.json").read_text())
+    assert status["best"] == dict(plain.state.best)
+    evaluate("off", rule="best_draw", log_with="tensorboard")
     assert evaluated("off") == inside
     assert "0 checkpoints evaluated" in capsys.readouterr().out
 
@@ -167,7 +175,7 @@ def test_an_evaluation_that_a_kill_interrupted_is_repeated_without_double_rows(p
     evaluate("off", rule="best_valid_loss")
     assert [step for step, _ in evaluated("off")] == STEPS
     lines = Path("logs/off/run", EVALUATIONS_FOLDER, "history.jsonl").read_text().splitlines()
-    assert sum('"val_loss"' in line for line in lines) == 9
+    assert sum('"val_loss"' in line for line in lines) == 7
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_evaluated_from_its_links(
@@ -192,7 +200,7 @@ def test_a_checkpoint_that_is_deleted_before_it_is_linked_is_skipped_with_a_line
 
     monkeypatch.setattr(evaluations, "_link", delete_first)
     evaluate("off")
-    assert [step for step, _ in evaluated("off")] == [2, 6, 8, 10, 12, 15]
+    assert [step for step, _ in evaluated("off")] == [2, 6, 8, 10, 12]
     assert "step 4 is not evaluated: the run has deleted it meanwhile" in caplog.text
 
 
@@ -241,8 +249,8 @@ def test_mlflow_gets_the_rows_in_the_run_of_the_training(project: Path) -> None:
     (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
     assert run.info.status == "FINISHED"
     assert [point.step for point in client.get_metric_history(run.info.run_id, "val_loss")] == STEPS
-    assert len(client.get_metric_history(run.info.run_id, "train_loss")) == 15
-    assert trainer.state.global_step == 15
+    assert len(client.get_metric_history(run.info.run_id, "train_loss")) == 12
+    assert trainer.state.global_step == 12
 
 
 def test_a_rule_that_does_not_exist_is_an_error_with_the_nearest_one(project: Path) -> None:

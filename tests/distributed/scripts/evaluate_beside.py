@@ -17,7 +17,7 @@ from tests.unit.test_addons_evaluate_beside import evaluate, evaluated, train
 
 def main(result: Path, folder: Path) -> None:
     os.chdir(folder)
-    train("plain", evaluate_every_n_steps=1, model_saving=None)
+    train("plain", evaluate_every_n_steps=2, model_saving=None)
     train("off")
     evaluate("off", rule="best_accuracy")
     if is_main_process():
