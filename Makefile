@@ -29,6 +29,10 @@ OBJECT_STORAGE := 's3fs==2026.9.0' 'moto[s3,server]==5.2.5' 'swift==2.38.3'
 CHAT_TEMPLATES := --no-deps trl==1.16.0
 # How many conversations each of them renders.
 CONVERSATIONS ?= 500
+# MosaicML Streaming excludes today's transformers, and builds of torchvision that load beside torch for CPUs are not on PyPI.
+READERS := --no-deps mosaicml-streaming==0.13.0 brotli==1.2.1 catalogue==2.0.10 cramjam==2.14.0 python-snappy==0.7.3 \
+	zstd==1.5.7.2 litdata==0.2.76 boto3==1.44.8 botocore==1.44.8 s3transfer==0.19.3 jmespath==1.1.0 obstore==0.12.1 \
+	tifffile==2026.3.3 wids==0.1.11 braceexpand==0.1.7
 # What the wheel is installed beside; PEFT is in .venv.
 BESIDE := trl==1.16.0 lightning==2.6.6 uv==0.13.9
 TRACKER_TESTS := $(foreach tracker,$(TRACKERS),tracker-$(firstword $(subst ==, ,$(tracker))))
@@ -39,7 +43,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels tasks object-storage chat-templates beside release clean
+.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels tasks readers object-storage chat-templates beside release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +106,9 @@ kernels: $(INSTALLED)  ## test Liger's kernels in an environment of its own, as 
 tasks: $(INSTALLED)  ## test tasks of lm-evaluation-harness in an environment of its own
 	@tests/laid_over.sh .venv-tasks $(VENV) tests/tasks $(TASKS)
 
+readers: $(INSTALLED)  ## test shards of MosaicML Streaming, LitData and WebDataset in an environment of its own
+	@tests/laid_over.sh .venv-readers $(VENV) tests/readers $(READERS)
+
 object-storage: $(INSTALLED)  ## test checkpoints and models in object storage against two S3 servers, in an environment of its own
 	@WORKERS=2 tests/laid_over.sh .venv-object-storage $(VENV) tests/object_storage $(OBJECT_STORAGE)
 
@@ -118,7 +125,7 @@ beside: $(INSTALLED)  ## test the built wheel beside trl, peft and lightning in 
 	@tests/laid_over.sh .venv-beside $(VENV) tests/beside $(BESIDE)
 
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-tasks .venv-object-storage .venv-chat-templates .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
+	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-tasks .venv-readers .venv-object-storage .venv-chat-templates .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What builds this package, and rouge-score, which has no wheel.

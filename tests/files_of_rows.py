@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import sys
+import tarfile
+import types
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,9 @@ def write(kind: str, folder: Path, rows: Sequence[dict[str, Any]] | None = None,
     """Write rows to several files of a format, and return their folder."""
     rows = make_rows() if rows is None else rows
     folder = folder / kind
+    if kind in _WHOLE:
+        _WHOLE[kind](folder, rows)
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     size = -(-len(rows) // files)
     for number in range(files):
@@ -35,9 +43,58 @@ def write(kind: str, folder: Path, rows: Sequence[dict[str, Any]] | None = None,
     return folder
 
 
+def _write_mds(folder: Path, rows: Sequence[dict[str, Any]], **settings: Any) -> None:
+    stand_in_for_torchvision()
+    from streaming import MDSWriter
+
+    columns = {"id": "int", "point": "json", "text": "str"}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=800, **settings) as writer:
+        for row in rows:
+            writer.write(row)
+
+
+def _write_litdata(folder: Path, rows: Sequence[dict[str, Any]], **settings: Any) -> None:
+    from litdata.streaming import Cache
+
+    cache = Cache(str(folder), chunk_size=5, **settings)
+    for number, row in enumerate(rows):
+        cache[number] = row
+    cache.done()
+    cache.merge()
+
+
+_WHOLE = {"mds": _write_mds, "litdata": _write_litdata}
+
+
+def stand_in_for_torchvision() -> None:
+    """Let MosaicML Streaming import torchvision, of which no build loads beside a CPU build of torch."""
+    with contextlib.suppress(ImportError, RuntimeError):
+        import torchvision  # noqa: F401
+
+        return
+    for name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
+        module = types.ModuleType(name)
+        module.__path__ = []
+        module.__spec__ = ModuleSpec(name, None)
+        sys.modules[name] = module
+        outer, _, inner = name.rpartition(".")
+        if outer:
+            setattr(sys.modules[outer], inner, module)
+    sys.modules["torchvision.datasets"].VisionDataset = object
+    sys.modules["torchvision.transforms.functional"].to_tensor = None
+
+
 def _write_file(kind: str, path: Path, rows: Sequence[dict[str, Any]]) -> None:
     if kind == "jsonl":
         path.with_suffix(".jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return
+    if kind == "tar":
+        with tarfile.open(path.with_suffix(".tar"), "w") as tar:
+            for row in rows:
+                for suffix, content in ((".json", json.dumps(row)), (".txt", row["text"])):
+                    member = tarfile.TarInfo(f"{row['id']:04}{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content.encode()))
         return
     import pyarrow as pa
     from pyarrow import feather, parquet
@@ -54,6 +111,8 @@ def _write_file(kind: str, path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def to_sample(row: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    if "json" in row:  # of a tar file
+        row = json.loads(row["json"])
     point = torch.tensor(row["point"], dtype=torch.float64)
     return point, point.sum().reshape(1), row["id"]
 

@@ -26,6 +26,7 @@ from accmt.data.seeding import set_seed as set_seed
 from accmt.data.sources import UnshardedSource as UnshardedSource
 from accmt.data.sources import build_source as build_source
 from accmt.data.sources import is_stream as is_stream
+from accmt.data.sources import require_readable as require_readable
 from accmt.data.token_budget import TokenBudget as TokenBudget
 from accmt.data.token_budget import cut_by_tokens as cut_by_tokens
 from accmt.data.token_budget import padded_tokens as padded_tokens

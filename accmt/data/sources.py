@@ -16,6 +16,7 @@ from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError, explain
 from accmt.processes import gather_objects, num_data_processes, num_processes, process_index, sum_over_processes
+from accmt.registry import addon
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 """The names of file formats in `datasets.load_dataset`."""
@@ -29,6 +30,7 @@ def build_source(data: Any, options: SourceOptions) -> Source:
     Processes: collective.
     """
     source: Source
+    require_readable(data, options.kind)
     if isinstance(data, DataLoader):
         source = _wrap_user_loader(data, options)
     elif isinstance(data, Mapping | str | bytes | type) or (is_stream(data) and not hasattr(data, "__iter__")):
@@ -55,6 +57,17 @@ def build_source(data: Any, options: SourceOptions) -> Source:
         source = _wrap_user_loader(loader, options)
     has_own_data = num_data_processes() > 1 and source.shard.count == 1
     return UnshardedSource(source) if has_own_data else source
+
+
+def require_readable(data: Any, kind: str) -> None:
+    """Check that a stream is none whose order depends on processes and loader workers.
+
+    Raises:
+        DataError: It is; the message has what to use.
+    """
+    stream = data.dataset if isinstance(data, DataLoader) else data
+    if is_stream(stream):
+        addon("reject_stream")(stream, kind)
 
 
 def is_stream(data: Any) -> bool:

@@ -25,6 +25,7 @@ from accmt.data import (
     is_stream,
     keep_samples,
     require_batches,
+    require_readable,
 )
 from accmt.data.lengths import LargestBatch
 from accmt.data.seeding import seed_with_global
@@ -330,6 +331,7 @@ def build_train_loader(
         expected = "a dataset together with sampler=, or a DataLoader with its own sampler"
         got, do = "a DataLoader as training data", "pass the sampler to the DataLoader"
         raise ArgumentError(explain("Trainer(sampler=...)", got, expected, do))
+    require_readable(data, "training")
     if isinstance(data, Iterator) and settings.hps.epochs != 1:
         expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
@@ -589,6 +591,7 @@ class Loaders:
                 do = f"for example {name}=100"
                 raise ArgumentError(explain(f"Trainer({name}=...)", got, "a whole number of steps", do))
         for name, data in val_data.items():
+            require_readable(data, "validation")
             if isinstance(data, Iterator):  # the trial before training would consume it
                 where = "the validation data" + (f" {name!r}" if name else "")
                 expected, do = "data that can be read for each evaluation", "pass list(...), or an IterableDataset"

@@ -144,7 +144,7 @@ def test_columns_are_chosen():
     assert list(read_files(write("file", Path.cwd()), columns=["text", "id"])[3]) == ["text", "id"]
     with pytest.raises(DataError, match="got: 'txt'\n  expected: one of id, point, text\n  do: write 'text'"):
         read_files(folder, columns=["txt"])
-    with pytest.raises(ArgumentError, match=r"columns= for JSON lines: jsonl/part-0\.jsonl"):
+    with pytest.raises(ArgumentError, match=r"columns= for jsonl/part-0\.jsonl"):
         read_files(write("jsonl", Path.cwd()), columns=["id"])
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_read_says_what_to_use():
     write("parquet", Path.cwd())
     write("parquet", Path("other"), [{"id": 1.5}], files=1)
     for paths, message in (
-        ("empty", "a folder without such files\n  expected: files that end with .parquet, .jsonl"),
+        ("empty", "a folder without such files\n  expected: files that end with .parquet, .arrow"),
         ("rows.csv", "got: rows.csv\n  expected: a file that ends with"),
         ("none.jsonl", "none.jsonl, which has no rows"),
         (["parquet", "other/parquet"], "got: id: double\n  expected: id: int64, point: list<element: double>"),
@@ -247,6 +247,24 @@ def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(MissingPackageError, match=r'pip install "accmt-trainer\[parquet\]"'):
         read_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("library", "index", "install"),
+    [
+        ("streaming", {"shards": []}, r"\[mds\]\" && pip install --no-deps \"mosaicml-streaming"),
+        ("litdata", {"chunks": [], "config": {}}, r"\[litdata\]"),
+        ("wids", None, r"\[webdataset\]"),
+    ],
+)
+def test_without_the_library_of_shards_it_says_what_to_install(
+    library: str, index: dict[str, Any] | None, install: str, monkeypatch: pytest.MonkeyPatch
+):
+    Path("rows").mkdir()
+    Path("rows", "index.json" if index else "rows.tar").write_text(json.dumps(index))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingPackageError, match=rf"pip install \"accmt-trainer{install}"):
+        read_files("rows")
 
 
 def test_lines_of_a_large_file_are_found_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

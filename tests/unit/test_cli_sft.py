@@ -162,7 +162,7 @@ def test_rows_of_tables_are_what_json_lines_would_be():
         ({"data": "train.jsonl", "per_turn": "yes"}, "sft.per_turn\n  got: 'yes' (str)\n  expected: true or false"),
         ({"data": "train.jsonl", "merge": True}, "sft.merge\n  got: true without an adapter in `model`"),
         ({"data": "trian.jsonl"}, "sft.data\n  got: trian.jsonl: no such file; the working directory is "),
-        ({"data": "base"}, "got: base: a folder without such files\n  expected: files that end with .parquet, .jsonl"),
+        ({"data": "base"}, "got: base: a folder without such files\n  expected: files that end with .parquet, .arrow"),
         ({"data": "empty.jsonl"}, "got: empty.jsonl, which has no rows"),
         ({"data": "broken.jsonl"}, "row 1 of broken.jsonl"),
         ({"data": "broken.json"}, "got: broken.json: JSON parse error"),

@@ -16,13 +16,16 @@ from torch.utils.data import Dataset
 from accmt.addons.readers.json_lines import JsonLines
 from accmt.addons.readers.layout import Format, Layout, Opened, Piece
 from accmt.addons.readers.places import DataFile, find_files
+from accmt.addons.readers.shards import WebDataset, find_shards
 from accmt.addons.readers.tables import Arrow, Parquet
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.files import format_bytes
 from accmt.messages import warn_once
 from accmt.options.units import read_size
 
-_SUFFIXES = {".parquet": Parquet, ".jsonl": JsonLines, ".ndjson": JsonLines, ".arrow": Arrow, ".feather": Arrow}
+_TABLES: dict[str, Callable[..., Format]] = {".parquet": Parquet, ".arrow": Arrow, ".feather": Arrow}
+_OTHERS: dict[str, Callable[[], Format]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".tar": WebDataset}
+_SUFFIXES = {**_TABLES, **_OTHERS}
 _OPEN = 64  # files, or pieces of which single rows are read
 _THREADS = 16
 _FEW = 4
@@ -98,8 +101,17 @@ class FileRows(Dataset[Any]):
     ) -> None:
         self._transform = transform
         size = read_size("cache", cache)
-        self.files = find_files(where, paths, storage_options or {}, tuple(_SUFFIXES))
-        self._formats = _choose_formats(where, self.files, columns, arrays=arrays)
+        self.files: list[DataFile] = []
+        self._formats: list[Format] = []
+        for path in paths:
+            if (found := find_shards(where, path)) is not None:
+                _reject_columns(where, path, columns)
+                self.files += found[0]
+                self._formats += [found[1]] * len(found[0])
+                continue
+            files = find_files(where, [path], storage_options or {}, tuple(_SUFFIXES))
+            self.files += files
+            self._formats += _choose_formats(where, files, columns, arrays=arrays)
         with ThreadPoolExecutor(_THREADS) as threads:
             layouts = list(threads.map(lambda number: self._formats[number].examine(self.files[number]), self._numbers))
         _require_same_columns(self.files, layouts)
@@ -226,21 +238,26 @@ class FileRows(Dataset[Any]):
 def _choose_formats(
     where: str, files: Sequence[DataFile], columns: Sequence[str] | None, *, arrays: bool
 ) -> list[Format]:
-    made: dict[type[Any], Format] = {}
+    made: dict[Any, Format] = {}
     formats = []
     for file in files:
         suffix = next((suffix for suffix in _SUFFIXES if file.path.endswith(suffix)), None)
         if suffix is None:
             do = "convert it, for example with `datasets.load_dataset(...).to_parquet(...)`"
             raise DataError(explain(where, file.name, f"a file that ends with {', '.join(_SUFFIXES)}", do))
-        kind = _SUFFIXES[suffix]
-        if kind is JsonLines and columns is not None:
-            got, do = f"columns= for JSON lines: {file.name}", "use transform="
-            raise ArgumentError(explain(where, got, "columns of Parquet or Arrow files", do))
-        if kind not in made:
-            made[kind] = JsonLines() if kind is JsonLines else kind(columns, arrays=arrays)
+        if suffix in _OTHERS:
+            _reject_columns(where, file.name, columns)
+        if (kind := _SUFFIXES[suffix]) not in made:
+            made[kind] = _TABLES[suffix](columns, arrays=arrays) if suffix in _TABLES else _OTHERS[suffix]()
         formats.append(made[kind])
     return formats
+
+
+def _reject_columns(where: str, name: str, columns: Sequence[str] | None) -> None:
+    if columns is not None:
+        raise ArgumentError(
+            explain(where, f"columns= for {name}", "columns of Parquet or Arrow files", "use transform=")
+        )
 
 
 def _require_same_columns(files: Sequence[DataFile], layouts: Sequence[Layout]) -> None:
