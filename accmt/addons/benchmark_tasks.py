@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,8 @@ class BenchmarkTasks(Feature):
         if stage != "validate":
             return {}
         devices = [self._run.device] if self._run.device.type == "cuda" else []
+        for module in ("lm_eval.evaluator", "lm_eval.models.huggingface"):
+            import_module(module)  # before it is made quiet
         running = self._run.settings.running
         shows_bars = running.verbose and running.enable_progress_bar is not False and sys.stderr.isatty()
         with preserve_generators(), torch.random.fork_rng(devices), _quiet(shows_bars=shows_bars):
