@@ -182,26 +182,34 @@ class GroupedSum:
             (one.device for _, losses, _ in self._entries if (one := losses) is not None), torch.device("cpu")
         )
         kind = torch.float32 if device.type == "mps" else torch.float64
-        columns = []
-        for groups, losses, weights in self._entries:
-            ones = torch.ones(len(groups), dtype=kind, device=device)
-            if losses is None:
-                columns.append(torch.stack([0 * ones, 0 * ones, ones, ones]))
-                continue
-            weights = torch.as_tensor(weights, dtype=kind, device=device)
-            weights = ones * (weights if weights.ndim else weights / len(groups))
-            products = torch.where(
-                weights == 0, 0.0, losses.to(device, kind) * weights
-            )  # a loss of no target may be NaN
-            columns.append(torch.stack([products, weights, ones, 0 * ones]))
-        values = torch.cat(columns, 1) if columns else torch.zeros(4, 0, dtype=kind, device=device)
-        numbers = np.concatenate([groups for groups, _, _ in self._entries]) if columns else np.zeros(0, np.int64)
+        sizes = [len(groups) for groups, _, _ in self._entries]
+        losses, weights = [torch.zeros(0, dtype=kind, device=device)], [torch.zeros(0, dtype=kind, device=device)]
+        for (_, loss, weight), size in zip(self._entries, sizes, strict=True):
+            losses.append(
+                torch.zeros(size, dtype=kind, device=device) if loss is None else _spread(loss, size, losses[0])
+            )
+            each = weight if isinstance(weight, torch.Tensor) and weight.ndim else weight / max(1, size)
+            weights.append(_spread(0.0 if loss is None else each, size, losses[0]))
+        lost, weighed = torch.cat(losses), torch.cat(weights)
+        products = torch.where(weighed == 0, 0.0, lost * weighed)  # a loss of no target may be NaN
+        are_unknown = [[float(loss is None)] * size for (_, loss, _), size in zip(self._entries, sizes, strict=True)]
+        is_unknown = np.array([one for entry in are_unknown for one in entry], np.float64)
+        unknown = torch.from_numpy(is_unknown).to(device, kind, non_blocking=True)
+        values = torch.stack([products, weighed, torch.ones_like(products), unknown])
+        numbers = np.concatenate([np.zeros(0, np.int64), *(groups for groups, _, _ in self._entries)])
         members = torch.from_numpy(numbers).to(device, non_blocking=True) == torch.arange(
             len(self._names), device=device
         ).unsqueeze(1)
         # A sum over a mask has the same bits each time; on a GPU, `index_add_` has not.
         sums = torch.where(members, values.unsqueeze(1), 0.0).sum(-1)
         return sums if self._partial is None else sums + self._partial.to(device, kind)
+
+
+def _spread(value: Weight, size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a number, or a tensor with one value or one for each sample, as a tensor for each sample."""
+    if not isinstance(value, torch.Tensor):
+        return like.new_full((size,), value)
+    return value.to(like.device, like.dtype).expand(size)
 
 
 def _plain(weights: Weight) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -30,6 +31,7 @@ _MEASURED = 512
 _IGNORED = -100
 _LOSS_WEIGHTS = "loss_weights"  # of tokens, which only some samples have
 _CHUNK = 4096
+_BATCH = 256  # up to so many samples, plain Python is faster than numpy
 _END = object()
 _FURTHER_PASSES = 1_000_003  # the epochs of a stream that begins again within an epoch are those of no other
 
@@ -58,8 +60,11 @@ class Mixture(ConcatDataset[Any]):
 
     def sources_of(self, indices: Sequence[int]) -> Array:
         """Return the number of the source of each sample."""
-        numbers: Array = np.searchsorted(self.cumulative_sizes, indices, side="right")
-        return numbers
+        if len(indices) > _BATCH:
+            numbers: Array = np.searchsorted(self.cumulative_sizes, indices, side="right")
+            return numbers
+        ends = self.cumulative_sizes
+        return np.array([bisect_right(ends, index) for index in indices], np.int64)
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
@@ -67,10 +72,11 @@ class Mixture(ConcatDataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return samples; those of one source are read together if it can do that."""
         samples: list[Any] = [None] * len(indices)
-        numbers = self.sources_of(indices)
-        for number in np.unique(numbers).tolist():
-            source, places = self.datasets[number], np.flatnonzero(numbers == number).tolist()
-            begin = self.cumulative_sizes[number - 1] if number else 0
+        by_source: dict[int, list[int]] = {}
+        for place, number in enumerate(self.sources_of(indices).tolist()):
+            by_source.setdefault(number, []).append(place)
+        for number, places in sorted(by_source.items()):
+            source, begin = self.datasets[number], self.cumulative_sizes[number - 1] if number else 0
             own = [int(indices[place]) - begin for place in places]
             try:
                 read = source.__getitems__(own) if hasattr(source, "__getitems__") else [source[index] for index in own]
