@@ -210,8 +210,10 @@ def describe(sample: Any, tokenizer: Any = None) -> str:
         return ", ".join(map(_describe_value, values))[:_LONGEST]
     if tokenizer is None or "input_ids" not in sample:
         return ", ".join(f"{name} {_describe_value(value)}" for name, value in sample.items())[:_LONGEST]
-    ids = torch.as_tensor(sample["input_ids"]).reshape(-1)
-    mask = sample.get("attention_mask")
+    ids, mask = sample["input_ids"], sample.get("attention_mask")
+    if isinstance(ids, list | tuple) and ids and isinstance(ids[0], list | tuple):  # of several answers
+        ids, mask = [token for one in ids for token in one], None
+    ids = torch.as_tensor(ids).reshape(-1)
     if mask is not None:
         ids = ids[torch.as_tensor(mask).reshape(-1).bool()]
     text = repr(tokenizer.decode(ids[: 2 * _LONGEST].tolist()))
