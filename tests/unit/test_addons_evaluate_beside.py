@@ -70,6 +70,9 @@ def make_data(count: int) -> TensorDataset:
     return TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long())
 
 
+VAL_DATA = make_data(13)
+
+
 def make_trainer(name: str, **arguments: Any) -> Trainer:
     often = {"checkpoint_every": "2 steps", "checkpoint_options": {"max_checkpoints": 99}}
     plain = {
@@ -87,7 +90,15 @@ def train(name: str, **arguments: Any) -> Trainer:
     return trainer
 
 
-def evaluate(name: str, module: AcceleratorModule | None = None, *, rule: str | None = None, **arguments: Any) -> None:
+def evaluate(
+    name: str,
+    module: AcceleratorModule | None = None,
+    *,
+    rule: str | None = None,
+    code: int = 0,
+    val_data: Any = VAL_DATA,
+    **arguments: Any,
+) -> None:
     """Evaluate in this process what `accmt evaluate` evaluates in the program that it starts."""
     folder = Path.cwd()
     request = Request(
@@ -105,8 +116,8 @@ def evaluate(name: str, module: AcceleratorModule | None = None, *, rule: str | 
         patch.setenv(FIT_VARIABLE, "evaluate")
         patch.setenv(REQUEST_VARIABLE, dumps(asdict(request)))
         with pytest.raises(SystemExit) as ended:
-            make_trainer(name, **arguments).fit(module or Noisy(), make_data(32), make_data(13))
-    assert ended.value.code == 0
+            make_trainer(name, **arguments).fit(module or Noisy(), make_data(32), val_data)
+    assert ended.value.code == code
 
 
 def evaluated(name: str) -> list[tuple[int, dict[str, float]]]:
@@ -257,6 +268,28 @@ def test_a_rule_that_does_not_exist_is_an_error_with_the_nearest_one(project: Pa
     train("off")
     with pytest.raises(ArgumentError, match="did you mean 'best_accuracy'"):
         evaluate("off", rule="best_acuracy")
+
+
+def test_after_ctrl_c_the_same_command_continues(project: Path, capsys: pytest.CaptureFixture) -> None:
+    train("off")
+    seen: list[int] = []
+
+    def interrupt() -> None:
+        seen.append(1)
+        if len(seen) == 6:  # in the third checkpoint: each has two batches
+            raise KeyboardInterrupt
+
+    evaluate("off", Noisy(interrupt), code=130)
+    assert "stopped; the same command continues" in capsys.readouterr().out
+    assert [step for step, _ in evaluated("off")] == STEPS[:2]
+    evaluate("off")
+    assert [step for step, _ in evaluated("off")] == STEPS
+
+
+def test_a_program_without_validation_data_is_an_error(project: Path) -> None:
+    train("off")
+    with pytest.raises(ArgumentError, match="passes no validation data to `fit`"):
+        evaluate("off", val_data=None)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ STATE_FILE = "evaluated.json"
 
 _POLL_S = 2.0
 _TAIL_BYTES = 1 << 16
+_AFTER_CTRL_C = 130
 _CARRIED = ("evaluations_done", "eval_global_step", "last_evaluation_step")
 """Counters that an uninterrupted run has from its evaluations, and its checkpoints without evaluations lack."""
 
@@ -220,8 +221,11 @@ class _Evaluations:
                     time.sleep(min(_POLL_S, self._request.wait_s))
                     continue
                 count += self._evaluate(following)
-        except BaseException:
+        except BaseException as error:
             self._close(self._find_status())
+            if isinstance(error, KeyboardInterrupt):
+                _print("stopped; the same command continues with the checkpoint that was interrupted")
+                raise SystemExit(_AFTER_CTRL_C) from None
             raise
         status = broadcast_object(self._find_status())
         self._close(status)
@@ -372,6 +376,10 @@ class _Evaluations:
         try:
             self._restore(run)
             run.saver.claim(run)
+            if not (run.val_loaders or run.features.add_results):
+                got = "a program that passes no validation data to `fit`"
+                do = 'pass them to `fit`, and Trainer(evaluate_every_n_steps="never") if the run is not to use them'
+                raise ArgumentError(explain(f"evaluation of {self._run_folder}", got, "validation data", do))
             values = _evaluate_as_fit(run)
             run.saver.require_saved(run.settings.model_folder)
             self._state.selection = run.saver.selection.state_dict()
