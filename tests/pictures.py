@@ -121,6 +121,7 @@ def gradient_of_step(folder: Any, rows: list[dict[str, Any]], parts: int, *, acc
     import torch
 
     from accmt import SFTModule, Trainer
+    from accmt.sharded_tensors import make_whole
 
     module = SFTModule(make_image_model().double(), make_processor())
     before = torch.cat([weight.detach().flatten().clone() for weight in module.model.parameters()])
@@ -136,4 +137,5 @@ def gradient_of_step(folder: Any, rows: list[dict[str, Any]], parts: int, *, acc
     trainer.fit(module, rows)
     assert trainer.state.global_step == 1
     assert trainer.state.samples_seen == len(rows)
-    return before - torch.cat([weight.detach().flatten() for weight in module.model.parameters()])
+    after = [make_whole(weight).detach().flatten() for weight in module.unwrapped_model.parameters()]
+    return before - torch.cat(after)

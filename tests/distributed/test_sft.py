@@ -50,9 +50,10 @@ def test_the_gradient_of_weighted_turns_and_rows_on_two_processes_is_that_of_pla
     assert max(found.values()) <= 1e-6
 
 
-def test_the_gradient_of_a_model_of_images_on_two_processes_is_that_of_one_row_after_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [2, "fsdp-2"])
+def test_the_gradient_of_a_model_of_images_is_that_of_one_row_after_the_other(tmp_path: Path, way: int | str) -> None:
     result = tmp_path / "result.json"
-    launch(SCRIPTS / "sft_images.py", str(result), str(tmp_path), processes=2, result=result, timeout_s=280)
+    launch(SCRIPTS / "sft_images.py", str(result), str(tmp_path), processes=way, result=result, timeout_s=280)
     found: dict[str, float] = json.loads(result.read_text())
     assert len(found) == 3  # some batches of one process have no images, which hangs without a filler
     assert max(found.values()) <= 1e-6
