@@ -34,6 +34,8 @@ def test_processes_train_what_one_trains_and_resume_with_equal_bits(one: Any, wa
         for of in (one, found_in_all) if "kto" in found_in_all else ():
             split = of[f"kto, accumulation of {accumulation}"]
             assert split["weights"] == pytest.approx(of["kto"]["weights"], abs=1e-9)
+    if "packed" in found_in_all:
+        assert one["packed"]["weights"] == pytest.approx(one["whole"]["weights"], abs=1e-7)
     for name, found in found_in_all.items():
         expected = one[name]
         assert found["moved"] > 1e-4, name

@@ -55,14 +55,15 @@ def make_module(loss: Any, *, lora: bool, folder: Path | None = None) -> Prefere
 
 
 def train(
-    folder: Path, loss: str, *, lora: bool, budget: bool, accumulation: int = 1, **settings: Any
+    folder: Path, loss: str, *, lora: bool, budget: bool, packing: bool = False, accumulation: int = 1, **settings: Any
 ) -> tuple[PreferenceModule, Trainer]:
     number = num_data_processes()
     size = (BATCH if loss != "kto" else BATCH_OF_KTO) // (number * accumulation)
     hps: dict[str, Any] = {"epochs": 2, "batch_size": [size, 3], "optim": {"type": "SGD", "lr": 0.1}}
     module, rows = make_module(loss, lora=lora, folder=folder / "reference" if budget else None), make_rows(loss)
     own = {"seed": 1, "shuffle_train": False, "verbose": False, "dataloader_num_workers": 0, "log_every": -1}
-    hps |= {"max_tokens": 100} if budget else {}
+    hps |= {"max_tokens": 100} if budget or packing else {}
+    hps |= {"packing": packing}
     hps |= {"evaluation": {"generate": {"max_new_tokens": 4}}} if lora else {}
     trainer = Trainer(
         hps,
@@ -85,6 +86,7 @@ def weights_of(module: PreferenceModule) -> torch.Tensor:
 KINDS: dict[str, dict[str, Any]] = {
     "whole": {"loss": "dpo", "lora": False, "budget": False},
     "whole, budget": {"loss": "dpo_norm", "lora": False, "budget": True},
+    "packed": {"loss": "dpo", "lora": False, "budget": False, "packing": True},
     "lora": {"loss": "dpo", "lora": True, "budget": False},
     "kto": {"loss": "kto", "lora": False, "budget": False},
     "kto, accumulation of 2": {"loss": "kto", "lora": False, "budget": False, "accumulation": 2},
