@@ -44,8 +44,9 @@ def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None
     train(WideOfSources(), sources, hps, folder, workers, is_async)
     result = Path("result")
     if is_main_process():
-        [run] = Path(folder, "logs", "model").iterdir()
-        rows = [row["values"] for row in read_history(run) if "train_loss" in row.get("values", {})]
+        # One that was killed before its first checkpoint left a folder of its own.
+        last = max(Path(folder, "logs", "model").glob("*/history.jsonl"), key=lambda path: path.stat().st_mtime)
+        rows = [row["values"] for row in read_history(last.parent) if "train_loss" in row.get("values", {})]
         assert any("train_loss__limited" in row for row in rows)
         result.write_text(result.read_text() + xxhash.xxh3_64_hexdigest(repr(rows).encode()))
 
