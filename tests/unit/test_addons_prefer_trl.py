@@ -161,12 +161,12 @@ def test_kto_and_its_metrics():
     options = {"calculate_KL": True, "loss_type": "kto", "desirable_weight": 1.5, "undesirable_weight": 1.0}
     trainer = of_trl(trl.KTOTrainer, model, module.teacher, beta=0.3, **options)
     inputs = {
-        prefix + name: values[:, at]
-        for prefix, at in (("", 0), ("KL_", 1))
+        theirs + name: values[:, 0]
+        for theirs, ours in (("", ""), ("KL_", "other_"))
         for name, values in {
-            "input_ids": batch["input_ids"],
-            "attention_mask": batch["attention_mask"],
-            "completion_mask": (batch["labels"] != -100).long(),
+            "input_ids": batch[f"{ours}input_ids"],
+            "attention_mask": batch[f"{ours}attention_mask"],
+            "completion_mask": (batch[f"{ours}labels"] != -100).long(),
         }.items()
     }
     expected = trainer._compute_loss(model, {**inputs, "label": batch["is_desirable"] > 0}, False)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from accmt.addons.prefer import losses
 from accmt.addons.prefer.objectives import LossName, Objective, Reference
 from accmt.addons.prefer.reference import with_reference
-from accmt.addons.prefer.rows import AnswersReader, LabeledRows, PackAnswers, PadAnswers
+from accmt.addons.prefer.rows import TOKENS, AnswersReader, LabeledRows, PackAnswers, PadAnswers, PadLabeled
 from accmt.addons.sft.chat import IGNORED
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import TokenizedRows, padding_id
@@ -135,7 +135,8 @@ class PreferenceModule(RowModule):
         self.objective = Objective(loss, **options)
         self._is_adapter_off = False
         reader = AnswersReader(tokenizer, "labels" if loss == "kto" else "pairs", max_length)
-        super().__init__(model, tokenizer, reader, PadAnswers(padding_id(tokenizer)))
+        collate_fn = (PadLabeled if loss == "kto" else PadAnswers)(padding_id(tokenizer))
+        super().__init__(model, tokenizer, reader, collate_fn)
         self._reference = reference
         self._folder = None if reference_folder is None else Path(reference_folder)
         self._start: str | None = None  # the digest of the reference
@@ -192,7 +193,7 @@ class PreferenceModule(RowModule):
 
         The model runs without dropout, so that the baseline does not depend on how a step is split.
         """
-        batch, model = _answer(batch, 1), self.unwrapped_model
+        batch, model = _others(batch), self.unwrapped_model
         with _as_reference(model, adapter_off=False):
             own = log_probs(self._logits(model, batch), batch).sums
         known = batch.get("reference")
@@ -213,7 +214,7 @@ class PreferenceModule(RowModule):
         kind, weights = self.objective.kind, batch["weight"]
         if self.needs_window_sums:
             sums = self.sum_for_window(batch).tolist() if sums is None else sums
-            batch = _answer(batch, 0)
+            batch = _own(batch)
         known = batch.get("reference")  # computed before training
         before = self._reference_logits(batch) if kind.needs_reference and known is None else None
         logits = self._logits(self.model, batch)
@@ -362,7 +363,8 @@ class PreferenceModule(RowModule):
             context = nullcontext() if accelerator is None else autocast(accelerator)
             kept = keeping_quantized_weights(model)  # as during a run
             with torch.no_grad(), context, kept, _as_reference(model, adapter_off=self._is_adapter_off):
-                return log_probs(self._logits(model, batch), batch).sums
+                parts = (_own(batch), _others(batch)) if self.needs_window_sums else (batch,)
+                return torch.cat([log_probs(self._logits(model, part), part).sums for part in parts], 1)
 
         trainer = getattr(self, "trainer", None)  # none outside of a run
         max_tokens = None if trainer is None else trainer.hps.max_tokens
@@ -404,10 +406,16 @@ class PreferenceModule(RowModule):
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
 
-def _answer(batch: Any, number: int) -> dict[str, Any]:
-    """Return a batch of one of the answers of each sample."""
-    every = ("input_ids", "labels", "attention_mask", "reference")
-    return {name: values[:, number : number + 1] if name in every else values for name, values in batch.items()}
+def _own(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch without the answers to other prompts."""
+    own = {name: values for name, values in batch.items() if not name.startswith("other_")}
+    return own | ({"reference": batch["reference"][:, :1]} if "reference" in batch else {})
+
+
+def _others(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answers to other prompts as a batch."""
+    others = {name: batch[f"other_{name}"] for name in TOKENS} | {"weight": batch["weight"]}
+    return others | ({"reference": batch["reference"][:, 1:]} if "reference" in batch else {})
 
 
 def share_right(margins: Tensor) -> Tensor:

@@ -28,6 +28,9 @@ _LINES = {
     "pairs": '{"prompt": row["question"], "chosen": row["better"], "rejected": row["worse"]}',
     "labels": '{"prompt": row["question"], "completion": row["answer"], "label": row["score"] > 0}',
 }
+TOKENS = ("input_ids", "labels", "attention_mask")
+"""What a batch has for each token."""
+
 _SHARED = ("tools", "chat_template_kwargs")
 
 
@@ -68,7 +71,9 @@ class AnswersRow(NamedTuple):
             "input_ids": [sample["input_ids"] for sample in samples],
             "labels": [sample["labels"] for sample in samples],
             "weight": self.weight,
-            "length": len(samples) * max(len(sample["input_ids"]) for sample in samples),  # for `max_tokens`
+            # For `max_tokens`: the answers of a pair are in one forward pass, others in one each.
+            "length": (1 if "is_desirable" in self.values else len(samples))
+            * max(len(sample["input_ids"]) for sample in samples),
             **self.values,
         }
 
@@ -262,6 +267,24 @@ class PadAnswers(PadRows):
         )
         batch = {name: rows.view(len(samples), -1, rows.shape[-1]) for name, rows in padded.items()}
         return batch | _collate_values(samples)
+
+
+class PadLabeled(PadAnswers):
+    """Pads answers and, separately, the answers to other prompts.
+
+    Shapes:
+        As in `PadAnswers`, with one answer per sample; and the same with "other_" before their names.
+    """
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Make a batch."""
+        own, others = (
+            super(PadLabeled, self).__call__(
+                [{**sample, **{name: [sample[name][at]] for name in ("input_ids", "labels")}} for sample in samples]
+            )
+            for at in (0, 1)
+        )
+        return own | {f"other_{name}": others[name] for name in TOKENS}
 
 
 class PackAnswers(DocumentPacker):
