@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn
 
 from torch.utils.data import ConcatDataset, IterableDataset
 
-from accmt.addons.mix.order import MixOrder, Stage
+from accmt.addons.mix.order import MixOrder, Stage, files_of, methods_of
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.options import Settings
@@ -100,7 +100,7 @@ class Curriculum(ConcatDataset[Any]):
             if count
         ]
         return MixOrder(
-            {f"stage {number}": len(dataset) for number, dataset in enumerate(self.datasets, 1)},  # type: ignore[arg-type]
+            {name: len(dataset) for name, dataset in self._named.items()},
             stages,
             epochs={},
             stop="repeat",
@@ -108,7 +108,16 @@ class Curriculum(ConcatDataset[Any]):
             samples_per_step=samples_per_step,
             seed=seed,
             shuffle=shuffle,
+            permute=methods_of(self._named, "shuffle_rows"),
         )
+
+    def describe_files(self) -> dict[str, str]:
+        """Return what the stages tell of their files, by the stage and the file."""
+        return files_of(self._named)
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        return {f"stage {number}": dataset for number, dataset in enumerate(self.datasets, 1)}
 
     def _check_lengths(self) -> None:
         """Check the lengths of all stages."""

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from accmt import Trainer, read_files
+from accmt import StepsCurriculum, Trainer, read_files
 from accmt.addons.readers import places
+from accmt.data.samplers import Order
 from accmt.errors import ArgumentError, DataError, MissingPackageError
 from tests.files_of_rows import FILES, HPS, Points, make_rows, read, to_sample, train, weights_of, write
 
@@ -292,6 +293,17 @@ def test_a_mixture_has_the_order_of_its_files():
     module = Points()
     trainer = Trainer(hps, "mixed", seed=3, verbose=False, checkpoint_every="2 steps")
     trainer.fit(module, sources)
+    curriculum = StepsCurriculum([(2, sources["lines"]), (-1, sources["groups"])])
+    assert list(curriculum.describe_files())[-1] == "stage 2: part-2.parquet"
+    for order in (
+        curriculum.order(9, samples_per_step=6, seed=1, shuffle=True).draw()[12:][:38] - 38,
+        Order(38, 1, shuffle=True, permute=sources["groups"].shuffle_rows).at(0),
+    ):  # two row groups are shuffled together
+        assert sorted(order.tolist()) == list(range(38))
+        assert (
+            len({int(piece) for piece in np.searchsorted(sources["groups"]._starts, order[:5].numpy(), side="right")})
+            <= 2
+        )
     groups = sources["groups"].shuffle_rows
     assert sorted(groups(torch.Generator()).tolist()) == list(range(38))
     assert "groups: part-0.parquet" in trainer.run.train_loader.source.position(0, 1)["files"]

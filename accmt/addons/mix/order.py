@@ -17,6 +17,17 @@ _WHERE = "the sources of a mixture in a resumed run"
 _LIMITED = "a mixture whose sources are all limited"
 
 
+def methods_of(sources: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Return a method of the sources that have it, by their name."""
+    return {name: getattr(source, method) for name, source in sources.items() if hasattr(source, method)}
+
+
+def files_of(sources: Mapping[str, Any]) -> dict[str, str]:
+    """Return what sources tell of their files, by the name of the source and the file."""
+    described = {name: describe() for name, describe in methods_of(sources, "describe_files").items()}
+    return {f"{name}: {file}": told for name, files in described.items() for file, told in files.items()}
+
+
 class Stage(NamedTuple):
     """The weights of the sources from a step on, as whole parts of their sum."""
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader
 
 from accmt.addons.mix.interleaving import Array, Interleaving, Stretch, whole_parts
-from accmt.addons.mix.order import EpochCut, MixOrder, Stage
+from accmt.addons.mix.order import EpochCut, MixOrder, Stage, files_of, methods_of
 from accmt.addons.mix.section import MixSection
 from accmt.data import is_stream
 from accmt.data.lengths import find_length, known_lengths
@@ -123,7 +123,7 @@ class Mixture(ConcatDataset[Any]):
             samples_per_step=samples,
             seed=seed,
             shuffle=settings.data.shuffle_train,
-            permute=self._collect("shuffle_rows"),
+            permute=methods_of(dict(zip(self.names, self.datasets, strict=True)), "shuffle_rows"),
             cut=EpochCut(
                 settings.hps.train_batch_size * num_shards,
                 settings.data.limits.train,
@@ -134,13 +134,7 @@ class Mixture(ConcatDataset[Any]):
 
     def describe_files(self) -> dict[str, str]:
         """Return what the sources tell of their files, by the name of the source and the file."""
-        described = {name: describe() for name, describe in self._collect("describe_files").items()}
-        return {f"{name}: {file}": told for name, files in described.items() for file, told in files.items()}
-
-    def _collect(self, method: str) -> dict[str, Any]:
-        """Return a method of the sources that have it, by their name."""
-        named = zip(self.names, self.datasets, strict=True)
-        return {name: getattr(source, method) for name, source in named if hasattr(source, method)}
+        return files_of(dict(zip(self.names, self.datasets, strict=True)))
 
     def _mean_tokens(self, module: Any) -> list[Fraction]:
         """Return the mean number of target tokens of a sample of each source, of up to 512 evenly spaced ones."""
