@@ -144,6 +144,22 @@ def test_rows_of_json_lines_are_what_is_written_in_them():
     assert [lines[index] for index in range(len(lines))] == rows
 
 
+def test_paths_are_folders_globs_and_urls_too():
+    import fsspec
+
+    rows = [{"text": f"row {number}"} for number in range(4)]
+    Path("parts").mkdir()
+    for number, row in enumerate(rows):
+        Path(f"parts/part-{number}.jsonl").write_text(json.dumps(row))
+    files = fsspec.filesystem("memory")
+    files.put("parts", "/parts", recursive=True)
+    for path in ("parts", "parts/part-*.jsonl", "memory://parts/*.jsonl"):
+        assert list(read_rows("sft.data", [path], "train")) == rows
+    files.rm("/parts", recursive=True)
+    Path("rows.csv").write_text("text\nlast\n")
+    assert [row["text"] for row in read_rows("sft.data", ["parts", "rows.csv"], "train")][-2:] == ["row 3", "last"]
+
+
 def test_rows_of_tables_are_what_json_lines_would_be():
     import datasets
 
