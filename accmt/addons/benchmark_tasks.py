@@ -157,7 +157,8 @@ def _find_directions(loaded: Mapping[str, Any]) -> dict[str, IsBetter]:
     better: dict[str, bool | None] = {}
     of_tasks = {name: task.higher_is_better() or {} for name, task in loaded["tasks"].items()}
     for name, metrics in of_tasks.items():
-        filters = [one.name for one in getattr(loaded["tasks"][name], "_filters", ())] or ["none"]
+        configured = getattr(loaded["tasks"][name].config, "filter_list", None) or [{"name": "none"}]
+        filters = [one["name"] for one in configured]
         better |= {_name(name, metric, one): is_higher for metric, is_higher in metrics.items() for one in filters}
     every = {metric: is_higher for metrics in of_tasks.values() for metric, is_higher in metrics.items()}
     for name, group in loaded["groups"].items():
@@ -255,6 +256,9 @@ def _build_model(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     class Shared(HFLM):  # type: ignore[misc]
+        rank = property(lambda _: process_index())
+        world_size = property(lambda _: num_processes())
+
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             return torch.stack(gather_objects(tensor.cpu()))
 
@@ -265,9 +269,7 @@ def _build_model(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Any:
         def barrier(self) -> None:
             gather_objects(None)
 
-    shared = Shared(pretrained=model, tokenizer=tokenizer, **options)
-    shared._rank, shared._world_size = process_index(), num_processes()
-    return shared
+    return Shared(pretrained=model, tokenizer=tokenizer, **options)
 
 
 def _find_tokenizer(run: EvaluationRun) -> Any:
