@@ -144,6 +144,7 @@ def test_rows_of_json_lines_are_what_is_written_in_them():
     assert [lines[index] for index in range(len(lines))] == rows
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # older `datasets` leave CSV files open
 def test_paths_are_folders_globs_and_urls_too():
     import fsspec
 
