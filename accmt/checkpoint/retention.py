@@ -119,7 +119,7 @@ def is_kept_by_interval(path: Path) -> bool:
 
 
 def _interval_of(info: Mapping[str, Any], every: Every) -> int:
-    counted: int = info["epoch" if every.unit == "epoch" else "global_step"]
+    counted: int = info["epochs_done" if every.unit == "epoch" else "global_step"]
     return int(counted // every.number)
 
 

@@ -205,7 +205,7 @@ def test_the_ledger_can_be_off_and_its_arguments_are_checked() -> None:
 
 @pytest.mark.parametrize(
     ("every", "keep_every", "kept"),
-    [(1, "5 steps", [5, 10, 12]), (3, "1 epoch", [6, 9, 12]), (1, "4 steps", [4, 8, 12])],
+    [(1, "5 steps", [5, 10, 12]), (3, "1 epoch", [6, 9, 12]), (1, "4 steps", [4, 8, 12]), (4, "1 epoch", [4, 8, 12])],
 )
 def test_keyframes_are_kept_for_good(every: int, keep_every: str, kept: list[int]) -> None:
     """Four steps make an epoch; a run that resumes goes on as an unbroken one."""
