@@ -260,12 +260,10 @@ class AcceleratorModule(LogsValues):
             `ExtendedAcceleratorModule` for this.
         wants_sample_losses: During a run that mixes data sets: whether `training_step` may also return the loss of each
             sample as "losses", and their weights as "weights".
-        packing_defaults: With `packing`, the value for each token of entries that only some samples have.
     """
 
     uses_manual_optimization: ClassVar[bool] = False
     wants_sample_losses: bool = False
-    packing_defaults: Mapping[str, float] = MappingProxyType({})
 
     model: nn.Module
     teacher: nn.Module | None = None

@@ -7,6 +7,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "true"
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, which tests send, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if sys.version_info >= (3, 14):  # where workers of a DataLoader would come from a fork server, which wants to pickle
     multiprocessing.set_start_method("fork")  # their data, and those of tests are often classes within functions

@@ -13,10 +13,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from accmt import AcceleratorModule, Trainer, read_files
+from tests.launching import SCRIPTS, launch
 from tests.resume.unbroken import InterruptAt, InterruptionError
 
 FILES = 3
@@ -155,3 +157,31 @@ def train(
 
 def weights_of(module: Points) -> list[list[float]]:
     return [parameter.detach().flatten().tolist() for parameter in module.model.parameters()]
+
+
+def check_resume(kind: str, workers: int) -> None:
+    """Check that an interrupted run on files is the uninterrupted one, and reads each row once per epoch."""
+    folder = write(kind, Path.cwd())
+    unbroken = train("unbroken", read(folder), dataloader_num_workers=workers)
+    first = train("parts", read(folder), dataloader_num_workers=workers, stop=3)
+    rest = train("parts", read(folder), dataloader_num_workers=workers, resume=True)
+    assert weights_of(rest) == weights_of(unbroken)
+    assert [sorted(sum(unbroken.seen[epoch * 7 :][:7], [])) for epoch in range(2)] == [list(range(38))] * 2
+    assert first.seen[:2] + rest.seen == unbroken.seen
+
+
+def check_processes(kinds: Sequence[str], folder: Path) -> None:
+    """Check that two processes train on the rows of one, in the same steps, and resume bit for bit."""
+    from tests.distributed.scripts import readers
+
+    for kind in kinds:
+        write(kind, folder)
+    result = folder / "result.json"
+    launch(SCRIPTS / "readers.py", str(result), str(folder), *kinds, processes=2, result=result)
+    for kind, together in json.loads(result.read_text()).items():
+        alone = readers.run(folder, kind, workers=0)
+        assert together["parts"]["weights"] == together["whole"]["weights"]
+        for ours, theirs in zip(together["whole"]["weights"], alone["whole"]["weights"], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+        seen = [sum(batches, []) for batches in zip(*together["whole"]["seen"], strict=True)]
+        assert seen == alone["whole"]["seen"][0]

@@ -190,7 +190,7 @@ class BenchmarkTasks(Feature):
     def __init__(self, run: EvaluationRun, section: TaskSection) -> None:
         self._run = run
         self._section = section
-        self._tokenizer = _find_tokenizer(run)
+        self._tokenizer = find_tokenizer(run, _WHERE, "encode the tasks")
         model = run.module.unwrapped_model
         has_all = all(hasattr(model, name) for name in ("config", "device", "tie_weights"))
         no_model = "train a transformers model, or remove `evaluation.tasks`"
@@ -272,7 +272,17 @@ def _build_model(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Any:
     return Shared(pretrained=model, tokenizer=tokenizer, **options)
 
 
-def _find_tokenizer(run: EvaluationRun) -> Any:
+def find_tokenizer(run: EvaluationRun, where: str, purpose: str) -> Any:
+    """Return the tokenizer of a module.
+
+    Args:
+        run: The run.
+        where: The setting that needs it.
+        purpose: What for.
+
+    Raises:
+        ArgumentError: The module has none.
+    """
     module = run.module
     for owner in (getattr(module, "processor", None), getattr(module, "tokenizer", None)):
         tokenizer = getattr(owner, "tokenizer", owner)  # a processor of text and images has one
@@ -280,7 +290,7 @@ def _find_tokenizer(run: EvaluationRun) -> Any:
             return tokenizer
     got = f"{type(module).__name__} has no tokenizer"
     do = "set self.processor = tokenizer in the module, or pass processor=tokenizer to `fit`"
-    raise ArgumentError(explain(_WHERE, got, "a tokenizer, to encode the tasks", do))
+    raise ArgumentError(explain(where, got, f"a tokenizer, to {purpose}", do))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accmt.addons.benchmark_tasks import TaskSection, read_tasks
+from accmt.addons.benchmark_tasks import TaskSection, find_tokenizer, read_tasks
 from accmt.data import MicroBatch
 from accmt.errors import ArgumentError, HyperParameterError, explain, nearest
 from accmt.features.hooks import Feature
@@ -124,7 +124,7 @@ class Generation(Feature):
     def __init__(self, run: EvaluationRun, section: EvaluationSection) -> None:
         self._run = run
         self._section = section
-        self._tokenizer = _find_tokenizer(run)
+        self._tokenizer = find_tokenizer(run, "evaluation.generate", "decode what is generated")
         self._options = dict(section.generate or {})
         _check_options(run, self._options)
         if not any(name in self._options for name in _LIMITS):
@@ -298,17 +298,6 @@ def _require_text(batch: Any) -> None:
             got = f"a batch with {name!r} of shape {tuple(value.shape)}"
             do = "return the texts from validation_step, and remove `evaluation.generate`"
             raise ArgumentError(explain("evaluation.generate", got, "prompts that are only text", do))
-
-
-def _find_tokenizer(run: EvaluationRun) -> Any:
-    module = run.module
-    for owner in (getattr(module, "processor", None), getattr(module, "tokenizer", None)):
-        tokenizer = getattr(owner, "tokenizer", owner)  # a processor of text and images has one
-        if hasattr(tokenizer, "decode"):
-            return tokenizer
-    got = f"{type(module).__name__} has no tokenizer"
-    do = "set self.processor = tokenizer in the module, or pass processor=tokenizer to `fit`"
-    raise ArgumentError(explain("evaluation.generate", got, "a tokenizer, to decode what is generated", do))
 
 
 def _check_options(run: EvaluationRun, options: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -111,12 +110,10 @@ class DocumentPacker:
 
     Args:
         gives_bounds: Whether to add document bounds, for attention kernels that use them.
-        defaults: The value, for each token, of entries that only some samples have.
     """
 
-    def __init__(self, *, gives_bounds: bool = False, defaults: Mapping[str, float] = MappingProxyType({})) -> None:
+    def __init__(self, *, gives_bounds: bool = False) -> None:
         self._gives_bounds = gives_bounds
-        self._defaults = defaults
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return a row.
@@ -128,7 +125,6 @@ class DocumentPacker:
         if not documents:
             do = "remove samples without tokens from the data"
             raise DataError(explain(_WHERE, "a row with only empty samples", "samples with tokens", do))
-        self._add_defaults(documents)
         first = documents[0]
         for other in documents[1:]:
             if first.keys() != other.keys():
@@ -141,12 +137,6 @@ class DocumentPacker:
             bounds, longest = lengths.cumsum(0).to(torch.int32), int(lengths.max())
             row |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         return row
-
-    def _add_defaults(self, documents: Sequence[dict[str, torch.Tensor]]) -> None:
-        for name, value in self._defaults.items():
-            if any(name in document for document in documents):
-                for document in documents:
-                    document.setdefault(name, torch.full(document["input_ids"].shape, value))
 
 
 def count_targets(row: Mapping[str, Any]) -> int:

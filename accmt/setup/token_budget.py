@@ -88,10 +88,8 @@ class TokenBatcher:
         if not self.settings.hps.packing:
             return self.options
         # For flash attention, batches contain the document bounds.
-        has_flash, defaults = "flash" in str(attention_of(self.module.model)), self.module.packing_defaults
-        make_packer = getattr(self.module, "make_packer", None) or DocumentPacker
-        packer = make_packer(gives_bounds=has_flash, defaults=defaults)
-        return self.options | {"collate": packer}
+        packer_class = getattr(self.module, "packer_class", DocumentPacker)
+        return self.options | {"collate": packer_class(gives_bounds="flash" in str(attention_of(self.module.model)))}
 
     @property
     def _budget(self) -> TokenBudget:

@@ -9,24 +9,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from accmt import read_files
 from accmt.errors import ArgumentError, DataError
-from tests.distributed.scripts import readers
 from tests.files_of_rows import (
     _write_litdata,
     _write_mds,
+    check_processes,
+    check_resume,
     make_rows,
     read,
     stand_in_for_torchvision,
     train,
-    weights_of,
     write,
 )
-from tests.launching import SCRIPTS, launch
 
 stand_in_for_torchvision()
 pytestmark = [
@@ -60,27 +58,11 @@ def test_rows_are_what_was_written_in_any_order(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_resumes_bit_for_bit(kind: str, workers: int):
-    folder = write(kind, Path.cwd())
-    unbroken = train("unbroken", read(folder), dataloader_num_workers=workers)
-    first = train("parts", read(folder), dataloader_num_workers=workers, stop=3)
-    rest = train("parts", read(folder), dataloader_num_workers=workers, resume=True)
-    assert weights_of(rest) == weights_of(unbroken)
-    assert [sorted(sum(unbroken.seen[epoch * 7 :][:7], [])) for epoch in range(2)] == [list(range(38))] * 2
-    assert first.seen[:2] + rest.seen == unbroken.seen
+    check_resume(kind, workers)
 
 
 def test_two_processes_train_on_the_rows_of_one_and_resume_bit_for_bit(tmp_path: Path):
-    for kind in KINDS:
-        write(kind, tmp_path)
-    result = tmp_path / "result.json"
-    launch(SCRIPTS / "readers.py", str(result), str(tmp_path), *KINDS, processes=2, result=result)
-    for kind, together in json.loads(result.read_text()).items():
-        alone = readers.run(tmp_path, kind, workers=0)
-        assert together["parts"]["weights"] == together["whole"]["weights"]
-        for ours, theirs in zip(together["whole"]["weights"], alone["whole"]["weights"], strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-9)
-        seen = [sum(batches, []) for batches in zip(*together["whole"]["seen"], strict=True)]
-        assert seen == alone["whole"]["seen"][0]
+    check_processes(KINDS, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

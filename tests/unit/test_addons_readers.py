@@ -18,7 +18,7 @@ from accmt import StepsCurriculum, Trainer, read_files
 from accmt.addons.readers import places
 from accmt.data.samplers import Order
 from accmt.errors import ArgumentError, DataError, MissingPackageError
-from tests.files_of_rows import FILES, HPS, Points, make_rows, read, to_sample, train, weights_of, write
+from tests.files_of_rows import FILES, HPS, Points, check_resume, make_rows, read, to_sample, train, write
 
 pytestmark = pytest.mark.feature("N106")
 KINDS = ("parquet", "jsonl", "file", "stream", "feather")
@@ -46,13 +46,7 @@ def test_rows_are_what_was_written_in_any_order(kind: str):
     ("kind", "workers"), [*((kind, 0) for kind in KINDS), ("parquet", 2), ("jsonl", 2), ("stream", 2)]
 )
 def test_a_run_resumes_bit_for_bit(kind: str, workers: int):
-    folder = write(kind, Path.cwd())
-    unbroken = train("unbroken", read(folder), dataloader_num_workers=workers)
-    first = train("parts", read(folder), dataloader_num_workers=workers, stop=3)
-    rest = train("parts", read(folder), dataloader_num_workers=workers, resume=True)
-    assert weights_of(rest) == weights_of(unbroken)
-    assert [sorted(sum(unbroken.seen[epoch * 7 :][:7], [])) for epoch in range(2)] == [list(range(38))] * 2
-    assert first.seen[:2] + rest.seen == unbroken.seen
+    check_resume(kind, workers)
 
 
 def test_row_groups_are_shuffled_a_few_at_a_time_and_read_once():

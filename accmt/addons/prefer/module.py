@@ -27,6 +27,7 @@ from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import TokenizedRows, padding_id
 from accmt.checkpoint.frozen import digest_of
 from accmt.data import is_stream
+from accmt.data.packing import DocumentPacker
 from accmt.engine.accelerator import current_accelerator
 from accmt.engine.shards import building_for
 from accmt.errors import ArgumentError, CheckpointError, DataError, explain, nearest
@@ -308,14 +309,14 @@ class PreferenceModule(RowModule):
         return logits
 
     @property
-    def make_packer(self) -> type[PackAnswers] | None:
-        """What packs pairs into rows; None for single answers, which KTO compares with others."""
-        return None if self.needs_window_sums else PackAnswers
+    def packer_class(self) -> type[DocumentPacker]:
+        """What packs pairs into rows. Single answers, which KTO compares with others, have none that accepts them."""
+        return DocumentPacker if self.needs_window_sums else PackAnswers
 
     def length_of(self, sample: Any) -> int | None:
         """Return the tokens of a sample: in packed rows, without padding the shorter answer."""
         is_packed = getattr(self, "trainer", None) is not None and self.trainer.hps.packing
-        return sum(map(len, sample["input_ids"])) if is_packed and self.make_packer else None
+        return sum(map(len, sample["input_ids"])) if is_packed and not self.needs_window_sums else None
 
     def make_samples(self, rows: Any) -> Any:
         """Return rows as samples; those of KTO have an answer to another prompt, too."""

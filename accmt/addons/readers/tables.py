@@ -16,8 +16,8 @@ _FILE_MAGIC = b"ARROW1"
 _INSTALL = '"accmt-trainer[parquet]"'
 
 
-class Parquet:
-    """Reads Parquet files, one row group at a time.
+class _Tables:
+    """Reads files of tables.
 
     Args:
         columns: The columns to read; None reads all.
@@ -28,9 +28,13 @@ class Parquet:
     """
 
     def __init__(self, columns: Sequence[str] | None, *, arrays: bool = True) -> None:
-        load_library("Parquet files", "pyarrow.parquet", _INSTALL)
+        load_library("Parquet and Arrow files", "pyarrow.parquet", _INSTALL)
         self._columns = None if columns is None else list(columns)
         self._arrays = arrays
+
+
+class Parquet(_Tables):
+    """Reads Parquet files, one row group at a time."""
 
     def examine(self, file: DataFile) -> Layout:
         """Read the footer of a file.
@@ -77,21 +81,8 @@ def _source_of(file: DataFile) -> Any:
     return file.path if file.storage is None else file.open()
 
 
-class Arrow:
-    """Reads Arrow files, in the format of files (Feather) or of streams, one record batch at a time.
-
-    Args:
-        columns: The columns to read; None reads all.
-        arrays: Whether lists of numbers become arrays.
-
-    Raises:
-        MissingPackageError: pyarrow is not installed.
-    """
-
-    def __init__(self, columns: Sequence[str] | None, *, arrays: bool = True) -> None:
-        load_library("Arrow files", "pyarrow.ipc", _INSTALL)
-        self._columns = None if columns is None else list(columns)
-        self._arrays = arrays
+class Arrow(_Tables):
+    """Reads Arrow files, in the format of files (Feather) or of streams, one record batch at a time."""
 
     def examine(self, file: DataFile) -> Layout:
         """Count the rows of the record batches of a file.

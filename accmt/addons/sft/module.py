@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -18,6 +17,7 @@ from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS
 from accmt.addons.sft.images import split_processor
 from accmt.addons.sft.rows import (
     Masking,
+    PackRows,
     PadRows,
     RowReader,
     TokenizedRows,
@@ -27,6 +27,7 @@ from accmt.addons.sft.rows import (
     padding_id,
 )
 from accmt.data import is_stream
+from accmt.data.packing import DocumentPacker
 from accmt.data.seeding import seeded_generators
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface.model_kinds import begins_with_prompt
@@ -62,7 +63,6 @@ class RowModule(HuggingFaceModule):
 
     section_name: ClassVar[str] = "sft"
     build_seed: int | None = None
-    packing_defaults: Mapping[str, float] = MappingProxyType({LOSS_WEIGHTS: 1.0})
 
     def __init__(
         self,
@@ -120,6 +120,11 @@ class RowModule(HuggingFaceModule):
     def tokenizer(self) -> Any:
         """The tokenizer, which a processor has in addition to other parts."""
         return self._reader.tokenizer
+
+    @property
+    def packer_class(self) -> type[DocumentPacker]:
+        """What packs samples into rows."""
+        return PackRows
 
     @classmethod
     def arguments_of(cls, section: Any) -> dict[str, Any]:

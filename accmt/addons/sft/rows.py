@@ -15,6 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 from accmt.addons.readers.rows import FileRows
 from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS, MaskedRow, Problem, find_answers, find_messages, mask_row
 from accmt.addons.sft.images import ImageReader
+from accmt.data.packing import DocumentPacker
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.huggingface.model_kinds import is_peft_model
@@ -258,6 +259,16 @@ def make_stream(rows: Iterable[Any], reader: RowReader) -> TokenizedStream:
 def padding_id(tokenizer: Any) -> int:
     """Return the token with which to pad; the attention mask and the labels exclude it."""
     return (tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id) or 0
+
+
+class PackRows(DocumentPacker):
+    """Packs rows of tokens; if some rows have weights, the tokens of the others have weight 1."""
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a row."""
+        if any(LOSS_WEIGHTS in sample for sample in samples):
+            samples = [{LOSS_WEIGHTS: [1.0] * len(sample["input_ids"]), **sample} for sample in samples]
+        return super().__call__(samples)
 
 
 class PadRows:
