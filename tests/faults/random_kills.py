@@ -11,7 +11,8 @@ tp-2` with split ones.
 kill; ACCMT_TEST_WIDTH=512 makes checkpoints of 3 MB. With `--disks`, each process has a disk of its own (root only), of
 which any number are wiped.
 `--trainer mixed` trains on three sources, whose weights change at a step. `--trainer prefer` tunes a model on
-preferences, after computing the reference; with ACCMT_TEST_LOSS=kto, on single answers.
+preferences, after computing the reference; with ACCMT_TEST_LOSS=kto, on single answers; with ACCMT_TEST_QUANTIZED=1, an
+adapter on a model in 4 bits (bitsandbytes, which `make quantized` installs).
 `--max-tokens 12` cuts the samples of each step by a token budget; `--trainer packed` packs documents into rows.
 """
 

@@ -2,7 +2,8 @@
 
     killed_prefer_run.py <folder> <workers> <async: 0 or 1> [<max_tokens>]
 
-ACCMT_TEST_LOSS is the loss. The file `started` is there when the reference is about to be computed.
+ACCMT_TEST_LOSS is the loss. ACCMT_TEST_QUANTIZED=1 tunes an adapter on a model in 4 bits. The file `started` is there
+when the reference is about to be computed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from accmt import PreferenceModule
 from tests import conversations
@@ -21,6 +23,7 @@ from tests.conversations import make_tokenizer
 from tests.faults.scripts.killed_run import HPS, SAMPLES, WIDTH, train
 
 LOSS: Any = os.environ.get("ACCMT_TEST_LOSS", "dpo")
+IS_QUANTIZED = "ACCMT_TEST_QUANTIZED" in os.environ
 WORDS = ["the", "rain", "window", "price", "don't", "e.g.", "yes"]
 
 
@@ -36,22 +39,30 @@ def make_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def make_module() -> PreferenceModule:
-    tokenizer = make_tokenizer(conversations.CHATML)
+def make_model(vocabulary: int) -> Any:
     torch.manual_seed(0)
+    width = 64 if IS_QUANTIZED else WIDTH // 8
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH // 8,
-        intermediate_size=WIDTH // 4,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
         attention_dropout=0.1,
     )
-    return PreferenceModule(LlamaForCausalLM(config), tokenizer, LOSS, reference_folder="reference")
+    model: Any = LlamaForCausalLM(config)
+    if not IS_QUANTIZED:
+        return model
+    model.save_pretrained("base")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained("base", quantization_config=four_bits)
+    return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1))
 
 
 def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None) -> None:
-    module = make_module()
+    tokenizer = make_tokenizer(conversations.CHATML)
+    model = make_model(len(tokenizer))
+    module = PreferenceModule(model, tokenizer, LOSS, reference_folder="reference")
     Path("started").write_text("computing")
     train(module, make_rows(), HPS | {"max_tokens": max_tokens}, folder, workers, is_async)
 
