@@ -112,7 +112,7 @@ class Curriculum(ConcatDataset[Any]):
         )
 
     def describe_files(self) -> dict[str, str]:
-        """Return what the stages tell of their files, by the stage and the file."""
+        """Return the descriptions of the stages' files, by the stage and the file."""
         return files_of(self._named)
 
     @property

@@ -376,8 +376,8 @@ def compare_files(
     """Check that a resumed epoch has the files that it began with; log it if a later epoch has others.
 
     Args:
-        before: What the dataset told of its files when the checkpoint was written; None if it told nothing.
-        files: What it tells now.
+        before: The dataset's descriptions of its files when the checkpoint was written; None if it had none.
+        files: Those of now.
         options: The source's options.
         is_in_epoch: Whether the epoch had begun.
     """

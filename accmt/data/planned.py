@@ -112,7 +112,7 @@ class PlannedSource:
 
     @cached_property
     def files(self) -> dict[str, Any]:
-        """What the dataset tells of its files, for positions; empty if it tells nothing."""
+        """The dataset's descriptions of its files, for positions; empty if it has none."""
         describe = getattr(self._dataset, "describe_files", None)
         return {} if describe is None else {"files": describe()}
 

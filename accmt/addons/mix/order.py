@@ -23,9 +23,9 @@ def methods_of(sources: Mapping[str, Any], method: str) -> dict[str, Any]:
 
 
 def files_of(sources: Mapping[str, Any]) -> dict[str, str]:
-    """Return what sources tell of their files, by the name of the source and the file."""
+    """Return the descriptions of files, by the name of the source and the file."""
     described = {name: describe() for name, describe in methods_of(sources, "describe_files").items()}
-    return {f"{name}: {file}": told for name, files in described.items() for file, told in files.items()}
+    return {f"{name}: {file}": digest for name, files in described.items() for file, digest in files.items()}
 
 
 class Stage(NamedTuple):

@@ -133,7 +133,7 @@ class Mixture(ConcatDataset[Any]):
         )
 
     def describe_files(self) -> dict[str, str]:
-        """Return what the sources tell of their files, by the name of the source and the file."""
+        """Return the descriptions of the sources' files, by the name of the source and the file."""
         return files_of(dict(zip(self.names, self.datasets, strict=True)))
 
     def _mean_tokens(self, module: Any) -> list[Fraction]:

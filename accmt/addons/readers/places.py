@@ -1,4 +1,4 @@
-"""Finds the files of data: paths, folders, globs and URLs, and what tells one version of a file from another."""
+"""Finds the files of data: paths, folders, globs and URLs, and what identifies a version of a file."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class FileRows(Dataset[Any]):
         return sorted({index for start in starts for index in range(start, start + run)})
 
     def describe_files(self) -> dict[str, str]:
-        """Return what tells whether a file is the same as before, by the file's name within the paths."""
+        """Return a digest of each file, to find files that have changed, by the file's name within the paths."""
         described: dict[str, str] = {}
         for file, digest in zip(self.files, self._digests, strict=True):
             name = file.label if file.label not in described else f"{len(described)}: {file.label}"

@@ -120,8 +120,8 @@ class ImageReader(NamedTuple):
 def _align(short: Sequence[int], expanded: Sequence[int], image: int) -> list[int | None] | None:
     """Return for each expanded token its place in the short row, None for those of images.
 
-    Either the token of an image is repeated, or it is replaced by any tokens, which can be told from the text if there
-    is one image.
+    Either the token of an image is repeated, or it is replaced by any tokens, which can be distinguished from the text
+    if there is one image.
 
     Returns:
         None if the text around the images was changed, too.

@@ -140,7 +140,7 @@ class TokenizedRows(Dataset[dict[str, Any]]):
         self.follow(rows, has_same_order=self._turns is None or len(self._turns) == len(rows))
 
     def follow(self, rows: Any, *, has_same_order: bool = True) -> None:
-        """Have the order of rows that are slow to read in any order, and tell of their files."""
+        """Use the order of rows that are slow to read in any order, and the descriptions of their files."""
         if has_same_order and hasattr(rows, "shuffle_rows"):
             self.shuffle_rows, self.spread = rows.shuffle_rows, rows.spread
         if hasattr(rows, "describe_files"):
