@@ -235,7 +235,7 @@ def test_the_newest_counts_even_if_it_is_pinned(bucket: Any, saved: list[Path], 
     """As in the local folder."""
     remote, store = RemoteFolder(URL), CheckpointStore(tmp_path, max_checkpoints=2, keep_every=Every(1, "epoch"))
     for step in (1, 2, 3, 4):
-        info = {"epoch": step // 4, "global_step": step, "run_name": "run"}
+        info = {"epoch": step // 4, "epochs_done": step // 4, "global_step": step, "run_name": "run"}
         remote.upload(save_with(store, step, lambda folder: (folder / "x").write_text("x") and None, info))
         remote.prune(2)
         local = [one.manifest.step for one in inspect(tmp_path) if one.manifest]
