@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from accmt.data import MicroBatch, Window
     from accmt.loop.weighting import AccumulationWindow
+    from accmt.metrics import Metric
     from accmt.metrics.averages import Rider, Weight
     from accmt.module import AcceleratorModule
     from accmt.options import Settings
@@ -255,6 +256,14 @@ class Feature:
         Processes: all.
         """
 
+    def make_metrics(self) -> Sequence[Metric]:
+        """Return metrics of a validation set that is about to be evaluated, in addition to the user's.
+
+        A metric whose input the validation step does not return is left out. The results replace averages of the same
+        name.
+        """
+        return ()
+
     def before_set(self) -> None:
         """Called before the first batch of a validation, test or prediction set."""
 
@@ -344,6 +353,7 @@ class Features:
     exchange: tuple[Callable[[], Rider], ...]
     add_to_row: tuple[Callable[[dict[str, float]], None], ...]
     after_row: tuple[Callable[[Mapping[str, float]], None], ...]
+    make_metrics: tuple[Callable[[], Sequence[Metric]], ...]
     before_set: tuple[Callable[[], None], ...]
     before_set_batch: tuple[Callable[[MicroBatch], None], ...]
     before_set_forward: tuple[Callable[[], None], ...]

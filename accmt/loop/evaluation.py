@@ -347,6 +347,7 @@ class _SetEvaluation(SetPass):
         self._collector = ValidationCollector(
             run.metrics[key],
             run.module.logs.of_evaluation,
+            added=[*chain.from_iterable(make_metrics() for make_metrics in run.features.make_metrics)],
             chunk_bytes=run.settings.evaluation.metric_options.chunk_bytes,
         )
         self._gave_weight: set[bool] = set()

@@ -24,6 +24,7 @@ class ValidationCollector:
     Args:
         metrics: The metrics to compute; each is reset.
         logged: Receives values logged during the evaluation; None if there are none.
+        added: Metrics that are computed if the step returns their inputs, and replace averages of the same name.
         chunk_bytes: Bytes of each process's predictions to send at a time; None sends all at once.
     """
 
@@ -32,10 +33,12 @@ class ValidationCollector:
         metrics: Sequence[Metric],
         logged: LoggedValues | None = None,
         *,
+        added: Sequence[Metric] = (),
         chunk_bytes: int | None = CHUNK_BYTES,
     ) -> None:
         self._chunk_bytes = chunk_bytes
-        computed = [metric for metric in metrics if not isinstance(metric, ReportedValue)]
+        self._added = {metric.name for metric in added}
+        computed = [metric for metric in (*metrics, *added) if not isinstance(metric, ReportedValue)]
         self._metrics = {metric.name: metric for metric in computed}
         self._accumulations = {metric.name: metric.accumulate() for metric in computed}
         self._scalars = LoggedValues() if logged is None else logged
@@ -93,7 +96,10 @@ class ValidationCollector:
         self._scalars.close()
         every = gather_from_data((self._scalars.take(), set(self._num_entries)))
         returned: set[str] = set().union(*(names for _, names in every))
-        for name in (name for name in self._accumulations if name not in returned):
+        missing = self._accumulations.keys() - returned
+        for name in missing & self._added:
+            del self._accumulations[name]
+        for name in (name for name in self._accumulations if name in missing):
             got = f"no predictions; validation_step returned {sorted(returned)}"
             do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
             do += f'; or pass metrics={{"{name}": "max"}} (or "min") if a step or a hook reports its value'
@@ -112,7 +118,7 @@ class ValidationCollector:
                 on_error(self._metrics[name], error)
                 values = dict.fromkeys(self._metrics[name].directions, math.nan)
             twice = sorted(set(values) & set(results))
-            if twice:
+            if twice and name not in self._added:
                 got = f"the result {twice[0]!r}, which already exists"
                 do = "rename the entry of validation_step or the result of the metric"
                 raise metric_error(name, got, "unique names", do)

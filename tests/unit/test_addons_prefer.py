@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import IterableDataset
 
-from accmt import DistillationModule, PreferenceModule, RewardModule, Trainer
+from accmt import Callback, DistillationModule, PreferenceModule, RewardModule, Trainer
 from accmt.addons.prefer import losses
 from accmt.addons.sft.chat import IGNORED, mask_row
 from accmt.errors import ArgumentError, CheckpointError, DataError, ModuleContractError
@@ -348,6 +348,47 @@ def test_steps_of_kto_are_those_of_whole_batches_by_hand_for_any_split(tmp_path:
     for name, label in (("reward_desirable", True), ("reward_undesirable", False)):
         assert found[name] == pytest.approx(float(torch.stack(rewards[label]).mean()), rel=1e-6)
     assert found["margin"] == pytest.approx(found["reward_desirable"] - found["reward_undesirable"])
+
+
+@pytest.mark.parametrize("folder", [None, "reference"])
+def test_results_of_kto_are_those_of_the_whole_set_for_any_batch_size(tmp_path: Path, folder: str | None):
+    """Thirteen rows, of which one is not trained and one has more weight; the baseline is the mean over all."""
+    rows = [{**row, "weight": 2.5} if index == 3 else row for index, row in enumerate(labeled(13))]
+    others = [rows[(index + 1) % 13]["completion"] for index in range(13)]
+    start, model = moved(make_model()), make_model()
+    lost = kto_by_hand(model, start, rows, others)
+    found: dict[str, dict[str, float]] = {}
+    sizes: dict[str, dict[str, Any]] = {
+        "1": {"batch_size": [4, 1]},
+        "3": {"batch_size": [4, 3]},
+        "8": {"batch_size": [4, 8]},
+        "budget": {"max_tokens": 100},
+    }
+    for name, hps in sizes.items():
+        kept = folder and tmp_path / folder
+        module = PreferenceModule(moved(make_model()), tokenizer(), "kto", reference_folder=kept, **KTO)
+        hps = {**hps, "optim": {"type": "SGD", "lr": 0.0}}
+        own = {"callbacks": StartFrom(model), "metrics": {"margin": "max"}, "model_saving": "best_margin"}
+        trainer = fit(tmp_path / name, rows, module=module, hps=hps, val=rows, **own)
+        found[name] = trainer.state.metrics
+        assert trainer.test(module, rows)["test_loss"] == pytest.approx(found[name]["val_loss"], rel=1e-6)
+    assert found["8"]["val_loss"] == pytest.approx(float(lost.detach()), rel=1e-6)
+    for name, metrics in found.items():
+        assert metrics.keys() == found["8"].keys()
+        assert "kto" not in metrics
+        for metric, value in found["8"].items():
+            assert metrics[metric] == pytest.approx(value, rel=1e-6), (name, metric)
+    assert found["8"]["baseline"] > 0.01
+
+
+class StartFrom(Callback):
+    """Replaces the weights of the model when the reference is known."""
+
+    def __init__(self, model: Any) -> None:
+        self._weights = model.state_dict()
+
+    def on_fit_start(self) -> None:
+        self.module.unwrapped_model.load_state_dict(self._weights)
 
 
 def test_the_baseline_of_kto_does_not_depend_on_dropout(tmp_path: Path):

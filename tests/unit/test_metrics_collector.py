@@ -216,6 +216,13 @@ def test_a_result_with_the_name_of_another_value_is_rejected():
         )
 
 
+def test_an_added_metric_replaces_averages_and_may_have_no_input():
+    added = [Seen("rows", result={"rows": 1.0, "val_loss": 0.5}), Seen("absent")]
+    collector = ValidationCollector([Seen()], added=added)
+    collector.add({"val_loss": 2.0, "acc": 0.25, "seen": ([1], [1]), "rows": ([1], [1])}, 1)
+    assert collector.compute() == {"val_loss": 0.5, "acc": 0.25, "seen": 0.0, "rows": 1.0}
+
+
 def test_the_order_is_that_of_positions_where_they_are_given():
     metric = Seen()
     collector = ValidationCollector([metric])

@@ -172,3 +172,8 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
     total = weights.sum()
     mean: Tensor = (values * weights).sum() / torch.where(total > 0, total, 1)
     return mean
+
+
+def share_right(margins: Tensor) -> Tensor:
+    """Return 1 for each positive margin, and a half for each of 0, as at the start of training."""
+    return (margins.sign() + 1) / 2

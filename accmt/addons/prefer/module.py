@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import fields
-from math import nan
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +21,7 @@ from accmt.addons.prefer import losses
 from accmt.addons.prefer.objectives import LossName, Objective, Reference
 from accmt.addons.prefer.reference import with_reference
 from accmt.addons.prefer.rows import TOKENS, AnswersReader, LabeledRows, PackAnswers, PadAnswers, PadLabeled
+from accmt.addons.prefer.whole_set import KTOResults
 from accmt.addons.sft.chat import IGNORED
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import TokenizedRows, padding_id
@@ -188,9 +188,18 @@ class PreferenceModule(RowModule):
         """Whether the loss depends on the whole optimizer step, as KTO's baseline does."""
         return self.objective.loss == "kto"
 
-    @torch.no_grad()
     def sum_for_window(self, batch: Any) -> Tensor:
-        """Return the weighted sum of the log-ratios of answers to other prompts, and the sum of weights, for KTO.
+        """Return the weighted sum of the log-ratios of answers to other prompts, and the sum of weights, for KTO."""
+        ratios, weights = self._other_ratios(batch), batch["weight"]
+        return torch.stack([(ratios * weights).sum(), weights.sum().to(ratios.dtype)])
+
+    def make_metric(self, loss_name: str) -> KTOResults:
+        """Return the metric that computes the results of a whole validation set, for KTO."""
+        return KTOResults(self.objective, loss_name)
+
+    @torch.no_grad()
+    def _other_ratios(self, batch: Any) -> Tensor:
+        """Return the log-ratios of the answers to other prompts `[samples]`.
 
         The model runs without dropout, so that the baseline does not depend on how a step is split.
         """
@@ -200,21 +209,27 @@ class PreferenceModule(RowModule):
         known = batch.get("reference")
         if known is None:
             known = log_probs(self._reference_logits(batch), batch).sums
-        weights = batch["weight"]
-        return torch.stack([((own - known)[:, 0] * weights).sum(), weights.sum().to(own.dtype)])
+        ratios: Tensor = (own - known)[:, 0]
+        return ratios
 
     def step(self, batch: Any) -> dict[str, Any]:
         """Return the mean loss over the pairs (or answers), and their number or total weight as weight."""
-        return self._evaluate(batch, self.window_sums, with_kl=False)
+        return self._evaluate(batch, self.window_sums)
 
     def validation_step(self, batch: Any, key: str = "") -> dict[str, Any]:
-        """Return the loss, and the KL divergence from the reference in addition."""
-        return self._evaluate(batch, None, with_kl=True)
+        """Return the loss, the KL divergence from the reference, and for KTO what the results of the set depend on."""
+        return self._evaluate(batch, None, in_evaluation=True)
 
-    def _evaluate(self, batch: Any, sums: list[float] | None, *, with_kl: bool) -> dict[str, Any]:
+    def _evaluate(self, batch: Any, sums: list[float] | None, *, in_evaluation: bool = False) -> dict[str, Any]:
         kind, weights = self.objective.kind, batch["weight"]
+        others: Tensor | None = None
+        baseline: Tensor | float | None = None
         if self.needs_window_sums:
-            sums = self.sum_for_window(batch).tolist() if sums is None else sums
+            if sums is None:
+                others = self._other_ratios(batch)
+                baseline = losses.weighted_mean(others, weights)
+            else:
+                baseline = sums[0] / (sums[1] or 1.0)
             batch = _own(batch)
         known = batch.get("reference")  # computed before training
         before = self._reference_logits(batch) if kind.needs_reference and known is None else None
@@ -225,18 +240,22 @@ class PreferenceModule(RowModule):
         scores = totals / own.lengths.clamp(min=1) if kind.is_per_token else totals
         # An answer without targets would have a probability of 1 and infinite odds, and 0 * inf is NaN.
         scores = torch.where(own.lengths > 0, scores, scores - 1)
-        if sums is not None:
-            baseline = scores.new_tensor(max(0.0, sums[0] / (sums[1] or 1.0)))
-            lost, values = self._score_answers(scores[:, 0], batch["is_desirable"] > 0, baseline, own)
+        if baseline is not None:
+            lost, values = self.objective.score_answers(scores[:, 0], batch["is_desirable"] > 0, baseline)
+            values["length"] = own.lengths[:, 0]
         else:
             lost, values = self._score_pairs(scores, totals if kind.needs_reference else scores, own)
-        if with_kl and before is not None:
+        if in_evaluation and before is not None:
             values["kl"] = _mean_kl(logits, before, batch["labels"])
+        rows = {}
+        if in_evaluation and others is not None:
+            rows = KTOResults.rows_of(scores[:, 0].detach(), others, batch["is_desirable"], weights)
         return {
             "loss": losses.weighted_mean(lost, weights),
             "weight": weights.sum(),
             **({"losses": lost.detach(), "weights": weights} if self.wants_sample_losses else {}),
             **{name: losses.weighted_mean(one.detach(), weights) for name, one in values.items()},
+            **rows,
         }
 
     def _score_pairs(self, scores: Tensor, totals: Tensor, own: LogProbs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -244,7 +263,7 @@ class PreferenceModule(RowModule):
         chosen, rejected = (self.objective.strength * totals).unbind(1)
         return self.objective.score(scores), {
             "margin": chosen - rejected,
-            "accuracy": share_right(chosen - rejected),
+            "accuracy": losses.share_right(chosen - rejected),
             "reward_chosen": chosen,
             "reward_rejected": rejected,
             "log_prob_chosen": own.sums[:, 0],
@@ -252,40 +271,6 @@ class PreferenceModule(RowModule):
             "length_chosen": own.lengths[:, 0],
             "length_rejected": own.lengths[:, 1],
         }
-
-    def _score_answers(
-        self, ratios: Tensor, is_desirable: Tensor, baseline: Tensor, own: LogProbs
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of each answer, for KTO."""
-        objective = self.objective
-        lost = losses.kto(
-            ratios,
-            is_desirable,
-            baseline,
-            beta=objective.strength,
-            desirable=objective.desirable_weight,
-            undesirable=objective.undesirable_weight,
-        )
-        rewards = objective.strength * ratios
-        values = {
-            "accuracy": share_right(torch.where(is_desirable, 1, -1) * (ratios - baseline)),
-            "baseline": baseline.expand_as(ratios),
-            "length": own.lengths[:, 0],
-        }
-        if self.state.stage != "train":  # `on_validation_end` makes means of them
-            values |= {
-                "share_desirable": is_desirable,
-                "reward_desirable": rewards * is_desirable,
-                "reward_undesirable": rewards * ~is_desirable,
-            }
-        return lost, values
-
-    def on_validation_end(self, key: str, outputs: dict[str, float]) -> None:
-        """Compute the mean rewards of desirable and of undesirable answers over the whole set, for KTO."""
-        if (share := outputs.pop("share_desirable", None)) is not None:
-            for name, number in (("reward_desirable", share), ("reward_undesirable", 1 - share)):
-                outputs[name] = outputs[name] / number if number else nan
-            outputs["margin"] = outputs["reward_desirable"] - outputs["reward_undesirable"]
 
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the logits of all answers, computed in one forward."""
@@ -417,11 +402,6 @@ def _others(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answers to other prompts as a batch."""
     others = {name: batch[f"other_{name}"] for name in TOKENS} | {"weight": batch["weight"]}
     return others | ({"reference": batch["reference"][:, 1:]} if "reference" in batch else {})
-
-
-def share_right(margins: Tensor) -> Tensor:
-    """Return 1 for each positive margin, and a half for each of 0, as at the start of training."""
-    return (margins.sign() + 1) / 2
 
 
 def _mean_kl(logits: Tensor, before: Tensor, labels: Tensor) -> Tensor:

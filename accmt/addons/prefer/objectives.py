@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from accmt.addons.prefer import losses
@@ -130,3 +131,27 @@ class Objective:
                 return losses.orpo(chosen, rejected, beta=self.strength)
             case _:
                 return losses.dpo(chosen, rejected, beta=self.strength, label_smoothing=self.label_smoothing)
+
+    def score_answers(
+        self, ratios: Tensor, is_desirable: Tensor, mean: Tensor | float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of each answer, for KTO.
+
+        Args:
+            ratios: The log-ratios of the answers `[samples]`.
+            is_desirable: Whether each answer is desirable `[samples]`.
+            mean: The mean log-ratio of answers to other prompts, over the whole batch or set.
+        """
+        baseline = torch.as_tensor(mean, dtype=ratios.dtype, device=ratios.device).clamp(min=0)
+        lost = losses.kto(
+            ratios,
+            is_desirable,
+            baseline,
+            beta=self.strength,
+            desirable=self.desirable_weight,
+            undesirable=self.undesirable_weight,
+        )
+        return lost, {
+            "accuracy": losses.share_right(torch.where(is_desirable, 1, -1) * (ratios - baseline)),
+            "baseline": baseline.expand_as(ratios),
+        }

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accmt.addons.prefer.losses import bradley_terry, in_full_precision, weighted_mean
-from accmt.addons.prefer.module import share_right
+from accmt.addons.prefer.losses import bradley_terry, in_full_precision, share_right, weighted_mean
 from accmt.addons.prefer.rows import AnswersReader, PadAnswers
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import padding_id

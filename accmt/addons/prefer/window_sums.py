@@ -1,8 +1,8 @@
-"""Sums over all micro-batches of an optimizer step, for losses with a term that is a mean over the whole batch."""
+"""Losses with a term that is a mean over the whole batch: over an optimizer step, and over a validation set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,9 +10,10 @@ import torch
 
 from accmt.data import MicroBatch, Window
 from accmt.features.hooks import Feature
+from accmt.metrics import Metric
 from accmt.precision import autocast
 from accmt.processes import sum_over_data
-from accmt.run import EvaluationRun, Run
+from accmt.run import EvaluationRun
 
 _STEP = "training_step"
 
@@ -31,17 +32,21 @@ class SumsWindows(Protocol):
     def sum_for_window(self, batch: Any) -> torch.Tensor:
         """Return what a micro-batch adds: the weighted sum of a value, and the sum of weights `[2]`."""
 
+    def make_metric(self, loss_name: str) -> Metric:
+        """Return the metric that computes the results of a whole validation set, under this name for the loss."""
+
 
 class WindowSums(Feature):
     """Reads each window whole, and computes its sums before the first of its micro-batches is trained on.
 
     The weights are those of the step's forward passes, so the sums are those of one big batch, for any accumulation,
-    token budget and number of processes.
+    token budget and number of processes. The results of an evaluation are computed at its end, from what the validation
+    step returns for each row.
     """
 
     name = "window_sums"
 
-    def __init__(self, run: Run, module: SumsWindows) -> None:
+    def __init__(self, run: EvaluationRun, module: SumsWindows) -> None:
         self._run = run
         self._module = module
         self._error: Exception | None = None
@@ -49,7 +54,7 @@ class WindowSums(Feature):
     @classmethod
     def for_run(cls, run: EvaluationRun) -> WindowSums | None:
         module: Any = run.module
-        return cls(run, module) if isinstance(run, Run) and getattr(module, "needs_window_sums", False) else None
+        return cls(run, module) if getattr(module, "needs_window_sums", False) else None
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -57,6 +62,10 @@ class WindowSums(Feature):
             yield
         finally:
             self._module.window_sums = None
+
+    def make_metrics(self) -> Sequence[Metric]:
+        """Return the metric of the module."""
+        return (self._module.make_metric(self._run.loss_name),)
 
     def reading(self, windows: Iterator[Window]) -> Iterator[Window]:
         """Compute the sums of each window.

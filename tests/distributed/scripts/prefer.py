@@ -116,11 +116,7 @@ def main(result: str, folder: str) -> None:
             "moved": float((whole - before).abs().max()),
             "resumes": torch.equal(whole, resumed),
             "weights": whole.tolist(),
-            "metrics": {
-                key: value
-                for key, value in trainer.state.metrics.items()
-                if kind["loss"] != "kto" or key not in ("val_loss", "baseline", "accuracy")  # of each batch
-            },
+            "metrics": trainer.state.metrics,
         }
     if is_main_process():
         Path(result).write_text(json.dumps(found))
