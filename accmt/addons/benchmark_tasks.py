@@ -8,7 +8,10 @@ or, with arguments of the harness:
     evaluation:
       tasks: {names: [my_task], path: tasks, num_fewshot: 2, limit: 200, batch_size: 8}
 
-Each metric of a task is a result of the evaluation, named `<task>_<metric>`. The processes share the requests.
+Each metric of a task is a result of the evaluation, named `<task>_<metric>`. The processes share the requests; if they
+share the weights, each of them runs all requests.
+
+`every: end` runs the tasks once, at the end of training, and `every: "5 evals"` in every fifth evaluation.
 """
 
 from __future__ import annotations
@@ -29,12 +32,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from accmt.callbacks.averaging import using_average
 from accmt.data import preserve_generators
 from accmt.errors import ArgumentError, MissingPackageError, explain, nearest
 from accmt.features.hooks import Feature
+from accmt.loop.evaluation import without_training
+from accmt.messages import say
+from accmt.options.units import read_every
 from accmt.options.yaml_reader import Fault, describe, suggest
 from accmt.processes import broadcast_object, gather_objects, num_processes, process_index
-from accmt.run import EvaluationRun
+from accmt.run import EvaluationRun, Run
 from accmt.state import Stage
 
 IsBetter = Callable[[float, float], bool]
@@ -43,6 +50,7 @@ _WHERE = "evaluation.tasks"
 _EXAMPLES = {
     "names": "names: [hellaswag]",
     "path": "path: tasks",
+    "every": "every: end",
     "num_fewshot": "num_fewshot: 2",
     "limit": "limit: 200",
     "batch_size": "batch_size: 8",
@@ -52,6 +60,7 @@ _EXAMPLES = {
     "system_instruction": "system_instruction: Answer briefly.",
     "gen_kwargs": "gen_kwargs: {max_gen_toks: 64}",
 }
+_END = "end"
 _OF_MODEL = ("batch_size", "max_length")
 _COUNTS = ("num_fewshot", "batch_size", "max_length")
 _UNWANTED = str.maketrans("@/", "__")
@@ -67,11 +76,13 @@ class TaskSection:
     Attributes:
         names: Names of tasks, groups or tags.
         path: A folder with YAML files of own tasks.
+        every: The number of evaluations between two that run the tasks; None runs them once, at the end of training.
         options: Arguments of the harness.
     """
 
     names: tuple[str, ...]
     path: str | None = None
+    every: int | None = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def directions(self) -> dict[str, IsBetter]:
@@ -103,8 +114,21 @@ def read_tasks(value: Any) -> tuple[TaskSection | None, list[Fault]]:
             faults.append(Fault(("evaluation", "tasks", key), describe(entry), expected, f"write `{_EXAMPLES[key]}`"))
     if faults:
         return None, faults
-    options = {key: entry for key, entry in values.items() if key not in ("names", "path") and entry is not None}
-    return TaskSection(tuple(dict.fromkeys(names or ())), values.get("path"), options), []
+    own = ("names", "path", "every")
+    options = {key: entry for key, entry in values.items() if key not in own and entry is not None}
+    every = _read_every(values.get("every"))
+    return TaskSection(tuple(dict.fromkeys(names or ())), values.get("path"), every, options), []
+
+
+def _read_every(value: Any) -> int | None:
+    """Return the number of evaluations; None for the end of training.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if value == _END:
+        return None
+    return 1 if value is None else int(read_every("every", value, ["eval"], plain="eval").number)
 
 
 def _find_expected(key: Any, entry: Any) -> str | None:
@@ -119,6 +143,11 @@ def _find_expected(key: Any, entry: Any) -> str | None:
         return None if is_number and entry > 0 else "a number of samples, or a fraction below 1"
     if key == "path":
         return None if isinstance(entry, str) else "a folder"
+    if key == "every":
+        try:
+            _read_every(entry)
+        except ArgumentError:
+            return '`end`, or a number of evaluations, such as "5 evals"'
     return None
 
 
@@ -183,40 +212,74 @@ def _name(task: str, metric: str, filtered: str) -> str:
 
 
 class BenchmarkTasks(Feature):
-    """Evaluates tasks of the harness in each evaluation."""
+    """Evaluates tasks of the harness in evaluations, or at the end of training."""
 
     name = "tasks"
 
     def __init__(self, run: EvaluationRun, section: TaskSection) -> None:
         self._run = run
         self._section = section
+        self._ended_at: int | None = None
         self._tokenizer = find_tokenizer(run, _WHERE, "encode the tasks")
         model = run.module.unwrapped_model
-        has_all = all(hasattr(model, name) for name in ("config", "device", "tie_weights"))
-        no_model = "train a transformers model, or remove `evaluation.tasks`"
-        shards = "use data parallelism, or evaluate the tasks on the saved model: `lm_eval run --model hf ...`"
-        rejected = [
-            (not has_all, f"a {type(model).__name__}", "a language model of transformers", no_model),
-            (run.engine.needs_all, "a model that is sharded over processes", "a whole model on each process", shards),
-        ]
-        for is_wrong, got, expected, do in rejected:
-            if is_wrong:
-                raise ArgumentError(explain(_WHERE, got, expected, do))
+        if not all(hasattr(model, name) for name in ("config", "device", "tie_weights")):
+            do = "train a transformers model, or remove `evaluation.tasks`"
+            raise ArgumentError(explain(_WHERE, f"a {type(model).__name__}", "a language model of transformers", do))
+        if section.every != 1:
+            _require_no_choice_by(section, run)
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> BenchmarkTasks | None:
         section = run.settings.hps.section("evaluation")
         return None if section is None or section.tasks is None else cls(run, section.tasks)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._ended_at is None else {"ended_at": self._ended_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ended_at = state["ended_at"]
+
     def add_results(self, stage: Stage) -> dict[str, float]:
-        """Evaluate the tasks; in the trial before training, only their results are named.
+        """Evaluate the tasks if they are due; in the trial before training, only their results are named.
 
         Processes: collective.
         """
+        every, state = self._section.every, self._run.state
         if stage == "sanity_check":
-            return dict.fromkeys(self._section.directions(), math.nan)
-        if stage != "validate":
-            return {}
+            return dict.fromkeys(self._section.directions(), math.nan) if every == 1 else {}
+        is_due = state.fn != "fit" or (every is not None and (state.evaluations_done + 1) % every == 0)
+        return self._run_tasks() if stage == "validate" and is_due else {}
+
+    def has_work_left(self) -> bool:
+        """Return whether the run was interrupted before the tasks at its end were evaluated."""
+        return self._section.every is None and self._ended_at != self._run.state.global_step
+
+    def on_training_end(self) -> None:
+        """Evaluate the tasks that run only at the end, and log their results as one row.
+
+        Processes: collective.
+        """
+        run = self._run
+        if not (isinstance(run, Run) and self.has_work_left()):
+            return
+        say(f"evaluating {', '.join(self._section.names)} at the end of training")
+        with (
+            run.features.doing("evaluating"),
+            run.stepper.evaluating(),
+            using_average(run.callbacks),
+            without_training(run, "validate"),
+        ):
+            run.engine.share_buffers()
+            found = self._run_tasks()
+        run.state.metrics.update(found)
+        for hook in run.hooks.on_log if found else ():
+            hook(values=found, step=run.state.global_step)
+        say(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+        self._ended_at = run.state.global_step
+        if run.settings.checkpoints.every is not None:
+            run.checkpoints.request(None)  # the last one may have been written before
+
+    def _run_tasks(self) -> dict[str, float]:
         devices = [self._run.device] if self._run.device.type == "cuda" else []
         for module in ("lm_eval.evaluator", "lm_eval.models.huggingface"):
             import_module(module)  # before it is made quiet
@@ -235,7 +298,8 @@ class BenchmarkTasks(Feature):
 
         options = dict(self._section.options)
         own = {name: options.pop(name) for name in _OF_MODEL if name in options}
-        model = _build_model(self._run.module.unwrapped_model, copy.deepcopy(self._tokenizer), own)
+        tokenizer, shares = copy.deepcopy(self._tokenizer), not self._run.engine.needs_all
+        model = _build_model(self._run.module.unwrapped_model, tokenizer, own, shares_requests=shares)
         manager, _ = _load(self._section.names, self._section.path)
         names = list(self._section.names)
         found = simple_evaluate(
@@ -251,13 +315,38 @@ class BenchmarkTasks(Feature):
         return scores
 
 
-def _build_model(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Any:
-    """Return the harness's model for one that exists, of which each process scores a part of the requests."""
+def _require_no_choice_by(section: TaskSection, run: EvaluationRun) -> None:
+    """Reject tasks that are not in each evaluation, if something is decided in each evaluation by them."""
+    saving, hps = run.settings.saving, run.settings.hps
+    rules = saving.model_saving if isinstance(saving.model_saving, list | tuple) else [saving.model_saving]
+    stops = saving.patience if isinstance(saving.patience, Mapping) else {}
+    decided = {f"model_saving={rule!r}": rule for rule in rules}
+    decided |= {f"patience={{{name!r}: ...}}": name for name in stops}
+    decided["the scheduler's `monitor`"] = hps.scheduler_kwargs.get("monitor")
+    of_tasks = section.directions().keys()
+    for what, name in decided.items():
+        parts = name.removeprefix("best_").split("/") if isinstance(name, str) else []
+        if not of_tasks.isdisjoint(parts):
+            got = f"tasks that are not in each evaluation, and {what}, which needs them in each"
+            do = f"remove `every` from the tasks, or choose another value than {name!r}"
+            raise ArgumentError(explain(f"{_WHERE}.every", got, "tasks in each evaluation", do))
+
+
+def _build_model(model: Any, tokenizer: Any, options: Mapping[str, Any], *, shares_requests: bool) -> Any:
+    """Return the harness's model for one that exists.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        options: Arguments of the harness's model.
+        shares_requests: Whether each process scores a part of the requests. Otherwise each scores all of them, at the
+            same time as the others: they share the weights, and each forward needs all processes.
+    """
     from lm_eval.models.huggingface import HFLM
 
     class Shared(HFLM):  # type: ignore[misc]
-        rank = property(lambda _: process_index())
-        world_size = property(lambda _: num_processes())
+        rank = property(lambda _: process_index() if shares_requests else 0)
+        world_size = property(lambda _: num_processes() if shares_requests else 1)
 
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             return torch.stack(gather_objects(tensor.cpu()))

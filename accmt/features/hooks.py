@@ -137,6 +137,16 @@ class Feature:
         """Return whether an optimizer step is incomplete, so that no checkpoint can be written now."""
         return False
 
+    def has_work_left(self) -> bool:
+        """Return whether a run that has no step left still has something to do in `on_training_end`."""
+        return False
+
+    def on_training_end(self) -> None:
+        """Called after the last step and evaluation, before the last model and checkpoint are saved.
+
+        Processes: all.
+        """
+
     def saving_last(self) -> AbstractContextManager[None]:
         """Return a context manager that is active while the weights at the end of the run are saved."""
         return nullcontext()
@@ -331,6 +341,8 @@ class Features:
     skips_window: tuple[Callable[[int], bool], ...]
     make_steps: tuple[Callable[[], Steps], ...]
     has_unfinished_step: tuple[Callable[[], bool], ...]
+    has_work_left: tuple[Callable[[], bool], ...]
+    on_training_end: tuple[Callable[[], None], ...]
     saving_last: tuple[Callable[[], AbstractContextManager[None]], ...]
     on_checkpoint: tuple[Callable[[Path], None], ...]
     before_emergency_checkpoint: tuple[Callable[[], None], ...]

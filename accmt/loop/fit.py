@@ -54,6 +54,7 @@ def fit(run: Run) -> None:
         state = run.state
         has_stages_left = run.snapshot.next_stage < TRAINING or run.cadence.is_evaluation_due_at_end(state)
         has_stages_left |= bool(run.saver.selection.unsaved)  # missing models still have to be saved
+        has_stages_left |= any(has_work_left() for has_work_left in run.features.has_work_left)
         if run.is_resumed and run.is_finished and not has_stages_left:
             done = f"step {state.global_step}, epoch {state.epoch}"
             left = "there is nothing left to train; raise epochs or max_steps to continue it"
@@ -95,6 +96,8 @@ def _train(run: Run) -> None:
         say(f"early stopping at step {run.state.global_step}: {run.saver.patience.describe_exhausted()}")
     _require_steps(run)
     run.require_equal_replicas()
+    for on_training_end in run.features.on_training_end:
+        on_training_end()
     if run.settings.saving.saves_last:
         run.saver.save_last(run)
     run.checkpoints.save_last(run)

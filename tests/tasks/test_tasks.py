@@ -17,7 +17,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accmt import SFTModule, Trainer
+from accmt import EMA, SFTModule, Trainer
+from accmt.addons.benchmark_tasks import BenchmarkTasks
 from accmt.errors import ArgumentError
 from accmt.tracking import read_history
 from tests import conversations
@@ -31,6 +32,7 @@ pytestmark = [
 WORDS = ["red", "green", "blue", "one"]
 ROWS = [{"prompt": f"{WORDS[number % 4]} {number}", "completion": WORDS[number % 3]} for number in range(12)]
 NAMES = ["colors", "written", "plain"]
+SCORES = ["colors_acc", "colors_acc_norm", "plain_bits_per_byte", "plain_word_perplexity", "written_exact_match"]
 METRICS = {
     "colors": ["{metric: acc, aggregation: mean, higher_is_better: true}", "{metric: acc_norm}"],
     "written": ["{metric: exact_match, aggregation: mean, higher_is_better: true}"],
@@ -108,9 +110,7 @@ def test_scores_are_those_of_the_harness_and_training_does_not_change(
     shown = "".join(capfd.readouterr())
     assert not any(text in shown for text in ("requests", "git", "pretrained"))
     by_hand = score_by_hand(module)
-    assert sorted(by_hand) == [
-        "colors_acc", "colors_acc_norm", "plain_bits_per_byte", "plain_word_perplexity", "written_exact_match",
-    ]  # fmt: skip
+    assert sorted(by_hand) == SCORES
     row = [row["values"] for row in read_history(trainer.log_dir) if "colors_acc" in row.get("values", {})][-1]
     assert {name: row[name] for name in by_hand} == by_hand
     assert {name: trainer.validate()[name] for name in by_hand} == by_hand
@@ -150,15 +150,68 @@ def test_a_task_without_its_data_is_an_error_before_training(project: Path) -> N
         make_trainer({"names": ["plain"], "path": str(project / "tasks")})
 
 
-def test_two_processes_share_the_tasks_and_shards_are_rejected(project: Path) -> None:
+@pytest.mark.parametrize("processes", [2, "fsdp-2", "tp-2"])
+def test_processes_score_what_one_process_scores(project: Path, processes: int | str) -> None:
+    result = project / "result.json"
     script = Path(__file__).with_name("on_processes.py")
-    found = {}
-    for processes in (2, "fsdp-2"):
-        result = project / f"{processes}.json"
-        own = project / f"on-{processes}"
-        own.mkdir()
-        launch(script, str(result), str(own), processes=processes, result=result)
-        found[processes] = json.loads(result.read_text())
-    assert found[2]["scores"] == pytest.approx(found[2]["by_hand"], rel=1e-5)
-    assert found[2]["scores"]["colors_acc"] == found[2]["by_hand"]["colors_acc"]
-    assert "a model that is sharded over processes" in found["fsdp-2"]["error"]
+    launch(script, str(result), str(project / "own"), processes=processes, result=result)
+    found = json.loads(result.read_text())
+    if processes == "fsdp-2":  # each runs the same batches as one process, with the same gathered weights
+        assert found["scores"] == found["by_hand"]
+    assert found["scores"] == pytest.approx(found["by_hand"], rel=1e-5)
+    assert found["scores"]["colors_acc"] == found["by_hand"]["colors_acc"]
+
+
+def rows_of_tasks(trainer: Trainer) -> list[tuple[int, dict[str, float]]]:
+    rows = read_history(trainer.log_dir)
+    return [(row["step"], row["values"]) for row in rows if "colors_acc" in row.get("values", {})]
+
+
+def test_tasks_at_the_end_have_the_scores_of_the_last_weights_and_training_does_not_change(project: Path) -> None:
+    _, plain = train(None)
+    trainer, module = train({"names": NAMES, "path": "tasks", "every": "end"}, callbacks=EMA(), model_saving="last")
+    trained, others = plain.model.state_dict(), module.model.state_dict()
+    assert all(torch.equal(trained[name], others[name]) for name in trained)
+    ((step, row),) = rows_of_tasks(trainer)
+    last = make_module()
+    last.load_weights("model/last")  # the average
+    assert (step, row) == (trainer.state.global_step, score_by_hand(last))
+    assert {name: trainer.state.metrics[name] for name in row} == row
+    assert trainer.state.metrics.keys() - row.keys() == {"val_loss"}
+    assert {name: trainer.validate()[name] for name in row} == row
+
+
+def test_tasks_at_the_end_that_a_kill_interrupted_run_when_the_run_is_resumed_and_only_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {"names": ["colors"], "path": "tasks", "every": "end"}
+    run_tasks = BenchmarkTasks._run_tasks
+
+    def fail(_: Any) -> Any:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BenchmarkTasks, "_run_tasks", fail)
+        with pytest.raises(OSError, match="killed"):
+            train(tasks, checkpoint_every="epoch")
+    calls: list[int] = []
+    monkeypatch.setattr(BenchmarkTasks, "_run_tasks", lambda self: calls.append(1) or run_tasks(self))
+    trainer, _ = train(tasks, checkpoint_every="epoch", resume=True)
+    assert len(calls) == 1
+    assert [step for step, _ in rows_of_tasks(trainer)] == [6]
+    for resume in (False, True):
+        train(tasks, checkpoint_every="epoch", resume=resume)
+        assert len(calls) == 2
+
+
+def test_tasks_run_in_every_second_evaluation(project: Path) -> None:
+    trainer, _ = train({"names": ["colors"], "path": "tasks", "every": "2 evals"}, evaluate_every_n_steps=1)
+    assert [step for step, _ in rows_of_tasks(trainer)] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"model_saving": "best_colors_acc"}, {"patience": {"colors_acc": 2}, "model_saving": "last"}]
+)
+def test_nothing_is_decided_in_each_evaluation_by_tasks_at_the_end(project: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="got: tasks that are not in each evaluation"):
+        train({"names": ["colors"], "path": "tasks", "every": "end"}, **arguments)

@@ -27,7 +27,15 @@ def test_tasks_are_names_with_arguments_of_the_harness(value: Any, names: tuple[
     section, faults = read_tasks(value)
     assert faults == []
     assert section is not None
-    assert (section.names, section.options) == (names, options)
+    assert (section.names, section.options, section.every) == (names, options, 1)
+
+
+@pytest.mark.parametrize(("every", "number"), [("end", None), ("5 evals", 5), (3, 3), ("eval", 1), (None, 1)])
+def test_how_often_tasks_run_is_a_number_of_evaluations_or_the_end(every: Any, number: int | None) -> None:
+    section, faults = read_tasks({"names": "a", "every": every})
+    assert faults == []
+    assert section is not None
+    assert section.every == number
 
 
 @pytest.mark.parametrize(
@@ -38,6 +46,7 @@ def test_tasks_are_names_with_arguments_of_the_harness(value: Any, names: tuple[
         ({"names": ["a"], "limt": 3}, r"limt = 3[\s\S]*write `limit`"),
         ({"names": ["a"], "limit": 0}, r"evaluation.tasks.limit[\s\S]*write `limit: 200`"),
         ({"names": ["a"], "batch_size": 0}, "expected: a whole number of at least 1"),
+        ({"names": ["a"], "every": "2 epochs"}, r"evaluation.tasks.every[\s\S]*`end`, or a number of[\s\S]*every: end"),
         ({"names": ["a"], "path": 3}, r"evaluation.tasks.path[\s\S]*expected: a folder"),
     ],
 )
