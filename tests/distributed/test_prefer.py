@@ -34,8 +34,8 @@ def test_processes_train_what_one_trains_and_resume_with_equal_bits(one: Any, wa
         for of in (one, found_in_all) if "kto" in found_in_all else ():
             split = of[f"kto, accumulation of {accumulation}"]
             assert split["weights"] == pytest.approx(of["kto"]["weights"], abs=1e-9)
-    if "packed" in found_in_all:
-        assert one["packed"]["weights"] == pytest.approx(one["whole"]["weights"], abs=1e-7)
+    for packed, padded in (("packed", "whole"), ("kto, packed", "kto"), ("reward, packed", "reward")):
+        assert one[packed]["weights"] == pytest.approx(one[padded]["weights"], abs=1e-7), packed
     for name, found in found_in_all.items():
         expected = one[name]
         assert found["moved"] > 1e-4, name
@@ -44,4 +44,4 @@ def test_processes_train_what_one_trains_and_resume_with_equal_bits(one: Any, wa
         difference = torch.tensor(found["weights"], dtype=torch.float64) - torch.tensor(expected["weights"])
         assert difference.abs().max() < 1e-7, name
         for metric, value in expected["metrics"].items():
-            assert found["metrics"][metric] == pytest.approx(value, rel=1e-6, abs=1e-8), (name, metric)
+            assert found["metrics"][metric] == pytest.approx(value, rel=1e-6, abs=1e-7), (name, metric)

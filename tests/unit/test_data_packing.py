@@ -91,6 +91,7 @@ def test_samples_without_labels_are_their_own_and_empty_ones_leave_nothing() -> 
         ({"input_ids": [1, 2], "labels": 1}, "'labels': a int, in a sample of 2 tokens"),
         ({"input_ids": [1, 2], "labels": [1]}, "'labels': a list, in a sample of 2 tokens"),
         ({"input_ids": torch.ones(1, 2)}, r"'input_ids': a Tensor of shape \[1, 2\]"),
+        ({"input_ids": [[1, 2], [1, 3]]}, "samples of several sequences, such as two answers"),
         ({"input_ids": []}, "a row with only empty samples"),
     ],
 )

@@ -20,7 +20,17 @@ from torch.utils.data import DataLoader
 from accmt.addons.prefer import losses
 from accmt.addons.prefer.objectives import LossName, Objective, Reference
 from accmt.addons.prefer.reference import with_reference
-from accmt.addons.prefer.rows import TOKENS, AnswersReader, LabeledRows, PackAnswers, PadAnswers, PadLabeled
+from accmt.addons.prefer.rows import (
+    OF_PACKED_ROWS,
+    OTHER,
+    AnswersReader,
+    LabeledRows,
+    PackAnswers,
+    PackLabeled,
+    PadAnswers,
+    PadLabeled,
+    length_of_pair,
+)
 from accmt.addons.prefer.whole_set import KTOResults
 from accmt.addons.sft.chat import IGNORED
 from accmt.addons.sft.module import RowModule
@@ -41,9 +51,6 @@ if TYPE_CHECKING:
     from accmt.addons.prefer.section import PreferSection
 
 
-_OF_PACKED_ROWS = {
-    *("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-}
 _ADAPTER_PARTS = ("lora_", "modules_to_save", "trainable_tokens")
 # Entries of a configuration that do not change what a model computes: where it is from, and how it is run.
 _NOT_COMPUTED = {
@@ -275,7 +282,7 @@ class PreferenceModule(RowModule):
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the logits of all answers, computed in one forward."""
         if "answer_lengths" in batch:
-            inputs = {name: values for name, values in batch.items() if name in _OF_PACKED_ROWS}
+            inputs = {name: values for name, values in batch.items() if name in OF_PACKED_ROWS}
             packed: Tensor = model(**inputs, use_cache=False).logits
             return packed
         ids, mask = batch["input_ids"].flatten(0, 1), batch["attention_mask"].flatten(0, 1)
@@ -295,13 +302,12 @@ class PreferenceModule(RowModule):
 
     @property
     def packer_class(self) -> type[DocumentPacker]:
-        """What packs pairs into rows. Single answers, which KTO compares with others, have none that accepts them."""
-        return DocumentPacker if self.needs_window_sums else PackAnswers
+        """What packs answers into rows."""
+        return PackLabeled if self.needs_window_sums else PackAnswers
 
     def length_of(self, sample: Any) -> int | None:
         """Return the tokens of a sample: in packed rows, without padding the shorter answer."""
-        is_packed = getattr(self, "trainer", None) is not None and self.trainer.hps.packing
-        return sum(map(len, sample["input_ids"])) if is_packed and not self.needs_window_sums else None
+        return None if self.needs_window_sums else length_of_pair(self, sample)
 
     def make_samples(self, rows: Any) -> Any:
         """Return rows as samples; those of KTO have an answer to another prompt, too."""
@@ -394,13 +400,14 @@ class PreferenceModule(RowModule):
 
 def _own(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch without the answers to other prompts."""
-    own = {name: values for name, values in batch.items() if not name.startswith("other_")}
+    own = {name: values for name, values in batch.items() if not name.startswith(OTHER)}
     return own | ({"reference": batch["reference"][:, :1]} if "reference" in batch else {})
 
 
 def _others(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answers to other prompts as a batch."""
-    others = {name: batch[f"other_{name}"] for name in TOKENS} | {"weight": batch["weight"]}
+    others = {name.removeprefix(OTHER): values for name, values in batch.items() if name.startswith(OTHER)}
+    others["weight"] = batch["weight"]
     return others | ({"reference": batch["reference"][:, 1:]} if "reference" in batch else {})
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from accmt.addons.prefer.losses import bradley_terry, in_full_precision, share_right, weighted_mean
-from accmt.addons.prefer.rows import AnswersReader, PadAnswers
+from accmt.addons.prefer.rows import OF_PACKED_ROWS, AnswersReader, PackAnswers, PadAnswers, length_of_pair
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import padding_id
+from accmt.data.packing import DocumentPacker
 from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.huggingface.model_kinds import is_peft_model
 
 if TYPE_CHECKING:
     from accmt.addons.prefer.section import PreferSection
@@ -75,10 +79,8 @@ class RewardModule(RowModule):
 
     def step(self, batch: Any) -> dict[str, Any]:
         """Return the mean loss over the pairs, and their number or total weight as weight."""
-        ids, mask, weights = batch["input_ids"], batch["attention_mask"], batch["weight"]
-        outputs = self.model(input_ids=ids.flatten(0, 1), attention_mask=mask.flatten(0, 1), use_cache=False)
-        rewards = in_full_precision(outputs.logits).reshape(ids.shape[:2])
-        chosen, rejected = rewards.unbind(1)
+        weights = batch["weight"]
+        chosen, rejected = in_full_precision(self._rewards(batch)).view(len(weights), 2).unbind(1)
         lost, margins = bradley_terry(chosen, rejected, batch["margin"], center=self._center), chosen - rejected
         values = {
             "margin": margins,
@@ -93,6 +95,72 @@ class RewardModule(RowModule):
             **{name: weighted_mean(one.detach(), weights) for name, one in values.items()},
         }
 
+    def _rewards(self, batch: Any) -> Tensor:
+        """Return the rewards of all answers, computed in one forward.
+
+        Raises:
+            ModuleContractError: The answers are packed, and the model computes its loss in another way.
+        """
+        ids = batch["input_ids"]
+        if "answer_lengths" not in batch:
+            mask = batch["attention_mask"].flatten(0, 1)
+            padded: Tensor = self.model(input_ids=ids.flatten(0, 1), attention_mask=mask, use_cache=False).logits
+            return padded
+        inputs = {name: values for name, values in batch.items() if name in OF_PACKED_ROWS}
+        ends = _find_ends(ids[0], batch["answer_lengths"], padding_id(self.processor))
+        with _returning_scores(self.unwrapped_model):
+            packed: Tensor | None = self.model(**inputs, labels=ends, use_cache=False).loss
+        if packed is None or packed.shape != ends.shape:
+            got = f"a {type(self.unwrapped_model).__name__}, which has the reward of one answer per row only"
+            expected = "a model that computes its loss with `loss_function`, such as Llama or Qwen"
+            do = "remove `packing`; `max_tokens` alone splits batches by length"
+            raise ModuleContractError(explain("packing for a reward model", got, expected, do))
+        return packed
+
+    @property
+    def packer_class(self) -> type[DocumentPacker]:
+        """What packs pairs into rows."""
+        return PackAnswers
+
+    def length_of(self, sample: Any) -> int | None:
+        """Return the tokens of a sample: in packed rows, without padding the shorter answer."""
+        return length_of_pair(self, sample)
+
     def validation_step(self, batch: Any, key: str = "") -> dict[str, Any]:
         """Return the same as `step`."""
         return self.step(batch)
+
+
+def _find_ends(ids: Tensor, lengths: list[int], pad_id: int) -> Tensor:
+    """Return the positions in a packed row at which the rewards of its answers are.
+
+    As in the model, these are the last tokens that are not the padding token, which may also be the one that ends a
+    text.
+    """
+    places = torch.arange(len(ids), device=ids.device)
+    last = torch.split(torch.where(ids == pad_id, 0, places), lengths)
+    answers = zip(last, torch.split(places, lengths), strict=True)
+    return torch.stack([torch.maximum(part.max(), own[0]) for part, own in answers])
+
+
+@contextmanager
+def _returning_scores(model: Any) -> Iterator[None]:
+    """Let the loss of a sequence classifier be its scores at the positions that are passed as labels.
+
+    Its output has only the score of the last token of a row. The loss is part of the output, too, so wrappers that
+    reduce or shard gradients see what is trained on.
+    """
+    model = model.get_base_model() if is_peft_model(model) else model
+    own = vars(model).get("_loss_function")
+    model.loss_function = _scores_at
+    try:
+        yield
+    finally:
+        if own is None:
+            del model._loss_function
+        else:
+            model.loss_function = own
+
+
+def _scores_at(*, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return logits[0, labels, 0]

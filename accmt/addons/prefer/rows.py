@@ -31,6 +31,14 @@ _LINES = {
 TOKENS = ("input_ids", "labels", "attention_mask")
 """What a batch has for each token."""
 
+OF_PACKED_ROWS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What a model needs of a packed row."""
+
+_OF_ANSWERS = ("labels", "answer_lengths")
+
+OTHER = "other_"
+"""Begins the names of what belongs to answers to other prompts, in a batch for KTO."""
+
 _SHARED = ("tools", "chat_template_kwargs")
 
 
@@ -278,13 +286,8 @@ class PadLabeled(PadAnswers):
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Make a batch."""
-        own, others = (
-            super(PadLabeled, self).__call__(
-                [{**sample, **{name: [sample[name][at]] for name in ("input_ids", "labels")}} for sample in samples]
-            )
-            for at in (0, 1)
-        )
-        return own | {f"other_{name}": others[name] for name in TOKENS}
+        own, others = (super(PadLabeled, self).__call__(half) for half in _halves(samples))
+        return own | {f"{OTHER}{name}": others[name] for name in TOKENS}
 
 
 class PackAnswers(DocumentPacker):
@@ -306,7 +309,34 @@ class PackAnswers(DocumentPacker):
         return row | _collate_values(samples)
 
 
+class PackLabeled(PackAnswers):
+    """Packs answers into one row and, separately, the answers to other prompts.
+
+    Shapes:
+        As in `PackAnswers`; and the same with "other_" before the names of what belongs to tokens.
+    """
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a row."""
+        own, others = (super(PackLabeled, self).__call__(half) for half in _halves(samples))
+        return own | {f"{OTHER}{name}": others[name] for name in others if name in (*OF_PACKED_ROWS, *_OF_ANSWERS)}
+
+
+def _halves(samples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return samples with their own answers only, and with those to other prompts."""
+    return [
+        [{**sample, **{name: [sample[name][at]] for name in ("input_ids", "labels")}} for sample in samples]
+        for at in (0, 1)
+    ]
+
+
 def _collate_values(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """Return what samples have besides their tokens."""
     others = [name for name in samples[0] if name not in ("input_ids", "labels", "length")]
     return {name: torch.tensor([sample[name] for sample in samples]) for name in others}
+
+
+def length_of_pair(module: Any, sample: Mapping[str, Any]) -> int | None:
+    """Return the tokens of both answers of a pair, if the run packs them; otherwise None, for the padded ones."""
+    is_packed = getattr(module, "trainer", None) is not None and module.trainer.hps.packing
+    return sum(map(len, sample["input_ids"])) if is_packed else None

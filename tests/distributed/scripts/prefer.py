@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import tests.many_runs  # noqa: F401
-from accmt import PreferenceModule, Trainer
+from accmt import PreferenceModule, RewardModule, Trainer
 from accmt.processes import is_main_process
 from accmt.sharded_tensors import make_whole
 from tests import conversations
@@ -44,11 +44,15 @@ def make_rows(loss: str) -> list[dict[str, Any]]:
     return rows
 
 
-def make_module(loss: Any, *, lora: bool, folder: Path | None = None) -> PreferenceModule:
+def make_module(loss: Any, *, lora: bool, folder: Path | None = None) -> PreferenceModule | RewardModule:
     tokenizer = make_tokenizer(conversations.CHATML)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).double()
+    config = LlamaConfig(vocab_size=len(tokenizer), **sizes)
+    if loss == "reward":
+        config.num_labels = 1
+        return RewardModule(LlamaForSequenceClassification(config).double(), tokenizer)
+    model: Any = LlamaForCausalLM(config).double()
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     return PreferenceModule(model, tokenizer, loss, reference_folder=folder)
@@ -56,7 +60,7 @@ def make_module(loss: Any, *, lora: bool, folder: Path | None = None) -> Prefere
 
 def train(
     folder: Path, loss: str, *, lora: bool, budget: bool, packing: bool = False, accumulation: int = 1, **settings: Any
-) -> tuple[PreferenceModule, Trainer]:
+) -> tuple[PreferenceModule | RewardModule, Trainer]:
     number = num_data_processes()
     size = (BATCH if loss != "kto" else BATCH_OF_KTO) // (number * accumulation)
     hps: dict[str, Any] = {"epochs": 2, "batch_size": [size, 3], "optim": {"type": "SGD", "lr": 0.1}}
@@ -78,7 +82,7 @@ def train(
     return module, trainer
 
 
-def weights_of(module: PreferenceModule) -> torch.Tensor:
+def weights_of(module: PreferenceModule | RewardModule) -> torch.Tensor:
     trained = [weight for weight in module.unwrapped_model.parameters() if weight.requires_grad]
     return torch.cat([make_whole(weight).detach().flatten() for weight in trained])
 
@@ -92,6 +96,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "kto, accumulation of 2": {"loss": "kto", "lora": False, "budget": False, "accumulation": 2},
     "kto, accumulation of 4": {"loss": "kto", "lora": False, "budget": False, "accumulation": 4},
     "kto, budget": {"loss": "kto", "lora": False, "budget": True},
+    "kto, packed": {"loss": "kto", "lora": False, "budget": False, "packing": True},
+    "reward": {"loss": "reward", "lora": False, "budget": False},
+    "reward, packed": {"loss": "reward", "lora": False, "budget": False, "packing": True},
 }
 
 
