@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,8 @@ class MicroBatch:
         bad: Samples of this process that were skipped because they could not be read.
         num_bad: In training, the number of them over all processes.
         cut: Its origin if samples were split by a token budget; None for a batch as planned.
+        indices: The positions in the data of the samples that this process read for it, including skipped ones; None
+            for data without indices, or if samples were split.
     """
 
     index: int
@@ -63,6 +65,17 @@ class MicroBatch:
     bad: tuple[BadSample, ...] = ()
     num_bad: int = 0
     cut: Cut | None = None
+    indices: Sequence[int] | np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def samples(self) -> Sequence[int] | np.ndarray[Any, Any] | None:
+        """The positions in the data of the samples in this process's batch; None if unknown, or without a batch."""
+        if self.cut is not None:
+            return self.cut.samples
+        if self.batch is None or self.indices is None or not self.bad:
+            return None if self.batch is None else self.indices
+        skipped = {bad.index for bad in self.bad}
+        return [int(index) for index in self.indices if index not in skipped]
 
     @property
     def place(self) -> tuple[int, ...]:

@@ -70,6 +70,11 @@ class Fetched:
     seed: int | None = None  # the seed to set before collating; None if it was set before reading
 
 
+def only_holds(dataset: Any) -> bool:
+    """Return whether reading a sample runs no code of the user, who might draw random numbers there."""
+    return type(dataset) in (list, tuple, TensorDataset) or getattr(dataset, "only_holds_samples", False) is True
+
+
 class SeededDataset(torch.utils.data.Dataset[Any]):
     """A map-style dataset that fetches every batch under the seed in its indices."""
 
@@ -77,7 +82,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         self.dataset = dataset
         self._skips_bad = skips_bad
         self._fetch_many = getattr(dataset, "__getitems__", None)
-        self._only_holds = type(dataset) in (list, tuple, TensorDataset)  # reading a sample runs no code of the user
+        self._only_holds = only_holds(dataset)
         self._is_first = True
 
     def __getitem__(self, index: int) -> Any:
@@ -86,7 +91,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
     def __getitems__(self, indices: BatchIndices) -> Fetched:
         """Fetch one batch; torch's loader calls this where it exists."""
         if self._only_holds:  # nothing draws before collating, which then sets the seed
-            fetched = self._fetch_each(indices, self.dataset.__getitem__)
+            fetched = self._fetch(indices)
             fetched.seed = indices.seed
             return fetched
         seed_generators(indices.seed)

@@ -138,6 +138,7 @@ class PlannedSource:
         batches = self._reading = self._read()
         last, num_processes = plan.num_micro_batches - 1, plan.shard.count
         count = None if isinstance(self._order, Order) else self._order.num_samples  # batches may differ in size
+        order = self._sampler.order
         for index, (everywhere, own) in enumerate(plan.cut(range(first, last + 1)), first):
             batch = None
             if own:
@@ -153,9 +154,9 @@ class PlannedSource:
             num_samples = len(everywhere) if count is None else count(epoch, everywhere)
             own_samples = len(own) if count is None else count(epoch, own)
             is_last, is_partial = index == last, len(everywhere) < num_processes
-            yield MicroBatch(
-                index, batch, num_samples if self._knows_samples else None, own_samples, is_last, is_partial
-            )
+            indices = order[own.start : own.stop]
+            num_samples = num_samples if self._knows_samples else None
+            yield MicroBatch(index, batch, num_samples, own_samples, is_last, is_partial, indices=indices)
 
     def _read(self) -> Iterator[Any]:
         """Yield what the DataLoader would; without workers, its iterator costs as much as a small batch."""
@@ -176,7 +177,7 @@ class PlannedSource:
             call_set_epoch(self._dataset, self._epoch)
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        return self._sampler.samples(self._plan.local_indices(index)) if epoch == self._epoch else None
+        return self._sampler.indices(self._plan.local_indices(index)) if epoch == self._epoch else None
 
     def read_again(self, epoch: int, index: int) -> Fetched | None:
         indices = self._sampler.samples(self._plan.local_indices(index))

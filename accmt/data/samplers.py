@@ -346,8 +346,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._drawn = None
 
     def __iter__(self) -> Iterator[BatchIndices]:
-        epoch, plan, drawn = self._epoch, self._plan, self._order.at(self._epoch)
-        order = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn  # slicing a tensor is many times slower
+        epoch, plan, order = self._epoch, self._plan, self.order
         for _, part in plan.cut(self._micro_batches):
             if part:
                 yield BatchIndices(order[part.start : part.stop].tolist(), self._seed_at(epoch, part))
@@ -358,19 +357,29 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def digest(self, first: int, last: int) -> str:
         """Return a digest of the indices in micro-batches [first, last) over all processes, in their order."""
-        if self._drawn is None:
-            drawn = self._order.at(self._epoch)
-            self._drawn = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn
         plan = self._plan  # its arithmetic in place, since this runs once per step
         size = plan.batch_size * plan.shard.count
         start = plan.first_sample + (first - plan.first_micro_batch) * size
         stop = min(plan.first_sample + (last - plan.first_micro_batch) * size, plan.num_samples)
-        return xxhash.xxh3_64_hexdigest(self._drawn[start:stop])
+        return xxhash.xxh3_64_hexdigest(self.order[start:stop])
+
+    def indices(self, part: range) -> list[int]:
+        """Return the indices at these positions of the current epoch's order."""
+        indices: list[int] = self.order[part.start : part.stop].tolist() if part else []
+        return indices
 
     def samples(self, part: range) -> BatchIndices:
         """Return the indices at these positions of the current epoch's order, with the seed for fetching them."""
-        indices = self._order.at(self._epoch)[part.start : part.stop].tolist() if part else []
-        return BatchIndices(indices, self._seed_at(self._epoch, part))
+        return BatchIndices(self.indices(part), self._seed_at(self._epoch, part))
+
+    @property
+    def order(self) -> Any:
+        """The indices of the current epoch in their order, of which a slice has those of positions."""
+        if self._drawn is None:
+            drawn = self._order.at(self._epoch)
+            # Slicing a tensor is many times slower.
+            self._drawn = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn
+        return self._drawn
 
     def _seed_at(self, epoch: int, part: range) -> int:
         return derive_seed(self._seed, self._purpose, epoch, part.start)

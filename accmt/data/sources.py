@@ -136,7 +136,15 @@ class UnshardedSource:
             following = self._sum(ahead)
             is_last, is_partial = following.not_ended == 0, now.batches < num_processes()
             yield MicroBatch(
-                index, part.batch, None, part.own_samples, is_last, is_partial, bad=part.bad, num_bad=now.bad
+                index,
+                part.batch,
+                None,
+                part.own_samples,
+                is_last,
+                is_partial,
+                bad=part.bad,
+                num_bad=now.bad,
+                indices=part.indices,
             )
             index += 1
 

@@ -445,14 +445,16 @@ class StreamSource(SequentialSource):
             for index, ((batch, size, rows), consumed) in enumerate(read, start.micro_batch):
                 workers.compare(rows)
                 positions = Plan(size, batch_size, shard).local_indices(0)
-                own, begin = len(positions), consumed - size
+                own, begin, indices = len(positions), consumed - size, None
                 if self._order is not None:
-                    self._own_positions.append((index, range(begin + positions.start, begin + positions.stop)))
+                    indices = range(begin + positions.start, begin + positions.stop)
+                    self._own_positions.append((index, indices))
                 if own:
                     require_batch(batch, self._options)
                 num_samples = size if self._knows_samples else None
                 position = {**fixed, "samples": consumed, **self._state.take()}
-                yield MicroBatch(index, batch, num_samples, own, is_partial=size < shard.count), position
+                is_partial = size < shard.count
+                yield MicroBatch(index, batch, num_samples, own, is_partial=is_partial, indices=indices), position
 
     def _compare_first(self, read: Iterator[tuple[_OfAll, int]], start: EpochStart) -> Iterator[tuple[_OfAll, int]]:
         """Compare the first batch between processes that share the stream, and with the one read before.

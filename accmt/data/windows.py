@@ -120,20 +120,6 @@ class Loader:
         """Return this process's sample indices in a micro-batch of the current epoch; None if unknown."""
         return self.source.samples_of(epoch, index) if self.maker.keeps_batches else None
 
-    def samples_in_batch(self, epoch: int, micro_batch: MicroBatch) -> list[int] | None:
-        """Return the positions in the data of the samples in this process's batch; None if unknown."""
-        if micro_batch.cut is not None:
-            return micro_batch.cut.samples
-        return _indices_of(micro_batch, self.samples_of(epoch, micro_batch.index))
-
-
-def _indices_of(micro_batch: MicroBatch, planned: list[int] | None) -> list[int] | None:
-    """Return the planned indices without skipped samples; None if there is no batch."""
-    if planned is None or micro_batch.batch is None or not micro_batch.bad:
-        return None if micro_batch.batch is None else planned
-    skipped = {bad.index for bad in micro_batch.bad}
-    return [index for index in planned if index not in skipped]
-
 
 class ByCount:
     """Makes windows of a fixed number of micro-batches.
@@ -398,7 +384,7 @@ class ByTokens(_TokenCut):
             yield self._make_window(source, epoch, batches)
 
     def _make_window(self, source: Source, epoch: int, batches: list[MicroBatch]) -> Window:
-        samples, own_indices = _read_window(source, epoch, batches)
+        samples, own_indices = _read_window(batches)
         own_lengths = [find_length(sample, self._length_of) for sample in samples]
         gathered = gather_from_data((own_lengths, own_indices))
         every = [of_one for of_one, _ in gathered]
@@ -465,7 +451,7 @@ class ByTokensInEvaluation(_TokenCut):
                 batches, num_batches = [], min(2 * num_batches, self._largest_window)
 
     def _make_window(self, source: Source, epoch: int, batches: list[MicroBatch]) -> Window:
-        samples, indices = _read_window(source, epoch, batches)
+        samples, indices = _read_window(batches)
         places = [(batch.index, place) for batch in batches for place in range(len(batch.batch))]
         lengths = [find_length(sample, self._length_of) for sample in samples]
         self._check_longest(lengths)
@@ -487,15 +473,15 @@ class ByTokensInEvaluation(_TokenCut):
         return Window(make_micro_batches(), num_parts)
 
 
-def _read_window(source: Source, epoch: int, batches: list[MicroBatch]) -> tuple[list[Any], list[int | None]]:
+def _read_window(batches: list[MicroBatch]) -> tuple[list[Any], list[int | None]]:
     """Return this process's samples in some uncollated batches, and the position of each in the data, or None."""
     samples: list[Any] = []
     indices: list[int | None] = []
     for batch in batches:
         read = batch.batch
         samples += read
-        found = _indices_of(batch, source.samples_of(epoch, batch.index))
-        indices += [None] * len(read) if found is None or len(found) != len(read) else found
+        found = batch.samples
+        indices += [None] * len(read) if found is None or len(found) != len(read) else map(int, found)
     return samples, indices
 
 

@@ -267,7 +267,8 @@ class SetPass:
         num_batches, counts_unread = 0, num_processes() > 1  # then all processes read equally many
         with taking_batches(self._run):
             for micro_batch in loader.micro_batches(0):
-                self._run.state.now.sample_indices = loader.samples_in_batch(0, micro_batch)
+                indices = micro_batch.samples
+                self._run.state.now.sample_indices = None if indices is None else list(map(int, indices))
                 for before_set_batch in features.before_set_batch:
                     before_set_batch(micro_batch)
                 taken = self._take(micro_batch)

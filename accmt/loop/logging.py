@@ -140,7 +140,10 @@ class SilentLogs(Logs):
 
 def _has_name(names: set[str], name: str) -> bool:
     """Return whether a value has one of these names, possibly followed by the key of a validation set."""
-    return name in names or any(name.startswith(f"{own}__") for own in names)
+    end = name.find("__")
+    while end >= 0 and name[:end] not in names:
+        end = name.find("__", end + 1)
+    return end >= 0 or name in names
 
 
 def logging_step(step: Callable[[Any], Any], logged: LoggedValues) -> Callable[[Any], Any]:

@@ -104,116 +104,124 @@ class WeightedSum:
         return values.to(weights.device, non_blocking=True) if values.device.type == "cpu" else values, weights
 
 
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+
 class GroupedSum:
     """Sums of the losses of samples in groups. Adding only keeps references; sums are computed when they are needed.
 
+    The samples are summed one after the other, so that the bits of the sums do not depend on when that happens.
+
     Args:
         names: The names of the groups.
+        find_groups: Returns the number of the group of each sample, by their positions in the data.
     """
 
     LOSS, WEIGHT, SAMPLES, UNKNOWN = "loss__", "weight__", "samples__", "samples_of_unknown_loss"
+    MOST_WAITING = 1024
+    """After this many batches without a row, their samples are summed, which waits for the device."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], find_groups: Callable[[_Array], _Array]) -> None:
         self._names = list(names)
-        self._entries: list[tuple[Any, torch.Tensor | None, Weight]] = []
-        self._partial: torch.Tensor | None = None
+        self._find_groups = find_groups
+        self._entries: list[tuple[_Array, torch.Tensor, Weight]] = []
+        self._sums: _Array | None = None  # [4, groups]: loss x weight, weights, samples, and samples without a loss
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was added since the last `take`."""
-        return not self._entries and self._partial is None
+        return not self._entries and self._sums is None
 
-    def add(self, groups: np.ndarray[Any, Any], losses: torch.Tensor | None, weights: Weight) -> None:
+    def add(self, samples: Sequence[int] | _Array, losses: torch.Tensor, weights: Weight) -> None:
         """Add the samples of one batch.
 
         Args:
-            groups: The number of the group of each sample.
-            losses: Their detached losses `[samples]`, or one for all; None if they are unknown.
+            samples: Their positions in the data, at least one.
+            losses: Their detached losses `[samples]`, or their mean, which is that of a group if all are of one.
             weights: Their weights `[samples]`, or the sum of equal ones.
         """
-        self._entries.append((groups, losses, weights))
-        if len(self._entries) >= COMPACT_AT:
-            self._partial, self._entries = self._sum(), []
+        self._entries.append((np.array(samples, np.int64), losses, weights))
+        if len(self._entries) >= self.MOST_WAITING:
+            self._add_waiting()
 
     def take(self) -> Totals:
         """Return the mean loss of each group with its weight, its total weight and its samples, and reset.
 
         Waits for the device.
         """
-        if self.is_empty:
+        self._add_waiting()
+        if self._sums is None:
             return {}
-        losses, weights, samples, unknown = self._sum().tolist()
-        self._entries, self._partial = [], None
+        losses, weights, samples, unknown = self._sums.tolist()
+        self._sums = None
         totals: Totals = {self.UNKNOWN: (sum(unknown), None)}
         for name, loss, weight, number in zip(self._names, losses, weights, samples, strict=True):
-            totals |= {self.LOSS + name: (loss, weight), self.WEIGHT + name: (weight, None)}
+            totals[self.LOSS + name] = loss, weight
+            totals[self.WEIGHT + name] = weight, None
             totals[self.SAMPLES + name] = number, None
         return totals
 
     def copy(self) -> GroupedSum:
         """Return a copy that shares the values, which are never modified."""
-        copied = GroupedSum(self._names)
-        copied._entries, copied._partial = self._entries.copy(), self._partial
+        copied = GroupedSum(self._names, self._find_groups)
+        copied._entries, copied._sums = self._entries.copy(), self._sums
         return copied
 
     def state_dict(self) -> dict[str, Any]:
-        entries = [
-            [groups.tolist(), None if losses is None else losses.tolist(), _plain(weights)]
-            for groups, losses, weights in self._entries
-        ]
-        partial = None if self._partial is None else self._partial.tolist()
-        return {"names": self._names, "entries": entries, "partial": partial}
+        """Return the sums. Waits for the device."""
+        self._add_waiting()
+        return {"names": self._names, "sums": None if self._sums is None else self._sums.tolist()}
 
     def add_state(self, state: Mapping[str, Any]) -> None:
         """Add a `state_dict` of this or another process."""
-        if state["names"] != self._names:
-            return  # the groups of another run
-        for groups, losses, weights in state["entries"]:
-            read = None if losses is None else torch.tensor(losses, dtype=torch.float64)
-            kept = torch.tensor(weights, dtype=torch.float64) if isinstance(weights, list) else weights
-            self._entries.append((np.array(groups, np.int64), read, kept))
-        if state["partial"] is not None:
-            partial = torch.tensor(state["partial"], dtype=torch.float64)
-            self._partial = partial if self._partial is None else self._partial + partial
+        if state["names"] != self._names or state["sums"] is None:
+            return  # the groups of another run, or nothing
+        sums = np.array(state["sums"], np.float64)
+        self._sums = sums if self._sums is None else self._sums + sums
 
-    def _sum(self) -> torch.Tensor:
-        """Return sums `[4, groups]`: loss x weight, weights, samples, and samples without a loss."""
-        device = next(
-            (one.device for _, losses, _ in self._entries if (one := losses) is not None), torch.device("cpu")
+    def _add_waiting(self) -> None:
+        """Add the waiting batches to the sums."""
+        if not self._entries:
+            return
+        (samples, losses, weights), self._entries = zip(*self._entries, strict=True), []
+        sizes = np.array([len(positions) for positions in samples])
+        groups = self._find_groups(np.concatenate(samples))
+        weight, is_known = _weights_of_samples(weights, sizes), np.ones(len(groups), bool)
+        if not all(loss.ndim for loss in losses):
+            begins = sizes.cumsum() - sizes
+            is_of_one = np.minimum.reduceat(groups, begins) == np.maximum.reduceat(groups, begins)
+            is_known = (is_of_one | [loss.ndim > 0 for loss in losses]).repeat(sizes)
+            weight = np.where(is_known, weight, 0.0)
+        loss = np.where(weight == 0, 0.0, _concatenate(losses, sizes))  # that of no target may be NaN
+        count = len(self._names)
+        before = np.zeros((4, count)) if self._sums is None else self._sums
+        places = np.concatenate([np.arange(count), groups])  # `bincount` adds in this order
+        lost, weighed = (
+            np.bincount(places, np.concatenate(part)) for part in zip(before[:2], (loss * weight, weight), strict=True)
         )
-        kind = torch.float32 if device.type == "mps" else torch.float64
-        sizes = [len(groups) for groups, _, _ in self._entries]
-        losses, weights = [torch.zeros(0, dtype=kind, device=device)], [torch.zeros(0, dtype=kind, device=device)]
-        for (_, loss, weight), size in zip(self._entries, sizes, strict=True):
-            losses.append(
-                torch.zeros(size, dtype=kind, device=device) if loss is None else _spread(loss, size, losses[0])
-            )
-            each = weight if isinstance(weight, torch.Tensor) and weight.ndim else weight / max(1, size)
-            weights.append(_spread(0.0 if loss is None else each, size, losses[0]))
-        lost, weighed = torch.cat(losses), torch.cat(weights)
-        products = torch.where(weighed == 0, 0.0, lost * weighed)  # a loss of no target may be NaN
-        are_unknown = [[float(loss is None)] * size for (_, loss, _), size in zip(self._entries, sizes, strict=True)]
-        is_unknown = np.array([one for entry in are_unknown for one in entry], np.float64)
-        unknown = torch.from_numpy(is_unknown).to(device, kind, non_blocking=True)
-        values = torch.stack([products, weighed, torch.ones_like(products), unknown])
-        numbers = np.concatenate([np.zeros(0, np.int64), *(groups for groups, _, _ in self._entries)])
-        members = torch.from_numpy(numbers).to(device, non_blocking=True) == torch.arange(
-            len(self._names), device=device
-        ).unsqueeze(1)
-        # A sum over a mask has the same bits each time; on a GPU, `index_add_` has not.
-        sums = torch.where(members, values.unsqueeze(1), 0.0).sum(-1)
-        return sums if self._partial is None else sums + self._partial.to(device, kind)
+        numbers = before[2] + np.bincount(groups, minlength=count)
+        unknown = before[3] + np.bincount(groups, ~is_known, minlength=count)
+        self._sums = np.array([lost, weighed, numbers, unknown])
 
 
-def _spread(value: Weight, size: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a number, or a tensor with one value or one for each sample, as a tensor for each sample."""
-    if not isinstance(value, torch.Tensor):
-        return like.new_full((size,), value)
-    return value.to(like.device, like.dtype).expand(size)
+def _weights_of_samples(weights: Sequence[Weight], sizes: _Array) -> _Array:
+    """Return the weight of each sample; where a batch has only the sum of them, they are equal."""
+    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if not tensors:
+        return (np.array(weights, np.float64) / sizes).repeat(sizes)
+    if len(tensors) < len(weights):
+        tensors = [torch.as_tensor(weight, dtype=torch.float64, device="cpu") for weight in weights]
+    shared_by = np.where([tensor.ndim == 0 for tensor in tensors], sizes, 1)
+    return _concatenate(tensors, sizes) / shared_by.repeat(sizes)
 
 
-def _plain(weights: Weight) -> Any:
-    return weights.tolist() if isinstance(weights, torch.Tensor) else weights
+def _concatenate(values: Sequence[torch.Tensor], sizes: _Array) -> _Array:
+    """Return a number for each sample of some batches; the scalars of batches are repeated. Waits for the device."""
+    if len({value.device for value in values}) > 1:
+        values = [value.cpu() for value in values]
+    parts = [value if value.ndim else value.expand(size) for value, size in zip(values, sizes, strict=True)]
+    concatenated: _Array = torch.cat(parts).cpu().double().numpy()
+    return concatenated
 
 
 def _read(values: Sequence[Weight]) -> list[float]:
@@ -313,10 +321,10 @@ class LoggedValues:
         else:
             self._waiting.append((name, scalar))
 
-    def grouped(self, names: Sequence[str]) -> GroupedSum:
+    def grouped(self, names: Sequence[str], find_groups: Callable[[_Array], _Array]) -> GroupedSum:
         """Return the sums of the losses of samples in groups, which are taken together with the other values."""
         if self._groups is None:
-            self._groups = GroupedSum(names)
+            self._groups = GroupedSum(names, find_groups)
             for state in self._states_of_groups:
                 self._groups.add_state(state)
         return self._groups

@@ -252,6 +252,88 @@ def test_each_row_has_the_loss_and_the_samples_of_each_source(tmp_path: Path):
     assert sum(counted.values()) == trainer.state.samples_seen
 
 
+def test_sources_are_found_for_many_batches_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found: list[int] = []
+    find = Mixture.sources_of
+
+    def note(self: Mixture, indices: Any) -> Any:
+        found.append(len(indices))
+        return find(self, indices)
+
+    monkeypatch.setattr(Mixture, "sources_of", note)
+    module = Points()
+    trainer = fit(tmp_path, module, SIZES, hps={"epochs": 3}, log_every=3, checkpoint_every=None)
+    assert len(found) == len(rows_of(trainer)) < len(module.seen)
+    assert sum(found) == trainer.state.samples_seen
+
+
+def test_rows_do_not_depend_on_how_often_checkpoints_are_written(tmp_path: Path):
+    rows = [
+        rows_of(fit(tmp_path / str(every), Points(), SIZES, hps={"epochs": 3}, log_every=5, **settings))
+        for every, settings in enumerate(({}, {"checkpoint_every": "1 steps"}, {"checkpoint_every": "3 steps"}))
+    ]
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_reloaded_sources_of_other_sizes_get_their_own_samples(tmp_path: Path):
+    class Reloading(Points):
+        times = 0
+
+        def get_train_dataloader(self) -> Any:
+            self.times += 1
+            return {"a": numbers(0, 4 * self.times), "b": numbers(100, 8)}
+
+    trainer = Trainer(
+        {**HPS, "epochs": 3, "data": {"mix": {"a": 1, "b": 1}, "stop": "last"}},
+        tmp_path / "model",
+        reload_dataloaders_every_n_epochs=1,
+        **{"model_saving": None, "verbose": False, "logging_dir": tmp_path / "logs", "log_every": 2, "seed": 1},
+    )
+    module = Reloading()
+    trainer.fit(module)
+    assert module.times >= 3
+    trained = trained_by(module)
+    last = rows_of(trainer)[-1]
+    assert last["samples_seen__a"] == sum(sample < 100 for sample in trained)
+    assert last["samples_seen__b"] == sum(sample >= 100 for sample in trained)
+
+
+class Reading(Dataset[Any]):
+    """The samples of a `TensorDataset`, read by a class of the user."""
+
+    def __init__(self, held: TensorDataset) -> None:
+        self.held = held
+
+    def __getitem__(self, index: int) -> Any:
+        return self.held[index]
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sources_that_only_hold_samples_train_like_those_that_read_them(tmp_path: Path, workers: int):
+    def draw(samples: list[Any]) -> Any:
+        (inputs,) = zip(*samples, strict=True)
+        return [torch.stack(inputs) + torch.rand(1) + random.random()]
+
+    seen = []
+    for name, wrap in (("held", lambda data: data), ("listed", list), ("read", Reading)):
+        module = Points()
+        trainer = Trainer(
+            {**HPS, "epochs": 2, "data": {"mix": MIX}},
+            tmp_path / name,
+            collate_fn=draw,
+            dataloader_num_workers=workers,
+            **{"model_saving": None, "verbose": False, "logging_dir": tmp_path / "logs", "seed": 1},
+        )
+        sources = {source: wrap(numbers(10 * size, size)) for source, size in SIZES.items()}
+        trainer.fit(module, sources)
+        assert trainer.run.loaders.train_data.only_holds_samples == (name != "read")
+        seen.append(module.seen)
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_the_steps_are_those_of_plain_torch_on_the_same_samples(tmp_path: Path):
     module = Points()
     fit(tmp_path, module, SIZES, grad_accumulation_steps=2)

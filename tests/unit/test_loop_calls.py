@@ -15,7 +15,7 @@ BOUNDS = {
     "bare step": 73,
     "bare step, progress bar on": 73,
     "bare step, checkpoints on": 104,
-    "bare step, a mixture of three sources": 105,
+    "bare step, a mixture of three sources": 87,
 }
 
 

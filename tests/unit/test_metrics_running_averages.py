@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from accmt.metrics import RunningAverages
-from accmt.metrics.averages import COMPACT_AT, WeightedSum, exact_sum
+from accmt.metrics.averages import COMPACT_AT, GroupedSum, WeightedSum, exact_sum
 
 CPU = torch.device("cpu")
 
@@ -205,3 +206,90 @@ def test_the_mean_of_an_epoch_survives_in_the_state(ends_epoch):
     averages.take_row("loss")
     resumed.take_row("loss")
     assert resumed.epoch_loss == averages.epoch_loss == pytest.approx(0.1 if ends_epoch else 9.3 / 6)
+
+
+# ---- Sums of groups
+
+
+def sum_groups(batches, *, breaks=(), most_waiting=10**6):
+    """Return the sums of batches `(samples, losses, weights)`; at `breaks`, they are copied or saved and continued."""
+    sums = GroupedSum(["a", "b", "c"], lambda samples: np.searchsorted([10, 20, 30], samples, side="right"))
+    sums.MOST_WAITING = most_waiting
+    for number, batch in enumerate(batches):
+        if number in breaks:
+            kept, before = sums.copy(), sums
+            state = kept.state_dict()
+            sums = GroupedSum(["a", "b", "c"], before._find_groups)
+            sums.MOST_WAITING = most_waiting
+            sums.add_state(state)
+        sums.add(*batch)
+    return sums.take()
+
+
+def batches_of(kind, count=60):
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        size = int(rng.integers(1, 6))
+        samples = rng.integers(0, 30, size)
+        losses = torch.from_numpy(rng.normal(size=size)).float()
+        weights = torch.from_numpy(rng.integers(0, 4, size)).float()
+        losses[weights == 0] = math.nan  # a sample without targets
+        each = {
+            "number": (samples, losses.nan_to_num(), float(size)),
+            "scalar": (samples, losses.nan_to_num(), torch.tensor(2.5)),
+            "each": (samples, losses, weights),
+            "mixed": [
+                (samples.tolist(), losses.nan_to_num(), 3.0),
+                (samples, losses.bfloat16(), weights),
+                (np.full(size, samples[0]), torch.tensor(0.25), 2.0),
+            ][number % 3],
+        }
+        yield each[kind]
+
+
+@pytest.mark.parametrize("kind", ["number", "scalar", "each", "mixed"])
+def test_sums_of_groups_are_those_of_exact_arithmetic_whenever_they_are_computed(kind):
+    names, expected = ["a", "b", "c"], {}
+    for number, name in enumerate(names):
+        pairs = []
+        for samples, losses, weights in batches_of(kind):
+            size = len(samples)
+            of_all = torch.as_tensor(weights, dtype=torch.float64)
+            shares = (of_all if of_all.ndim else of_all / size).expand(size).tolist()
+            own = zip(samples, losses.double().expand(size).tolist(), shares, strict=True)
+            pairs += [(loss, weight) for sample, loss, weight in own if sample // 10 == number]
+        expected["samples__" + name] = float(len(pairs)), None
+        total = sum(Fraction(weight) for _, weight in pairs)
+        lost = sum(Fraction(loss) * Fraction(weight) for loss, weight in pairs if weight)
+        expected["weight__" + name] = pytest.approx(float(total), rel=1e-12), None
+        expected["loss__" + name] = pytest.approx(float(lost), rel=1e-12), pytest.approx(float(total), rel=1e-12)
+    whole = sum_groups(batches_of(kind))
+    assert whole == {**expected, "samples_of_unknown_loss": (0.0, None)}
+    for breaks in ((1,), (0, 7, 30), range(60)):
+        for most_waiting in (1, 4, 10**6):
+            assert sum_groups(batches_of(kind), breaks=breaks, most_waiting=most_waiting) == whole, (breaks, kind)
+
+
+def test_the_mean_loss_of_a_batch_is_that_of_a_group_if_all_its_samples_are_of_one():
+    mean = torch.tensor(2.0)
+    taken = sum_groups([([1, 2], mean, 4.0), ([11, 21], torch.tensor(9.0), 6.0), ([3], torch.tensor([5.0]), 1.0)])
+    assert taken["loss__a"] == (13.0, 5.0)
+    assert taken["loss__b"] == taken["loss__c"] == (0.0, 0.0)
+    assert (taken["samples__a"], taken["samples__b"], taken["samples__c"]) == ((3.0, None), (1.0, None), (1.0, None))
+    assert taken["samples_of_unknown_loss"] == (2.0, None)
+
+
+def test_few_batches_wait_for_their_groups():
+    calls = []
+
+    def find(samples):
+        calls.append(len(samples))
+        return np.zeros(len(samples), np.int64)
+
+    sums = GroupedSum(["a"], find)
+    for _ in range(2 * GroupedSum.MOST_WAITING + 5):
+        sums.add([1, 2], torch.ones(2), 2.0)
+    assert calls == [2 * GroupedSum.MOST_WAITING] * 2
+    assert len(sums._entries) == 5
+    assert sums.take()["loss__a"][1] == 2.0 * (2 * GroupedSum.MOST_WAITING + 5)
+    assert sums.is_empty

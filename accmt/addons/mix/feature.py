@@ -42,11 +42,11 @@ class SourceLosses(Feature):
         self._run = run
         self._data = data
         self._loss_name = run.settings.tracking.train_loss_metric_name
-        self._sums = run.module.logs.of_training.grouped(data.names)
+        self._sums = run.module.logs.of_training.grouped(data.names, self._find_sources)
         self._counts: dict[str, dict[str, float]] = {
             name: {"samples_seen": 0, "target_tokens_seen": 0} for name in data.names
         }
-        self._sources: Array | None = None  # of the samples of the current batch
+        self._samples: Any = None  # the positions in the data of those in the current batch
         self._of_samples: Any = None
         self._is_compared = False
 
@@ -75,11 +75,9 @@ class SourceLosses(Feature):
         self._counts |= {name: dict(counts) for name, counts in state.items() if name in self._counts}
 
     def before_batch(self, micro_batch: MicroBatch) -> None:
-        """Find the sources of a batch's samples."""
-        self._sources = self._of_samples = None
-        if micro_batch.batch is not None:
-            indices = self._run.train_loader.samples_in_batch(self._run.state.epoch, micro_batch)
-            self._sources = None if indices is None else self._data.sources_of(indices)
+        """Note which samples a batch has; their sources are found for many batches at once."""
+        self._of_samples = None
+        self._samples = micro_batch.samples
 
     def after_forward(self, outputs: Any) -> None:
         if isinstance(outputs, Mapping) and "losses" in outputs:
@@ -87,22 +85,22 @@ class SourceLosses(Feature):
 
     def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
         """Note the loss of a batch, or of its samples."""
-        sources = self._sources
-        if sources is None or not len(sources):
+        samples = self._samples
+        if samples is None or not len(samples):
             return
-        if self._of_samples is not None:
-            losses, weights = self._of_samples
-            _require_each("losses", losses, len(sources))
-            if weights is not None:
-                _require_each("weights", weights, len(sources))
-                weight = weights.detach()
-            if not self._is_compared:
-                self._is_compared = True
-                _compare(losses.detach(), weight, loss)
-            self._sums.add(sources, losses.detach(), weight)
-        else:
-            is_one = bool((sources == sources[0]).all())
-            self._sums.add(sources, loss if is_one else None, weight)
+        if self._of_samples is None:
+            self._sums.add(samples, loss, weight)
+            return
+        losses, weights = self._of_samples
+        _require_each("losses", losses, len(samples))
+        losses = losses.detach()
+        if weights is not None:
+            _require_each("weights", weights, len(samples))
+            weight = weights.detach()
+        if not self._is_compared:
+            self._is_compared = True
+            _compare(losses, weight, loss)
+        self._sums.add(samples, losses, weight)
 
     def add_to_row(self, row: dict[str, float]) -> None:
         """Name the values of the sources, and replace numbers since the last row by those since the start."""
@@ -121,6 +119,10 @@ class SourceLosses(Feature):
                 "loss per sample",
                 about="losses of sources",
             )
+
+    def _find_sources(self, samples: Array) -> Array:
+        data: Mixture | MixedStream = self._run.loaders.train_data  # which may be reloaded in each epoch
+        return data.sources_of(samples)
 
 
 def _plain(number: float) -> float:

@@ -17,6 +17,7 @@ from accmt.addons.mix.interleaving import Array, Interleaving, Stretch, whole_pa
 from accmt.addons.mix.order import EpochCut, MixOrder, Stage, files_of, methods_of
 from accmt.addons.mix.section import MixSection
 from accmt.data import is_stream
+from accmt.data.fetching import only_holds
 from accmt.data.lengths import find_length, known_lengths
 from accmt.data.samplers import call_set_epoch, draw_permutation
 from accmt.data.seeding import derive_seed, preserve_generators
@@ -31,7 +32,6 @@ _MEASURED = 512
 _IGNORED = -100
 _LOSS_WEIGHTS = "loss_weights"  # of tokens, which only some samples have
 _CHUNK = 4096
-_BATCH = 256  # up to so many samples, plain Python is faster than numpy
 _END = object()
 _FURTHER_PASSES = 1_000_003  # the epochs of a stream that begins again within an epoch are those of no other
 
@@ -45,12 +45,16 @@ class Mixture(ConcatDataset[Any]):
 
     Attributes:
         names: The names of the sources.
+        only_holds_samples: Whether all sources only hold samples, so that their order of reading does not matter.
     """
 
     def __init__(self, sources: Mapping[str, Any], section: MixSection) -> None:
         super().__init__(sources.values())
         self.names = list(sources)
+        self.only_holds_samples = all(map(only_holds, self.datasets))
         self._section = section
+        self._ends = np.array(self.cumulative_sizes)
+        self._begins = [0, *self.cumulative_sizes[:-1]]
         if any(hasattr(source, "set_epoch") for source in self.datasets):
             self.set_epoch = self._set_epoch
 
@@ -58,25 +62,26 @@ class Mixture(ConcatDataset[Any]):
         for source in self.datasets:
             call_set_epoch(source, epoch)
 
-    def sources_of(self, indices: Sequence[int]) -> Array:
+    def sources_of(self, indices: Sequence[int] | Array) -> Array:
         """Return the number of the source of each sample."""
-        if len(indices) > _BATCH:
-            numbers: Array = np.searchsorted(self.cumulative_sizes, indices, side="right")
-            return numbers
-        ends = self.cumulative_sizes
-        return np.array([bisect_right(ends, index) for index in indices], np.int64)
+        numbers: Array = self._ends.searchsorted(indices, side="right")
+        return numbers
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return samples; those of one source are read together if it can do that."""
+        datasets, begins, ends = self.datasets, self._begins, self.cumulative_sizes
+        numbers = [bisect_right(ends, index) for index in indices]
+        if self.only_holds_samples:
+            return [datasets[number][index - begins[number]] for number, index in zip(numbers, indices, strict=True)]
         samples: list[Any] = [None] * len(indices)
         by_source: dict[int, list[int]] = {}
-        for place, number in enumerate(self.sources_of(indices).tolist()):
+        for place, number in enumerate(numbers):
             by_source.setdefault(number, []).append(place)
         for number, places in sorted(by_source.items()):
-            source, begin = self.datasets[number], self.cumulative_sizes[number - 1] if number else 0
+            source, begin = datasets[number], begins[number]
             own = [int(indices[place]) - begin for place in places]
             try:
                 read = source.__getitems__(own) if hasattr(source, "__getitems__") else [source[index] for index in own]
@@ -211,7 +216,7 @@ class MixedStream:
             raise TypeError("the length of a mixture of streams is unknown")
         return self._length
 
-    def sources_of(self, positions: Sequence[int]) -> Array:
+    def sources_of(self, positions: Sequence[int] | Array) -> Array:
         """Return the number of the source of each sample, by their positions in the epoch."""
         if not len(positions):
             return np.empty(0, np.int16)
