@@ -70,9 +70,11 @@ class LaunchRecord(Feature):
         """Write the line; a disk that is full or read-only causes a warning."""
         if not is_main_process():
             return
-        path = current_folder() / self._run.tracking.run_folder / LAUNCHES_FILE
+        run = self._run
+        path = current_folder() / run.tracking.run_folder / LAUNCHES_FILE
+        own = {"time": time.time(), "run_id": run.saver.run_id, "attempt": run.tracking.attempt}
         try:
-            lines = [dumps(line) for line in [*_read(path), {"time": time.time(), **describe_launch(self._run)}]]
+            lines = [dumps(line) for line in [*_read(path), {**own, **describe_launch(run)}]]
             write_text(path, "\n".join(lines) + "\n")
         except OSError as error:
             expected = "a writable file; training continues without it"

@@ -334,6 +334,8 @@ def describe(run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
         "epochs_done": counters["epoch"] + is_uncounted,
         "best": dict(run.state.best),
         "run_name": run.tracking.run_name,
+        "run_id": run.saver.run_id,
+        "attempt": run.tracking.attempt,
         "seed": run.seed,
         "hps": hide(run.settings.hps.to_dict()["hps"]),
         "mixed_precision": str(run.accelerator.mixed_precision),

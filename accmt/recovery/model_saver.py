@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import os
 import re
 import secrets
 import sys
@@ -20,6 +21,7 @@ from accmt import huggingface
 from accmt.callbacks import Callback
 from accmt.data.base import length_of
 from accmt.errors import AccmtError, SavingError, explain
+from accmt.files import current_folder
 from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
 from accmt.metrics.building import BUILTIN
@@ -252,6 +254,8 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedSta
     )
     status = {
         RUN_KEY: run.saver.run_id,
+        "run_folder": os.path.relpath(current_folder() / run.tracking.run_folder, folder.absolute()),
+        "attempt": run.tracking.attempt,
         "digest": saved.digest,
         "files": list(saved.files),
         "model_saving": saving.model_saving,

@@ -33,7 +33,7 @@ from accmt.messages import warn, warn_once
 
 HISTORY_FILE = "history.jsonl"
 EVALUATIONS_FOLDER = "evaluations"
-"""A folder in a run folder, with the history of the process that evaluates the checkpoints beside the run."""
+"""A folder in a run folder, with the history of the process that evaluates checkpoints and models beside the run."""
 
 MAX_UNWRITTEN = 10_000
 
@@ -260,7 +260,7 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
 def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict[str, Any]]:
     """Read the rows of a run in the order in which they were written.
 
-    Rows of checkpoints that `accmt evaluate` evaluated beside the run are inserted by their step.
+    Rows of checkpoints and models that `accmt evaluate` evaluated beside the run are inserted by their step.
 
     Invalid lines are skipped with a warning that counts them. A last line that is incomplete after a crash is skipped.
 

@@ -97,6 +97,11 @@ class Tracking:
         return self._place.shown_folder
 
     @property
+    def attempt(self) -> int:
+        """How often the run was started or resumed, from 1; only on the main process, and after `start`."""
+        return 1 if self._delivery_file is None else self._delivery_file.attempt
+
+    @property
     def loggers(self) -> list[GeneralTracker]:
         """The trackers of the run; a tracker that has not been reached yet is replaced by one that does nothing.
 
@@ -123,7 +128,7 @@ class Tracking:
         return {
             "run_name": self._place.run_name,
             "run_ids": self.run_ids,
-            "attempt": 1 if self._delivery_file is None else self._delivery_file.attempt,
+            "attempt": self.attempt,
             "line": 0 if self._history is None else self._history.num_lines,
             "step": self._last_step,
         }

@@ -1,4 +1,4 @@
-"""Two processes evaluate the checkpoints of a run, with the values that the run itself would have had."""
+"""Two processes evaluate the checkpoints and the last model of a run, with the values of evaluations in the run."""
 
 from __future__ import annotations
 

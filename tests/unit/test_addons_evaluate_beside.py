@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import accmt.addons.evaluate_beside.evaluations as evaluations
-from accmt import EMA, AcceleratorModule, Accuracy, Callback, Trainer
+import accmt.addons.evaluate_beside.published as published
+from accmt import EMA, AcceleratorModule, Accuracy, BestModels, Callback, Trainer
 from accmt.addons.evaluate_beside.program import REQUEST_VARIABLE, Request
 from accmt.addons.report import read_run
 from accmt.cli.main import main
@@ -97,6 +98,7 @@ def evaluate(
     rule: str | None = None,
     code: int = 0,
     val_data: Any = VAL_DATA,
+    model: str | None = None,
     **arguments: Any,
 ) -> None:
     """Evaluate in this process what `accmt evaluate` evaluates in the program that it starts."""
@@ -111,6 +113,8 @@ def evaluate(
         save_best=rule,
         watches=True,
         wait_s=0.01,
+        model=None if model is None else str(folder / model),
+        seed=0,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FIT_VARIABLE, "evaluate")
@@ -173,10 +177,10 @@ def test_an_evaluation_that_a_kill_interrupted_is_repeated_without_double_rows(p
     train("off")
     record = evaluations._Evaluations._record
 
-    def record_until(self: Any, following: Any, before: int) -> None:
-        if following.step == 8:
+    def record_until(self: Any, found: Any, *rest: Any) -> None:
+        if found.step == 8:
             raise OSError("killed")
-        record(self, following, before)
+        record(self, found, *rest)
 
     with pytest.MonkeyPatch.context() as patch:  # a kill records nothing of this checkpoint
         patch.setattr(evaluations._Evaluations, "_record", record_until)
@@ -202,14 +206,14 @@ def test_a_checkpoint_that_is_deleted_before_it_is_linked_is_skipped_with_a_line
     project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     train("off")
-    link = evaluations._link
+    link = published._link
 
-    def delete_first(source: Path, target: Path) -> None:
+    def delete_first(source: Path, target: Path, names: Any) -> None:
         if source.name.endswith("4"):
             shutil.rmtree(source)
-        link(source, target)
+        link(source, target, names)
 
-    monkeypatch.setattr(evaluations, "_link", delete_first)
+    monkeypatch.setattr(published, "_link", delete_first)
     evaluate("off")
     assert [step for step, _ in evaluated("off")] == [2, 6, 8, 10, 12]
     assert "step 4 is not evaluated: the run has deleted it meanwhile" in caplog.text
@@ -311,6 +315,179 @@ def test_a_run_that_never_evaluates_rejects_a_scheduler_that_monitors_a_result()
         Trainer({**HPS, "scheduler": {"type": "ReduceLROnPlateau"}}, "out/never", **OFF)
 
 
+# ---- Models
+
+
+class SaveOften(Callback):
+    """Saves a model in a folder of its own after every second step."""
+
+    def on_update_end(self):
+        step = self.state.global_step
+        if step % 2 == 0:
+            self.trainer.save_model(f"{self.trainer.settings.model_folder}/step-{step}")
+
+
+NO_CHECKPOINTS = {"checkpoint_every": None, "callbacks": [Draw(), SaveOften()]}
+
+
+def rows_beside(name: str) -> list[tuple[int, dict[str, float]]]:
+    lines = Path("logs", name, "run", EVALUATIONS_FOLDER, "history.jsonl").read_text().splitlines()
+    rows = map(json.loads, lines)
+    return [(row["step"], row["values"]) for row in rows if "val_loss" in row.get("values", {})]
+
+
+@pytest.mark.feature("F06")
+def test_models_without_checkpoints_have_the_rows_of_evaluations_in_the_run(
+    project: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train("plain", evaluate_every_n_steps=2, model_saving="best_draw", callbacks=[Draw()])
+    train("off", model_saving="last", **NO_CHECKPOINTS)
+    evaluate("off", rule="best_draw", **NO_CHECKPOINTS)
+    assert evaluated("off") == evaluated("plain")
+    assert "0 checkpoints and 6 models evaluated" in capsys.readouterr().out
+    saved, best = (load_file(Path(place, "model.safetensors")) for place in ("out/plain", "out/off/evaluated"))
+    assert all(torch.equal(saved[name], best[name]) for name in saved)
+    assert not Path("out/off.evaluated").exists()
+    evaluate("off", rule="best_draw", **NO_CHECKPOINTS)
+    assert "0 checkpoints evaluated" in capsys.readouterr().out
+
+
+def test_models_that_the_run_has_chosen_by_its_averaged_weights_have_the_rows_of_the_run(project: Path) -> None:
+    arguments = {"checkpoint_every": None, "evaluate_every_n_steps": 2, "model_saving": "best_draw"}
+    callbacks = [EMA(0.5), Draw(), BestModels("val_loss", top_k=2)]
+    train("off", callbacks=callbacks, **arguments)
+    own = {step: values for step, values in evaluated("off")}
+    kept = {json.loads(path.read_text())["global_step"] for path in Path("out/off").rglob("status.json")}
+    evaluate("off", callbacks=[EMA(0.5), Draw()], **arguments)
+    assert rows_beside("off") == [(step, own[step]) for step in sorted(kept)]
+    assert len(kept) >= 2
+
+
+def test_a_step_with_a_checkpoint_and_a_model_is_evaluated_once(project: Path, capsys: pytest.CaptureFixture) -> None:
+    rare = {"checkpoint_every": "4 steps", "callbacks": [Draw(), SaveOften()]}
+    train("off", model_saving="last", **rare)
+    train("plain", evaluate_every_n_steps=2, callbacks=[Draw()])
+    evaluate("off", **rare)
+    assert "3 checkpoints and 3 models evaluated" in capsys.readouterr().out
+    assert rows_beside("off") == evaluated("plain")
+
+
+def test_a_model_does_not_get_the_averages_of_the_checkpoint_before_it(project: Path) -> None:
+    rare = {"checkpoint_every": "4 steps", "callbacks": [EMA(), Draw(), SaveOften()]}
+    train("off", **rare)
+    evaluate("off", **rare)
+    together = dict(rows_beside("off"))
+    train("alone", **{**rare, "checkpoint_every": None})
+    evaluate("alone", **{**rare, "checkpoint_every": None})
+    alone = dict(rows_beside("alone"))
+    assert [together[step] for step in (2, 6, 10)] == [alone[step] for step in (2, 6, 10)]
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_a_model_that_is_replaced_while_it_is_read_is_read_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_pickled: bool
+) -> None:
+    arguments = {**NO_CHECKPOINTS, "safe_serialization": not is_pickled}
+    train("off", **arguments)
+    name = "pytorch_model.bin" if is_pickled else "model.safetensors"
+    newer = project / "newer"
+    Path("out/off/step-12").rename(newer)
+    for step in (4, 6, 8, 10):
+        shutil.rmtree(f"out/off/step-{step}")
+    link, status = published._link, newer / "status.json"
+
+    def replace(file: Path) -> None:
+        shutil.copy(file, "out/off/new")
+        Path("out/off/new").rename(Path("out/off/step-2", file.name))
+
+    def link_meanwhile(source: Path, target: Path, names: Any) -> None:
+        if status.exists() and source.name == "step-2":
+            replace(newer / name)  # the run publishes weights, and then their status
+        link(source, target, names)
+
+    def wait(_: float) -> None:
+        if status.exists():
+            replace(status)
+            status.unlink()
+
+    monkeypatch.setattr(published, "_link", link_meanwhile)
+    monkeypatch.setattr(published.time, "sleep", wait)
+    evaluate("off", **arguments)
+    assert "the run has replaced the model meanwhile" in caplog.text
+    train("plain", evaluate_every_n_steps=2, callbacks=[Draw()])
+    assert evaluated("off") == evaluated("plain")[-1:]
+
+
+def test_a_model_whose_weights_and_status_were_saved_at_different_steps_is_skipped_with_a_line(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(published, "_BETWEEN_TRIES_S", 0.0)
+    train("off", **NO_CHECKPOINTS)
+    shutil.copy("out/off/step-4/model.safetensors", "out/off/step-6/model.safetensors")
+    evaluate("off", **NO_CHECKPOINTS)
+    assert [step for step, _ in evaluated("off")] == [2, 4, 8, 10, 12]
+    assert "step 6, model" in caplog.text
+    assert "its weights are not those of its status.json" in caplog.text
+
+
+def test_a_named_model_adds_its_row_once_to_the_history_of_its_run(
+    project: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train("off", **NO_CHECKPOINTS)
+    evaluate("off", model="out/off/step-6", **NO_CHECKPOINTS)
+    ((step, values),) = evaluated("off")
+    shown = capsys.readouterr().out
+    assert step == 6
+    assert f"step 6, model {project}/out/off/step-6: val_loss {values['val_loss']:.5g}" in shown
+    assert "evaluated\n" not in shown
+    evaluate("off", model="out/off/step-6", **NO_CHECKPOINTS)
+    assert "(it was evaluated before)" in capsys.readouterr().out
+    evaluate("off", **NO_CHECKPOINTS)
+    assert [row[0] for row in evaluated("off")] == STEPS
+    shutil.copytree("out/off/step-6", "copied")
+    evaluate("off", model="copied", **NO_CHECKPOINTS)
+    assert "(it was evaluated before)" in capsys.readouterr().out
+
+
+def test_a_model_of_another_run_is_evaluated_without_a_row(project: Path, capsys: pytest.CaptureFixture) -> None:
+    train("off", **NO_CHECKPOINTS)
+    train("plain", evaluate_every_n_steps=2, model_saving="best_draw", callbacks=[Draw()])
+    plain = Path("plain")
+    plain.mkdir()
+    shutil.copy("out/plain/model.safetensors", plain)  # without what accmt has written beside it
+    for folder in ("out/plain", "plain"):
+        evaluate("off", model=folder, **NO_CHECKPOINTS)
+        assert "(it is not part of the history of the run)" in capsys.readouterr().out
+    assert evaluated("off") == []
+
+
+def test_a_resumed_run_consists_of_the_steps_up_to_each_checkpoint_and_those_made_again() -> None:
+    starts = [
+        {"run_id": "before", "attempt": 3, "step": 4, "is_resumed": True},
+        {"run_id": "a", "attempt": 1, "step": 0, "is_resumed": False},
+        {"run_id": "a", "attempt": 2, "step": 8, "is_resumed": True},
+        {"run_id": "a", "attempt": 3, "step": 6, "is_resumed": True},
+    ]
+    lineage = published.Lineage.of(starts)
+    expected = {("before", 3): 0, ("a", 1): 6, ("a", 2): 6, ("a", 3): 99}
+    for (run_id, attempt), last in expected.items():
+        steps = [step for step in range(1, 100) if lineage.has(published.Origin(run_id, attempt, step))]
+        assert max(steps, default=0) == last
+
+
+def test_models_of_steps_that_the_run_makes_again_are_not_evaluated(project: Path) -> None:
+    class Stop(Callback):
+        def on_update_end(self):
+            self.trainer.should_stop = self.state.global_step == 6
+
+    both = {"checkpoint_every": "4 steps", "callbacks": [Draw(), SaveOften()]}
+    train("off", **both)
+    train("off", resume="out/checkpoint-off/step-00000004", **{**both, "callbacks": [Draw(), SaveOften(), Stop()]})
+    assert Path("out/off/step-10").exists()
+    evaluate("off", **both)
+    assert [step for step, _ in evaluated("off")] == [2, 4, 6]
+
+
 # ---- The command line
 
 
@@ -395,6 +572,37 @@ def test_the_run_and_the_process_beside_it_survive_kills(tmp_path: Path, monkeyp
     assert len(found["off"]) == 6
 
 
+SAVE = """
+class Save(Callback):
+    def on_update_end(self):
+        if self.state.global_step % 4 == 0:
+            self.trainer.save_model(f"{sys.argv[1]}/step-{self.state.global_step}")
+
+    def on_evaluation_end(self, metrics):
+        kill_at("KILL_AT_ROW", self.state.global_step)
+
+
+class Linear"""
+MODELS = PROGRAM.replace("import AcceleratorModule", "import AcceleratorModule, Callback").replace("class Linear", SAVE)
+MODELS = MODELS.replace("**often", "callbacks=Save(), checkpoint_every=None")
+
+
+@pytest.mark.feature("F06")
+def test_evaluations_of_models_survive_a_kill_before_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "program.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    assert wait(start("program.py", "out/off", "never", folder=tmp_path), tmp_path) == 0, read(Path("output.txt"))
+    monkeypatch.setattr(sys, "argv", ["program.py", "out/on", "1 step"])
+    runpy.run_path("program.py")
+    command = ("-m", "accmt.cli.main", "evaluate", "logs/off/run")
+    assert wait(start(*command, folder=tmp_path, KILL_AT_ROW="8"), tmp_path) == -signal.SIGKILL
+    assert wait(start(*command, folder=tmp_path), tmp_path) == 0
+    found = {name: losses(tmp_path / "logs" / name / "run") for name in ("off", "on")}
+    assert found["off"] == [pair for pair in found["on"] if pair[0] in (4, 8, 12, 16)]
+    lines = read(tmp_path / "logs/off/run/evaluations/history.jsonl").splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"val_loss"' in line] == [4, 8, 12, 16]
+
+
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
@@ -423,7 +631,7 @@ def make_launch(folder: Path, **changes: Any) -> Path:
     run.mkdir(parents=True)
     (run / "history.jsonl").write_text('{"time": 0, "config": {}}\n')
     places = {"cwd": str(folder), "model_path": str(folder / "out/line"), "checkpoints": str(folder / "out/ck")}
-    (folder / "out").mkdir()
+    (folder / "out").mkdir(exist_ok=True)
     (run / "launches.jsonl").write_text(json.dumps({**LAUNCH, **places, "run_folder": str(run), **changes}) + "\n")
     return run
 
@@ -435,6 +643,7 @@ def make_launch(folder: Path, **changes: Any) -> Path:
         ({"settings": {"checkpoint_every": None}}, (), "got: a run without checkpoints"),
         ({"checkpoints": "/nowhere/at/all"}, (), "got: no such folder: /nowhere/at/all"),
         ({"machines": 2, "processes": 16}, (), "do: --processes 1"),
+        ({}, ("--run", "logs/x/y"), "got: --run with a folder that is no model"),
         ({}, ("--model-path", "best"), "got: --model-path without --save-best"),
         ({}, ("--wait", "soon"), '--wait "10 minutes"'),
         ({"run_name": None, "hps": None, "argv": []}, (), "a notebook or an interactive session"),
@@ -454,6 +663,58 @@ def test_a_url_and_a_run_of_an_older_version_are_errors(tmp_path: Path, capsys: 
     (run / "launches.jsonl").unlink()
     assert main(["evaluate", str(run)]) == 2
     assert "there is no launches.jsonl in it" in capsys.readouterr().err
+
+
+def make_model(folder: Path, **status: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+    (folder / "status.json").write_text(json.dumps({"run_id": "a", "digest": "b", "global_step": 3, **status}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "got"),
+    [
+        (("out/line/last",), "a model whose run folder is not there: "),
+        (("out/line",), "do: accmt evaluate out/line/last"),
+        (("out/old",), r"do: accmt evaluate out/old --run logs/<track>/<run>"),
+        (("out/line/last", "--run", "logs/line/run", "--watch"), "got: --watch with a model folder"),
+        (("out/line/last", "--run", "logs/line"), "choose one of them"),
+    ],
+)
+def test_a_model_folder_that_cannot_be_evaluated_is_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    flags: tuple[str, ...],
+    got: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_launch(tmp_path)
+    make_model(Path("out/line/last"), run_folder="../../../logs/line/elsewhere")
+    make_model(Path("out/old"))
+    assert main(["evaluate", *flags]) == 2
+    assert got in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [(), ("--run", "logs/line/run")])
+def test_a_model_folder_is_evaluated_by_the_program_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    found: list[Any] = []
+
+    def become(_: str, command: list[str], environment: dict[str, str]) -> None:
+        found.append(environment)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execvpe", become)
+    monkeypatch.chdir(tmp_path)
+    run = make_launch(tmp_path)
+    make_model(Path("out/line/last"), run_folder="../../../logs/line/run")
+    with pytest.raises(SystemExit):
+        main(["evaluate", "out/line/last", *flags])
+    request = json.loads(found[0][REQUEST_VARIABLE])
+    assert (request["run_folder"], request["model"]) == (str(run), str(tmp_path / "out/line/last"))
 
 
 @pytest.mark.parametrize(("flags", "is_launched"), [((), True), (("--processes", "1"), False)])

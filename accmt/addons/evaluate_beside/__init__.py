@@ -1,1 +1,1 @@
-"""Evaluates the checkpoints of a run in another process: `accmt evaluate`."""
+"""Evaluates the checkpoints and models of a run in another process: `accmt evaluate`."""

@@ -1,8 +1,9 @@
-"""Evaluates the checkpoints of a run in the user's program, in place of `Trainer.fit`.
+"""Evaluates the checkpoints and models of a run in the user's program, in place of `Trainer.fit`.
 
-Each checkpoint is restored as for a resumed run, and then evaluated as the run itself would have done at this step. The
-rows go to a history of their own, in the folder `evaluations` of the run folder: each file has one writer. What is done
-is recorded after each checkpoint; an evaluation that a kill has interrupted is repeated, and its rows are superseded.
+Each checkpoint is restored as for a resumed run, and then evaluated as the run itself would have done at this step. A
+model folder has only weights and counters. The rows go to a history of their own, in the folder `evaluations` of the
+run folder: each file has one writer. What is done is recorded after each evaluation; one that a kill has interrupted is
+repeated, and its rows are superseded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -21,11 +21,21 @@ from typing import Any, NoReturn
 
 from accmt.addons.best_models import BestModels
 from accmt.addons.evaluate_beside.program import Request
+from accmt.addons.evaluate_beside.published import (
+    Lineage,
+    Origin,
+    Published,
+    find_checkpoints,
+    find_models,
+    hold,
+    let_go,
+    read_model,
+)
 from accmt.addons.fork.beginning import find_fork, settings_at
 from accmt.addons.hub import PushToHub
-from accmt.callbacks import build_callbacks
-from accmt.checkpoint.manifest import Checkpoint, Manifest, examine, read_manifest
-from accmt.checkpoint.retention import list_published
+from accmt.addons.launches import read_launches
+from accmt.callbacks import Callback, build_callbacks
+from accmt.callbacks.averaging import WeightAverage
 from accmt.engine.accelerator import build_accelerator
 from accmt.errors import ArgumentError, explain
 from accmt.files import current_folder, dumps, is_locked, loads, write_text
@@ -37,6 +47,8 @@ from accmt.recovery.restart import Recovery, free_finished
 from accmt.recovery.shutdown import watching
 from accmt.registry import FIT_VARIABLE
 from accmt.run import Run
+from accmt.saving import read_status
+from accmt.saving.model_folder import STATUS_NAME
 from accmt.setup.build import build_run
 from accmt.setup.datasets import UserData
 from accmt.setup.inputs import check_metrics
@@ -131,6 +143,7 @@ def _change(settings: Settings, request: Request) -> Settings:
             enable_model_summary=False,
             profiler=None,
             max_time=None,
+            seed=request.seed if settings.running.seed is None else settings.running.seed,
         ),
         handling=replace(settings.handling, handlers=None),
     )
@@ -144,7 +157,8 @@ class _State:
     """What is recorded after each evaluation.
 
     Attributes:
-        evaluated: The checkpoints, oldest first: step, digest of the manifest, and the line of the history before.
+        evaluated: What was evaluated, in this order: its origin and digest, the results, and the line of the history
+            before.
         line: The number of lines in the history.
         step: The step of the last row.
         save_best: The rule by which the best model was saved.
@@ -173,23 +187,32 @@ class _State:
     def write(self, folder: Path) -> None:
         write_text(folder / STATE_FILE, dumps(asdict(self), indent=2) + "\n")
 
-    def go_back(self, step: int) -> bool:
-        """Forget the evaluations from a step on: the run has made these steps again. Returns whether there were any."""
-        gone = [one for one in self.evaluated if one["step"] >= step]
+    def find(self, published: Published) -> dict[str, Any] | None:
+        """Return the entry of a checkpoint or model, or of another one of the same step; None if there is none."""
+        known = (
+            one for one in self.evaluated if one["digest"] == published.digest or _origin_of(one) == published.origin
+        )
+        return next(known, None)
+
+    def forget(self, lineage: Lineage) -> bool:
+        """Forget the evaluations of steps that the run has made again. Returns whether there were any."""
+        gone = [one["line"] for one in self.evaluated if not lineage.has(_origin_of(one))]
         if gone:
-            self.line = min(one["line"] for one in gone)
-            self.evaluated = [one for one in self.evaluated if one["step"] < step]
+            self.line = min(gone)
+            self.evaluated = [one for one in self.evaluated if one["line"] < self.line]
             self.step = self.evaluated[-1]["step"] if self.evaluated else None
         return bool(gone)
 
 
+def _origin_of(entry: Mapping[str, Any]) -> Origin:
+    return Origin(entry["run_id"], entry["attempt"], entry["step"])
+
+
 @dataclass(frozen=True)
 class _Next:
-    """What to do next: evaluate a checkpoint, end, or, with neither, wait."""
+    """What to do next: evaluate something, end, or, with neither, wait."""
 
-    folder: Path | None = None
-    step: int = 0
-    digest: str = ""
+    published: Published | None = None
     is_over: bool = False
 
 
@@ -207,6 +230,12 @@ class _Evaluations:
         self._state = _State()
         self._tracking: Tracking | None = None
         self._skipped: set[str] = set()
+        self._named_is_done = False
+        self._callbacks = [
+            (callback, copy.deepcopy(callback.state_dict()))
+            for callback in trainer.settings.running.callbacks or ()
+            if type(callback).load_state_dict is not Callback.load_state_dict
+        ]
 
     def run(self) -> None:
         """Evaluate until there is nothing left.
@@ -214,17 +243,17 @@ class _Evaluations:
         Processes: collective.
         """
         build_accelerator(self._trainer.settings.running)  # the process group, for the first decision
-        count = 0
+        counts = {False: 0, True: 0}
         try:
             while not (following := run_on_main_process(self._find_next)).is_over:
-                if following.folder is None:
+                if following.published is None:
                     time.sleep(min(_POLL_S, self._request.wait_s))
                     continue
-                count += self._evaluate(following)
+                counts[following.published.is_model] += self._evaluate(following.published)
         except BaseException as error:
             self._close(self._find_status())
             if isinstance(error, KeyboardInterrupt):
-                _print("stopped; the same command continues with the checkpoint that was interrupted")
+                _print("stopped; the same command continues with what was interrupted")
                 raise SystemExit(_AFTER_CTRL_C) from None
             raise
         status = broadcast_object(self._find_status())
@@ -232,20 +261,43 @@ class _Evaluations:
         if is_main_process():
             if status != "RUNNING":
                 self._deliver_rest()
-            _print(f"{count} checkpoint{'s' if count != 1 else ''} evaluated")
+            if self._request.model is None:
+                _print(_describe_counts(counts))
 
     def _find_next(self) -> _Next:
-        is_over = not self._request.watches or self._is_run_over()  # before the list: nothing is published afterwards
+        request = self._request
+        if request.model is not None:
+            return self._find_named(Path(request.model))
+        is_over = not request.watches or self._is_run_over()  # before the list: nothing is published afterwards
         state = self._state if self._tracking is not None else _State.read(self._folder)
-        done = {one["digest"] for one in state.evaluated} | self._skipped
-        found = []
-        for folder in list_published(Path(self._request.checkpoints)):
-            manifest = read_manifest(folder)
-            if not isinstance(manifest, Manifest) or manifest.info.get("run_name") != self._request.run_name:
-                continue
-            if (digest := manifest.digest) not in done:
-                found.append((manifest.sequence, _Next(folder, manifest.step, digest)))
-        return min(found, key=lambda one: one[0])[1] if found else _Next(is_over=is_over)
+        lineage = self._read_lineage()
+        found = find_checkpoints(Path(request.checkpoints), request.run_name)
+        found += find_models(Path(request.run_model_path), without=Path(request.model_path))
+        left = [
+            one
+            for one in found
+            if lineage.has(one.origin) and one.digest not in self._skipped and state.find(one) is None
+        ]
+        return _Next(min(left, key=lambda one: one.order)) if left else _Next(is_over=is_over)
+
+    def _find_named(self, folder: Path) -> _Next:
+        """Return the model that was named, once; a model of the run that has a row is only printed."""
+        if self._named_is_done:
+            return _Next(is_over=True)
+        self._named_is_done = True
+        named = read_model(folder) or Published(folder, Origin(None, None, 0), "", is_model=True)
+        entry = _State.read(self._folder).find(named) if self._adds_row(named) else None
+        if entry is None:
+            return _Next(named)
+        _print(f"{_describe(named)}: {_describe_values(entry['values'])} (it was evaluated before)")
+        return _Next(is_over=True)
+
+    def _adds_row(self, published: Published) -> bool:
+        """Return whether the history of the run gets a row."""
+        return bool(published.digest) and self._read_lineage().has(published.origin)
+
+    def _read_lineage(self) -> Lineage:
+        return Lineage.of(read_launches(self._run_folder))
 
     def _is_run_over(self) -> bool:
         """Return whether the run is complete, or has stopped so long ago that nobody resumes it."""
@@ -260,59 +312,55 @@ class _Evaluations:
         status: RunStatus = _read_last(self._run_folder / HISTORY_FILE).get("status", "KILLED")
         return "RUNNING" if is_locked(self._run_folder) else status
 
-    def _evaluate(self, following: _Next) -> bool:
-        """Evaluate a checkpoint; return whether it still existed."""
-        held = run_on_main_process(lambda: self._hold(following))
+    def _evaluate(self, published: Published) -> bool:
+        """Evaluate a checkpoint or a model; return whether it still existed."""
+        held = run_on_main_process(lambda: self._hold(published))
         if held is None:
             return False
+        adds_row = run_on_main_process(lambda: self._adds_row(published))
         try:
-            self._begin(following.step)
+            if adds_row:
+                self._begin()
+            else:
+                self._trainer.chosen_tracking = self._build_tracking()  # which is not started
             before = 0 if self._tracking is None else int(self._tracking.state_dict()["line"])
-            values = self._evaluate_weights(held)
+            values = self._evaluate_weights(held, is_model=published.is_model)
         finally:
-            run_on_main_process(lambda: shutil.rmtree(held.parent, ignore_errors=True))
-        run_on_main_process(lambda: self._record(following, before))
-        self._state = broadcast_object(self._state)
+            run_on_main_process(lambda: let_go(held))
+        if adds_row:
+            run_on_main_process(lambda: self._record(published, before, values))
+            self._state = broadcast_object(self._state)
         if is_main_process():
-            shown = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
-            _print(f"step {following.step:,}: {shown or 'no results'}")
+            of_no_run = "" if adds_row else " (it is not part of the history of the run)"
+            _print(f"{_describe(published)}: {_describe_values(values)}{of_no_run}")
         return True
 
-    def _hold(self, following: _Next) -> Path | None:
-        """Link the files of a checkpoint into a folder of our own, so that the run may delete it meanwhile.
+    def _hold(self, published: Published) -> Path | None:
+        """Return a folder with the files, or None if the run has deleted or replaced them.
 
         Processes: main only.
         """
-        checkpoint = following.folder
-        if checkpoint is None:
-            return None
-        place = checkpoint.parent.with_name(f"{checkpoint.parent.name}.evaluated")
-        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
-        held = place / checkpoint.name
-        try:
-            _link(checkpoint, held)
-            found = examine(held)
-        except FileNotFoundError:
-            found = None
-        if isinstance(found, Checkpoint) and found.manifest.digest == following.digest:
+        beside, models = published.folder, Path(self._request.run_model_path)
+        if not published.is_model:
+            beside = beside.parent
+        elif beside.is_relative_to(models):
+            beside = models
+        held = hold(published, beside=beside, otherwise=self._folder)
+        if isinstance(held, Path):
             return held
-        shutil.rmtree(place, ignore_errors=True)
-        if found is None or isinstance(found, Checkpoint) or not checkpoint.exists():
-            reason = "the run has deleted it meanwhile; checkpoint_options={'max_checkpoints': 3} keeps more"
-        else:
-            reason = found.reason
-        self._skipped.add(following.digest)
-        warn(f"step {following.step:,} is not evaluated: {reason}")
+        self._skipped.add(published.digest)
+        warn(f"{_describe(published)} is not evaluated: {held}")
         return None
 
-    def _begin(self, step: int) -> None:
+    def _begin(self) -> None:
         """Open the history and the trackers, unless they are open and the run has not gone back since."""
+        lineage = broadcast_object(self._read_lineage())
         if self._tracking is not None:
-            if not self._state.go_back(step):
+            if not self._state.forget(lineage):
                 return
             self._close("RUNNING")
         tracking = self._build_tracking()
-        run_on_main_process(lambda: self._start(tracking, step))
+        run_on_main_process(lambda: self._start(tracking, lineage))
         self._state = broadcast_object(self._state)
         self._tracking = self._trainer.chosen_tracking = tracking
 
@@ -331,14 +379,14 @@ class _Evaluations:
             folder=self._folder,
         )
 
-    def _start(self, tracking: Tracking, step: int) -> None:
+    def _start(self, tracking: Tracking, lineage: Lineage) -> None:
         """Start the trackers, in which the rows are added to those of the run.
 
         Processes: main only.
         """
         if self._tracking is None:
             self._state = _State.read(self._folder)
-            self._state.go_back(step)
+            self._state.forget(lineage)
             self._note_rule()
         delivered = DeliveryFile.read(self._run_folder)
         accounts = {} if delivered is None else delivered.accounts
@@ -360,18 +408,23 @@ class _Evaluations:
     def _note_rule(self) -> None:
         state, rule = self._state, self._request.save_best
         if rule is not None and state.evaluated and rule != state.save_best:
-            what = f"{len(state.evaluated)} checkpoints were evaluated before without --save-best {rule}"
+            what = f"{len(state.evaluated)} evaluations were made before without --save-best {rule}"
             warn(f"{what}: only later ones can be the best; to evaluate all again, delete {self._folder}")
 
-    def _evaluate_weights(self, checkpoint: Path) -> dict[str, float]:
-        """Restore a checkpoint, and evaluate as the run would have done after this step.
+    def _evaluate_weights(self, held: Path, *, is_model: bool) -> dict[str, float]:
+        """Restore a checkpoint or a model, and evaluate as the run would have done after this step.
 
         Processes: collective.
         """
         trainer = self._trainer
-        trainer.state, trainer._run, trainer.chosen_checkpoint = TrainingState(), None, checkpoint
+        trainer.state, trainer._run = TrainingState(), None
+        trainer.chosen_checkpoint = None if is_model else held
         with reporting_failed_setup():
+            if is_model:
+                trainer.state.load_state_dict(_read_counters(held))
             run: Run = build_run(trainer, self._module, self._user_data, Recovery())
+            if is_model:
+                self._load_model(run, held)
         trainer._run = run
         try:
             self._restore(run)
@@ -392,6 +445,15 @@ class _Evaluations:
             detach_run(run)
             free_finished(run.stepper.optimizer)
 
+    def _load_model(self, run: Run, folder: Path) -> None:
+        """Load a model into a run, whose callbacks start as the program builds them."""
+        for callback, state in self._callbacks:
+            callback.load_state_dict(copy.deepcopy(state))
+        for callback in run.callbacks:
+            if isinstance(callback, WeightAverage):  # the saved weights are what was evaluated
+                callback.average, callback.num_averaged = {}, 0
+        run.module.load_weights(folder)
+
     def _restore(self, run: Run) -> None:
         """Restore what the evaluations before have left, instead of what the run had in its checkpoint."""
         state = self._state
@@ -405,9 +467,10 @@ class _Evaluations:
                 setattr(run.state, name, max(value, getattr(run.state, name) or 0))
         run.state.best_metrics.update(state.best_metrics)
 
-    def _record(self, following: _Next, before: int) -> None:
+    def _record(self, published: Published, before: int, values: dict[str, float]) -> None:
         state, tracked = self._state, {} if self._tracking is None else self._tracking.state_dict()
-        state.evaluated.append({"step": following.step, "digest": following.digest, "line": before})
+        entry = {**published.origin._asdict(), "digest": published.digest, "line": before, "values": values}
+        state.evaluated.append(entry)
         state.line, state.step, state.save_best = tracked["line"], tracked["step"], self._request.save_best
         state.write(self._folder)
 
@@ -443,20 +506,32 @@ def _evaluate_as_fit(run: Run) -> dict[str, float]:
     return values
 
 
-def _link(source: Path, target: Path) -> None:
-    """Copy a folder by hard links, or as files where the file system has none."""
-    for path in sorted(source.rglob("*")):
-        copied = target / path.relative_to(source)
-        if path.is_dir():
-            copied.mkdir(parents=True, exist_ok=True)
-            continue
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(path, copied)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            shutil.copyfile(path, copied)
+def _read_counters(folder: Path) -> dict[str, Any]:
+    """Return the counters of a model's step, as they were before the evaluation at which it was saved."""
+    counters = TrainingState().state_dict()
+    if (folder / STATUS_NAME).exists():
+        status = read_status(folder)
+        counters |= {name: status[name] for name in counters if name in status}
+        if counters["evaluations_done"] and counters["last_evaluation_step"] == counters["global_step"]:
+            counters["evaluations_done"] -= 1
+            counters["eval_global_step"] -= counters["val_step"]
+    return counters
+
+
+def _describe(published: Published) -> str:
+    model = f"model {published.folder}" if published.is_model else ""
+    step = f"step {published.step:,}" if published.digest else ""
+    return ", ".join(filter(None, (step, model)))
+
+
+def _describe_values(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.5g}" for name, value in values.items()) or "no results"
+
+
+def _describe_counts(counts: Mapping[bool, int]) -> str:
+    """Return how many checkpoints and models were evaluated."""
+    numbers = [(counts[False], "checkpoint"), *([(counts[True], "model")] if counts[True] else [])]
+    return " and ".join(f"{number} {what}{'s' if number != 1 else ''}" for number, what in numbers) + " evaluated"
 
 
 def _read_last(history: Path) -> Mapping[str, Any]:

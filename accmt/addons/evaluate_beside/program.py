@@ -1,4 +1,4 @@
-"""Starts a run's program again, as it was launched, so that its Trainer evaluates checkpoints in place of training."""
+"""Starts a run's program again, as it was launched, so that its Trainer evaluates instead of training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from accmt.addons.evaluate_beside.published import find_models
 from accmt.addons.launches import build_command, read_launches
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, loads
 from accmt.registry import FIT_VARIABLE
+from accmt.saving import read_status
+from accmt.saving.weights import find_entry
+from accmt.tracking.history import HISTORY_FILE, find_run_folders
 
 REQUEST_VARIABLE = "ACCMT_EVALUATE"
 """What `accmt evaluate` asks for, for the program that it starts."""
@@ -32,6 +36,8 @@ class Request:
         save_best: The rule by which the best model is saved; None saves none.
         watches: Whether to wait for further checkpoints until the run has ended.
         wait_s: How long to wait for a run that has stopped before it was complete, which may be resumed.
+        model: The only model to evaluate; None evaluates the checkpoints and models of the run.
+        seed: The seed of the run, which a model folder does not have.
     """
 
     run_folder: str
@@ -43,11 +49,51 @@ class Request:
     save_best: str | None
     watches: bool
     wait_s: float
+    model: str | None = None
+    seed: int | None = None
 
     @classmethod
     def read(cls) -> Request:
         """Return the request for this program."""
         return cls(**loads(os.environ[REQUEST_VARIABLE]))
+
+
+def find_run_of(folder: Path, run: Path | None, where: str) -> tuple[Path, Path | None]:
+    """Return the run folder, and the model to evaluate if a folder is one.
+
+    Args:
+        folder: A run folder or a model folder.
+        run: The run whose program evaluates the model; None is the run that saved it.
+        where: The command, for messages.
+
+    Raises:
+        ArgumentError: The run of a model is not known, or a run is named for something else.
+    """
+    is_run = (folder / HISTORY_FILE).is_file()
+    if is_run or find_entry(folder) is None:
+        inside = [] if is_run or find_run_folders(folder) else find_models(folder, without=Path())
+        if inside:
+            got, do = (
+                "a folder of models, without one of its own",
+                f"accmt evaluate {min(one.folder for one in inside)}",
+            )
+            raise ArgumentError(explain(where, got, "the folder of a run or of one model", do))
+        if run is not None:
+            got, do = "--run with a folder that is no model", f"accmt evaluate {run}"
+            raise ArgumentError(explain(where, got, "a model folder, and the run whose program evaluates it", do))
+        return folder, None
+    if run is not None:
+        return run, folder
+    try:
+        saved_by = read_status(folder)["run_folder"]
+    except (OSError, ValueError, KeyError, TypeError):
+        saved_by = None
+    own = None if saved_by is None else Path(os.path.normpath(folder.absolute() / saved_by))
+    if own is None or not (own / HISTORY_FILE).is_file():
+        got = "a model folder that names no run" if own is None else f"a model whose run folder is not there: {own}"
+        expected = "a run, whose program has the data and metrics"
+        raise ArgumentError(explain(where, got, expected, f"accmt evaluate {folder} --run logs/<track>/<run>"))
+    return own, folder
 
 
 def prepare_evaluation(
@@ -58,8 +104,9 @@ def prepare_evaluation(
     model_path: Path | None = None,
     processes: int | None = None,
     wait_s: float = 600.0,
+    model: Path | None = None,
 ) -> tuple[list[str], Path, dict[str, str]]:
-    """Return the command that evaluates the checkpoints of a run, its working folder and its environment.
+    """Return the command that evaluates the checkpoints and models of a run, its working folder and its environment.
 
     Args:
         folder: The run folder.
@@ -68,9 +115,10 @@ def prepare_evaluation(
         model_path: The folder of the best model; None is `evaluated` in the run's model folder.
         processes: The number of processes; None is that of the run.
         wait_s: How long to wait for a run that has stopped before it was complete.
+        model: The only model to evaluate; None evaluates the checkpoints and models of the run.
 
     Raises:
-        ArgumentError: The run has no checkpoints here, or its program cannot be started again.
+        ArgumentError: The run has no checkpoints and models here, or its program cannot be started again.
     """
     folder, where = folder.absolute(), f"evaluation of {folder}"
     launches = read_launches(folder)
@@ -80,7 +128,8 @@ def prepare_evaluation(
         raise ArgumentError(explain(where, got, "a run that this version of accmt has started", do))
     start = launches[-1]
     place = Path(start["checkpoints"])
-    _require_checkpoints(start, place, where)
+    if model is None and not (watches or find_models(Path(start["model_path"]), without=Path())):
+        _require_checkpoints(start, place, where)
     if start["machines"] > 1 and processes is None:
         got = f"a run on {start['machines']} machines"
         raise ArgumentError(explain(where, got, "the number of processes on this machine", "--processes 1"))
@@ -98,6 +147,8 @@ def prepare_evaluation(
         save_best=save_best,
         watches=watches,
         wait_s=wait_s,
+        model=None if model is None else str(model.absolute()),
+        seed=start.get("seed"),
     )
     environment = {name: value for name, value in environment.items() if name != _GPUS}
     if _GPUS in os.environ:  # another GPU than that of the run
@@ -110,10 +161,10 @@ def _require_checkpoints(start: dict[str, Any], place: Path, where: str) -> None
     if "checkpointer" in settings:
         _fail(where, f"checkpoints in a {settings['checkpointer']}", "without `checkpointer`, runs write to a folder")
     if settings.get("checkpoint_every", "epoch") is None:
-        _fail(where, "a run without checkpoints", 'Trainer(checkpoint_every="500 steps")')
+        _fail(where, "a run without checkpoints, and no saved model", 'Trainer(checkpoint_every="500 steps")')
     if not place.parent.is_dir():
         _fail(where, f"no such folder: {place}", "run it on the machine of the run, or share the disk")
 
 
 def _fail(where: str, got: str, do: str) -> NoReturn:
-    raise ArgumentError(explain(where, got, "a folder of checkpoints on this machine", do))
+    raise ArgumentError(explain(where, got, "checkpoints or models on this machine", do))
