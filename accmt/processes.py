@@ -153,6 +153,11 @@ def has_separate_disks() -> bool:
     return len(set(_disk_managers)) > 1 and num_processes() > 1
 
 
+def shares_disk_with(process: int) -> bool:
+    """Return whether another process sees the files that this one writes."""
+    return not has_separate_disks() or _disk_managers[process] == _disk_managers[process_index()]
+
+
 def manages_disk() -> bool:
     """Return whether this process manages the files on its disk: one process per disk does."""
     return process_index() == (_disk_managers[process_index()] if has_separate_disks() else 0)
@@ -386,6 +391,15 @@ def broadcast_object(value: T, *, source: int = 0, group: dist.ProcessGroup | No
     [sent] = _gather_bytes(own, group, source=source)
     result: T = pickle.loads(sent)
     return result
+
+
+def broadcast_buffer(buffer: torch.Tensor, *, source: int) -> None:
+    """Fill a buffer of bytes in host memory with what one process has in it. For large buffers: it makes no copy.
+
+    Processes: collective; nothing detects mismatched calls, so make another collective call first.
+    """
+    if num_processes() > 1:
+        dist.broadcast(buffer, src=source, group=_group_of_host())
 
 
 def run_on_main_process(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:

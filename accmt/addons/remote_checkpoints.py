@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,10 +37,10 @@ import torch.distributed as dist
 
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
-    Checkpoint,
     Damage,
     Manifest,
-    examine,
+    find_faults,
+    holds_tensors,
     make_unfinished_name,
     read_manifest,
 )
@@ -54,9 +54,11 @@ from accmt.processes import (
     close_cpu_group,
     is_main_process,
     new_disk_group,
+    num_processes,
     process_index,
     run_on_each_disk,
     run_on_main_process,
+    shares_disk_with,
 )
 from accmt.run import EvaluationRun, Run
 from accmt.secrets import hide_text
@@ -276,36 +278,21 @@ class RemoteFolder:
         if stored != size:
             raise OSError(f"{key} has {stored} bytes instead of {size}")
 
-    def download(self, one: RemoteCheckpoint, into: Path) -> Path:
-        """Download a checkpoint into a folder of checkpoints, verify every file, and publish it there.
+    def fetch(self, one: RemoteCheckpoint, folder: Path, *, without: Collection[str] = ()) -> None:
+        """Download the files of a checkpoint into a folder, except for some of them, and verify them.
 
         Raises:
             CheckpointError: A file does not have the digest that the manifest lists.
         """
-        manifest = one.manifest
-        if manifest is None:
-            raise CheckpointError(one.problem)
-        make_durable(into)
-        staged = into / make_unfinished_name("tmp", manifest.step)
-        try:
-            self.fetch(one, staged)
-            return publish(staged, manifest.step)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-
-    def fetch(self, one: RemoteCheckpoint, folder: Path) -> None:
-        """Download the files of a checkpoint into a folder, and verify them.
-
-        Raises:
-            CheckpointError: A file does not have the digest that the manifest lists.
-        """
-        for file in one.sizes:
+        files = [file for file in one.sizes if file not in without]
+        for file in files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="accmt-download") as threads:
-            list(threads.map(lambda file: self._get(f"{one.name}/{file}", folder / file), one.sizes))
-        found = examine(folder)
-        if not isinstance(found, Checkpoint):
-            raise CheckpointError(f"{self.shown}/{one.name}: {found.reason}")
+            list(threads.map(lambda file: self._get(f"{one.name}/{file}", folder / file), files))
+        found = read_manifest(folder)
+        reason = found.reason if isinstance(found, Damage) else next(find_faults(folder, found.only(files)), None)
+        if reason is not None:
+            raise CheckpointError(f"{self.shown}/{one.name}: {reason}")
         fsync_folder(folder)
 
     def _get(self, key: str, file: Path) -> None:
@@ -667,7 +654,9 @@ def explaining(url: str, kind: type[RemoteFolder] = RemoteFolder) -> Iterator[No
 
 
 def _bring(url: str, folder: Path, *, newer_than: Manifest | None = None) -> Path | None:
-    """Download the newest checkpoint to each disk; damaged ones are skipped.
+    """Download the newest checkpoint; damaged ones are skipped.
+
+    Of several disks, each gets a part of the files of tensors, and all other files.
 
     Processes: collective; the main process chooses the checkpoint.
 
@@ -690,19 +679,61 @@ def _bring(url: str, folder: Path, *, newer_than: Manifest | None = None) -> Pat
             if newer_than is not None and (manifest == newer_than or manifest.sequence < newer_than.sequence):
                 return None
             try:
-                return run_on_each_disk(lambda one=one: _download(open_remote(), one, folder))  # type: ignore[misc]
+                return download(open_remote, one, folder)
             except CheckpointError as error:
                 warn(f"a checkpoint is damaged, so the one before it is used: {error}")
     return None
 
 
-def _download(remote: RemoteFolder, one: RemoteCheckpoint, folder: Path) -> Path:
-    """Return the local copy of a remote checkpoint; download it if there is none, or if it is incomplete."""
-    for path in list_published(folder):
-        if read_manifest(path) == one.manifest and isinstance(examine(path), Checkpoint):
-            return path
-    say(f"downloading {remote.shown}/{one.name} to {folder}")
-    return remote.download(one, folder)
+def download(open_remote: Callable[[], RemoteFolder], one: RemoteCheckpoint, folder: Path) -> Path:
+    """Return the local copy of a remote checkpoint; download it if there is none, or if it is incomplete.
+
+    It is published when all disks have downloaded and verified their files.
+
+    Processes: collective.
+
+    Args:
+        open_remote: Opens the remote folder.
+        one: A checkpoint in it.
+        folder: The local folder of checkpoints.
+
+    Raises:
+        CheckpointError: A file does not have the digest that the manifest lists.
+    """
+    manifest = one.manifest
+    if manifest is None:
+        raise CheckpointError(one.problem)
+    staged: list[Path] = []
+
+    def stage() -> Path:
+        others = _files_of_other_disks(manifest)
+        for path in list_published(folder):
+            needed = [file for file in manifest.files if file not in others or (path / file).exists()]
+            if read_manifest(path) == manifest and next(find_faults(path, manifest.only(needed)), None) is None:
+                return path
+        remote = open_remote()
+        say(f"downloading {remote.shown}/{one.name} to {folder}")
+        make_durable(folder)
+        staged.append(folder / make_unfinished_name("tmp", manifest.step))
+        remote.fetch(one, staged[0], without=others)
+        return staged[0]
+
+    try:
+        found = run_on_each_disk(stage)
+        return run_on_each_disk(lambda: publish(found, manifest.step) if found in staged else found)
+    finally:
+        for path in staged:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _files_of_other_disks(manifest: Manifest) -> set[str]:
+    """Return the files of tensors that only the other disks get.
+
+    Each is on the disk of one process: the one that wrote it, if there are as many processes.
+    """
+    files = sorted(filter(holds_tensors, manifest.files))
+    of_process = {file: number * num_processes() // len(files) for number, file in enumerate(files)}
+    return {file for file, process in of_process.items() if not shares_disk_with(process)}
 
 
 def _require_manifest(folder: Path) -> Manifest:

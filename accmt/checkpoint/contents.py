@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import FrozenWeights, checksum, find_read_only, require_same_frozen
+from accmt.checkpoint.reading import SpreadReader
 from accmt.checkpoint.state_dicts import (
     State,
     describe_kind,
@@ -55,7 +56,7 @@ from accmt.errors import AccmtError, CheckpointCorruptError, CheckpointError, ex
 from accmt.files import follow_umask
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
-from accmt.processes import gather_objects, is_main_process, num_processes, process_index
+from accmt.processes import gather_objects, has_separate_disks, is_main_process, num_processes, process_index
 from accmt.sharded_tensors import is_dtensor, is_expanded
 
 # ---- Which process writes which piece of each tensor, and to which file.
@@ -351,7 +352,7 @@ def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
     others: dict[str, Any] = saved["others"]
     wanted = {name: others[name] for name in whole if name in others}
     if names := referred_tensors(wanted):
-        reader = HuggingFaceStorageReader(str(folder))
+        reader = _open(folder, saved)
         stored = _read_metadata(reader, saved, folder)
         targets = {name: _empty(stored[name], None) for name in names}
         _read_tensors(targets, reader, folder)
@@ -395,8 +396,11 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     saved = _read_rest(folder)
     if optimizers is None:
         optimizers, saved = [], {**saved, "optimizers": []}
+    if "own" in saved:
+        own = {index: state for index, state in saved["own"].items() if index == str(process_index())}
+        saved = {**saved, "own": own}
     require_known(model, optimizers)
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = _open(folder, saved)
     stored = _read_metadata(reader, saved, folder)
     require_same_frozen(model, saved["frozen"])
     ours = {name: value for name, value in model_state(model).items() if name not in saved["frozen"]}
@@ -428,12 +432,16 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
 def _read_rest(folder: Path) -> State:
     rest: State = decode((folder / STATE_FILE).read_text(encoding="utf-8"))
     found = {path.name for path in folder.glob("*.safetensors")}
-    if found == set(rest["files"]):
+    if found == set(rest["files"]) or (has_separate_disks() and found <= set(rest["files"])):
         return rest
     missing, unexpected = sorted(set(rest["files"]) - found), sorted(found - set(rest["files"]))
     got = f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}"
     do = "resume from another checkpoint"
     raise CheckpointCorruptError(explain(str(folder), got, f"{len(rest['files'])} files of tensors", do))
+
+
+def _open(folder: Path, saved: State) -> HuggingFaceStorageReader:
+    return SpreadReader(folder, saved["files"]) if has_separate_disks() else HuggingFaceStorageReader(str(folder))
 
 
 def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path) -> Mapping[str, Any]:
@@ -472,11 +480,14 @@ def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:
 def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, folder: Path) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
+        if isinstance(reader, SpreadReader):
+            reader.read_into(targets)
+            return
         with warnings.catch_warnings():
             # "assuming the intent is to load in a single process", which is the case here
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(targets, storage_reader=reader, planner=planner)
-    except CheckpointException as error:
+    except (CheckpointException, SafetensorError) as error:
         message = explain(str(folder), str(error), "a complete checkpoint", "resume from another checkpoint")
         raise CheckpointCorruptError(message) from error
 

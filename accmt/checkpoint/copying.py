@@ -1,14 +1,13 @@
-"""A checkpoint whose files are on several disks: finding it, and copying to each disk the files that it lacks.
+"""A checkpoint whose files are on several disks: finding it, and copying to each disk the small files that it lacks.
 
 Every disk has the same manifest, but only the files that its own processes have written. The checkpoint is complete if
-each file is intact on one of the disks.
+each file is intact on one of the disks. Files of tensors are read where they are: see `accmt.checkpoint.reading`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from accmt.checkpoint.manifest import (
@@ -17,6 +16,7 @@ from accmt.checkpoint.manifest import (
     Damage,
     Manifest,
     find_faults,
+    holds_tensors,
     read_manifest,
     step_name,
     write_manifest,
@@ -24,14 +24,13 @@ from accmt.checkpoint.manifest import (
 from accmt.checkpoint.retention import list_published, make_durable, set_aside
 from accmt.errors import CheckpointError, explain
 from accmt.files import fsync_folder
-from accmt.messages import say
 from accmt.processes import broadcast_object, manages_disk, process_index, run_on_each_disk, run_on_every_process
 
 _CHUNK = 1 << 26
 
 
 def find_newest_on_disks(folder: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in a folder that is on several disks, or None; all of them have it then.
+    """Return the newest complete checkpoint in a folder that is on several disks, or None; each has its manifest then.
 
     Newer ones that are incomplete are renamed, as damaged ones.
 
@@ -51,9 +50,9 @@ def find_newest_on_disks(folder: Path) -> Checkpoint | None:
 
 
 def copy_missing(path: Path, manifest: Manifest) -> list[str]:
-    """Copy to each disk the files of a checkpoint that it lacks; return the files that are intact on none of them.
+    """Copy to each disk the files without tensors that it lacks; return the files that are intact on none of them.
 
-    If there are such files, nothing is copied.
+    If there are such files, nothing is copied. Otherwise, all files of the checkpoint on each disk are intact.
 
     Processes: collective.
 
@@ -65,12 +64,13 @@ def copy_missing(path: Path, manifest: Manifest) -> list[str]:
     disks = {index: names for index, names in enumerate(intact) if names is not None}
     sources = {name: index for index in reversed(disks) for name in disks[index]}
     missing = sorted(manifest.files.keys() - sources.keys())
-    to_copy = [name for name in sorted(sources) if any(name not in names for names in disks.values())]
-    if missing or not to_copy:
+    if missing:
         return missing
+    common = [name for name in sorted(sources) if not holds_tensors(name)]
+    to_copy = [name for name in common if any(name not in names for names in disks.values())]
     own = disks.get(process_index())
     lacking = [] if own is None else [name for name in to_copy if name not in own]
-    run_on_every_process(lambda: _prepare(path, manifest, lacking) if lacking else None)
+    run_on_every_process(lambda: None if own is None else _prepare(path, manifest, own, lacking))
     failures = [
         _copy(path / name, manifest.files[name].size, sources[name], writes=name in lacking) for name in to_copy
     ]
@@ -81,7 +81,7 @@ def copy_missing(path: Path, manifest: Manifest) -> list[str]:
                 raise failure
         for folder in {(path / name).parent for name in lacking}:
             fsync_folder(folder)
-        if lacking and (reason := next(find_faults(path, manifest), None)) is not None:
+        if (reason := next(find_faults(path, manifest.only(lacking)), None)) is not None:
             where = f"checkpoint {path} on process {process_index()}"
             raise CheckpointError(explain(where, f"after copying, {reason}", "intact files", "check this disk"))
 
@@ -104,8 +104,7 @@ def _find_intact(path: Path, manifest: Manifest) -> set[str]:
     """Return the files of a checkpoint that are intact on this disk."""
     if not (path / MANIFEST_NAME).is_file() or read_manifest(path) != manifest:
         return set()
-    alone = {name: replace(manifest, files={name: entry}) for name, entry in manifest.files.items()}
-    return {name for name, one in alone.items() if next(find_faults(path, one), None) is None}
+    return {name for name in manifest.files if next(find_faults(path, manifest.only([name])), None) is None}
 
 
 def _set_aside(path: Path, manifest: Manifest, reason: str) -> None:
@@ -113,17 +112,17 @@ def _set_aside(path: Path, manifest: Manifest, reason: str) -> None:
         set_aside(path, reason)
 
 
-def _prepare(path: Path, manifest: Manifest, lacking: Sequence[str]) -> None:
-    """Make the folder of a checkpoint on a disk that lacks files of it, without these files."""
-    say(f"copying {len(lacking)} files of {path} from the disks of other processes")
+def _prepare(path: Path, manifest: Manifest, intact: Collection[str], lacking: Sequence[str]) -> None:
+    """Make the folder of a checkpoint with only the files that are intact on this disk."""
     if path.exists() and read_manifest(path) != manifest:
         set_aside(path, "another disk has a newer one of this step")
     make_durable(path)
     if not (path / MANIFEST_NAME).exists():
         write_manifest(path, manifest)
+    for name in manifest.files.keys() - intact:
+        (path / name).unlink(missing_ok=True)
     for name in lacking:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).unlink(missing_ok=True)
 
 
 def _copy(file: Path, size: int, source: int, *, writes: bool) -> OSError | None:

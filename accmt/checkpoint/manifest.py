@@ -14,8 +14,8 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -117,6 +117,11 @@ _OWN_DIGEST = "manifest_xxh3_64"
 _NO_FILE = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
+def holds_tensors(name: str) -> bool:
+    """Return whether a file holds tensors; if there are several disks, not each of them needs it."""
+    return name.endswith(".safetensors")
+
+
 @dataclass(frozen=True)
 class FileEntry:
     size: int
@@ -161,6 +166,10 @@ class Manifest:
             threads=torch.get_num_threads(),
             time=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+    def only(self, names: Collection[str]) -> Manifest:
+        """Return the manifest of some of the files."""
+        return replace(self, files={name: entry for name, entry in self.files.items() if name in names})
 
     @property
     def content(self) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from tests.launching import SCRIPTS, launch
 
 pytestmark = pytest.mark.feature("L112")
 
-OF_MAIN, OF_OTHERS = ["weights-0.bin"], ["weights-1.bin", "weights-2.bin"]
-WHOLE = ["manifest.json", *OF_MAIN, *OF_OTHERS]
+OF_MAIN, OF_OTHERS = ["others-0.bin", "weights-0.safetensors"], ["others-1.bin", "others-2.bin"]
+OF_OTHERS += ["weights-1.safetensors", "weights-2.safetensors"]
+WHOLE = ["manifest.json", *sorted([*OF_MAIN, *OF_OTHERS])]
 DISKS = [OF_MAIN, OF_OTHERS, OF_OTHERS]
+FOUND = [[name for name in WHOLE if name in disk or not name.endswith(".safetensors")] for disk in DISKS]
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +38,29 @@ def test_each_disk_has_the_files_of_its_processes(run):
     assert [".lock" in names for names in run["saved"]] == [True] * 3
 
 
-def test_the_newest_is_copied_to_each_disk(run):
-    assert run["found"] == [["step-00000002", {"step": 2}, WHOLE]] * 3
+def test_the_newest_is_copied_to_each_disk_without_its_tensors(run):
+    assert run["found"] == [["step-00000002", {"step": 2}, found] for found in FOUND]
 
 
 def test_a_failure_leaves_the_older_checkpoints_on_each_disk(run):
     assert all("on process 2: OSError: [Errno 28] No space left on device" in failed for failed in run["failed"])
-    expected = [files_of(1, ["manifest.json", *disk]) + files_of(2, WHOLE) for disk in DISKS]
+    expected = [
+        files_of(1, ["manifest.json", *disk]) + files_of(2, found) for disk, found in zip(DISKS, FOUND, strict=True)
+    ]
     assert [[name for name in names if name != ".lock"] for names in run["names after a failure"]] == expected
 
 
 def test_a_damaged_file_is_replaced_by_the_one_on_another_disk(run):
-    assert run["repaired"] == [[2, *WHOLE]] * 3
+    assert run["repaired"] == [[2, *found] for found in FOUND]
     assert run["content"] == ["of process 1, in several chunks"] * 3
 
 
 def test_after_a_disk_was_lost_the_newest_that_is_whole_is_used(run):
     damaged = [f"damaged-step-00000003/{file}" for file in ("manifest.json", *OF_MAIN)]
     whole = files_of(2, WHOLE)
-    assert run["after a disk was lost"] == [[2, *damaged, *whole], [2, *whole], [2, *whole]]
-    assert "no disk has weights-1.bin, weights-2.bin without damage" in run["printed"]
+    rest = files_of(2, [name for name in WHOLE if not name.endswith(".safetensors")])
+    assert run["after a disk was lost"] == [[2, *damaged, *whole], [2, *rest], [2, *rest]]
+    assert f"no disk has {', '.join(OF_OTHERS)} without damage" in run["printed"]
 
 
 def test_a_checkpoint_may_be_named(run):
@@ -65,3 +70,31 @@ def test_a_checkpoint_may_be_named(run):
 
 def test_an_earlier_run_is_moved_on_each_disk(run):
     assert run["set aside"] == [["ck.previous"]] * 3
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    base = tmp_path_factory.mktemp("tensors")
+    result = base / "result.json"
+    launch(SCRIPTS / "spread_tensors.py", str(base), str(result), processes=3, result=result)
+    of_all = json.loads(result.read_text())
+    return {name: [one[name] for one in of_all] for name in of_all[0]}
+
+
+@pytest.mark.parametrize("layout", ["as written", "by columns", "whole"])
+def test_tensors_are_read_from_the_files_on_both_disks(tensors, layout):
+    assert [one["are shapes right"] for one in tensors[layout]] == [True] * 3
+    assert [one["is right"] for one in tensors[layout]] == [True] * 3
+    file = "tensors-0000{}-of-00003.safetensors".format
+    assert tensors["files"] == [[file(1)], [file(2), file(3)], [file(2), file(3)]]
+
+
+def test_only_what_is_on_no_disk_of_a_process_is_sent(tensors):
+    replicated = 4 + 4 * 8
+    assert {one["sent"] for one in tensors["as written"]} <= {4, 32, replicated}
+    assert [one["sent"] > 100 for one in tensors["by columns"]] == [True] * 3
+    assert [one["largest"] <= 24 for one in tensors["by columns"]] == [True] * 3  # a row may exceed a chunk
+
+
+def test_a_file_that_is_on_no_disk_is_an_error_on_each_process(tensors):
+    assert all("no disk has tensors-00003-of-00003.safetensors" in error for error in tensors["without a file"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 from accmt import Callback, Trainer, read_history
 from accmt.addons import remote_checkpoints
-from accmt.addons.remote_checkpoints import Lease, RemoteFolder
+from accmt.addons.remote_checkpoints import Lease, RemoteFolder, download
 from accmt.addons.remote_models import NEWEST, RemoteModelFolder
 from accmt.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from accmt.checkpoint.retention import KEEP_EVERY
@@ -48,6 +50,7 @@ class Proxy:
             but reading.
         first, last: With which requests, counted from 0.
         count: How many there have been.
+        downloads: The objects that were read: the host that read it, and its name without the digits of the digest.
     """
 
     def __init__(self, store: Callable[..., Any]) -> None:
@@ -56,9 +59,14 @@ class Proxy:
 
     def reset(self, fault: str = "", first: int = NEVER, last: int = NEVER) -> None:
         self.fault, self.first, self.last, self.count = fault, first, last, 0
+        self.downloads: list[tuple[str, str]] = []
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         number, self.count = self.count, self.count + 1
+        agent = re.search(r"app/(host-\d)", environ.get("HTTP_USER_AGENT", ""))
+        name = re.search(r"(step-\d{8})-\w{8}(/.+)", environ["PATH_INFO"])
+        if agent and name and environ["REQUEST_METHOD"] == "GET":
+            self.downloads.append((agent[1], name[1] + name[2]))
         if not self.first <= number <= self.last:
             return self._store(environ, start_response)
         if self.fault == "error":
@@ -250,7 +258,7 @@ def test_each_request_in_turn_may_fail_once(bucket: Any, proxy: Proxy, saved: li
     first = RemoteFolder("s3://bucket/whole")
     first.upload(saved[0])
     first.prune(1)
-    first.download(first.newest_first()[0], Path("whole"))
+    download(lambda: first, first.newest_first()[0], Path("whole"))
     requests = proxy.count
     assert requests > 3 * FILES_PER_CHECKPOINT
     for number in range(requests):
@@ -260,7 +268,7 @@ def test_each_request_in_turn_may_fail_once(bucket: Any, proxy: Proxy, saved: li
         remote.prune(1)
         newest = remote.newest_first()
         proxy.reset(fault, 0, 0)
-        assert inspect(remote.download(newest[0], folder))[0].is_complete
+        assert inspect(download(lambda remote=remote: remote, newest[0], folder))[0].is_complete
         proxy.reset()
         assert steps_in(remote) == [1]
 
@@ -280,7 +288,8 @@ def test_the_store_may_go_away_at_each_request(bucket: Any, proxy: Proxy, saved:
             pass
         proxy.reset()
         assert steps_in(remote)[-1] in (1, 2)
-        assert inspect(remote.download(remote.newest_first()[0], Path(f"away-{number}")))[0].is_complete
+        newest = remote.newest_first()[0]
+        assert inspect(download(lambda remote=remote: remote, newest, Path(f"away-{number}")))[0].is_complete
         remote.clean()
         assert all(not one.problem for one in remote.checkpoints())
         remote.upload(saved[2])
@@ -543,7 +552,7 @@ def test_accmt_sync_completes_a_checkpoint_from_the_disks_of_two_machines(
     assert steps_in(RemoteFolder(URL)) == []
     assert main(["sync", "b"]) == 0
     newest = RemoteFolder(URL).newest_first()[0]
-    assert inspect(RemoteFolder(URL).download(newest, Path("whole")))[0].is_complete
+    assert inspect(download(partial(RemoteFolder, URL), newest, Path("whole")))[0].is_complete
 
 
 def test_secrets_in_a_url_are_written_nowhere(bucket: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
@@ -568,37 +577,128 @@ def test_processes_that_start_on_an_empty_disk_go_on_together(
     assert (tmp_path / "second" / "said").read_text() == "resumed at 2"
 
 
-@pytest.mark.parametrize("processes", [2, "fsdp-2"])
-def test_hosts_without_a_common_disk_continue_on_empty_disks(
-    bucket: Any, proxy: Proxy, tmp_path: Path, processes: int | str
-) -> None:
+class Hosts:
+    """Hosts with separate disks, which train together.
+
+    Args:
+        folder: Where their disks are.
+        url: Their checkpoints.
+        processes: How many hosts, and the engine.
+    """
+
+    def __init__(self, folder: Path, url: str, processes: int | str) -> None:
+        self.folder, self.url, self.processes = folder, url, processes
+
+    def run(self, epochs: int, processes: int | str | None = None, *, url: str | None = None) -> dict[str, Any]:
+        """Train to the end, from empty disks, and return weights and optimizer state."""
+        self.empty_disks()
+        result, url = self.folder / "weights.pt", self.url if url is None else url
+        result.unlink(missing_ok=True)
+        launch(ON_HOSTS, str(self.folder), url, str(epochs), "0", processes=processes or self.processes, result=result)
+        state: dict[str, Any] = torch.load(result)
+        return state
+
+    def run_until_killed(self, kill_at: int = 0, kill_in: str = "") -> list[int | None]:
+        """Train three epochs; return how each host ended."""
+        arguments = [str(self.folder), self.url, "3", str(kill_at), *([kill_in] if kill_in else [])]
+        forks, _ = run_together(ON_HOSTS, *arguments, processes=self.processes)
+        return [fork.poll() for fork in forks]
+
+    def empty_disks(self) -> None:
+        for name in ("disk", "disk-0", "disk-1", "disk-2"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            (self.folder / name).mkdir()
+
+    def files(self, host: int, step: int) -> list[str]:
+        """Return the files of a checkpoint on the disk of a host."""
+        return sorted(path.name for path in self.folder.glob(f"disk-{host}/out/*/step-{step:08d}/*"))
+
+    @property
+    def resumed_at(self) -> str:
+        return (self.folder / "said").read_text().removeprefix("resumed at ")
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[int | str, dict[str, Any]]:
+    """The ends of runs that were not killed, by the processes that made them."""
+    return {}
+
+
+@pytest.fixture
+def hosts(
+    bucket: Any, tmp_path: Path, ends: dict[int | str, dict[str, Any]], request: pytest.FixtureRequest
+) -> tuple[Hosts, dict[str, Any]]:
+    """Hosts that were killed in step 3, and the end of a run that was not."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip("separate disks are namespaces of mounts, which cannot be made here")
-    url, result = f"s3://bucket/hosts-{processes}", tmp_path / "weights.pt"
+    hosts = Hosts(tmp_path, f"s3://bucket/hosts-{request.param}", request.param)
+    if request.param not in ends:
+        ends[request.param] = hosts.run(3, url="")
+    hosts.empty_disks()
+    assert hosts.run_until_killed(kill_at=3) == [-signal.SIGKILL] * 2
+    assert hosts.files(0, 2) == ["manifest.json", "state.json", "tensors-00001-of-00002.safetensors"]
+    assert hosts.files(1, 2) == ["manifest.json", "tensors-00002-of-00002.safetensors"]
+    return hosts, ends[request.param]
 
-    def run(url: str, epochs: int, number: int | str = processes) -> dict[str, torch.Tensor]:
-        for name in ("disk", "disk-0", "disk-1"):
-            shutil.rmtree(tmp_path / name, ignore_errors=True)
-            (tmp_path / name).mkdir()
-        result.unlink(missing_ok=True)
-        launch(ON_HOSTS, str(tmp_path), url, str(epochs), "0", processes=number, result=result)
-        weights: dict[str, torch.Tensor] = torch.load(result)
-        return weights
 
-    whole = run("", 3)
-    for name in ("disk-0", "disk-1"):
-        (tmp_path / name).mkdir(exist_ok=True)
-    forks, printed = run_together(ON_HOSTS, str(tmp_path), url, "3", "3", processes=processes)
-    assert [fork.poll() for fork in forks] == [-signal.SIGKILL] * 2, printed
-    parts = [sorted(path.name for path in tmp_path.glob(f"disk-{host}/out/*/step-*/*")) for host in (0, 1)]
-    assert parts[0] == ["manifest.json", "state.json", "tensors-00001-of-00002.safetensors"]
-    assert parts[1] == ["manifest.json", "tensors-00002-of-00002.safetensors"]
-    resumed = run(url, 3)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert (tmp_path / "said").read_text() == "resumed at 2"
-    assert steps_in(RemoteFolder(url)) == [6]
-    assert not bucket.exists(f"{url.removeprefix('s3://')}/lease.json")
-    assert len(RemoteModelFolder(f"{url}-models").newest_first()) >= 1
-    if processes == 2:
-        run(url, 4, 1)
-        assert (tmp_path / "said").read_text() == "resumed at 6"
+def are_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
+
+
+@pytest.mark.parametrize("hosts", [2, "fsdp-2"], indirect=True)
+def test_hosts_without_a_common_disk_continue_on_empty_disks(
+    bucket: Any, proxy: Proxy, hosts: tuple[Hosts, dict[str, Any]]
+) -> None:
+    run, whole = hosts
+    proxy.reset()
+    assert are_equal(whole, run.run(3))
+    assert run.resumed_at == "2"
+    tensors = [name for name in proxy.downloads if name[1].endswith(".safetensors")]
+    files = ["step-00000002/tensors-00001-of-00002.safetensors", "step-00000002/tensors-00002-of-00002.safetensors"]
+    assert sorted(tensors) == [("host-0", files[0]), ("host-1", files[1])]
+    assert ("host-1", "step-00000002/state.json") in proxy.downloads
+    assert steps_in(RemoteFolder(run.url))[-1] == 6
+    assert not bucket.exists(f"{run.url.removeprefix('s3://')}/lease.json")
+    assert len(RemoteModelFolder(f"{run.url}-models").newest_first()) >= 1
+    ends = [whole]
+    others: list[tuple[int, int | str, int]] = [(4, 1, 2)]  # epochs, processes, files
+    if run.processes == "fsdp-2":
+        others = [(4, "fsdp-3", 2), (5, 1, 3)]
+    for epochs, processes, num_files in others:
+        proxy.reset()
+        ends.append(run.run(epochs, processes))
+        assert are_equal(ends[-2], torch.load(run.folder / "resumed.pt"))
+        shards = [name for name in proxy.downloads if name[1].endswith(".safetensors")]
+        assert len({file for _, file in shards}) == len(shards) == num_files
+
+
+@pytest.mark.parametrize("hosts", ["fsdp-2"], indirect=True)
+def test_hosts_that_are_killed_in_a_download_continue(proxy: Proxy, hosts: tuple[Hosts, dict[str, Any]]) -> None:
+    run, whole = hosts
+    run.empty_disks()
+    assert run.run_until_killed(kill_in="download")[1] == -signal.SIGKILL
+    assert [run.files(0, 2), run.files(1, 2)] == [[], []]
+    assert run.run_until_killed(kill_in="publish")[1] == -signal.SIGKILL
+    assert run.files(1, 2) == []
+    assert run.run_until_killed(kill_at=3) == [-signal.SIGKILL] * 2
+    assert run.files(0, 2) == ["manifest.json", "state.json", "tensors-00001-of-00002.safetensors"]
+    assert run.files(1, 2) == ["manifest.json", "state.json", "tensors-00002-of-00002.safetensors"]
+    proxy.reset()
+    assert run.run_until_killed(kill_at=NEVER) == [0, 0]
+    assert run.resumed_at == "2"
+    assert not [name for name in proxy.downloads if name[1].endswith(".safetensors")]
+    assert are_equal(whole, torch.load(run.folder / "weights.pt"))
+    assert not list(run.folder.glob("disk-*/out/*/.tmp-*"))
+
+
+@pytest.mark.parametrize("hosts", ["fsdp-2"], indirect=True)
+def test_hosts_skip_a_checkpoint_of_which_one_shard_is_damaged(
+    bucket: Any, hosts: tuple[Hosts, dict[str, Any]]
+) -> None:
+    run, whole = hosts
+    [shard] = bucket.glob(f"{run.url.removeprefix('s3://')}/step-00000002-*/tensors-00002-of-00002.safetensors")
+    content = bytearray(bucket.cat_file(shard))
+    content[-1] ^= 1
+    bucket.pipe_file(shard, bytes(content))
+    assert are_equal(whole, run.run(3))
+    assert run.resumed_at == "1"

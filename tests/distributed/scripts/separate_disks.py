@@ -27,7 +27,8 @@ copying._CHUNK = 10
 
 
 def write(files: Path) -> None:
-    (files / f"weights-{process_index()}.bin").write_text(f"of process {process_index()}, in several chunks")
+    (files / f"others-{process_index()}.bin").write_text(f"of process {process_index()}, in several chunks")
+    (files / f"weights-{process_index()}.safetensors").write_text(f"of process {process_index()}")
 
 
 def write_or_fail(files: Path) -> None:
@@ -60,11 +61,15 @@ def answer(folder: Path) -> dict[str, Any]:
     answers["names after a failure"] = names_in(folder)
     dist.barrier()
     if is_main_process():
-        (folder / "step-00000002" / "weights-1.bin").write_text("damaged")
+        (folder / "step-00000002" / "others-1.bin").write_text("damaged")
+        (folder / "step-00000002" / "weights-1.safetensors").write_text("damaged")
     answers["repaired"] = [one and one.step for one in [store.newest()]] + names_in(folder / "step-00000002")
-    answers["content"] = (folder / "step-00000002" / "weights-1.bin").read_text()
+    answers["content"] = (folder / "step-00000002" / "others-1.bin").read_text()
     save_with(store, 3, write, {})
     store.release()
+    if is_main_process():  # which makes the checkpoint whole on its disk
+        for index in (1, 2):
+            (folder / "step-00000002" / f"weights-{index}.safetensors").write_text(f"of process {index}")
     dist.barrier()
     if manages_disk() and not is_main_process():
         shutil.rmtree(folder)

@@ -1,0 +1,205 @@
+"""Reading the tensors of a checkpoint whose files are on several disks.
+
+Each process reads what it needs from the files on its disk. What it needs from other files is read by a process that
+has them, and sent. With sharded weights and the processes of the save, these are only the replicated tensors, such as
+step counts; otherwise, they are parts of shards. Nothing is written to any disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from accmt.errors import CheckpointCorruptError, explain
+from accmt.processes import broadcast_buffer, broadcast_object, gather_objects, process_index, run_on_every_process
+
+_CHUNK = 1 << 26
+"""At most this many bytes are sent at a time."""
+
+_ALIGNED = 16
+"""In a buffer, tensors start at multiples of so many bytes."""
+
+
+class _Slice(NamedTuple):
+    """A part of what a file has of a tensor.
+
+    Attributes:
+        owner: The process that reads it.
+        file: The name of the file.
+        tensor: The name of the tensor.
+        starts: Where it starts in each dimension of the tensor in the file.
+        lengths: Its shape.
+        dtype: Its dtype.
+    """
+
+    owner: int
+    file: str
+    tensor: str
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.lengths) * self.dtype.itemsize
+
+
+class SpreadReader(HuggingFaceStorageReader):
+    """Reads a checkpoint whose files are on several disks.
+
+    Processes: collective, as are all methods.
+
+    Args:
+        folder: The folder of the checkpoint on each disk, in which all files are intact.
+        files: The names of all files of tensors.
+
+    Raises:
+        CheckpointCorruptError: No disk has one of the files.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[str]) -> None:
+        super().__init__(str(folder))
+        self._folder = folder
+        of_processes = gather_objects({path.name for path in folder.glob("*.safetensors")})
+        self._here = of_processes[process_index()]
+        self._owners: dict[str, int] = {}
+        self._metadata = Metadata({})
+        for number, file in enumerate(sorted(files)):
+            holders = [index for index, names in enumerate(of_processes) if file in names]
+            if not holders:
+                do = "resume from another checkpoint"
+                raise CheckpointCorruptError(explain(str(folder), f"no disk has {file}", "a complete checkpoint", do))
+            self._owners[file] = holders[number % len(holders)]
+
+    def read_metadata(self) -> Metadata:
+        """Return where each part of each tensor is stored, in all files on all disks."""
+        read, here = super().read_metadata, dict[MetadataIndex, Any]()
+
+        def read_own() -> dict[MetadataIndex, Any]:
+            """Return where parts are stored in the files that this process describes to the others."""
+            here.update(read().storage_data or {})
+            return {index: one for index, one in here.items() if self._owners[_name(one)] == process_index()}
+
+        stored = {index: one for own in run_on_every_process(read_own) for index, one in own.items()} | here
+        self._metadata = Metadata(_describe_tensors(stored), storage_data=stored)
+        return self._metadata
+
+    def read_into(self, targets: dict[str, Tensor]) -> None:
+        """Read tensors; of a sharded one, the part of this process."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        wanted: dict[_Slice, list[tuple[ReadItem, int]]] = defaultdict(list)
+
+        def read_here() -> list[_Slice]:
+            """Read what is on this disk, and return what else is needed."""
+            planner.set_up_planner(targets, self._metadata, is_coordinator=False)
+            self.set_up_storage_reader(self._metadata, is_coordinator=False)
+            items = planner.create_local_plan().items
+            self.read_data(LoadPlan([one for one in items if self._file_of(one) in self._here]), planner).wait()
+            for item in items:
+                if self._file_of(item) not in self._here:
+                    for part, row in self._split(item):
+                        wanted[part].append((item, row))
+            return list(wanted)
+
+        needed = sorted({part for parts in run_on_every_process(read_here) for part in parts})
+        for batch in _batches(needed):
+            for part, tensor in zip(batch, self._send(batch), strict=True):
+                for item, row in wanted.get(part, ()):
+                    target = planner.resolve_tensor(item).detach()
+                    (target.narrow(0, row, part.lengths[0]) if part.lengths else target).copy_(tensor)
+
+    def _file_of(self, item: ReadItem) -> str:
+        return _name(self._metadata.storage_data[item.storage_index])
+
+    def _split(self, item: ReadItem) -> Iterator[tuple[_Slice, int]]:
+        """Yield the parts of an item, each with the first row of it, so that none is much larger than a chunk."""
+        stored = self._metadata.storage_data[item.storage_index]
+        file, tensor = _name(stored), item.storage_index.fqn
+        starts, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        whole = _Slice(self._owners[file], file, tensor, starts, lengths, stored.dtype)
+        if not lengths or whole.nbytes <= _CHUNK:
+            yield whole, 0
+            return
+        step = max(_CHUNK * lengths[0] // whole.nbytes, 1)
+        for row in range(0, lengths[0], step):
+            first, shape = (starts[0] + row, *starts[1:]), (min(step, lengths[0] - row), *lengths[1:])
+            yield _Slice(self._owners[file], file, tensor, first, shape, stored.dtype), row
+
+    def _send(self, parts: Sequence[_Slice]) -> list[Tensor]:
+        """Let the owner of parts read them, and return them on every process; they share one buffer."""
+        owner = parts[0].owner
+        *starts, size = accumulate((-(-part.nbytes // _ALIGNED) * _ALIGNED for part in parts), initial=0)
+        buffer = torch.empty(size, dtype=torch.uint8)
+        bytes_of = zip(parts, starts, strict=True)
+        tensors = [buffer[at : at + one.nbytes].view(one.dtype).view(one.lengths) for one, at in bytes_of]
+        failure = broadcast_object(self._read(parts, tensors) if owner == process_index() else None, source=owner)
+        if failure is not None:
+            raise failure
+        broadcast_buffer(buffer, source=owner)
+        return tensors
+
+    def _read(self, parts: Sequence[_Slice], into: Sequence[Tensor]) -> Exception | None:
+        pairs = zip(parts, into, strict=True)
+        try:
+            for name, of_file in groupby(pairs, key=lambda pair: pair[0].file):
+                with safe_open(self._folder / name, framework="pt") as file:
+                    for part, tensor in of_file:
+                        ends = map(sum, zip(part.starts, part.lengths, strict=True))
+                        tensor.copy_(file.get_slice(part.tensor)[tuple(map(slice, part.starts, ends))])
+        except (OSError, SafetensorError) as error:
+            return error
+        return None
+
+
+def _name(stored: Any) -> str:
+    """Return the name of the file that something is stored in; its folder is that of the process that found it.
+
+    Source: `HuggingFaceStorageReader.read_metadata` in torch/distributed/checkpoint/hf_storage.py.
+    """
+    return Path(stored.relative_path).name
+
+
+def _describe_tensors(stored: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
+    """Return the shape, the dtype and the parts of each tensor, from where each part is stored."""
+    described: dict[str, TensorStorageMetadata] = {}
+    for index, one in stored.items():
+        offset = torch.Size(index.offset or ())
+        end = [start + length for start, length in zip(offset, one.shape, strict=True)]
+        known = described.setdefault(
+            index.fqn, TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(end), [])
+        )
+        known.size = torch.Size(map(max, known.size, end))
+        known.chunks.append(ChunkStorageMetadata(offset, torch.Size(one.shape)))
+    return described
+
+
+def _batches(parts: Iterable[_Slice]) -> Iterator[list[_Slice]]:
+    """Yield parts together that one process sends at a time."""
+    batch: list[_Slice] = []
+    size = 0
+    for part in parts:
+        size += part.nbytes
+        if batch and (part.owner != batch[0].owner or size > _CHUNK):
+            yield batch
+            batch, size = [], part.nbytes
+        batch.append(part)
+    if batch:
+        yield batch

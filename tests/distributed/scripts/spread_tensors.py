@@ -1,0 +1,103 @@
+"""Writes tensors to two disks, and reads them on each process; writes what was read and sent.
+
+torchrun --nproc-per-node 3 spread_tensors.py FOLDER RESULT.json
+
+Process 0 uses FOLDER/disk-0, and processes 1 and 2 use FOLDER/disk-1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from accmt.checkpoint import reading
+from accmt.checkpoint.contents import PiecePlanner, file_names, write_pieces
+from accmt.checkpoint.reading import SpreadReader
+from accmt.errors import CheckpointError
+from accmt.processes import gather_objects, is_main_process, process_index, separate_disks
+from accmt.sharded_tensors import make_whole
+
+MANAGERS = [0, 1, 1]
+WHOLE = {
+    "even": torch.arange(54.0).reshape(9, 6),
+    "uneven": torch.arange(35, dtype=torch.bfloat16).reshape(7, 5),
+    "mask": torch.arange(12).reshape(3, 4) % 3 == 0,
+    "step": torch.tensor(7.0),
+    "statistics": torch.linspace(0, 1, 4, dtype=torch.float64),
+}
+SHARDED = ("even", "uneven", "mask")
+
+
+def lay_out(tensors: dict[str, torch.Tensor], placement: Placement) -> dict[str, torch.Tensor]:
+    """Return the tensors with some of them on all processes together, as FSDP2 or tensor parallelism has them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(tensor, mesh, [placement]) if name in SHARDED else tensor.clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def read(folder: Path, placement: Placement) -> dict[str, Any]:
+    """Return whether everything was read, and how many bytes were sent for it."""
+    sent: list[int] = []
+
+    def send(self: SpreadReader, parts: Any) -> list[torch.Tensor]:
+        tensors = original(self, parts)
+        sent.extend(tensor.nbytes for tensor in tensors)
+        return tensors
+
+    original, SpreadReader._send = SpreadReader._send, send
+    try:
+        reader = SpreadReader(folder, file_names(dist.get_world_size()))
+        stored = reader.read_metadata().state_dict_metadata
+        targets = lay_out({name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}, placement)
+        reader.read_into(targets)
+    finally:
+        SpreadReader._send = original
+    return {
+        "are shapes right": {name: stored[name].size for name in stored} == {n: t.shape for n, t in WHOLE.items()},
+        "is right": all(torch.equal(make_whole(targets[name]), tensor) for name, tensor in WHOLE.items()),
+        "sent": sum(sent),
+        "largest": max(sent),
+    }
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    separate_disks(MANAGERS)
+    reading._CHUNK = 16
+    folder = Path(sys.argv[1]) / f"disk-{MANAGERS[process_index()]}"
+    folder.mkdir(exist_ok=True)
+    write_pieces(PiecePlanner().pieces_of(lay_out(WHOLE, Shard(0))), folder)
+    dist.barrier()
+    names = {"as written": Shard(0), "by columns": Shard(1), "whole": Replicate()}
+    answers = {name: read(folder, placement) for name, placement in names.items()}
+    answers["files"] = sorted(path.name for path in folder.iterdir())
+    dist.barrier()
+    if process_index() == 1:
+        (folder / file_names(3)[2]).unlink()
+    dist.barrier()
+    try:
+        SpreadReader(folder, file_names(3))
+    except CheckpointError as error:
+        answers["without a file"] = str(error)
+    of_all = gather_objects(answers)
+    if is_main_process():
+        unfinished = Path(sys.argv[2] + ".tmp")
+        unfinished.write_text(json.dumps(of_all))
+        unfinished.rename(sys.argv[2])
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
