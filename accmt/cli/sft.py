@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,29 @@ def add_row_arguments(parser: argparse.ArgumentParser, section: str) -> None:
     data = f"training data: {files}; default: the section `{section}` of the file"
     parser.add_argument("--data", nargs="+", metavar="PATH", help=data)
     parser.add_argument("--validation", nargs="+", metavar="PATH", help="validation data, like --data")
-    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="maximum number of tokens per row")
+    tokens = "maximum number of tokens per row"
+    parser.add_argument("--max-length", "--max_length", type=int, metavar="TOKENS", help=tokens)
     parser.add_argument("--merge", action="store_true", default=None, help="also merge the adapter into its model")
-    add_when_parsed(parser, _add_flags)
+    add_when_parsed(parser, partial(_add_flags, section))
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_flags(section: str, parser: argparse.ArgumentParser) -> None:
+    from accmt.errors import nearest
     from accmt.options.command_line import add_flags
 
     add_flags(parser, without=_OWN)
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = parse(args, namespace)
+        name = next((one.partition("=")[0] for one in unknown if one.startswith("--")), None)
+        if name is not None:
+            meant = nearest(name, parser._option_string_actions)
+            key = f"a key of `{section}` in the file is a flag such as --hps.{section}.{name[2:]}=..."
+            parser.error(f"unrecognized arguments: {name}; {f'did you mean {meant}?' if meant else key}")
+        return found, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -381,6 +381,26 @@ def test_results_of_kto_are_those_of_the_whole_set_for_any_batch_size(tmp_path: 
     assert found["8"]["baseline"] > 0.01
 
 
+def test_an_empty_answer_of_kto_is_left_out_of_the_baseline(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The row before an empty answer, which is its answer to another prompt, is trained like the others."""
+    empty = {**labeled(9)[3], "completion": [{"role": "assistant", "content": ""}]}
+    rows = [*labeled(3), empty, *labeled(8)[4:]]
+    module = PreferenceModule(make_model(), tokenizer(), "kto", **KTO)
+    module.teacher = moved(make_model())
+    with caplog.at_level(logging.INFO, logger="accmt"):
+        fit(tmp_path, rows, module=module, hps={"batch_size": 8}, verbose=True)
+    samples = module.make_samples(rows)
+    weights = [(samples[index]["weight"], samples[index]["other_weight"]) for index in range(8)]
+    assert weights == [(1, 1), (1, 1), (1, 0), (0, 0), (1, 1), (1, 1), (1, 1), (1, 1)]
+    assert "of 8 rows checked: 1 with an empty answer, not trained (row 3)" in caplog.text
+    [shown] = [text for record in caplog.records if "with the trained text" in (text := record.getMessage())]
+    assert shown.count("⟦") == 2  # once in the explanation
+    kept = [0, 1, 4, 5, 6, 7]
+    padded, own = (module.sum_for_window(module.collate_fn([samples[at] for at in of])) for of in (range(8), kept))
+    torch.testing.assert_close(padded, own)
+    assert padded[1] == 6
+
+
 class StartFrom(Callback):
     """Replaces the weights of the model when the reference is known."""
 
@@ -520,7 +540,8 @@ def test_rows_that_cannot_be_trained_are_counted_and_change_nothing(tmp_path: Pa
     with caplog.at_level(logging.WARNING, logger="accmt"):
         fit(tmp_path / "one", odd, module=one, hps={"batch_size": 11}, verbose=True)
     [warning] = [record.getMessage() for record in caplog.records if "rows checked" in record.getMessage()]
-    assert "of 11 rows checked: 1 with two equal answers (row 1); 1 with an empty answer (row 2)" in warning
+    assert "of 11 rows checked: 1 with two equal answers, not trained (row 1)" in warning
+    assert "1 with an empty answer, not trained (row 2)" in warning
     assert "1 without any token to train on (row 10: its answers start after 40 tokens)" in warning
     fit(tmp_path / "other", pairs(8), module=other, hps={"batch_size": 8})
     assert_close(one, other)
@@ -600,8 +621,14 @@ def test_a_row_of_another_format_is_named_with_the_line_that_repairs_it(row: Any
 
 def test_rows_of_kto_have_both_labels():
     module = PreferenceModule(make_model(), tokenizer(), "kto")
+    good = [row for row in labeled() if row["label"]]
     with pytest.raises(DataError, match="only rows with the label True"):
-        module.make_samples([row for row in labeled() if row["label"]])
+        module.get_train_dataloader(good)
+    assert len(module.get_validation_dataloader(good)) == 4
+    assert set(module.get_train_dataloader({"good": good, "bad": [labeled()[1]]})) == {"good", "bad"}
+    for get, what in ((module.get_validation_dataloader, "validation"), (module.get_test_dataloader, "test")):
+        with pytest.raises(DataError, match=f"^{what} data 'other', row 0 for preference tuning\n"):
+            get({"one": labeled(), "other": pairs()})
     with pytest.raises(DataError, match=r'row 1 for preference tuning[\s\S]*"label": \'good\''):
         module.make_samples([labeled()[0], {**labeled()[1], "label": "good"}])
     with pytest.raises(DataError, match='row\\["chosen"\\], "label": True'):

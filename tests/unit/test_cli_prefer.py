@@ -132,6 +132,22 @@ def test_no_data_and_rows_of_another_format_are_errors(capsys: pytest.CaptureFix
     assert "row 0 for preference tuning" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--loss", "kto"], "--loss; a key of `prefer` in the file is a flag such as --hps.prefer.loss=..."),
+        (["--model_savign=best_accuracy"], "--model_savign; did you mean --model_saving?"),
+    ],
+)
+def test_flags_that_do_not_exist_are_named_with_those_that_do(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    write({"data": "rows.jsonl"})
+    with pytest.raises(SystemExit):
+        main(["prefer", "hps.yaml", "out", *flags])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_killed_run_resumes_with_equal_bits():
     """Killed while it computes the reference, and while it trains."""

@@ -197,7 +197,7 @@ class PreferenceModule(RowModule):
 
     def sum_for_window(self, batch: Any) -> Tensor:
         """Return the weighted sum of the log-ratios of answers to other prompts, and the sum of weights, for KTO."""
-        ratios, weights = self._other_ratios(batch), batch["weight"]
+        ratios, weights = self._other_ratios(batch)
         return torch.stack([(ratios * weights).sum(), weights.sum().to(ratios.dtype)])
 
     def make_metric(self, loss_name: str) -> KTOResults:
@@ -205,8 +205,8 @@ class PreferenceModule(RowModule):
         return KTOResults(self.objective, loss_name)
 
     @torch.no_grad()
-    def _other_ratios(self, batch: Any) -> Tensor:
-        """Return the log-ratios of the answers to other prompts `[samples]`.
+    def _other_ratios(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the log-ratios of the answers to other prompts, and their weights, both `[samples]`.
 
         The model runs without dropout, so that the baseline does not depend on how a step is split.
         """
@@ -216,8 +216,7 @@ class PreferenceModule(RowModule):
         known = batch.get("reference")
         if known is None:
             known = log_probs(self._reference_logits(batch), batch).sums
-        ratios: Tensor = (own - known)[:, 0]
-        return ratios
+        return (own - known)[:, 0], batch["weight"]
 
     def step(self, batch: Any) -> dict[str, Any]:
         """Return the mean loss over the pairs (or answers), and their number or total weight as weight."""
@@ -229,12 +228,12 @@ class PreferenceModule(RowModule):
 
     def _evaluate(self, batch: Any, sums: list[float] | None, *, in_evaluation: bool = False) -> dict[str, Any]:
         kind, weights = self.objective.kind, batch["weight"]
-        others: Tensor | None = None
+        others: tuple[Tensor, Tensor] | None = None
         baseline: Tensor | float | None = None
         if self.needs_window_sums:
             if sums is None:
                 others = self._other_ratios(batch)
-                baseline = losses.weighted_mean(others, weights)
+                baseline = losses.weighted_mean(*others)
             else:
                 baseline = sums[0] / (sums[1] or 1.0)
             batch = _own(batch)
@@ -256,7 +255,7 @@ class PreferenceModule(RowModule):
             values["kl"] = _mean_kl(logits, before, batch["labels"])
         rows = {}
         if in_evaluation and others is not None:
-            rows = KTOResults.rows_of(scores[:, 0].detach(), others, batch["is_desirable"], weights)
+            rows = KTOResults.rows_of((scores[:, 0].detach(), weights), others, batch["is_desirable"])
         return {
             "loss": losses.weighted_mean(lost, weights),
             "weight": weights.sum(),
@@ -309,6 +308,16 @@ class PreferenceModule(RowModule):
         """Return the tokens of a sample: in packed rows, without padding the shorter answer."""
         return None if self.needs_window_sums else length_of_pair(self, sample)
 
+    def get_train_dataloader(self, dataset: Any = None) -> Any:
+        """Return the rows as samples; those of KTO have both labels.
+
+        Raises:
+            DataError: All of them have the same label.
+        """
+        if self.needs_window_sums:
+            _require_both_labels([*dataset.values()] if isinstance(dataset, dict) else [dataset])
+        return super().get_train_dataloader(dataset)
+
     def make_samples(self, rows: Any) -> Any:
         """Return rows as samples; those of KTO have an answer to another prompt, too."""
         if rows is None or isinstance(rows, DataLoader | TokenizedRows):
@@ -322,12 +331,7 @@ class PreferenceModule(RowModule):
             return super().make_samples(rows)
         if not is_kto:
             return self._with_reference(super().make_samples(rows))
-        samples = LabeledRows(rows, self._reader)
-        labels = {bool(rows[index]["label"]) for index in range(len(rows))}
-        if len(labels) < 2:
-            got, expected = f"only rows with the label {labels.pop()}", "desirable and undesirable answers"
-            raise DataError(explain("rows for KTO", got, expected, "add rows with the other label"))
-        return self._with_reference(samples)
+        return self._with_reference(LabeledRows(rows, self._reader))
 
     def _with_reference(self, samples: TokenizedRows) -> TokenizedRows:
         """Return rows with the log-probabilities of the reference, if there is a folder for them."""
@@ -398,6 +402,17 @@ class PreferenceModule(RowModule):
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
 
+def _require_both_labels(sources: list[Any]) -> None:
+    """Require desirable and undesirable answers, before the log-probabilities of a reference are computed."""
+    if any(rows is None or isinstance(rows, DataLoader | TokenizedRows) or is_stream(rows) for rows in sources):
+        return
+    found = (rows[index] for rows in sources for index in range(len(rows)))
+    labels = {bool(row["label"]) for row in found if isinstance(row, Mapping) and "label" in row}
+    if len(labels) == 1:  # other rows are rejected when they are read
+        got, expected = f"only rows with the label {labels.pop()}", "desirable and undesirable answers"
+        raise DataError(explain("rows for KTO", got, expected, "add rows with the other label"))
+
+
 def _own(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch without the answers to other prompts."""
     own = {name: values for name, values in batch.items() if not name.startswith(OTHER)}
@@ -407,7 +422,6 @@ def _own(batch: Mapping[str, Any]) -> dict[str, Any]:
 def _others(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answers to other prompts as a batch."""
     others = {name.removeprefix(OTHER): values for name, values in batch.items() if name.startswith(OTHER)}
-    others["weight"] = batch["weight"]
     return others | ({"reference": batch["reference"][:, 1:]} if "reference" in batch else {})
 
 

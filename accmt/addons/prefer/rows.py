@@ -8,13 +8,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from accmt.addons.sft.chat import MaskedRow, Problem, is_messages, mask_row, read_number
+from accmt.addons.sft.chat import NO_TARGET, MaskedRow, Problem, is_messages, mask_row, read_number
 from accmt.addons.sft.rows import PadRows, TokenizedRows
 from accmt.data.packing import DocumentPacker
 from accmt.errors import DataError, explain
 
-EQUAL = "with two equal answers"
-EMPTY = "with an empty answer"
+EQUAL = "with two equal answers, not trained"
+EMPTY = "with an empty answer, not trained"
 
 Kind = Literal["pairs", "labels"]
 """Rows with a chosen and a rejected answer, or with one answer and whether it is desirable."""
@@ -71,6 +71,11 @@ class AnswersRow(NamedTuple):
         """Whether the row is trained."""
         return self.weight > 0
 
+    @property
+    def _is_labeled(self) -> bool:
+        """Whether the row has one answer and its label, for KTO."""
+        return "is_desirable" in self.values
+
     def sample(self) -> dict[str, Any]:
         """Return the answers, padded to equal length only in a batch; a row that is not trained has short ones."""
         answers = [answer if self.has_target else MaskedRow([], []) for answer in self.answers]
@@ -80,14 +85,14 @@ class AnswersRow(NamedTuple):
             "labels": [sample["labels"] for sample in samples],
             "weight": self.weight,
             # For `max_tokens`: the answers of a pair are in one forward pass, others in one each.
-            "length": (1 if "is_desirable" in self.values else len(samples))
-            * max(len(sample["input_ids"]) for sample in samples),
+            "length": (1 if self._is_labeled else len(samples)) * max(len(sample["input_ids"]) for sample in samples),
             **self.values,
         }
 
     def show(self, tokenizer: Any) -> str:
         """Return the text of the answers, with the trained parts in brackets."""
-        return "\n\n".join(answer.show(tokenizer) for answer in self.answers)
+        shown = self.answers[:1] if self._is_labeled else self.answers
+        return "\n\n".join(answer.show(tokenizer) for answer in shown)
 
 
 class AnswersReader(NamedTuple):
@@ -126,20 +131,21 @@ class AnswersReader(NamedTuple):
             got = "a message of an answer with a weight other than 0 and 1"
             expected = "whole answers, whose log-probabilities are compared"
             raise DataError(explain(where, got, expected, 'write "weight" beside the answers, for the whole row'))
-        problems = {problem.kind: problem for answer in answers for problem in answer.problems}
-        kinds = []
-        if any(map(_is_empty, rows)):
-            kinds.append(EMPTY)
-        has_targets = all(answer.has_target for answer in answers)
-        if has_targets and self.kind == "pairs" and answers[0].input_ids == answers[1].input_ids:
-            kinds.append(EQUAL)
-        is_trained = has_targets and not kinds
-        return AnswersRow(
-            tuple(answers),
-            weight if is_trained else 0.0,
-            values,
-            (*(Problem(kind) for kind in kinds), *problems.values()),
-        )
+        # The answer to another prompt has a row of its own, in which its problems are counted.
+        own = 2 if self.kind == "pairs" else 1
+        problems = {problem.kind: problem for answer in answers[:own] for problem in answer.problems}
+        has_targets = all(answer.has_target for answer in answers[:own])
+        if any(map(_is_empty, rows[:own])):
+            problems = {EMPTY: Problem(EMPTY), **{k: one for k, one in problems.items() if k != NO_TARGET}}
+        elif has_targets and self.kind == "pairs" and answers[0].input_ids == answers[1].input_ids:
+            problems = {EQUAL: Problem(EQUAL), **problems}
+        is_trained = has_targets and EMPTY not in problems and EQUAL not in problems
+        weight = weight if is_trained else 0.0
+        for number in range(own, len(answers)):
+            is_valid = answers[number].has_target and not _is_empty(rows[number])
+            answers[number] = answers[number] if is_valid else MaskedRow([], [])
+            values[f"{OTHER}weight"] = weight if is_valid else 0.0
+        return AnswersRow(tuple(answers), weight, values, tuple(problems.values()))
 
     def _split(self, row: Any, where: str) -> tuple[list[dict[str, Any]], float, dict[str, float]]:
         """Return the answers of a row as rows for `mask_row`, the weight of the row, and its further values."""

@@ -28,22 +28,23 @@ class KTOResults(Metric):
         self._loss_name = loss_name
 
     @staticmethod
-    def rows_of(ratios: Tensor, others: Tensor, is_desirable: Tensor, weights: Tensor) -> dict[str, Any]:
+    def rows_of(own: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], is_desirable: Tensor) -> dict[str, Any]:
         """Return the entry of the validation step.
 
         Args:
-            ratios: The log-ratios of the answers `[samples]`.
-            others: The log-ratios of the answers to other prompts `[samples]`.
+            own: The log-ratios of the answers, and their weights `[samples]`.
+            others: The same for the answers to other prompts.
             is_desirable: 1 for desirable answers, else 0 `[samples]`.
-            weights: How much each row counts `[samples]`.
         """
-        return {_NAME: ({"ratios": ratios, "others": others}, {"is_desirable": is_desirable, "weights": weights})}
+        ratios = {"own": own[0], "others": others[0]}
+        return {_NAME: (ratios, {"own": own[1], "others": others[1], "is_desirable": is_desirable})}
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
         """Return the results, in double precision; without rows that count, they are NaN, and there is no loss."""
-        ratios, others = predictions["ratios"].double(), predictions["others"].double()
-        is_desirable, weights = references["is_desirable"] > 0, references["weights"].double()
-        lost, values = self._objective.score_answers(ratios, is_desirable, weighted_mean(others, weights))
+        ratios, others = predictions["own"].double(), predictions["others"].double()
+        is_desirable, weights = references["is_desirable"] > 0, references["own"].double()
+        mean = weighted_mean(others, references["others"].double())
+        lost, values = self._objective.score_answers(ratios, is_desirable, mean)
         rewards = self._objective.strength * ratios
         found = {
             **{name: _mean(one, weights) for name, one in values.items()},

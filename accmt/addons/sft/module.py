@@ -29,7 +29,7 @@ from accmt.addons.sft.rows import (
 from accmt.data import is_stream
 from accmt.data.packing import DocumentPacker
 from accmt.data.seeding import seeded_generators
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, DataError, explain
 from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.huggingface.sample_losses import weigh_tokens
 from accmt.module import HuggingFaceModule
@@ -150,13 +150,19 @@ class RowModule(HuggingFaceModule):
 
     def get_validation_dataloader(self, dataset: Any = None) -> Any:
         """Return the rows as samples; several sets are returned by name."""
-        if isinstance(dataset, dict):
-            return {name: self.make_samples(rows) for name, rows in dataset.items()}
-        return self.make_samples(dataset)
+        return self._make_evaluated(dataset, "validation data")
 
     def get_test_dataloader(self, dataset: Any = None) -> Any:
         """Return the rows as samples; several sets are returned by name."""
-        return self.get_validation_dataloader(dataset)
+        return self._make_evaluated(dataset, "test data")
+
+    def _make_evaluated(self, dataset: Any, what: str) -> Any:
+        if isinstance(dataset, dict):
+            return {name: self._make_evaluated(rows, f"{what} {name!r}") for name, rows in dataset.items()}
+        try:
+            return self.make_samples(dataset)
+        except DataError as error:
+            raise DataError(f"{what}, {error}") from error
 
     def make_samples(self, rows: Any) -> Any:
         """Return rows as samples; what is None, a loader, a mixture or already samples is returned as it is."""

@@ -13,7 +13,16 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from accmt.addons.readers.rows import FileRows
-from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS, MaskedRow, Problem, find_answers, find_messages, mask_row
+from accmt.addons.sft.chat import (
+    IGNORED,
+    LOSS_WEIGHTS,
+    NO_TARGET,
+    MaskedRow,
+    Problem,
+    find_answers,
+    find_messages,
+    mask_row,
+)
 from accmt.addons.sft.images import ImageReader
 from accmt.data.packing import DocumentPacker
 from accmt.data.samplers import call_set_epoch
@@ -388,7 +397,8 @@ def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = 
     )
     if number and not targets:
         got = f"{number} rows, none of them with tokens to train on: {reasons}"
-        raise DataError(explain(purpose, got, "rows in which the assistant answers", _DOS))
+        do = _DOS if NO_TARGET in found else "correct the program that wrote the rows"
+        raise DataError(explain(purpose, got, "rows in which the assistant answers", do))
     if weights := weights - {0.0}:
         say_once(f"tokens of {purpose} have weights from {min(weights):g} to {max(weights):g}, where rows or turns do")
     if found:
