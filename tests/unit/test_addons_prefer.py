@@ -619,6 +619,12 @@ def test_a_row_of_another_format_is_named_with_the_line_that_repairs_it(row: Any
         PreferenceModule(make_model(), tokenizer()).make_samples([pair(0), row])
 
 
+def test_rows_of_which_none_is_trained_are_an_error():
+    module = PreferenceModule(make_model(), tokenizer())
+    with pytest.raises(DataError, match=r"3 with two equal answers[\s\S]*do: correct the program that wrote"):
+        module.get_train_dataloader([{**row, "rejected": row["chosen"]} for row in pairs(3)])
+
+
 def test_rows_of_kto_have_both_labels():
     module = PreferenceModule(make_model(), tokenizer(), "kto")
     good = [row for row in labeled() if row["label"]]

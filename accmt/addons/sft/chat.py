@@ -32,6 +32,9 @@ LOSS_WEIGHTS = "loss_weights"
 """The entry of samples and batches with the weight of each token's loss, if weights are not all 0 or 1."""
 
 NO_TARGET = "without any token to train on"
+STARTS_AFTER = "its answers start after"
+"""The beginning of its detail if `max_length` is the reason."""
+
 CUT = "with an answer truncated by max_length"
 DOUBLED_BOS = "with two beginning-of-sequence tokens (one is dropped)"
 REWRITTEN = "with assistant turns that are not trained because the chat template rewrites earlier turns"
@@ -593,7 +596,7 @@ def _cut(masked: MaskedRow, max_length: int | None) -> MaskedRow:
         return MaskedRow([], [], (*masked.problems, problem))
     kept = masked.slice(0, max_length)
     if not kept.has_target:
-        detail = f"its answers start after {max_length} tokens" if masked.has_target else ""
+        detail = f"{STARTS_AFTER} {max_length} tokens" if masked.has_target else ""
         is_named = any(one.kind in (REJECTED, NO_TARGET) for one in masked.problems)
         reasons = () if is_named else (Problem(NO_TARGET, detail),)
         return kept._replace(problems=masked.problems + reasons)

@@ -17,6 +17,7 @@ from accmt.addons.sft.chat import (
     IGNORED,
     LOSS_WEIGHTS,
     NO_TARGET,
+    STARTS_AFTER,
     MaskedRow,
     Problem,
     find_answers,
@@ -398,7 +399,9 @@ def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = 
     if number and not targets:
         got = f"{number} rows, none of them with tokens to train on: {reasons}"
         do = _DOS if NO_TARGET in found else "correct the program that wrote the rows"
-        raise DataError(explain(purpose, got, "rows in which the assistant answers", do))
+        if all(STARTS_AFTER in row for row in found.get(NO_TARGET, [""])):
+            do = "set a larger max_length, or shorten the prompts"
+        raise DataError(explain(purpose, got, "rows with answers to train on", do))
     if weights := weights - {0.0}:
         say_once(f"tokens of {purpose} have weights from {min(weights):g} to {max(weights):g}, where rows or turns do")
     if found:
