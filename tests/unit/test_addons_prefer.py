@@ -429,6 +429,20 @@ def test_the_baseline_of_kto_does_not_depend_on_dropout(tmp_path: Path):
     assert max(without) > 0.01
 
 
+class ValidatesWithinSteps(Callback):
+    def on_after_training_step(self, outputs: Any) -> None:
+        self.trainer.validate(self.module, labeled(3), verbose=False)
+
+
+def test_an_evaluation_within_a_step_of_kto_keeps_its_baseline(tmp_path: Path):
+    modules = [PreferenceModule(make_model(), tokenizer(), "kto", **KTO) for _ in range(2)]
+    for number, module in enumerate(modules):
+        module.teacher = moved(make_model())
+        own = {"callbacks": ValidatesWithinSteps()} if number else {}
+        fit(tmp_path / str(number), labeled(8), module=module, grad_accumulation_steps=2, **own)
+    assert all(map(torch.equal, *map(trained, modules)))
+
+
 def test_a_run_of_kto_that_runs_out_of_memory_for_its_baseline_continues_with_smaller_batches(tmp_path: Path):
     module, other = (PreferenceModule(make_model(), tokenizer(), "kto", **KTO) for _ in range(2))
     reference = module.teacher = other.teacher = moved(make_model())

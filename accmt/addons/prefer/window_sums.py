@@ -58,10 +58,11 @@ class WindowSums(Feature):
 
     @contextmanager
     def during(self) -> Iterator[None]:
+        before = self._module.window_sums  # those of a training step, within which a user evaluates
         try:
             yield
         finally:
-            self._module.window_sums = None
+            self._module.window_sums = before
 
     def make_metrics(self) -> Sequence[Metric]:
         """Return the metric of the module."""
