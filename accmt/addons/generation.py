@@ -39,6 +39,7 @@ _MAX_NEW_TOKENS = 64
 _TABLE_ROWS = 20
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _LIMITS = ("max_new_tokens", "max_length")
+_COUNTS = (*_LIMITS, "num_beams", "num_return_sequences")
 
 
 # ---- The section `evaluation` of the hyper-parameters
@@ -127,7 +128,7 @@ class Generation(Feature):
         self._tokenizer = find_tokenizer(run, "evaluation.generate", "decode what is generated")
         self._options = dict(section.generate or {})
         _check_options(run, self._options)
-        if not any(name in self._options for name in _LIMITS):
+        if all(self._options.get(name) is None for name in _LIMITS):
             self._options["max_new_tokens"] = _MAX_NEW_TOKENS  # a model may never stop by itself
         self._micro_batch: MicroBatch | None = None
         self._found = _Found()
@@ -185,7 +186,7 @@ class Generation(Feature):
         run, number = self._run, sum(found.num_cut_off for found in every)
         total = sum(found.num_written for found in every)
         if number and not is_trial:
-            limit = next(f"{name}={self._options[name]}" for name in _LIMITS if name in self._options)
+            limit = next(f"{name}={self._options[name]}" for name in _LIMITS if self._options.get(name))
             what = f"{number} of {total} generated texts were cut off before they ended"
             warn_once(f"{what} ({limit})", about="generated texts that were cut off")
         if is_trial or not isinstance(run, Run) or not self._section.table_rows:
@@ -320,6 +321,15 @@ def _check_options(run: EvaluationRun, options: Mapping[str, Any]) -> None:
         if name in _SAMPLING and not options.get("do_sample"):
             do = f"write `do_sample: true`, or remove `{name}`"
             raise HyperParameterError(explain(where, f"`{name}` without `do_sample`", "a search that samples", do))
+        value = options[name]
+        if name in _COUNTS and value is not None and (type(value) is not int or value < 1):
+            got, do = f"{name} = {describe(value)}", f"write `{name}: 4`"
+            raise HyperParameterError(explain(where, got, "a whole number of at least 1", do))
+    try:
+        GenerationConfig.from_dict(dict(options)).validate()
+    except (TypeError, ValueError) as error:
+        do = f"write `{_EXAMPLES['generate']}`, or see GenerationConfig of transformers"
+        raise HyperParameterError(explain(where, str(error), "valid arguments of `generate`", do)) from error
     if "max_length" in options and not getattr(model.config, "is_encoder_decoder", False):
         got = f"max_length: {options['max_length']}, which counts the longest prompt of a batch, too"
         do = "write `max_new_tokens: 64`"

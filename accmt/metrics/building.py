@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
-from inspect import isfunction
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,13 @@ def _load_function(path: str, name: str | None) -> Metric:
         do = f"write `def {attribute or 'score'}(written, expected)` in {module or 'my_metrics'}.py, in a folder that "
         do += "Python imports from, or the working directory"
         raise MetricError(explain(_WHERE, f"{path!r}: {error}", "a module and a function in it", do)) from error
+    try:
+        signature(function).bind([], [])
+    except TypeError as error:
+        got, do = f"{path!r}: {error}", f"write `def {attribute}(written, expected)`"
+        raise MetricError(explain(_WHERE, got, "a function of two lists of strings", do)) from error
+    except ValueError:  # a function in C has no signature
+        pass
     return TextFunction(function, name or attribute)
 
 

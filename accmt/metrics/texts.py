@@ -26,6 +26,10 @@ class TextMetric(Metric):
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
         """Compute the metric over the samples that have an expected text."""
+        if len(predictions) != len(references):
+            got = f"{len(predictions)} written and {len(references)} expected texts"
+            do = "return two lists with one entry for each sample of the batch; None as expected text leaves one out"
+            raise metric_error(self.name, got, "as many of both", do)
         pairs = [(one, other) for one, other in zip(predictions, references, strict=True) if other is not None]
         if not pairs:
             got, expected = (

@@ -16,6 +16,7 @@ from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, 
 
 from accmt import AcceleratorModule, SFTModule, Trainer
 from accmt.errors import ArgumentError, HyperParameterError, MetricError
+from accmt.metrics import ExactMatch
 from accmt.tracking.history import read_history
 from accmt.tracking.media import Media
 from tests import conversations
@@ -191,6 +192,9 @@ class Scores(AcceleratorModule):
         (Scores, {"generate": True}, "a model that can generate"),
         (make_module, {"generate": {"max_length": 64}}, "max_new_tokens: 64"),
         (make_module, {"generate": {"temperature": 0.7}}, "do_sample: true"),
+        (make_module, {"generate": {"max_new_tokens": 0}}, "a whole number of at least 1"),
+        (make_module, {"generate": {"num_beams": "two"}}, "a whole number of at least 1"),
+        (make_module, {"generate": {"num_return_sequences": 3}}, "valid arguments of `generate`"),
     ],
 )
 def test_what_cannot_be_is_an_error_before_training(make: Any, evaluation: Any, said: str) -> None:
@@ -226,6 +230,17 @@ def test_a_function_of_texts_is_a_metric_by_its_name() -> None:
     assert trainer.state.metrics["expected_words"] == 20
     with pytest.raises(MetricError, match="a module and a function in it"):
         train(make_module(), metrics="no_such_module:score")
+    with pytest.raises(MetricError, match="a function of two lists of strings"):
+        train(make_module(), metrics=f"{__name__}:make_module")
+
+
+def test_texts_that_are_not_as_many_as_expected_are_an_error() -> None:
+    with pytest.raises(MetricError, match="got: 1 written and 2 expected texts"):
+        ExactMatch().compute(["a"], ["a", "b"])
+
+
+def test_a_limit_of_none_is_the_default() -> None:
+    train(make_module(), rows=ROWS[:2], val_rows=ROWS[:2], evaluation={"generate": {"max_new_tokens": None}})
 
 
 def test_texts_that_do_not_end_are_counted(caplog: pytest.LogCaptureFixture) -> None:
