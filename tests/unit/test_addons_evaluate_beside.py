@@ -697,9 +697,12 @@ def test_a_model_folder_that_cannot_be_evaluated_is_an_error(
     assert got in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [(), ("--run", "logs/line/run")])
+@pytest.mark.parametrize(
+    ("saved_by", "flags"),
+    [("run", ()), ("run/evaluations", ()), ("elsewhere", ("--run", "logs/line/run"))],
+)
 def test_a_model_folder_is_evaluated_by_the_program_of_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: str, flags: tuple[str, ...]
 ) -> None:
     found: list[Any] = []
 
@@ -710,7 +713,7 @@ def test_a_model_folder_is_evaluated_by_the_program_of_its_run(
     monkeypatch.setattr(os, "execvpe", become)
     monkeypatch.chdir(tmp_path)
     run = make_launch(tmp_path)
-    make_model(Path("out/line/last"), run_folder="../../../logs/line/run")
+    make_model(Path("out/line/last"), run_folder=f"../../../logs/line/{saved_by}")
     with pytest.raises(SystemExit):
         main(["evaluate", "out/line/last", *flags])
     request = json.loads(found[0][REQUEST_VARIABLE])

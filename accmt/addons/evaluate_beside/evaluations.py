@@ -205,7 +205,7 @@ class _State:
 
 
 def _origin_of(entry: Mapping[str, Any]) -> Origin:
-    return Origin(entry["run_id"], entry["attempt"], entry["step"])
+    return Origin(entry.get("run_id"), entry.get("attempt"), entry["step"])
 
 
 @dataclass(frozen=True)

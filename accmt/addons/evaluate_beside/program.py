@@ -14,7 +14,7 @@ from accmt.files import dumps, loads
 from accmt.registry import FIT_VARIABLE
 from accmt.saving import read_status
 from accmt.saving.weights import find_entry
-from accmt.tracking.history import HISTORY_FILE, find_run_folders
+from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, find_run_folders
 
 REQUEST_VARIABLE = "ACCMT_EVALUATE"
 """What `accmt evaluate` asks for, for the program that it starts."""
@@ -89,6 +89,8 @@ def find_run_of(folder: Path, run: Path | None, where: str) -> tuple[Path, Path 
     except (OSError, ValueError, KeyError, TypeError):
         saved_by = None
     own = None if saved_by is None else Path(os.path.normpath(folder.absolute() / saved_by))
+    if own is not None and own.name == EVALUATIONS_FOLDER:  # the best model of earlier evaluations beside the run
+        own = own.parent
     if own is None or not (own / HISTORY_FILE).is_file():
         got = "a model folder that names no run" if own is None else f"a model whose run folder is not there: {own}"
         expected = "a run, whose program has the data and metrics"
