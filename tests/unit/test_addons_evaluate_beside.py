@@ -613,6 +613,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 LAUNCH = {
+    "run_id": "a",
     "step": 0,
     "argv": ["python", "program.py"],
     "environment": {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "3"},
@@ -660,7 +661,11 @@ def test_a_url_and_a_run_of_an_older_version_are_errors(tmp_path: Path, capsys: 
     assert main(["evaluate", "s3://bucket/run"]) == 2
     assert "got: a URL" in capsys.readouterr().err
     run = make_launch(tmp_path)
-    (run / "launches.jsonl").unlink()
+    launches = run / "launches.jsonl"
+    launches.write_text(launches.read_text().replace("run_id", "id"))
+    assert main(["evaluate", str(run)]) == 2
+    assert "got: a run that an older version of accmt has started" in capsys.readouterr().err
+    launches.unlink()
     assert main(["evaluate", str(run)]) == 2
     assert "there is no launches.jsonl in it" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from accmt.addons.launches import build_command, read_launches
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, loads
 from accmt.registry import FIT_VARIABLE
-from accmt.saving import read_status
+from accmt.saving import RUN_KEY, read_status
 from accmt.saving.weights import find_entry
 from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, find_run_folders
 
@@ -129,6 +129,9 @@ def prepare_evaluation(
         do = "resume it once with this version of accmt, which writes that file"
         raise ArgumentError(explain(where, got, "a run that this version of accmt has started", do))
     start = launches[-1]
+    if RUN_KEY not in start:
+        got, do = "a run that an older version of accmt has started", "resume it once with this version of accmt"
+        raise ArgumentError(explain(where, got, "a run that this version of accmt has started", do))
     place = Path(start["checkpoints"])
     if model is None and not (watches or find_models(Path(start["model_path"]), without=Path())):
         _require_checkpoints(start, place, where)
