@@ -220,7 +220,7 @@ class LogsValues:
             raise ModuleContractError(explain(where, "no run", "a call during a run", "log in a step"))
 
 
-_OF_RUN = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "logs", "manual_steps")
+OF_RUN = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "logs", "manual_steps")
 """The attributes that a module has only during a run."""
 
 Step = Callable[[Any, Any], Any]
@@ -399,7 +399,9 @@ class AcceleratorModule(LogsValues):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return further state to checkpoint, in addition to model, optimizer and scheduler: JSON values and tensors.
+        """Return further state to checkpoint: JSON values and tensors.
+
+        Model, optimizer, scheduler and attributes of simple types that training changes are in the checkpoint anyway.
 
         A checkpoint contains the state of each process, if they differ. A run that resumes on another number of
         processes starts from the main process's.
@@ -540,7 +542,7 @@ class AcceleratorModule(LogsValues):
         """Raise an error that suggests what to use in place of an attribute of another trainer's module."""
         if hasattr(super(), "__getattr__"):  # nn.Module's, if the user derives from both
             return super().__getattr__(name)  # type: ignore[misc]
-        if name in _OF_RUN or name == "device":
+        if name in OF_RUN or name == "device":
             do = "use it in a step or a hook such as on_fit_start; accmt moves model and batches to the device"
             message = explain(
                 f"self.{name}", "no run has started, for example in __init__", "access to it only during a run", do
@@ -553,11 +555,11 @@ class AcceleratorModule(LogsValues):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the module's state without its run, so that loader processes and copies do not include the run."""
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_RUN}
+        return {name: value for name, value in self.__dict__.items() if name not in OF_RUN}
 
     def forget_run(self) -> None:
         """Remove the attributes of the last run: Trainer, optimizer, scheduler and so on."""
-        for name in _OF_RUN:
+        for name in OF_RUN:
             self.__dict__.pop(name, None)
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from accmt.attributes import Attributes
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.callback import find_hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
@@ -262,6 +263,7 @@ class Run(EvaluationRun):
         loaders: Builds the loaders, including those of validation sets.
         stepper: Backward, clipping and optimizer.
         trained: The currently trained parameters.
+        attributes: The attributes of the module besides its model.
         scheduler: The learning-rate scheduler, or None.
         set_by_module: The sections of the hyper-parameters that the module decides: "optim", "scheduler".
         actions: The steps that a subclass of Trainer may replace.
@@ -285,6 +287,7 @@ class Run(EvaluationRun):
     loaders: Loaders
     stepper: Stepper
     trained: TrainedParameters
+    attributes: Attributes
     scheduler: Any
     set_by_module: frozenset[str]
     actions: Actions

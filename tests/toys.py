@@ -35,6 +35,10 @@ class Numbers(Dataset[torch.Tensor]):
         return len(self.values)
 
 
+class Record(list[Any]):
+    """A list of what a test saw; of a class of its own, so it is not part of checkpoints, as a plain list would be."""
+
+
 class Linear(AcceleratorModule):
     """Fits a linear function."""
 
@@ -58,8 +62,8 @@ class Scripted(AcceleratorModule):
     def __init__(self, val_losses: Sequence[float] = ()) -> None:
         self.model = nn.Linear(1, 1, bias=False)
         self.val_losses = list(val_losses)
-        self.seen: list[list[float]] = []
-        self.validated: list[list[float]] = []
+        self.seen: list[list[float]] = Record()
+        self.validated: list[list[float]] = Record()
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         self.seen.append(batch.tolist())
@@ -76,8 +80,8 @@ class Recorder(Callback):
     """Writes down every hook, in order."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.calls: list[str] = Record()
+        self.rows: list[tuple[int, dict[str, float]]] = Record()
 
     def names(self, *only: str) -> list[str]:
         """Return the hooks called, or those of `only`."""

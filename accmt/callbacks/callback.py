@@ -123,7 +123,10 @@ class Callback:
     state: TrainingState
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints: JSON values and tensors. It may differ between processes."""
+        """Return the state to save in checkpoints: JSON values and tensors. It may differ between processes.
+
+        Without it, attributes of simple types that training changes are saved.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -78,6 +78,7 @@ def _train(run: Run) -> None:
     run.stepper.begin_training()
     run.trained.begin()
     try_largest(run)
+    run.attributes.begin()
     evaluate_before_training(run)
     run.stepper.zero_grad()  # hooks or an earlier, failed run may have left some
     resume_stages(run)

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from accmt.checkpoint.contents import StateCollector
-from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.manifest import MANIFEST_NAME, step_name
 from accmt.checkpoint.preflight import try_optimizer
 from accmt.checkpoint.retention import move_back
-from accmt.checkpoint.state_dicts import split_tensors
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter, CustomWriter
 from accmt.errors import CheckpointError, NoCheckpointError, explain
@@ -32,12 +30,6 @@ _UNFINISHED = (
     "a checkpoint is due in the middle of a step: since its last backward, the module has not called step_optimizer, "
     "or it did not call zero_grad before that backward. Checkpoints do not include gradients, so it will be "
     "written after a later step"
-)
-
-_CHANGED_TEACHER = (
-    "self.teacher has changed since training began, and checkpoints do not include it: a resumed run starts with the "
-    "one that the module builds; return self.teacher.state_dict() from the module's `state_dict`, and load it in "
-    "load_state_dict"
 )
 
 
@@ -75,7 +67,6 @@ class Checkpoints:
             is_async, on_failure = options.checkpoint_options.async_checkpointing, self._report_failure
             self._writer = CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=on_failure)
         self._has_begun = False
-        self._teacher: list[object] = []
 
     def _open_store(self, group: Any = None) -> CheckpointStore:
         options = self._settings.checkpoints.checkpoint_options
@@ -115,7 +106,6 @@ class Checkpoints:
 
         Processes: collective.
         """
-        self._teacher = _sample(run.module.teacher)
         if self._writer is not None:
             self._writer.on_published = run.features.on_checkpoint
         if self._settings.checkpoints.writes_to_folder:
@@ -233,8 +223,6 @@ class Checkpoints:
     def _save_now(self, run: Run, *, force: bool, at: Mapping[str, Any] | None) -> None:
         run.require_equal_replicas()
         others = collect_others(run, at)
-        if _sample(run.module.teacher) != self._teacher and not split_tensors(others["parts"]["module"])[0]:
-            warn_once(_CHANGED_TEACHER, about="teacher")
         counters = others["parts"]["state"]
         step = counters["global_step"]
         if self._writer is not None:
@@ -314,12 +302,6 @@ class Checkpoints:
         if not self._is_failing:
             warn(f"{error}\nTraining continues; the next checkpoint will be tried when it is due.")
         self._is_failing = True
-
-
-def _sample(teacher: nn.Module | None) -> list[object]:
-    """Return checksums of three weights of a teacher, which reveal a teacher that changes."""
-    weights = [] if teacher is None else list(teacher.parameters())
-    return [checksum(weights[index]) for index in {0, len(weights) // 2, len(weights) - 1} if weights]
 
 
 def _raise(error: CheckpointError) -> None:

@@ -47,6 +47,7 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         "tracking": run.tracking,
         "module": _PartsBeside(module) if is_mixed else module,
         "trained": run.trained,
+        "attributes": run.attributes,
         "clock": run.clock,
     }
     if run.saver.patience is not None:
@@ -87,7 +88,8 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     run.engine.share_buffers()  # any process may change them, and training continues with the main process's
     local = LocalState(run).collect() if at is None else dict(at)
     place, parts = local.pop("place"), dict(local["parts"])
-    parts["running_averages"] = parts["running_averages"].state_dict()
+    for name in ("running_averages", "attributes"):
+        parts[name] = parts[name].state_dict()
     if run.accelerator.scaler is not None:
         parts["scaler"] = run.accelerator.scaler.state_dict()
     # The user's callbacks that run on every process, where they may have another state each.
@@ -114,6 +116,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "made_step": run.snapshot.made_step,
         "own": {
             "module": parts["module"],
+            "attributes": parts["attributes"],
             "trainer": local["trainer"],
             "callbacks": {name: state for name, state in callbacks.items() if name in own},
         },
@@ -130,7 +133,7 @@ class LocalState:
         self._run = run
         self._parts = stateful_parts(run)
         self._parts.pop("scaler", None)  # changes only with the optimizer, and reading it would wait for the device
-        del self._parts["running_averages"]
+        del self._parts["running_averages"], self._parts["attributes"]
         self._callbacks = _named(run.callbacks)
 
     def collect(self) -> dict[str, Any]:
@@ -139,6 +142,7 @@ class LocalState:
         parts: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         parts["module"] = parts["module"] and copy_structure(parts["module"])
         parts["running_averages"] = run.running_averages.copy()
+        parts["attributes"] = run.attributes.capture()
         source, position = run.train_loader.source, None
         # Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
         # between two epochs, where the position still refers to the previous epoch. These positions are computed when a
@@ -231,7 +235,7 @@ def _with_own(others: dict[str, Any]) -> dict[str, Any]:
     own = others["own"]["states"].get(str(process_index()))
     if own is None:  # the main process
         return others
-    parts = {**others["parts"], "module": own["module"]}
+    parts = {**others["parts"], "module": own["module"], "attributes": own["attributes"]}
     callbacks = {**others["callbacks"], **own["callbacks"]}
     return {**others, "parts": parts, "callbacks": callbacks, "trainer": own["trainer"]}
 
@@ -333,7 +337,7 @@ class StepSnapshot:
     @property
     def can_be_saved(self) -> bool:
         """Whether there is a state to save."""
-        return self.state is not None and self._is_valid
+        return self.state is not None and self._is_valid and not self.state["parts"]["attributes"].is_outdated()
 
     @contextmanager
     def restored(self, run: Run) -> Iterator[None]:

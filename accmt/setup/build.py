@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from accmt.attributes import Attributes, name_owners
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary
 from accmt.callbacks.monitor import build_monitor
@@ -144,6 +145,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         cadence=cadence,
         saver=saver,
         tracking=inputs.tracking,
+        attributes=Attributes(name_owners(module, callbacks), prepared.unwrapped_model, accelerator.device),
         is_resumed=resumed is not None,
         length=length,
         seed=seed,

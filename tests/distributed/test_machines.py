@@ -54,9 +54,10 @@ def finish(running: list[Running]) -> None:
 
 
 def wait_until_held(folder: Path, running: list[Running]) -> None:
-    """Wait until both hosts hold after a step."""
+    """Wait until both hosts hold after a step, and the checkpoint before it is published."""
     deadline = time.monotonic() + LIMIT_S
-    while not all((folder / f"held-{rank}").exists() for rank in (0, 1)):
+    awaited = [folder / "held-0", folder / "held-1", folder / "checkpoint-model" / "step-00000004"]
+    while not all(path.exists() for path in awaited):
         assert time.monotonic() < deadline, "\n".join(each.said for each in running)
         time.sleep(0.05)
 

@@ -37,31 +37,41 @@ def test_accumulation_callbacks_and_workers_are_those_of_the_trainer():
     assert watching.updates == 0
 
 
+class Counter:
+    """An object that accmt knows nothing of."""
+
+    steps = 0
+
+
 def test_hidden_state_of_a_module_is_named():
     class Hidden(Fragile):
-        steps = 0
+        def __init__(self):
+            super().__init__()
+            self.counter = Counter()
 
         def step(self, batch):
-            self.steps += 1
-            return super().step(batch) * (1 + self.steps)
+            self.counter.steps += 1
+            return super().step(batch) * (1 + self.counter.steps)
 
-    with pytest.raises(CheckpointError, match=r"(?s)the result of training_step for batch 3 of epoch 1.*self\.steps"):
+    with pytest.raises(CheckpointError, match=r"(?s)the result of training_step for batch 3 of epoch 1.*self\.counter"):
         check(Hidden())
 
 
 def test_hidden_state_that_is_returned_is_no_longer_hidden():
     class Open(Fragile):
-        steps = 0
+        def __init__(self):
+            super().__init__()
+            self.counter = Counter()
 
         def step(self, batch):
-            self.steps += 1
-            return super().step(batch) * (1 + self.steps)
+            self.counter.steps += 1
+            return super().step(batch) * (1 + self.counter.steps)
 
         def state_dict(self):
-            return {"steps": self.steps}
+            return {"steps": self.counter.steps}
 
         def load_state_dict(self, state):
-            self.steps = state["steps"]
+            self.counter.steps = state["steps"]
 
     make("out/m", num_sanity_val_steps=0).check_resume(Open(), Augmented())
 

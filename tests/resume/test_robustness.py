@@ -440,42 +440,6 @@ def test_a_run_leaves_no_thread_behind():
     assert threading.active_count() == before
 
 
-class MeanTeacher(AcceleratorModule):
-    """A teacher that follows the model, as in self-supervised training."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        self.model, self.teacher = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def training_step(self, batch):
-        return nn.functional.mse_loss(self.model(batch[0]), self.teacher(batch[0]))
-
-    def on_update_end(self):
-        for mean, weight in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
-            mean.data.lerp_(weight.data, 0.5)  # which counts as no write
-
-
-class Kept(MeanTeacher):
-    def state_dict(self):
-        return {"teacher": self.teacher.state_dict()}
-
-    def load_state_dict(self, state):
-        self.teacher.load_state_dict(state["teacher"])
-
-
-class Frozen(MeanTeacher):
-    def on_update_end(self):
-        pass
-
-
-@pytest.mark.parametrize(("kind", "is_said"), [(MeanTeacher, True), (Kept, False), (Frozen, False)])
-def test_a_teacher_that_changes_and_is_in_no_checkpoint_is_said(kind, is_said, caplog):
-    for resume in (False, True):
-        trainer = make("out/m", {"epochs": 1 + resume}, checkpoint_every="epoch", resume=resume)
-        trainer.fit(kind(), make_points(24))
-    assert caplog.text.count("self.teacher has changed since training began") == (2 if is_said else 0)
-
-
 class AlsoModule(nn.Module, AcceleratorModule):
     """Has a buffer beside the model, which its steps change."""
 

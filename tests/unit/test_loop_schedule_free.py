@@ -6,7 +6,7 @@ from torch import nn
 
 from accmt import BestModels, Callback, ChainedOptimizer, LambdaCallback
 from tests.schedule_free import FreeSGD
-from tests.toys import Linear, make_points, make_trainer
+from tests.toys import Linear, Record, make_points, make_trainer
 
 
 class Free(Linear):
@@ -15,7 +15,7 @@ class Free(Linear):
     def __init__(self):
         super().__init__()
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.seen = []
+        self.seen = Record()
 
     def get_optimizer(self):
         return FreeSGD(self.model.parameters(), lr=0.05)

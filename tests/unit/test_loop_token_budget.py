@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
 from accmt.data import ByCount, ByTokens, Loader, SourceOptions, TokenBudget, build_source, keep_samples
 from accmt.errors import ArgumentError, DataError
+from tests.toys import Record
 
 NUMBER = 45
 BATCH = 8
@@ -80,7 +81,7 @@ class Classifier(AcceleratorModule):
         self.model = build_model()
         self.weighted = weighted
         self.shapes: list[tuple[int, int]] = []
-        self.batches: list[list[int]] = []
+        self.batches: list[list[int]] = Record()
         self.noise: dict[int, float] = {}
         self.draws: list[float] = []
         self.places: list[tuple[int, bool]] = []
@@ -100,7 +101,7 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self.gradients: list[torch.Tensor] = []
-        self.steps: list[set[int]] = []
+        self.steps: list[set[int]] = Record()
         self.counts: list[tuple[int, int, int]] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

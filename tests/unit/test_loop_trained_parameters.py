@@ -11,7 +11,7 @@ from torch import nn
 from accmt import Callback, ExtendedAcceleratorModule
 from accmt.errors import AccmtError, ModuleContractError
 from tests.resume.unbroken import Fragile, InterruptAt, InterruptionError, make
-from tests.toys import Linear, make_points, make_trainer
+from tests.toys import Linear, Record, make_points, make_trainer
 
 
 class Head(Linear):
@@ -209,7 +209,7 @@ def test_what_the_program_freezes_when_it_starts_does_not_count_as_changed() -> 
             self.module.model[0].requires_grad_(False)
 
         def on_epoch_start(self):
-            self.flags = getattr(self, "flags", [])
+            self.flags = getattr(self, "flags", Record())
             self.flags.append(self.module.model[0].weight.requires_grad)
 
     def start(freeze, **settings):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
 from accmt.errors import ArgumentError
 from accmt.recovery.restart import Recovery
-from tests.toys import Recorder, logged, make_points, make_trainer
+from tests.toys import Record, Recorder, logged, make_points, make_trainer
 
 AUTO = {"max_micro_batch_size": "auto"}
 HPS = {
@@ -40,7 +40,7 @@ class Hungry(AcceleratorModule):
         self.fits = fits
         self.first_batch = first_batch
         self.fails_in = fails_in
-        self.sizes: list[int] = []
+        self.sizes: list[int] = Record()
 
     def training_step(self, batch: Any) -> torch.Tensor:
         inputs, targets = batch
