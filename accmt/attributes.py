@@ -77,7 +77,7 @@ class Attributes:
     def __init__(self, owners: Mapping[str, Any], model: nn.Module, device: torch.device) -> None:
         self._owners = owners
         self._device = device
-        self._of_model = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+        self._of_model = {id(part): part for part in (*model.modules(), *model.parameters(), *model.buffers())}
         self._tensors: dict[int, list[Tensor]] = {}
         self._restored: dict[str, Any] = {}
         self._before: dict[str, tuple[object, object]] | None = None
@@ -119,7 +119,9 @@ class Attributes:
         for name, value in values.items():
             if name in self._before and self._fingerprint(value) == self._before[name][0]:
                 continue
-            packed = _pack(value)
+            if self._is_of_model(value):
+                continue
+            packed = self._pack(value)
             if packed is not None:
                 state[name] = packed
                 continue
@@ -148,11 +150,20 @@ class Attributes:
             and id(value) not in self._of_model
         }
 
+    def _is_of_model(self, value: Any) -> bool:
+        """Return whether a value is a part of the model, or a collection of some, such as a list of its parameters."""
+        if type(value) in _COLLECTIONS:
+            return any(map(self._is_of_model, value.values() if isinstance(value, dict) else value))
+        return id(value) in self._of_model
+
+    def _named_tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {name: tensor for name, tensor in named.items() if id(tensor) not in self._of_model}
+
     def _tensors_of(self, value: Any) -> list[Tensor]:
         if isinstance(value, Tensor):
             return [value]
-        found = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
-        return [tensor for tensor in found if id(tensor) not in self._of_model]
+        return list(self._named_tensors(value).values()) if isinstance(value, nn.Module) else []
 
     def _count_writes(self, value: Any) -> object:
         """Return a value that changes with most writes, without reading a tensor."""
@@ -170,7 +181,7 @@ class Attributes:
             return [_place(tensor) for tensor in tensors], [checksum(tensor) for tensor in tensors[:_NUM_COMPARED]]
         if type(value) in _COLLECTIONS and len(value) > _MOST_VALUES:
             return len(value)
-        packed = _pack(value)
+        packed = self._pack(value)
         if packed is None:
             return _kind(value), len(value) if type(value) in _COLLECTIONS else None
         found, rest = split_tensors(packed)
@@ -184,26 +195,81 @@ class Attributes:
             if "module" not in packed:
                 attributes[name] = self._unpack(packed, now)
             elif isinstance(now, nn.Module):
-                _restore_module(path, now, packed["module"])
+                self._restore_module(path, now, packed["module"])
             elif is_last:
                 what = f"the checkpoint contains weights of {path}, which is {_kind(now)} now"
                 warn_once(f"{what}: they are ignored", about=f"attribute {path}")
 
+    def _restore_module(self, name: str, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        own = self._named_tensors(module)
+        for path, value in saved.items():
+            tensor = own.get(path)
+            if tensor is None or tensor.shape != value.shape:
+                got = "nothing of this name" if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
+                do = "build it as in the saved run, or start a new run"
+                where, expected = f"{name}: {path}", f"the checkpoint's tensor of shape {tuple(value.shape)}"
+                raise CheckpointError(explain(where, got, expected, do))
+            write_into(tensor, value)
+
+    def _pack(self, value: Any) -> dict[str, Any] | None:
+        """Return a value as JSON values and tensors, or None if it cannot be stored."""
+        packed: dict[str, Any] = {"value": value}
+        if isinstance(value, nn.Module):
+            packed = {"module": self._named_tensors(value)}
+        elif isinstance(value, Tensor):
+            if value.grad_fn is not None and value.nbytes > _LARGEST_OUTPUT:
+                return None
+        elif isinstance(value, np.ndarray):
+            if value.dtype == object:
+                return None
+            packed = {"kind": "ndarray", "value": torch.from_numpy(value.copy())}
+        elif isinstance(value, set):
+            packed = {"kind": "set", "value": list(value)}
+        elif isinstance(value, deque):
+            packed = {"kind": "deque", "value": list(value), "maxlen": value.maxlen}
+        try:
+            found, rest = split_tensors(packed)
+            encode(rest)
+        except CheckpointError:
+            return None
+        if any(tensor.device.type != "cpu" for tensor in found.values()):
+            packed["is_placed"] = True
+        return packed
+
     def _unpack(self, packed: Mapping[str, Any], now: Any) -> Any:
-        value = packed["value"]
-        kind = packed.get("kind")
+        kind, value = packed.get("kind"), packed["value"]
+        device = self._device if packed.get("is_placed") else torch.device("cpu")
         if kind == "ndarray":
             return value.numpy()
         if kind == "set":
             return set(value)
-        if kind == "deque":
-            return deque(value, packed["maxlen"])
-        if isinstance(value, Tensor) and isinstance(now, Tensor):
-            if (now.shape, now.dtype) == (value.shape, value.dtype) and not now.is_inference():
-                write_into(now, value)  # others may refer to it
-                return now
-            return value.to(now.device)
-        return _placed(value, self._device) if packed.get("is_placed") else value
+        value = _restored(value, list(now) if kind == "deque" and isinstance(now, deque) else now, device)
+        return deque(value, packed["maxlen"]) if kind == "deque" else value
+
+
+def _restored(saved: Any, now: Any, device: torch.device) -> Any:
+    """Return a saved value; tensors, lists and dicts that exist get its content in place, since others may use them."""
+    if isinstance(saved, Tensor):
+        if isinstance(now, Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype) and not now.is_inference():
+            write_into(now, saved)
+            return now
+        return saved.to(device)
+    if isinstance(saved, list | tuple):
+        existing = now if isinstance(now, list | tuple) and len(now) == len(saved) else [None] * len(saved)
+        items = [_restored(item, one, device) for item, one in zip(saved, existing, strict=True)]
+        if isinstance(saved, tuple) or not isinstance(now, list):
+            return type(saved)(items)
+        now[:] = items
+        return now
+    if isinstance(saved, dict):
+        by_key = now if isinstance(now, dict) else {}
+        entries = {key: _restored(item, by_key.get(key), device) for key, item in saved.items()}
+        if type(now) not in (dict, OrderedDict, Counter):
+            return entries
+        now.clear()
+        now.update(entries)
+        return now
+    return saved
 
 
 _SHARED = (Tensor, nn.Module, np.ndarray)
@@ -217,49 +283,3 @@ def _kind(value: Any) -> str:
 def _place(tensor: Tensor) -> tuple[int, int]:
     memory = 0 if is_made_of_tensors(tensor) else tensor.data_ptr()
     return memory, -1 if tensor.is_inference() else count_writes(tensor)
-
-
-def _pack(value: Any) -> dict[str, Any] | None:
-    """Return a value as JSON values and tensors, or None if it cannot be stored."""
-    packed: dict[str, Any] = {"value": value}
-    if isinstance(value, nn.Module):
-        packed = {"module": {**dict(value.named_parameters()), **dict(value.named_buffers())}}
-    elif isinstance(value, Tensor):
-        if value.grad_fn is not None and value.nbytes > _LARGEST_OUTPUT:
-            return None
-    elif isinstance(value, np.ndarray):
-        if value.dtype == object:
-            return None
-        packed = {"kind": "ndarray", "value": torch.from_numpy(value.copy())}
-    elif isinstance(value, set):
-        packed = {"kind": "set", "value": list(value)}
-    elif isinstance(value, deque):
-        packed = {"kind": "deque", "value": list(value), "maxlen": value.maxlen}
-    try:
-        found, rest = split_tensors(packed)
-        encode(rest)
-    except CheckpointError:
-        return None
-    if any(tensor.device.type != "cpu" for tensor in found.values()):
-        packed["is_placed"] = True
-    return packed
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _placed(item, device) for key, item in value.items()}
-    return type(value)(_placed(item, device) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _restore_module(name: str, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for path, value in saved.items():
-        tensor = own.get(path)
-        if tensor is None or tensor.shape != value.shape:
-            got = "nothing of this name" if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
-            do = "build it as in the saved run, or start a new run"
-            where, expected = f"{name}: {path}", f"the checkpoint's tensor of shape {tuple(value.shape)}"
-            raise CheckpointError(explain(where, got, expected, do))
-        write_into(tensor, value)

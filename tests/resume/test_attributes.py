@@ -36,6 +36,7 @@ class Collecting(AcceleratorModule):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.target = copy.deepcopy(self.model).requires_grad_(False)
+        self.weights, self.means = list(self.model.parameters()), list(self.target.parameters())
         self.queue, self.place = torch.zeros(8, 1), 0
         self.center: Any = None
         self.counts, self.last = {"batches": 0}, deque([0.0], maxlen=3)
@@ -61,7 +62,7 @@ class Collecting(AcceleratorModule):
         return loss
 
     def on_update_end(self) -> None:
-        for mean, weight in zip(self.target.parameters(), self.model.parameters(), strict=True):
+        for mean, weight in zip(self.means, self.weights, strict=True):
             WRITES[self.write](mean, weight.detach())
 
     def on_after_backward(self) -> None:
