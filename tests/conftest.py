@@ -83,6 +83,8 @@ def _no_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
     if "accmt.secrets" in sys.modules:
         sys.modules["accmt.secrets"]._remembered.clear()
+    if "accmt.messages" in sys.modules:
+        sys.modules["accmt.messages"]._said.clear()
     changed = {
         name
         for name in set(environment) | set(os.environ)

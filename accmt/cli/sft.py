@@ -8,6 +8,7 @@ On several processes: accmt launch -N 2 sft hps.yaml OUTPUT. Exit code: 0, or 2 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ def _add_flags(section: str, parser: argparse.ArgumentParser) -> None:
         found, unknown = parse(args, namespace)
         name = next((one.partition("=")[0] for one in unknown if one.startswith("--")), None)
         if name is not None:
-            meant = nearest(name, parser._option_string_actions)
+            meant = nearest(name, re.findall(r"--[\w.-]+", parser.format_help()))
             key = f"a key of `{section}` in the file is a flag such as --hps.{section}.{name[2:]}=..."
             parser.error(f"unrecognized arguments: {name}; {f'did you mean {meant}?' if meant else key}")
         return found, unknown

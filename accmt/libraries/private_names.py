@@ -125,6 +125,20 @@ def exchange_in_forward(model: DistributedDataParallel, output: Tensor, *, was_c
     model._post_forward(output)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def computing_loss_with(model: Any, function: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace the loss function of a transformers model; to restore the default, its name must be deleted."""
+    own = vars(model).get("_loss_function")
+    model.loss_function = function
+    try:
+        yield
+    finally:
+        if own is None:
+            del model._loss_function
+        else:
+            model.loss_function = own
+
+
 def multiply_(tensors: list[Tensor], factor: float) -> None:
     """Multiply tensors in place, in as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)

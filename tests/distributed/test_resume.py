@@ -86,6 +86,7 @@ def num_data_of(processes: int | str) -> int:
     ],
 )
 def test_the_same_processes_end_with_the_same_bits(tmp_path, processes, settings) -> None:
+    settings = {**settings, "drifts": True}
     parts = [(name, 5, 2, stop, settings) for name, stop in (("a", None), ("b", 2), ("b", 4), ("b", None))]
     whole, *_, resumed = train(tmp_path, processes, *parts)
     assert resumed["began"]["global_step"] == 4

@@ -640,3 +640,18 @@ def test_optuna_has_ids_of_trials_and_studies():
     found = study._storage.get_trial(names.id_of_trial(trial))
     assert found.number == 0, missing("optuna", "_trial_id", "id_of_trial")
     assert study._storage.get_all_trials(names.id_of_study(study)), missing("optuna", "_study_id", "id_of_study")
+
+
+def test_a_loss_function_is_replaced_and_the_default_restored():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=2)
+    )
+    before = set(vars(model))
+    default = model.loss_function
+    with names.computing_loss_with(model, sum):
+        assert model.loss_function is sum
+    what = missing("transformers", "_loss_function", "computing_loss_with")
+    assert model.loss_function is default, what
+    assert set(vars(model)) == before, what

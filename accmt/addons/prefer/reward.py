@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from accmt.addons.sft.rows import padding_id
 from accmt.data.packing import DocumentPacker
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.model_kinds import is_peft_model
+from accmt.libraries.private_names import computing_loss_with
 
 if TYPE_CHECKING:
     from accmt.addons.prefer.section import PreferSection
@@ -143,23 +144,13 @@ def _find_ends(ids: Tensor, lengths: list[int], pad_id: int) -> Tensor:
     return torch.stack([torch.maximum(part.max(), own[0]) for part, own in answers])
 
 
-@contextmanager
-def _returning_scores(model: Any) -> Iterator[None]:
+def _returning_scores(model: Any) -> AbstractContextManager[None]:
     """Let the loss of a sequence classifier be its scores at the positions that are passed as labels.
 
     Its output has only the score of the last token of a row. The loss is part of the output, too, so wrappers that
     reduce or shard gradients see what is trained on.
     """
-    model = model.get_base_model() if is_peft_model(model) else model
-    own = vars(model).get("_loss_function")
-    model.loss_function = _scores_at
-    try:
-        yield
-    finally:
-        if own is None:
-            del model._loss_function
-        else:
-            model.loss_function = own
+    return computing_loss_with(model.get_base_model() if is_peft_model(model) else model, _scores_at)
 
 
 def _scores_at(*, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:

@@ -23,6 +23,7 @@ from accmt import AcceleratorModule, Callback, Trainer
 from accmt.processes import gather_from_data, is_main_process
 from accmt.sharded_tensors import make_whole
 from tests.splitting import is_split, split
+from tests.toys import Record
 
 SAMPLES = 118
 EPOCHS = 2
@@ -48,13 +49,18 @@ def build_model(dropout: float) -> nn.Module:
 
 
 class Recording(AcceleratorModule):
-    """Writes down which samples it trained on. Large enough that gradients lie in several buckets."""
+    """Writes down which samples it trained on. Large enough that gradients lie in several buckets.
 
-    def __init__(self, dropout: float) -> None:
+    Args:
+        drifts: Whether the loss depends on an attribute that is another on each process.
+    """
+
+    def __init__(self, dropout: float, *, drifts: bool) -> None:
         if not is_split():
             self.model = build_model(dropout)
-        self.dropout = dropout
-        self.seen: list[tuple[int, int, list[int]]] = []
+        self.dropout, self.drifts = dropout, drifts
+        self.mean = torch.zeros(24)
+        self.seen: list[tuple[int, int, list[int]]] = Record()
 
     def configure_model(self) -> None:
         styles = {"2": ColwiseParallel(), "5": RowwiseParallel(), "8": ColwiseParallel(output_layouts=Replicate())}
@@ -63,7 +69,9 @@ class Recording(AcceleratorModule):
     def training_step(self, batch: Any) -> torch.Tensor:
         inputs, indices = batch
         self.seen.append((self.state.epoch, self.state.train_step, indices.tolist()))
-        return nn.functional.mse_loss(self.model(inputs), inputs.sum(1, keepdim=True))
+        if self.drifts:
+            self.mean.lerp_(inputs.mean(0), 0.1)
+        return nn.functional.mse_loss(self.model(inputs), (inputs - self.mean).sum(1, keepdim=True))
 
 
 class StopAt(Callback):
@@ -88,7 +96,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a new module from the newest checkpoint in `folder`, to the end or to an update."""
     settings = settings or {}
-    dropout = settings.pop("dropout", 0.1)
+    dropout, drifts = settings.pop("dropout", 0.1), settings.pop("drifts", False)
     trainer = Trainer(
         {
             "epochs": EPOCHS,
@@ -108,7 +116,7 @@ def train(
         callbacks=[begin := Begin(), *([] if stop is None else [StopAt(stop)])],
         **settings,
     )
-    module = Recording(dropout)
+    module = Recording(dropout, drifts=drifts)
     with contextlib.suppress(InterruptedError):
         trainer.fit(module, Indexed())
     weights = xxhash.xxh3_64()
