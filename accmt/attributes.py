@@ -62,7 +62,7 @@ class Captured(NamedTuple):
 
     def is_outdated(self) -> bool:
         """Return whether a shared value has changed since, or may have."""
-        return any(self.of.has_changed(name, value, self.writes[name]) for name, value in self.values.items())
+        return any(self.of.has_changed(name, self.values[name], writes) for name, writes in self.writes.items())
 
 
 class Attributes:
@@ -95,9 +95,11 @@ class Attributes:
 
     def capture(self) -> Captured:
         """Return the current attributes, without reading a tensor."""
-        values = self._find()
-        writes = {name: self._count_writes(value) for name, value in values.items()}
+        values, writes = self._find(), {}
         for name, value in values.items():
+            if type(value) in _NUMBERS:
+                continue
+            writes[name] = self._count_writes(value)
             if type(value) in _COLLECTIONS and len(value) <= _MOST_VALUES and not isinstance(value, tuple):
                 values[name] = value.copy()
         return Captured(self, values, writes)
@@ -141,14 +143,14 @@ class Attributes:
         return writes == first_writes and self._fingerprint(value) != fingerprint
 
     def _find(self) -> dict[str, Any]:
-        return {
-            f"{owner}.{name}": value
-            for owner, one in self._owners.items()
-            for name, value in vars(one).items()
-            if (type(value) in _NUMBERS or type(value) in _COLLECTIONS or isinstance(value, _SHARED))
-            and name not in _LEFT_OUT
-            and id(value) not in self._of_model
-        }
+        found = {}
+        for owner, one in self._owners.items():
+            for name, value in vars(one).items():
+                if name in _LEFT_OUT or id(value) in self._of_model:
+                    continue
+                if type(value) in _NUMBERS or type(value) in _COLLECTIONS or isinstance(value, _SHARED):
+                    found[f"{owner}.{name}"] = value
+        return found
 
     def _is_of_model(self, value: Any) -> bool:
         """Return whether a value is a part of the model, or a collection of some, such as a list of its parameters."""
