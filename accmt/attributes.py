@@ -85,7 +85,7 @@ class Attributes:
     def begin(self) -> None:
         """Note the values with which training begins, after restoring those of a checkpoint.
 
-        They have been restored before, but hooks of the start may have set them anew.
+        They have been restored before, but hooks of the start may have set them again.
         """
         self._restore(is_last=True)
         values = self._find()

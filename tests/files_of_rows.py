@@ -20,6 +20,7 @@ from torch import nn
 from accmt import AcceleratorModule, Trainer, read_files
 from tests.launching import SCRIPTS, launch
 from tests.resume.unbroken import InterruptAt, InterruptionError
+from tests.toys import Record
 
 FILES = 3
 GROUP = 4  # rows of a row group
@@ -129,7 +130,7 @@ class Points(AcceleratorModule):
     def __init__(self, dropout: float = 0.2) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(dropout), nn.Linear(4, 1)).double()
-        self.seen: list[list[int]] = []
+        self.seen: list[list[int]] = Record()
 
     def training_step(self, batch: Any) -> torch.Tensor:
         points, sums, ids = batch

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from accmt import ExtendedAcceleratorModule
 from accmt.errors import ModuleContractError
-from tests.toys import Linear, make_points, make_trainer
+from tests.toys import Linear, Record, make_points, make_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ class DrawsWithNumpy(Dataset[Any]):
 class Watches(Linear):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[float] = []
+        self.seen: list[float] = Record()
 
     def training_step(self, batch: Any) -> torch.Tensor:
         self.seen += batch[0][:, 0].tolist()

@@ -27,6 +27,7 @@ from accmt.options import Settings
 from accmt.tracking import read_history
 from tests.resume.unbroken import InterruptAt, InterruptionError
 from tests.tables import each
+from tests.toys import Record
 
 pytestmark = pytest.mark.feature("N90")
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.01}}
@@ -87,7 +88,7 @@ class Points(AcceleratorModule):
         torch.manual_seed(0)
         self.model = nn.Linear(1, 1)
         self.of_samples = of_samples
-        self.seen: list[tuple[list[int], list[float], float]] = []
+        self.seen: list[tuple[list[int], list[float], float]] = Record()
 
     def training_step(self, batch: Any) -> Any:
         inputs = batch[0] / 100

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accmt import EMA, SWA, ArgumentError, Callback
 from tests.tables import each
-from tests.toys import Linear, make_points, make_trainer
+from tests.toys import Linear, Record, make_points, make_trainer
 
 ROWS = 10  # in batches of 4, 4 and 2
 
@@ -22,7 +22,7 @@ def build_model(*, norm=True):
 class Net(Linear):
     def __init__(self, *, norm=True):
         self.model = build_model(norm=norm)
-        self.seen = []
+        self.seen = Record()
 
     def validation_step(self, batch):
         self.seen.append({name: value.clone() for name, value in self.model.state_dict().items()})

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from accmt import AcceleratorModule, Callback, Trainer
 from accmt.addons.goodput.records import read_goodput
 from accmt.processes import gather_objects, is_main_process, process_index
+from tests.toys import Record
 
 DELAY_S = 0.03
 
@@ -49,7 +50,7 @@ class Saved(Callback):
     """Notes after which steps this process took part in a checkpoint."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
+        self.steps: list[int] = Record()
 
     def on_save_checkpoint(self) -> None:
         self.steps.append(self.state.global_step)

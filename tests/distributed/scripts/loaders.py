@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 from accmt import AcceleratorModule, Trainer
 from accmt.engine import sync_batchnorm
 from accmt.processes import gather_objects, is_main_process, process_index
+from tests.toys import Record
 
 SAMPLES = 9  # with batches of 2 on 2 processes the last micro-batch has one sample, and one process none
 HPS: dict[str, Any] = {"epochs": 2, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
@@ -45,7 +46,7 @@ class Normed(AcceleratorModule):
 
     def __init__(self) -> None:
         self.model = build_model()
-        self.kinds: list[str] = []
+        self.kinds: list[str] = Record()
 
     def step(self, batch: Any) -> Any:
         inputs, targets = batch

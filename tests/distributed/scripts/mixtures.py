@@ -20,6 +20,7 @@ import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer, read_history
 from accmt.processes import gather_objects, is_main_process
 from tests.resume.unbroken import InterruptAt, InterruptionError
+from tests.toys import Record
 
 SIZES = {"news": 10, "code": 14, "chat": 31}
 GLOBAL_BATCH = 6
@@ -54,7 +55,7 @@ class Points(AcceleratorModule):
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(1, 1).double()
-        self.seen: list[list[int]] = []
+        self.seen: list[list[int]] = Record()
 
     def training_step(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the losses of samples, weighted."""

@@ -20,6 +20,7 @@ import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
 from accmt.errors import DataError
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
+from tests.toys import Record
 
 NUMBERS = TensorDataset(torch.arange(48.0)[:, None])
 HPS = {"epochs": 2, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
@@ -31,7 +32,7 @@ class Seeing(AcceleratorModule):
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(1, 1)
-        self.seen: list[int] = []
+        self.seen: list[int] = Record()
 
     def step(self, batch: Any) -> torch.Tensor:
         self.seen += batch[0][:, 0].int().tolist()

@@ -20,7 +20,7 @@ from accmt.module import HuggingFaceModule
 from accmt.processes import gather_objects, is_main_process
 from accmt.sharded_tensors import make_whole
 from tests.distributed.scripts.sharded import VOCABULARY, make_llama
-from tests.toys import make_trainer
+from tests.toys import Record, make_trainer
 
 STEP, NUMBER, TOKENS, RATE = 12, 43, 24, 0.5
 LENGTHS = [1 + (37 * index) % 17 for index in range(NUMBER)]
@@ -56,7 +56,7 @@ class Shapes(Callback):
     """Writes down the tokens of this process's rows."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.tokens: list[int] = Record()
 
     def on_before_training_step(self, batch: Any) -> None:
         self.tokens.append(batch["input_ids"].numel())

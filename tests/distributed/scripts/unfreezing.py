@@ -22,6 +22,7 @@ from torch.utils.data import Subset, TensorDataset
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Callback, Trainer
 from accmt.processes import gather_objects, is_main_process
+from tests.toys import Record
 
 SAMPLES, BATCH_SIZE, ACCUMULATION, EPOCHS, LR = 13, 2, 2, 4, 0.05
 Plan = Mapping[int, Mapping[int, bool]]
@@ -64,7 +65,7 @@ class Freezing(Callback):
 
     def __init__(self, plan: Plan, moment: str) -> None:
         self.plan, self.moment = plan, moment
-        self.trained: list[list[int]] = []
+        self.trained: list[list[int]] = Record()
         setattr(self, moment, self.act)
 
     def act(self) -> None:
@@ -130,7 +131,7 @@ class Hooked(Regression):
     """Has its gradients averaged by a function of its own, and notes at which updates."""
 
     def on_fit_start(self) -> None:
-        self.averaged_at: list[int] = []
+        self.averaged_at: list[int] = Record()
         self.model.register_comm_hook(self, note_and_average)
 
 

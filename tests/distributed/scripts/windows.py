@@ -33,6 +33,7 @@ from accmt.processes import gather_objects, is_main_process, num_data_processes,
 from accmt.sharded_tensors import make_whole
 from tests.pairs import pairs
 from tests.splitting import is_split, split
+from tests.toys import Record
 
 BATCH_SIZE = 4
 TOKENS = 5
@@ -191,8 +192,8 @@ class GradientRecorder(Callback):
     """Writes down the gradient and the learning rate of each update."""
 
     def __init__(self) -> None:
-        self.gradients: list[list[float]] = []
-        self.learning_rates: list[float] = []
+        self.gradients: list[list[float]] = Record()
+        self.learning_rates: list[float] = Record()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
