@@ -353,12 +353,16 @@ def test_models_without_checkpoints_have_the_rows_of_evaluations_in_the_run(
 
 
 def test_models_that_the_run_has_chosen_by_its_averaged_weights_have_the_rows_of_the_run(project: Path) -> None:
+    class Count(Callback):
+        def on_evaluation_end(self, metrics):
+            metrics["evaluations"], metrics["batches"] = self.state.evaluations_done, self.state.eval_global_step
+
     arguments = {"checkpoint_every": None, "evaluate_every_n_steps": 2, "model_saving": "best_draw"}
-    callbacks = [EMA(0.5), Draw(), BestModels("val_loss", top_k=2)]
+    callbacks = [EMA(0.5), Draw(), Count(), BestModels("val_loss", top_k=2)]
     train("off", callbacks=callbacks, **arguments)
     own = {step: values for step, values in evaluated("off")}
     kept = {json.loads(path.read_text())["global_step"] for path in Path("out/off").rglob("status.json")}
-    evaluate("off", callbacks=[EMA(0.5), Draw()], **arguments)
+    evaluate("off", callbacks=[EMA(0.5), Draw(), Count()], **arguments)
     assert rows_beside("off") == [(step, own[step]) for step in sorted(kept)]
     assert len(kept) >= 2
 
