@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accmt import AcceleratorModule, Trainer
+from accmt.addons.flight_recorder.samples import WatchedMaker
 from accmt.addons.mix.interleaving import Interleaving, Stretch, whole_parts
 from accmt.addons.mix.section import read_data_section
 from accmt.addons.mix.sources import Mixture
-from accmt.data import Shard, SourceOptions, build_source
+from accmt.data import ByCount, Shard, SourceOptions, build_source
 from accmt.data.samplers import Order
 from accmt.errors import ArgumentError, DataError, HyperParameterError
 from accmt.metrics.averages import exact_sum
@@ -627,6 +628,19 @@ def test_a_batch_size_is_searched_on_a_mixture(tmp_path: Path):
     begins = [0, 10, 24]
     sources = {name: numbers(begin, size) for (name, size), begin in zip(SIZES.items(), begins, strict=True)}
     assert trainer.tune(Points(), sources, batch_size="power", lr=None).batch_size > 4
+
+
+def test_a_step_that_is_replayed_without_samples_knows_those_that_are_left():
+    mixture = mix(SIZES, {"mix": MIX})
+    source = build_source(
+        mixture, SourceOptions(purpose="train", batch_size=4, seed=1, sampler=order_of(mixture), shard=Shard(0, 1))
+    )
+    whole = [[int(sample) for sample in batch.samples] for batch in source.micro_batches(0)]
+    maker = WatchedMaker(ByCount(), {whole[2][1]}, [(0, 2, 3)])
+    left = [batch for window in maker.windows(source, 0, 0) for batch in window.micro_batches]
+    whole[2].pop(1)
+    for batch, samples in zip(left, whole, strict=True):
+        assert [int(sample) for sample in batch.samples] == batch.batch[0].flatten().tolist() == samples
 
 
 # ---- Streams

@@ -122,6 +122,8 @@ class _WatchedSource:
                 collate = self._source.dataloader.collate_fn.collate
                 micro_batch.batch = collate([fetched.samples[place] for place in kept])
         micro_batch.own_samples = len(kept)
+        if micro_batch.indices is not None:
+            micro_batch.indices = [numbers[place] for place in kept]
         return size
 
 
