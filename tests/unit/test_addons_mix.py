@@ -734,7 +734,8 @@ def test_an_iterator_cannot_be_repeated(tmp_path: Path):
         ([1], "a mapping with `mix`"),
         ({"mix": {}}, "a mapping with `mix`"),
         ({"mix": {"a": -0.5, "b": 1}}, "a number of at least 0"),
-        ({"mix": {"a": 0, "b": 0}}, "weights that sum to 0"),
+        ({"mix": {"a": 0, "b": 0}}, "(?s)weights that sum to 0.*write a number above 0 for `a` or `b`"),
+        ({"mix": {"a": 50, "b": "rest"}}, "(?s)weights that sum to 50, and `rest`.*write `a: 0.5` for 50 %"),
         ({"mix": {"a": float("nan"), "b": 1}}, "a number of at least 0"),
         ({"mix": {"a": True, "b": 1}}, "a number of at least 0"),
         ({"mix": {"a": "half", "b": 1}}, "a number of at least 0"),
@@ -771,12 +772,17 @@ ONE = numbers(0, 3)
     [
         (None, {"a": ONE, "b": ONE}, ArgumentError, "their weights in the hyper-parameters"),
         (None, {"train": ONE, "test": ONE}, ArgumentError, "pass the training set alone"),
-        ({"a": 1, "b": 1}, {"a": ONE, "c": ONE}, ArgumentError, "use the same names in both"),
+        ({"news": 1, "cod": 1}, {"news": ONE, "code": ONE}, ArgumentError, r"rename `cod` in `data.mix` to `code`$"),
+        ({"a": 1}, {"a": ONE, "c": ONE}, ArgumentError, r"add `c: 0.1` to `data.mix`, or `c: 0` to leave it out$"),
+        ({"a": 1, "c": 1}, {"a": ONE}, ArgumentError, r"remove `c` from `data.mix`, or pass that source too$"),
+        ({"a": 1, "b": 1}, {"a": ONE, "c": ONE}, ArgumentError, "remove `b` from .*; and add `c: 0.1`"),
         ({"a": 1, "b": 1}, ONE, DataError, "a dict with the sources of `data.mix`: a, b"),
         ({"a": 1, "b": 1}, {"a": ONE, "b": []}, DataError, "the source 'b' of the training data"),
         ({"a": 1, "b": 1}, {"a": ONE, "b": DataLoader(ONE)}, DataError, "pass its dataset"),
         ({"a": {"weight": 1, "epochs": 2}, "b": 1}, {"a": ONE, "b": Counting(9, 3)}, DataError, "which needs lengths"),
         ({"a": 1, "b": 1}, {"a": [{"x": 1}], "b": [{"y": 1}]}, DataError, "y in 'b', but x in 'a'"),
+        ({"a": 1, "b": 1}, {"a": [(1, 2)], "b": [(1,)]}, DataError, "tuples of 1 in 'b', but tuples of 2 in 'a'"),
+        ({"a": 1, "b": 1}, {"a": [{"x": 1}], "b": [(1, 2)]}, DataError, "tuples of 2 in 'b', but x in 'a'"),
     ],
 )
 def test_invalid_sources_are_reported(data: Any, sources: Any, error: type[Exception], message: str):
@@ -791,6 +797,10 @@ def test_invalid_sources_are_reported(data: Any, sources: Any, error: type[Excep
         ({"sampler": [0, 1]}, "the weights decide the order"),
         ({"data_options": {"group_by_length": True}}, "max_tokens"),
         ({"hps": {"data": {"mix": {"news": 1, "code": 1, "chat": 1}, "stop": "repeat"}}}, "without max_steps"),
+        (
+            {"hps": {"data": {"mix": {"news": {0: 1, 5: 0}, "code": 1, "chat": 1}}}},
+            "(?s)weights that change at steps, without max_steps.*expected: the number of steps",
+        ),
     ],
 )
 def test_other_orders_are_rejected(settings: dict[str, Any], message: str, tmp_path: Path):
@@ -803,6 +813,9 @@ def test_a_run_does_not_resume_with_other_sources(tmp_path: Path):
         fit(tmp_path, Points(), SIZES, callbacks=InterruptAt(3), checkpoint_every="2 steps")
     with pytest.raises(DataError, match="news: 10 samples, code: 14 samples, chat: 30 samples"):
         fit(tmp_path, Points(), {**SIZES, "chat": 31}, resume=True)
+    renamed = {{"code": "source"}.get(name, name): size for name, size in SIZES.items()}
+    with pytest.raises(DataError, match="rename `source` to `code`, its name before"):
+        fit(tmp_path, Points(), renamed, {"mix": {"news": 0.5, "source": 0.3, "chat": 0.2}}, resume=True)
     with pytest.raises(DataError, match="write `stop: first`"):
         fit(tmp_path, Points(), SIZES, {"mix": MIX, "stop": "repeat"}, hps={"max_steps": 9}, resume=True)
 

@@ -266,6 +266,9 @@ class MixOrder(ResumableSampler):
             )
             do = "pass the same sources in the same order (a weight of 0 leaves one out), or start a new run with "
             do += "resume=False"
+            pairs = [(now[0], then[0]) for now, then in zip(own, state["sizes"], strict=False) if now != then]
+            if [size for _, size in own] == [size for _, size in state["sizes"]] and len(pairs) == 1:
+                do = f"rename `{pairs[0][0]}` to `{pairs[0][1]}`, its name before"
             raise DataError(explain(_WHERE, got, expected, do))
         self._loaded, self._limits = state, list(state["limits"])
         self._base = _Base(*state["epoch"])

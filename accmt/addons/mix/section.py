@@ -127,13 +127,17 @@ def _faults_of_sums(weights: Mapping[str, Any]) -> Iterator[Fault]:
         return
     for step in _steps(weights):
         when = f" from step {step}" if step else ""
-        total = sum(_weights_at(step, weights).values())
-        if rests and _weights_at(step, weights)[rests[0]] <= 0:
-            others = float(1 - _weights_at(step, weights)[rests[0]])
+        at = _weights_at(step, weights)
+        if rests and at[rests[0]] <= 0:
+            others = float(1 - at[rests[0]])
+            name, weight = max(((name, at[name]) for name in weights if name != rests[0]), key=lambda one: one[1])
             do = "reduce them; or write a number in place of `rest`: weights are relative to their sum"
+            if weight > 1:
+                do = f"write `{name}: {float(weight) / 100:g}` for {float(weight):g} %, or a number in place of `rest`"
             yield Fault(place, f"weights that sum to {others:g}{when}, and `rest`", "a sum below 1", do)
-        elif not total:
-            yield Fault(place, f"weights that sum to 0{when}", "at least one weight above 0", f"write `{_EXAMPLE}`")
+        elif not any(at.values()):
+            do = f"write a number above 0 for {' or '.join(f'`{name}`' for name in weights)}"
+            yield Fault(place, f"weights that sum to 0{when}", "at least one weight above 0", do)
 
 
 def _steps(weights: Mapping[str, Any]) -> list[int]:

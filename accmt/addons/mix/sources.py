@@ -21,7 +21,7 @@ from accmt.data.fetching import only_holds
 from accmt.data.lengths import find_length, known_lengths
 from accmt.data.samplers import call_set_epoch, draw_permutation
 from accmt.data.seeding import derive_seed, preserve_generators
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, explain, nearest
 from accmt.messages import say_once
 from accmt.module import defines
 from accmt.options import HyperParameters, Settings
@@ -284,7 +284,9 @@ def plan_steps(module: Any, settings: Settings, section: MixSection, num_shards:
     samples = None if module.uses_manual_optimization else settings.samples_per_step(num_shards)
     drawn = {name for _, weights in section.stages for name, weight in weights.items() if weight}
     if max_steps is None and not drawn.issubset(section.epochs):
-        _reject("`stop: repeat` without max_steps", "set max_steps, for example max_steps: 1000")
+        got = "weights that change at steps, without" if len(section.stages) > 1 else "`stop: repeat` without"
+        do = "set max_steps, for example max_steps: 1000"
+        raise ArgumentError(explain("training on a mixture", f"{got} max_steps", "the number of steps of the run", do))
     if max_steps is not None and samples is None:
         got = "a module with manual optimization, or a window maker, so that the samples of a step are unknown"
         _reject(got, "write `stop: first` in `data`")
@@ -312,7 +314,7 @@ def mix_sources(sources: Any, hps: HyperParameters) -> Mixture | MixedStream:
         if "train" in sources:  # the sets of a `DatasetDict`
             do = f'pass the training set alone, data["train"]; to mix sources, {do}'
         if section is not None:
-            expected, do = f"those of `data.mix`: {', '.join(section.names)}", "use the same names in both"
+            expected, do = f"those of `data.mix`: {', '.join(section.names)}", _match(section.names, sources)
         raise ArgumentError(explain(_WHERE, got, expected, do))
     first: tuple[str, list[str]] | None = None
     for name in section.names:
@@ -322,14 +324,29 @@ def mix_sources(sources: Any, hps: HyperParameters) -> Mixture | MixedStream:
         first = first or (name, columns)
         if columns != first[1]:
             got = f"{', '.join(columns)} in {name!r}, but {', '.join(first[1])} in {first[0]!r}"
-            do = "rename or remove columns, so that all sources have the same"
+            do = "change a source, so that the samples of all have the same"
             raise DataError(explain(_WHERE, got, "samples with the same entries in all sources", do))
     chosen = {name: sources[name] for name in section.names}
     return MixedStream(chosen, section) if any(map(is_stream, chosen.values())) else Mixture(chosen, section)
 
 
+def _match(names: Sequence[str], sources: Mapping[Any, Any]) -> str:
+    """Return what to do about weights of other names than those of the sources."""
+    left, unknown, advice = [str(name) for name in sources if name not in names], [], []
+    for name in names:
+        meant = nearest(name, left)
+        if name not in sources and meant is not None:
+            left.remove(meant)
+            advice.append(f"rename `{name}` in `data.mix` to `{meant}`")
+        elif name not in sources:
+            unknown.append(name)
+    advice += [f"remove `{name}` from `data.mix`, or pass that source too" for name in unknown]
+    advice += [f"add `{name}: 0.1` to `data.mix`, or `{name}: 0` to leave it out" for name in left]
+    return "; and ".join(advice)
+
+
 def _check_source(name: str, source: Any) -> list[str] | None:
-    """Return the entries of a source's samples; None if they are not dicts."""
+    """Return the entries of a source's samples; None if they are neither dicts nor tuples."""
     where = f"the source {name!r} of the training data"
     if isinstance(source, DataLoader):
         raise DataError(explain(where, "a DataLoader", "a data set or a stream", "pass its dataset"))
@@ -339,7 +356,9 @@ def _check_source(name: str, source: Any) -> list[str] | None:
         raise DataError(explain(where, "no samples", "at least one sample", "check its path and filters"))
     with preserve_generators(), suppress(Exception):  # a sample that cannot be read is reported where it is needed
         sample = source[0]
-        return sorted(str(entry) for entry in sample if entry != _LOSS_WEIGHTS) if isinstance(sample, Mapping) else None
+        if isinstance(sample, Mapping):
+            return sorted(str(entry) for entry in sample if entry != _LOSS_WEIGHTS)
+        return [f"tuples of {len(sample)}"] if isinstance(sample, tuple) else None
     return None
 
 
