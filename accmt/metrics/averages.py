@@ -186,21 +186,21 @@ class GroupedSum:
         (samples, losses, weights), self._entries = zip(*self._entries, strict=True), []
         sizes = np.array([len(positions) for positions in samples])
         groups = self._find_groups(np.concatenate(samples))
-        weight, is_known = _weights_of_samples(weights, sizes), np.ones(len(groups), bool)
+        weight, count = _weights_of_samples(weights, sizes), len(self._names)
+        before = np.zeros((4, count)) if self._sums is None else self._sums
+        unknown = before[3]
         if not all(loss.ndim for loss in losses):
             begins = sizes.cumsum() - sizes
             is_of_one = np.minimum.reduceat(groups, begins) == np.maximum.reduceat(groups, begins)
             is_known = (is_of_one | [loss.ndim > 0 for loss in losses]).repeat(sizes)
             weight = np.where(is_known, weight, 0.0)
+            unknown = unknown + np.bincount(groups, ~is_known, minlength=count)
         loss = np.where(weight == 0, 0.0, _concatenate(losses, sizes))  # that of no target may be NaN
-        count = len(self._names)
-        before = np.zeros((4, count)) if self._sums is None else self._sums
         places = np.concatenate([np.arange(count), groups])  # `bincount` adds in this order
         lost, weighed = (
             np.bincount(places, np.concatenate(part)) for part in zip(before[:2], (loss * weight, weight), strict=True)
         )
         numbers = before[2] + np.bincount(groups, minlength=count)
-        unknown = before[3] + np.bincount(groups, ~is_known, minlength=count)
         self._sums = np.array([lost, weighed, numbers, unknown])
 
 

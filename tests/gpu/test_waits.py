@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accmt import EMA, Callback
+from accmt import EMA, Callback, read_history
 from tests.gpu.toys import Classifier, make_data, train
 
 FIRST, LAST = 2, 300  # more steps than the values that are kept one by one
@@ -71,6 +71,29 @@ def test_no_step_that_logs_nothing_waits(
     samples = 2 * (LAST + 20) * others.get("grad_accumulation_steps", 1)
     train(Classifier(weighs), make_data(samples), settings, hps=hps, log_every=10**6, **others)
     assert watch.num_steps == LAST - FIRST + 1
+
+
+class OfSources(Classifier):
+    """Also returns the loss of each sample, and its weight on the device."""
+
+    def training_step(self, batch: Any) -> Any:
+        inputs, labels = batch
+        losses = torch.nn.functional.cross_entropy(self.model(inputs), labels, reduction="none")
+        return {"loss": losses.mean(), "losses": losses, "weights": torch.ones_like(losses)}
+
+
+@pytest.mark.parametrize("case", ["plain", "step snapshots"])
+def test_the_losses_of_sources_are_read_in_no_step(case: str, settings: dict[str, Any], without_waits: Any) -> None:
+    hps = {"epochs": -1, "batch_size": 2, "max_steps": LAST + 20, "scheduler": None}
+    hps["data"] = {"mix": {"one": 2, "other": 1}, "stop": "repeat"}
+    watch = WithoutWaits(without_waits)
+    others: dict[str, Any] = {"log_every": 10**6, "callbacks": watch, **CASES[case]}
+    trainer = train(OfSources(), {"one": make_data(), "other": make_data()}, settings, hps=hps, **others)
+    assert watch.num_steps == LAST - FIRST + 1
+    [row] = [
+        row["values"] for row in read_history(trainer.run.tracking.run_folder) if "train_loss" in row.get("values", {})
+    ]
+    assert row["samples_seen__one"] + row["samples_seen__other"] == 2 * (LAST + 20)
 
 
 def test_a_step_that_reads_its_loss_is_found(settings: dict[str, Any], without_waits: Any) -> None:
