@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,7 +177,7 @@ class CallsStep(Linear):
 
 
 class Momentum(Linear):
-    """Scales its loss by an average over steps that no checkpoint has."""
+    """Scales its loss by an average over steps, in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,6 +188,20 @@ class Momentum(Linear):
 
     def on_after_optimizer_step(self) -> None:
         self.average = 0.9 * self.average + 1
+
+
+class HiddenMomentum(Linear):
+    """Has that average in an object that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = SimpleNamespace(average=0.0)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.step(batch) * (1 + self.meter.average)
+
+    def on_after_optimizer_step(self) -> None:
+        self.meter.average = 0.9 * self.meter.average + 1
 
 
 class RankStep(Linear):
@@ -250,7 +265,7 @@ MISTAKES: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any], str]]
     "worker data": (Linear, {"train": WorkerData}, "a dataset that behaves differently in a loader worker"),
     "rank data": (Linear, {"train": RankData}, "a branch on the rank in the data"),
     "counting step": (CallsStep, {}, "state in the module"),
-    "state not saved": (Momentum, {}, "state that no checkpoint contains"),
+    "state not saved": (HiddenMomentum, {}, "state that no checkpoint contains"),
     "rank step": (RankStep, {}, "a branch on the rank"),
     "divided by accumulation": (Scaled, {}, "a loss that is scaled by hand"),
     "multiplied by processes": (ScaledByProcesses, {}, "a loss that is scaled by hand"),
@@ -344,6 +359,7 @@ class Adversarial(ExtendedAcceleratorModule):
 
 CORRECT: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any]]] = {
     "plain": (Linear, {"val": Points}),
+    "state in an attribute": (Momentum, {}),
     "random": (Dropped, {"train": Augmented, "val": Points}),
     "tokens": (Tokens, {**TEXTS, "val": Texts}),
     "dropout in evaluation": (DropsInEvaluation, {"val": Points}),
