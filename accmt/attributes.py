@@ -6,30 +6,45 @@ run would continue with the values that the constructor sets.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+import ast
+import copy
+import functools
+import sys
+import sysconfig
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accmt.callbacks import Callback, MainProcessCallback
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.state_dicts import split_tensors
+from accmt.checkpoint.state_dicts import describe_kind, split_tensors
 from accmt.checkpoint.typed_json import encode
 from accmt.errors import CheckpointError, explain
-from accmt.libraries.private_names import count_writes, is_made_of_tensors
+from accmt.libraries.private_names import buffers_of, children_of, count_writes, is_made_of_tensors
 from accmt.messages import warn_once
-from accmt.module import OF_RUN
-from accmt.sharded_tensors import write_into
+from accmt.module import OF_RUN, AcceleratorModule
+from accmt.sharded_tensors import is_expanded, write_into
 
 _NUMBERS = frozenset({type(None), bool, int, float, str})
-_COLLECTIONS = frozenset({list, tuple, dict, OrderedDict, Counter, set, deque})
+_LITERALS = frozenset({complex, bytes})
+_DICTS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
+_COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)} | _DICTS
+_KINDS = frozenset(_COLLECTIONS.values())
 _MOST_VALUES = 10_000
-"""Of a collection that is copied after each step; a longer one is expected to change its length if it changes."""
-_NUM_COMPARED = 3
-"""Weights of a module whose bits are compared; a moving average changes all of them."""
+"""Of a collection that is copied after each step."""
+_FEW_VALUES = 100
+"""Of a collection in which tensors may be written in place; longer ones are buffers and logs."""
+_LARGEST_COPY = 1 << 20
+"""Bytes of a NumPy array that is copied after each step."""
 _LARGEST_OUTPUT = 1 << 24
 """Bytes of a tensor with a graph that is still taken for a state, not for an output kept for a log."""
 
@@ -49,6 +64,14 @@ def name_owners(module: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
     return owners
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of the attributes of an object."""
+
+    kind: type
+    values: dict[str, Any]
+
+
 class Captured(NamedTuple):
     """The attributes after an optimizer step: collections are copies, but tensors and modules are shared."""
 
@@ -60,9 +83,9 @@ class Captured(NamedTuple):
         """Return what training has changed, as JSON values and tensors."""
         return self.of.describe(self.values)
 
-    def is_outdated(self) -> bool:
-        """Return whether a shared value has changed since, or may have."""
-        return any(self.of.has_changed(name, self.values[name], writes) for name, writes in self.writes.items())
+    def find_changed(self) -> list[str]:
+        """Return the names of shared values that have changed since, or may have."""
+        return [name for name, writes in self.writes.items() if self.of.has_changed(name, self.values[name], writes)]
 
 
 class Attributes:
@@ -78,7 +101,7 @@ class Attributes:
         self._owners = owners
         self._device = device
         self._of_model = {id(part): part for part in (*model.modules(), *model.parameters(), *model.buffers())}
-        self._tensors: dict[int, list[Tensor]] = {}
+        self._tensors: dict[int, tuple[nn.Module, list[Tensor]]] = {}
         self._restored: dict[str, Any] = {}
         self._before: dict[str, tuple[object, object]] | None = None
 
@@ -89,19 +112,18 @@ class Attributes:
         """
         self._restore(is_last=True)
         values = self._find()
-        self._tensors = {id(value): self._tensors_of(value) for value in values.values()}
+        self._tensors = {id(one): (one, self._tensors_of(one)) for one in values.values() if isinstance(one, nn.Module)}
         before = {name: (self._fingerprint(value), self._count_writes(value)) for name, value in values.items()}
         self._before = {name: both for name, both in before.items() if name not in self._restored}
+        self._restored = {}
 
     def capture(self) -> Captured:
         """Return the current attributes, without reading a tensor."""
         values, writes = self._find(), {}
         for name, value in values.items():
-            if type(value) in _NUMBERS:
-                continue
-            writes[name] = self._count_writes(value)
-            if type(value) in _COLLECTIONS and len(value) <= _MOST_VALUES and not isinstance(value, tuple):
-                values[name] = value.copy()
+            if type(value) not in _NUMBERS:
+                values[name] = _copied(value)
+                writes[name] = self._count_writes(values[name])
         return Captured(self, values, writes)
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,6 +135,14 @@ class Attributes:
         self._restored = state
         self._restore(is_last=False)
 
+    def collect_all(self) -> dict[str, Any]:
+        """Return all attributes that a checkpoint can contain, whether or not training has changed them."""
+        state = {}
+        for name, value in self._find().items():
+            with suppress(CheckpointError):
+                state[name] = self._pack(value)
+        return state
+
     def describe(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the values that training has changed, as JSON values and tensors."""
         if self._before is None:
@@ -123,86 +153,109 @@ class Attributes:
                 continue
             if self._is_of_model(value):
                 continue
-            packed = self._pack(value)
-            if packed is not None:
-                state[name] = packed
-                continue
-            what = f"{name} has changed since training began, but a checkpoint cannot contain {_kind(value)}"
-            do = "return it from `state_dict` as numbers and tensors, and restore it in load_state_dict"
-            warn_once(f"{what}: {do}", about=f"attribute {name}")
+            try:
+                state[name] = self._pack(value)
+                encode(split_tensors(state[name])[1])
+            except CheckpointError:
+                state.pop(name, None)
+                what = f"{name} has changed since training began, but a checkpoint cannot contain {_kind(value)}"
+                do = "return it from `state_dict` as numbers and tensors, and restore it in load_state_dict"
+                warn_once(f"{what}: {do}", about=f"attribute {name}")
         return state
 
     def has_changed(self, name: str, value: Any, writes: object) -> bool:
         """Return whether a captured value that is shared has changed since, or may have."""
         if self._count_writes(value) != writes:
             return True
-        if self._before is None or name not in self._before or not isinstance(value, Tensor | nn.Module):
+        if self._before is None:
+            return False
+        fingerprint, first_writes = self._before.get(name, (None, None))
+        if isinstance(value, np.ndarray):  # whose writes are not counted; a small one is a copy
+            return value.nbytes > _LARGEST_COPY and self._fingerprint(value) != fingerprint
+        holds_module = type(value) in _KINDS and any(isinstance(one, nn.Module) for one in _few_items(value))
+        if name not in self._before or not (holds_module or isinstance(value, Tensor | nn.Module)):
             return False
         # Writes to `.data` are not counted. If that is how the value changes, its last change may be newer.
-        fingerprint, first_writes = self._before[name]
         return writes == first_writes and self._fingerprint(value) != fingerprint
 
     def _find(self) -> dict[str, Any]:
         found = {}
         for owner, one in self._owners.items():
-            for name, value in vars(one).items():
-                if name in _LEFT_OUT or id(value) in self._of_model:
-                    continue
-                if type(value) in _NUMBERS or type(value) in _COLLECTIONS or isinstance(value, _SHARED):
+            for name, value in _attributes_of(one).items():
+                if name not in _LEFT_OUT and id(value) not in self._of_model and _may_change(value):
                     found[f"{owner}.{name}"] = value
         return found
 
     def _is_of_model(self, value: Any) -> bool:
         """Return whether a value is a part of the model, or a collection of some, such as a list of its parameters."""
-        if type(value) in _COLLECTIONS:
-            return any(map(self._is_of_model, value.values() if isinstance(value, dict) else value))
+        if type(value) in _KINDS and len(value):
+            return all(map(self._is_of_model, value.values() if isinstance(value, dict) else value))
         return id(value) in self._of_model
 
     def _named_tensors(self, module: nn.Module) -> dict[str, Tensor]:
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return {name: tensor for name, tensor in named.items() if id(tensor) not in self._of_model}
+        return {n: tensor for n, tensor in named.items() if id(tensor) not in self._of_model and not is_lazy(tensor)}
 
-    def _tensors_of(self, value: Any) -> list[Tensor]:
-        if isinstance(value, Tensor):
-            return [value]
-        return list(self._named_tensors(value).values()) if isinstance(value, nn.Module) else []
+    def _tensors_of(self, module: nn.Module) -> list[Tensor]:
+        known = self._tensors.get(id(module))
+        return list(self._named_tensors(module).values()) if known is None else known[1]
 
     def _count_writes(self, value: Any) -> object:
         """Return a value that changes with most writes, without reading a tensor."""
-        if type(value) in _COLLECTIONS:
-            return len(value)
-        if not isinstance(value, Tensor | nn.Module):
+        if type(value) in _NUMBERS:
             return None
-        tensors = self._tensors.get(id(value))
-        return [_place(tensor) for tensor in (self._tensors_of(value) if tensors is None else tensors)]
+        if isinstance(value, Tensor):
+            return _place(value)
+        if isinstance(value, nn.Module):
+            return [_place(tensor) for tensor in self._tensors_of(value)]
+        if isinstance(value, _Copy):
+            return [self._count_writes(one) for one in value.values.values()]
+        if type(value) not in _KINDS:
+            return None
+        last = id(value[-1]) if isinstance(value, list | deque) and value else None
+        return len(value), last, [self._count_writes(one) for one in _few_items(value)]
 
-    def _fingerprint(self, value: Any) -> object:
+    def _fingerprint(self, value: Any, depth: int = 0) -> object:
         """Return a value that changes with the attribute."""
         if isinstance(value, nn.Module):
-            tensors = self._tensors_of(value)
-            return [_place(tensor) for tensor in tensors], [checksum(tensor) for tensor in tensors[:_NUM_COMPARED]]
-        if type(value) in _COLLECTIONS and len(value) > _MOST_VALUES:
-            return len(value)
-        packed = self._pack(value)
-        if packed is None:
-            return _kind(value), len(value) if type(value) in _COLLECTIONS else None
-        found, rest = split_tensors(packed)
-        return encode(rest), [checksum(tensor) for tensor in found.values()]
+            tensors = self._named_tensors(value).values()
+            return [_place(tensor) for tensor in tensors], [_checksum(tensor) for tensor in tensors]
+        if isinstance(value, _Copy) or _is_object(value):
+            parts = _parts_of(value).items() if depth < _DEEPEST else ()
+            return [(name, self._fingerprint(one, depth + 1)) for name, one in parts]
+        if type(value) in _KINDS and len(value) > _MOST_VALUES:
+            items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+            try:
+                return len(value), hash(items)
+            except TypeError:  # of lists, for example
+                return len(value), hash(tuple(map(id, items)))
+        try:
+            found, rest = split_tensors(self._pack(value))
+            return encode(rest), [checksum(tensor) for tensor in found.values()]
+        except CheckpointError:
+            return _kind(value), len(value) if type(value) in _KINDS else None
 
     def _restore(self, *, is_last: bool) -> None:
-        for path, packed in self._restored.items():
+        written: dict[int, Any] = {_memory(part): part for part in self._of_model.values() if isinstance(part, Tensor)}
+        # A tensor that becomes an attribute is a copy, because steps before `begin` may write into it.
+        state = self._restored if is_last else copy.deepcopy(self._restored)
+        for path, packed in state.items():
             owner, _, name = path.partition(".")
-            attributes = vars(self._owners[owner]) if owner in self._owners else {}
-            now = attributes.get(name)
-            if "module" not in packed:
-                attributes[name] = self._unpack(packed, now)
-            elif isinstance(now, nn.Module):
-                self._restore_module(path, now, packed["module"])
-            elif is_last:
-                what = f"the checkpoint contains weights of {path}, which is {_kind(now)} now"
-                warn_once(f"{what}: they are ignored", about=f"attribute {path}")
+            one = self._owners.get(owner)
+            if one is None:
+                continue
+            now = _attributes_of(one).get(name)
+            try:
+                value = _Unpacking(self, written, self._device, path).unpack(packed, now)
+                if value is not now:
+                    holder = next((held for held in _registered(one) if name in held), vars(one))
+                    holder[name] = value
+            except _MissingError as error:
+                if is_last:
+                    warn_once(f"{path}: {error}: it is ignored", about=f"attribute {path}")
 
-    def _restore_module(self, name: str, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    def restore_module(self, name: str, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        """Restore the tensors of a module."""
         own = self._named_tensors(module)
         for path, value in saved.items():
             tensor = own.get(path)
@@ -213,75 +266,287 @@ class Attributes:
                 raise CheckpointError(explain(where, got, expected, do))
             write_into(tensor, value)
 
-    def _pack(self, value: Any) -> dict[str, Any] | None:
-        """Return a value as JSON values and tensors, or None if it cannot be stored."""
-        packed: dict[str, Any] = {"value": value}
-        if isinstance(value, nn.Module):
-            packed = {"module": self._named_tensors(value)}
-        elif isinstance(value, Tensor):
+    def _pack(self, value: Any, depth: int = 0) -> Any:
+        """Return a value as JSON values and tensors: numbers, CPU tensors and lists as they are, others with a kind.
+
+        Raises:
+            CheckpointError: It cannot be stored.
+        """
+        kind = type(value)
+        if kind in _NUMBERS:
+            return value
+        pack = functools.partial(self._pack, depth=depth)
+        if isinstance(value, Tensor):
             if value.grad_fn is not None and value.nbytes > _LARGEST_OUTPUT:
-                return None
-        elif isinstance(value, np.ndarray):
-            if value.dtype == object:
-                return None
-            packed = {"kind": "ndarray", "value": torch.from_numpy(value.copy())}
-        elif isinstance(value, set):
-            packed = {"kind": "set", "value": list(value)}
-        elif isinstance(value, deque):
-            packed = {"kind": "deque", "value": list(value), "maxlen": value.maxlen}
-        try:
-            found, rest = split_tensors(packed)
-            encode(rest)
-        except CheckpointError:
-            return None
-        if any(tensor.device.type != "cpu" for tensor in found.values()):
-            packed["is_placed"] = True
-        return packed
+                raise CheckpointError("an output")
+            return value if value.device.type == "cpu" else {"kind": "tensor", "value": value}
+        if kind is list:
+            return [pack(one) for one in value]
+        if isinstance(value, Enum) and value.name in kind.__members__:
+            return {"kind": "enum", "value": value.name, "class": describe_kind(kind)}
+        if kind in _LITERALS:
+            return {"kind": "literal", "value": repr(value)}
+        if isinstance(value, nn.Module):
+            return {"kind": "module", "value": self._named_tensors(value)}
+        if isinstance(value, np.generic) and type(value.item()) in _NUMBERS:
+            return {"kind": "scalar", "value": value.item(), "dtype": value.dtype.str}
+        if kind is np.ndarray and not value.dtype.hasobject and value.dtype.names is None:
+            dense = np.ascontiguousarray(value) if value.flags.writeable else value.copy()
+            content = torch.from_numpy(dense.reshape(-1).view(np.uint8))
+            return {"kind": "ndarray", "value": content, "dtype": value.dtype.str, "shape": list(value.shape)}
+        if kind in _KINDS:
+            items = [[pack(key), pack(one)] for key, one in value.items()] if kind in _DICTS.values() else None
+            packed = {"kind": kind.__name__, "value": [pack(one) for one in value] if items is None else items}
+            return {**packed, "maxlen": value.maxlen} if kind is deque else packed
+        if _is_namedtuple(kind):
+            return {"kind": "namedtuple", "value": [pack(one) for one in value], "class": describe_kind(kind)}
+        if (isinstance(value, _Copy) or _is_object(value)) and depth < _DEEPEST:  # objects may refer to each other
+            kind = value.kind if isinstance(value, _Copy) else kind
+            parts = {name: self._pack(one, depth + 1) for name, one in _parts_of(value).items()}
+            return {"kind": "object", "value": parts, "class": describe_kind(kind)}
+        raise CheckpointError(_kind(value))
 
-    def _unpack(self, packed: Mapping[str, Any], now: Any) -> Any:
-        kind, value = packed.get("kind"), packed["value"]
-        device = self._device if packed.get("is_placed") else torch.device("cpu")
-        if kind == "ndarray":
-            return value.numpy()
-        if kind == "set":
-            return set(value)
-        value = _restored(value, list(now) if kind == "deque" and isinstance(now, deque) else now, device)
-        return deque(value, packed["maxlen"]) if kind == "deque" else value
+
+class _MissingError(Exception):
+    """A saved value needs an object that the program does not have now."""
 
 
-def _restored(saved: Any, now: Any, device: torch.device) -> Any:
-    """Return a saved value; tensors, lists and dicts that exist get its content in place, since others may use them."""
-    if isinstance(saved, Tensor):
-        if isinstance(now, Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype) and not now.is_inference():
-            write_into(now, saved)
+class _Unpacking:
+    """Restores packed values; what exists gets its content in place, since others may use it.
+
+    But two attributes that were the same at the start, as in `self.h = self.c = torch.zeros(4)`, may differ in the
+    checkpoint, and none may change the model that it was a view of.
+
+    Args:
+        attributes: What restores modules.
+        written: What has been written, by its memory or id.
+        device: The device of tensors that were on one.
+        path: The attribute.
+    """
+
+    def __init__(self, attributes: Attributes, written: dict[int, Any], device: torch.device, path: str) -> None:
+        self._attributes, self._written, self._device, self._path = attributes, written, device, path
+
+    def unpack(self, packed: Any, now: Any) -> Any:
+        """Return a saved value."""
+        if isinstance(packed, Tensor):
+            return self._tensor(packed, now, torch.device("cpu"))
+        if isinstance(packed, list):
+            items = self._items(packed, now)
+            if type(now) is not list or not self._is_first(id(now), packed):
+                return items
+            now[:] = items
             return now
-        return saved.to(device)
-    if isinstance(saved, list | tuple):
-        existing = now if isinstance(now, list | tuple) and len(now) == len(saved) else [None] * len(saved)
-        items = [_restored(item, one, device) for item, one in zip(saved, existing, strict=True)]
-        if isinstance(saved, tuple) or not isinstance(now, list):
-            return type(saved)(items)
-        now[:] = items
-        return now
-    if isinstance(saved, dict):
-        by_key = now if isinstance(now, dict) else {}
-        entries = {key: _restored(item, by_key.get(key), device) for key, item in saved.items()}
-        if type(now) not in (dict, OrderedDict, Counter):
-            return entries
+        return packed if not isinstance(packed, dict) else self._of_kind(packed["kind"], packed["value"], packed, now)
+
+    def _of_kind(self, kind: str, value: Any, packed: Mapping[str, Any], now: Any) -> Any:
+        if kind == "tensor":
+            return self._tensor(value, now, self._device)
+        if kind == "literal":
+            return ast.literal_eval(value)
+        if kind == "scalar":
+            return np.dtype(packed["dtype"]).type(value)
+        if kind == "ndarray":
+            return self._array(value.numpy().view(np.dtype(packed["dtype"])).reshape(packed["shape"]), now)
+        if kind == "module":
+            if not isinstance(now, nn.Module):
+                raise _MissingError(f"the checkpoint contains the weights of a module, which is {_kind(now)} now")
+            self._require_first(now, value)
+            self._attributes.restore_module(self._path, now, value)
+            return now
+        if kind == "enum" and isinstance(now, Enum) and describe_kind(type(now)) == packed["class"]:
+            return type(now)[value]
+        if kind == "namedtuple":
+            return _class_named(packed["class"])._make(self._items(value, now))
+        if kind in ("object", "enum"):
+            if describe_kind(type(now)) != packed["class"]:
+                raise _MissingError(f"the checkpoint contains {packed['class']}, which is {_kind(now)} now")
+            self._require_first(now, value)
+            for name, one in value.items():
+                object.__setattr__(
+                    now, name, self.unpack(one, getattr(now, name, None))
+                )  # it may be a frozen dataclass
+            return now
+        if kind in _DICTS:
+            return self._dict(_DICTS[kind], value, now)
+        items = self._items(value, now)
+        if kind != "deque":
+            made: Any = _COLLECTIONS[kind]
+            return made(items)
+        if type(now) is not deque or now.maxlen != packed["maxlen"] or not self._is_first(id(now), value):
+            return deque(items, packed["maxlen"])
         now.clear()
+        now.extend(items)
+        return now
+
+    def _tensor(self, saved: Tensor, now: Any, device: torch.device) -> Any:
+        is_like = isinstance(now, Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype)
+        if not is_like or now.is_inference() or is_expanded(now):
+            return saved.to(device)
+        memory = _memory(now)
+        if memory in self._written:
+            return now if torch.equal(now.cpu(), saved) else saved.to(device)
+        self._written[memory] = now
+        write_into(now, saved)
+        return now
+
+    def _array(self, saved: np.ndarray[Any, Any], now: Any) -> Any:
+        is_like = type(now) is np.ndarray and (now.shape, now.dtype) == (saved.shape, saved.dtype)
+        if is_like and now.flags.writeable and self._is_first(now.__array_interface__["data"][0], saved.tobytes()):
+            now[...] = saved
+            return now
+        return saved.copy()
+
+    def _items(self, saved: Sequence[Any], now: Any) -> list[Any]:
+        is_like = isinstance(now, list | tuple | deque) and len(now) == len(saved)
+        existing = now if is_like else [None] * len(saved)
+        return [self.unpack(one, before) for one, before in zip(saved, existing, strict=True)]
+
+    def _dict(self, kind: Any, saved: Sequence[Any], now: Any) -> Any:
+        by_key = now if isinstance(now, dict) else {}
+        entries = {}
+        for packed_key, one in saved:
+            key = self.unpack(packed_key, None)
+            entries[key] = self.unpack(one, by_key.get(key))
+        if type(now) is not kind or not self._is_first(id(now), saved):
+            made = kind()
+            made.update(entries)
+            return made
+        if now.keys() != entries.keys() or kind is not dict:
+            now.clear()
         now.update(entries)
         return now
-    return saved
+
+    def _require_first(self, now: Any, saved: Any) -> None:
+        if not self._is_first(id(now), saved):
+            raise _MissingError(f"the checkpoint contains {_kind(now)} that is another attribute's now")
+
+    def _is_first(self, place: int, saved: Any) -> bool:
+        """Return whether a value may be written in place: for the first time, or with the same content."""
+        before = self._written.setdefault(place, saved)
+        return before is saved or _text(before) == _text(saved)
 
 
-_SHARED = (Tensor, nn.Module, np.ndarray)
+_DEEPEST = 3
 _LEFT_OUT = frozenset({"model", "module", *OF_RUN, *vars(nn.Module())})
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+def _registered(owner: Any) -> list[dict[str, Any]]:
+    """Return the buffers and modules of a module that is also an `nn.Module`, which are not in its `__dict__`."""
+    return [buffers_of(owner), children_of(owner)] if isinstance(owner, nn.Module) else []
+
+
+def _attributes_of(owner: Any) -> dict[str, Any]:
+    found = dict(vars(owner))
+    for held in _registered(owner):
+        found.update(held)
+    return found
+
+
+def _may_change(value: Any) -> bool:
+    kind = type(value)
+    if kind in _NUMBERS or kind in _KINDS or kind is np.ndarray or kind in _LITERALS:
+        return True
+    return isinstance(value, Tensor | nn.Module | np.generic | Enum) or _is_namedtuple(kind) or _is_object(value)
+
+
+def _is_namedtuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make")
+
+
+def _is_object(value: Any) -> bool:
+    kind: Any = type(value)
+    return (hasattr(value, "__dict__") or hasattr(kind, "__slots__")) and _is_of_user(kind)
+
+
+@functools.cache
+def _is_of_user(kind: Any) -> bool:
+    """Return whether the attributes of an object are state: its class is the user's, and not one of data."""
+    others = (AcceleratorModule, Callback, Dataset, Sampler, DataLoader, nn.Module, Tensor, type, BaseException)
+    if issubclass(kind, (*others, Enum, tuple, list, dict, set, int, float, str)):
+        return False
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    is_of_library = kind.__module__ in ("builtins", *sys.builtin_module_names) or kind.__module__.startswith("accmt.")
+    return not (is_of_library or (path is not None and path.startswith(_LIBRARIES)))
+
+
+def _class_named(name: str) -> Any:
+    """Return a named tuple's class; its module is never imported because a file names it."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = functools.reduce(getattr, path.split("."), sys.modules[module])
+    except (KeyError, AttributeError):
+        found = None
+    if not (isinstance(found, type) and _is_namedtuple(found)):
+        raise _MissingError(f"the checkpoint contains {name}, which is not defined at the top level of {module}")
+    return found
+
+
+def _parts_of(value: Any) -> dict[str, Any]:
+    parts = value.values if isinstance(value, _Copy) else _all_parts_of(value)
+    return {name: one for name, one in parts.items() if not (callable(one) and not isinstance(one, nn.Module))}
+
+
+def _all_parts_of(value: Any) -> dict[str, Any]:
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if name[:2] != "__"}}
+
+
+def _few_items(value: Any) -> Iterable[Any]:
+    if len(value) > _FEW_VALUES:
+        return ()
+    return tuple(value.values()) if isinstance(value, dict) else value
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    """Copy collections, small arrays and objects' attributes; tensors, modules and long collections are shared."""
+    kind: Any = type(value)
+    if kind in _NUMBERS or isinstance(value, Tensor | nn.Module):
+        return value
+    if kind is np.ndarray:
+        return value.copy() if value.nbytes <= _LARGEST_COPY else value
+    if kind in _KINDS:
+        if len(value) > _MOST_VALUES or kind in (set, frozenset):
+            return value.copy() if kind is set and len(value) <= _MOST_VALUES else value
+        if len(value) > _FEW_VALUES:
+            return value if kind is tuple else value.copy()
+        if not isinstance(value, dict):
+            items = [_copied(one, depth) for one in value]
+            return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
+        copied = value.copy()
+        copied.update({key: _copied(one, depth) for key, one in value.items()} if kind is not Counter else ())
+        return copied
+    if depth < _DEEPEST and _is_object(value):
+        return _Copy(kind, {name: _copied(one, depth + 1) for name, one in _all_parts_of(value).items()})
+    return value
+
+
+def _checksum(tensor: Tensor) -> object:
+    try:
+        split_tensors(tensor)
+    except CheckpointError:
+        return None
+    return checksum(tensor)
+
+
+def _text(packed: Any) -> object:
+    if isinstance(packed, bytes):
+        return packed
+    found, rest = split_tensors(packed)
+    return encode(rest), [checksum(tensor) for tensor in found.values()]
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+    return f"a {(value.kind if isinstance(value, _Copy) else type(value)).__name__}"
+
+
+def _memory(tensor: Tensor) -> int:
+    if is_made_of_tensors(tensor) or tensor.layout != torch.strided or is_lazy(tensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    memory = 0 if is_made_of_tensors(tensor) else tensor.data_ptr()
-    return memory, -1 if tensor.is_inference() else count_writes(tensor)
+    is_plain = not is_made_of_tensors(tensor) and tensor.layout == torch.strided
+    return tensor.data_ptr() if is_plain else 0, -1 if tensor.is_inference() else count_writes(tensor)

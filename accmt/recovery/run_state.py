@@ -337,7 +337,12 @@ class StepSnapshot:
     @property
     def can_be_saved(self) -> bool:
         """Whether there is a state to save."""
-        return self.state is not None and self._is_valid and not self.state["parts"]["attributes"].is_outdated()
+        return self.state is not None and self._is_valid and not self.find_changed()
+
+    def find_changed(self) -> list[str]:
+        """Return the attributes of module and callbacks that have changed since the last step."""
+        changed: list[str] = self.state["parts"]["attributes"].find_changed() if self.state is not None else []
+        return changed
 
     @contextmanager
     def restored(self, run: Run) -> Iterator[None]:

@@ -56,8 +56,10 @@ class _Witness(Callback):
         for name, tensor in collected.pieces.tensors.items():
             self.trace.entries[f"the final {name}"] = digest(tensor)
         for name, part in stateful_parts(run).items():
-            if name not in ("tracking", "clock"):
+            if name not in ("tracking", "clock", "attributes"):
                 self.trace.entries[f"the final state of {name}"] = digest(part.state_dict())
+        for name, value in run.attributes.collect_all().items():
+            self.trace.entries[f"the final {name}"] = digest(value)
         self.trace.module = self.module
 
     def _place(self) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import deque
+from collections import defaultdict, deque, namedtuple
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +173,202 @@ def test_a_failure_after_a_target_changed_writes_no_emergency_checkpoint(
         train("out/a", Early(fails_at=8), handlers="any")
     assert "no emergency checkpoint" in caplog.text
     assert [path.name for path in Path("out/checkpoint-a").glob("step-*")] == ["step-00000005"]
+
+
+Pair = namedtuple("Pair", "seen mean")  # noqa: PYI024 - as users write it
+
+
+class Statistics:
+    """Running statistics, as reinforcement learning keeps them."""
+
+    def __init__(self) -> None:
+        self.mean, self.count, self.parts = np.zeros(3), 0, {"largest": [0.0]}
+
+    def update(self, inputs: Any) -> None:
+        self.count += 1
+        self.mean += (inputs.mean(0) - self.mean) / self.count
+        self.parts["largest"][0] = max(self.parts["largest"][0], float(inputs.max()))
+
+
+class Stage(Enum):
+    EARLY = 1
+    LATE = 2
+
+
+@dataclass(slots=True)
+class Progress:
+    share: float = 0.0
+
+
+class Kinds(AcceleratorModule):
+    """Keeps values of further kinds, and lets the loss depend on all of them."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        for layer in self.model[:2]:
+            layer.requires_grad_(False)
+        self.targets = [copy.deepcopy(self.model).requires_grad_(False) for _ in range(2)]
+        self.heads = {"teacher": copy.deepcopy(self.model).requires_grad_(False)}
+        self.progress, self.stage = Progress(), Stage.EARLY
+        self.statistics, self.pair = Statistics(), Pair(0, torch.zeros(1))
+        self.best: Any = np.float64(9.0)
+        self.kinds, self.table, self.counts = np.array(["new", "old"]), {(0, 1): 0.0}, defaultdict(int)
+        self.small, self.phase = np.zeros(2, dtype=np.uint16), 1 + 0j
+        self.nested = {"a": {"n": 0}, "b": [[0, torch.zeros(1)]]}
+        self.of_samples = [0.0] * 20_000
+        self.hidden = self.cell = torch.zeros(1)
+        self.previous = self.model[2].weight.data
+        self.window, self.fails_at = deque([Pair(0, torch.zeros(1))], maxlen=4), fails_at
+
+    def training_step(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        with torch.no_grad():
+            goal = sum(target(inputs) for target in (*self.targets, self.heads["teacher"]))
+        self.statistics.update(inputs.numpy())
+        self.pair = Pair(self.pair.seen + 1, goal.mean().reshape(1))
+        self.window.append(self.pair)
+        self.progress.share += 0.01
+        self.stage = Stage.LATE
+        self.best = min(self.best, np.mean(goal.numpy()))
+        self.kinds[self.pair.seen % 2] = "old" if self.kinds[self.pair.seen % 2] == "new" else "new"
+        self.table[0, self.pair.seen % 3] = float(goal.max())
+        self.counts[float(goal.max()) > 0] += 1
+        self.small += 1
+        self.phase *= 1j
+        self.nested["a"]["n"] += 1
+        self.nested["b"][0][0] += 1
+        self.nested["b"][0][1] += goal.mean()
+        self.of_samples[self.pair.seen % 7] += 1.0
+        self.hidden, self.cell = self.hidden * 0.5 + goal.mean(), self.cell * 0.5 + goal.std()
+        numbers = [self.statistics.count, self.best, len(self.table), self.counts[True], self.small[0], self.phase.real]
+        numbers += [self.progress.share, self.nested["a"]["n"], sum(self.of_samples), list(self.kinds).count("new")]
+        rest = sum(map(float, numbers)) / 99 + self.hidden - self.cell + self.nested["b"][0][1] + self.pair.mean
+        rest = rest + sum(one.mean for one in self.window) + float(self.statistics.mean.sum()) + self.previous.mean()
+        return nn.functional.mse_loss(self.model(inputs), targets + 0.1 * goal + 0.01 * rest)
+
+    def on_update_end(self) -> None:
+        self.previous = self.model[2].weight.data.clone()
+        for target in (*self.targets, self.heads["teacher"]):
+            for mean, weight in zip(target.parameters(), self.model.parameters(), strict=True):
+                mean.data.lerp_(weight.data, 0.5)
+
+    def on_after_backward(self) -> None:
+        if self.state.global_step == self.fails_at:
+            raise Stop
+
+
+@pytest.mark.parametrize("handlers", [None, "any"])
+def test_values_of_further_kinds_go_on(handlers: Any, caplog: pytest.LogCaptureFixture) -> None:
+    whole = train("out/a", Kinds())
+    with caplog.at_level(logging.WARNING), pytest.raises(Stop):
+        train("out/b", Kinds(fails_at=8), handlers=handlers)
+    rest = train("out/b", Kinds(), resume=True)
+    assert "cannot contain" not in caplog.text
+    torch.testing.assert_close(rest.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    for name in ("hidden", "cell", "previous", "pair", "of_samples"):
+        torch.testing.assert_close(getattr(rest, name), getattr(whole, name), rtol=0, atol=0)
+    for name in ("best", "table", "progress", "stage", "counts", "phase", "nested"):
+        assert type(getattr(rest, name)) is type(getattr(whole, name))
+        assert getattr(rest, name) == getattr(whole, name)
+    assert (rest.kinds.tolist(), rest.small.tolist()) == (whole.kinds.tolist(), whole.small.tolist())
+    assert rest.counts.default_factory is int
+    assert vars(rest.statistics)["mean"].tobytes() == whole.statistics.mean.tobytes()
+    assert (rest.window.maxlen, type(rest.window[0])) == (4, Pair)
+
+
+def test_what_no_checkpoint_can_contain_is_no_error(tmp_path: Path) -> None:
+    class Odd(Collecting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.file = np.memmap(tmp_path / "numbers", np.float32, "w+", shape=(4,))
+            self.sparse, self.later = torch.eye(2).to_sparse(), nn.Module()
+            self.later.weight = nn.UninitializedParameter(requires_grad=False)
+            self.wide, self.records = np.zeros(2, dtype=np.longdouble), np.zeros(2, dtype=[("a", "i4")])
+            self.other = Statistics()
+            self.other.itself = self.other  # type: ignore[attr-defined]
+
+    assert train("out/a", Odd()).state.global_step == STEPS
+
+
+def test_a_module_in_objects_of_a_later_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Later(Collecting):
+        old: Any = None
+
+        def on_update_end(self) -> None:
+            super().on_update_end()
+            self.old = self.old or copy.deepcopy(self.model).requires_grad_(False)
+
+    with pytest.raises(Stop):
+        train("out/b", Later(fails_at=8))
+    with caplog.at_level(logging.WARNING):
+        train("out/b", Later(), resume=True)
+    assert "self.old: the checkpoint contains the weights of a module, which is a NoneType now" in caplog.text
+
+
+def test_two_names_of_one_module_that_differ_in_the_checkpoint_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Swapping(Collecting):
+        def __init__(self, fails_at: int | None = None) -> None:
+            super().__init__(fails_at=fails_at)
+            self.active = self.target
+
+        def on_update_end(self) -> None:
+            super().on_update_end()
+            self.active = copy.deepcopy(self.target) if self.active is self.target else self.active
+
+    with pytest.raises(Stop):
+        train("out/b", Swapping(fails_at=8))
+    with caplog.at_level(logging.WARNING):
+        train("out/b", Swapping(), resume=True)
+    assert "self.active: the checkpoint contains a Sequential that is another attribute's now" in caplog.text
+
+
+class AlsoTorch(nn.Module, AcceleratorModule):
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+        self.register_buffer("center", torch.zeros(1))
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any) -> Tensor:
+        outputs = self.model(batch[0])
+        self.center.lerp_(outputs.detach().mean(), 0.5)
+        return nn.functional.mse_loss(outputs, batch[1] - self.center)
+
+    on_after_backward = Kinds.on_after_backward
+
+
+def test_buffers_of_a_module_that_is_also_an_nn_module_go_on() -> None:
+    whole = train("out/a", AlsoTorch())
+    with pytest.raises(Stop):
+        train("out/b", AlsoTorch(fails_at=8), handlers="any")
+    rest = train("out/b", AlsoTorch(), resume=True)
+    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_check_resume_accepts_a_state_that_is_reset() -> None:
+    class Reset(Collecting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden: Any = None
+
+        def on_after_backward(self) -> None:
+            self.hidden = torch.ones(1) if self.state.global_step % 4 == 1 else None
+
+    assert make("out/a", {"batch_size": 4}).check_resume(Reset(), make_points(2 * STEPS)) > 0
+
+
+def test_what_changed_in_a_step_that_ran_out_of_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(Collecting):
+        def training_step(self, batch: Any) -> Tensor:
+            loss = super().training_step(batch)
+            if self.state.global_step == 3 and len(batch[0]) == 4:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            return loss
+
+    with caplog.at_level(logging.WARNING):
+        make("out/a", {"batch_size": 4, "max_micro_batch_size": "auto", "epochs": 1}).fit(
+            Full(), make_points(2 * STEPS)
+        )
+    assert "changed in the step that ran out of memory" in caplog.text
