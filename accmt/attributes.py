@@ -6,47 +6,44 @@ run would continue with the values that the constructor sets.
 
 from __future__ import annotations
 
-import ast
 import copy
-import functools
-import sys
-import sysconfig
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, Dataset, Sampler
 
+from accmt.attribute_values import (
+    COLLECTIONS,
+    DEEPEST,
+    LARGEST_COPY,
+    MOST_VALUES,
+    NUMBERS,
+    MissingError,
+    ObjectCopy,
+    Unpacking,
+    copy_value,
+    describe_value,
+    few_items,
+    is_object,
+    may_change,
+    memory_of,
+    pack,
+    parts_of,
+)
 from accmt.callbacks import Callback, MainProcessCallback
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.state_dicts import describe_kind, split_tensors
+from accmt.checkpoint.state_dicts import split_tensors
 from accmt.checkpoint.typed_json import encode
 from accmt.errors import CheckpointError, explain
 from accmt.libraries.private_names import buffers_of, children_of, count_writes, is_made_of_tensors
 from accmt.messages import warn_once
-from accmt.module import OF_RUN, AcceleratorModule
-from accmt.sharded_tensors import is_expanded, write_into
-
-_NUMBERS = frozenset({type(None), bool, int, float, str})
-_LITERALS = frozenset({complex, bytes})
-_DICTS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-_COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)} | _DICTS
-_KINDS = frozenset(_COLLECTIONS.values())
-_MOST_VALUES = 10_000
-"""Of a collection that is copied after each step."""
-_FEW_VALUES = 100
-"""Of a collection in which tensors may be written in place; longer ones are buffers and logs."""
-_LARGEST_COPY = 1 << 20
-"""Bytes of a NumPy array that is copied after each step."""
-_LARGEST_OUTPUT = 1 << 24
-"""Bytes of a tensor with a graph that is still taken for a state, not for an output kept for a log."""
+from accmt.module import OF_RUN
+from accmt.sharded_tensors import write_into
 
 
 def name_owners(module: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -62,14 +59,6 @@ def name_owners(module: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
             number = sum(type(other) is kind for other in owners.values()) + 1
             owners[kind.__name__ if number == 1 else f"{kind.__name__}#{number}"] = callback
     return owners
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A copy of the attributes of an object."""
-
-    kind: type
-    values: dict[str, Any]
 
 
 class Captured(NamedTuple):
@@ -121,8 +110,8 @@ class Attributes:
         """Return the current attributes, without reading a tensor."""
         values, writes = self._find(), {}
         for name, value in values.items():
-            if type(value) not in _NUMBERS:
-                values[name] = _copied(value)
+            if type(value) not in NUMBERS:
+                values[name] = copy_value(value)
                 writes[name] = self._count_writes(values[name])
         return Captured(self, values, writes)
 
@@ -140,7 +129,7 @@ class Attributes:
         state = {}
         for name, value in self._find().items():
             with suppress(CheckpointError):
-                state[name] = self._pack(value)
+                state[name] = pack(value, self._named_tensors)
         return state
 
     def describe(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,11 +143,13 @@ class Attributes:
             if self._is_of_model(value):
                 continue
             try:
-                state[name] = self._pack(value)
+                state[name] = pack(value, self._named_tensors)
                 encode(split_tensors(state[name])[1])
             except CheckpointError:
                 state.pop(name, None)
-                what = f"{name} has changed since training began, but a checkpoint cannot contain {_kind(value)}"
+                what = (
+                    f"{name} has changed since training began, but a checkpoint cannot contain {describe_value(value)}"
+                )
                 do = "return it from `state_dict` as numbers and tensors, and restore it in load_state_dict"
                 warn_once(f"{what}: {do}", about=f"attribute {name}")
         return state
@@ -171,8 +162,8 @@ class Attributes:
             return False
         fingerprint, first_writes = self._before.get(name, (None, None))
         if isinstance(value, np.ndarray):  # whose writes are not counted; a small one is a copy
-            return value.nbytes > _LARGEST_COPY and self._fingerprint(value) != fingerprint
-        holds_module = type(value) in _KINDS and any(isinstance(one, nn.Module) for one in _few_items(value))
+            return value.nbytes > LARGEST_COPY and self._fingerprint(value) != fingerprint
+        holds_module = type(value) in COLLECTIONS and any(isinstance(one, nn.Module) for one in few_items(value))
         if name not in self._before or not (holds_module or isinstance(value, Tensor | nn.Module)):
             return False
         # Writes to `.data` are not counted. If that is how the value changes, its last change may be newer.
@@ -182,13 +173,13 @@ class Attributes:
         found = {}
         for owner, one in self._owners.items():
             for name, value in _attributes_of(one).items():
-                if name not in _LEFT_OUT and id(value) not in self._of_model and _may_change(value):
+                if name not in _LEFT_OUT and id(value) not in self._of_model and may_change(value):
                     found[f"{owner}.{name}"] = value
         return found
 
     def _is_of_model(self, value: Any) -> bool:
         """Return whether a value is a part of the model, or a collection of some, such as a list of its parameters."""
-        if type(value) in _KINDS and len(value):
+        if type(value) in COLLECTIONS and len(value):
             return all(map(self._is_of_model, value.values() if isinstance(value, dict) else value))
         return id(value) in self._of_model
 
@@ -202,41 +193,43 @@ class Attributes:
 
     def _count_writes(self, value: Any) -> object:
         """Return a value that changes with most writes, without reading a tensor."""
-        if type(value) in _NUMBERS:
+        if type(value) in NUMBERS:
             return None
         if isinstance(value, Tensor):
             return _place(value)
         if isinstance(value, nn.Module):
             return [_place(tensor) for tensor in self._tensors_of(value)]
-        if isinstance(value, _Copy):
+        if isinstance(value, ObjectCopy):
             return [self._count_writes(one) for one in value.values.values()]
-        if type(value) not in _KINDS:
+        if type(value) not in COLLECTIONS:
             return None
         last = id(value[-1]) if isinstance(value, list | deque) and value else None
-        return len(value), last, [self._count_writes(one) for one in _few_items(value)]
+        return len(value), last, [self._count_writes(one) for one in few_items(value)]
 
     def _fingerprint(self, value: Any, depth: int = 0) -> object:
         """Return a value that changes with the attribute."""
         if isinstance(value, nn.Module):
             tensors = self._named_tensors(value).values()
             return [_place(tensor) for tensor in tensors], [_checksum(tensor) for tensor in tensors]
-        if isinstance(value, _Copy) or _is_object(value):
-            parts = _parts_of(value).items() if depth < _DEEPEST else ()
+        if isinstance(value, ObjectCopy) or is_object(value):
+            parts = parts_of(value).items() if depth < DEEPEST else ()
             return [(name, self._fingerprint(one, depth + 1)) for name, one in parts]
-        if type(value) in _KINDS and len(value) > _MOST_VALUES:
+        if type(value) in COLLECTIONS and len(value) > MOST_VALUES:
             items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
             try:
                 return len(value), hash(items)
             except TypeError:  # of lists, for example
                 return len(value), hash(tuple(map(id, items)))
         try:
-            found, rest = split_tensors(self._pack(value))
+            found, rest = split_tensors(pack(value, self._named_tensors))
             return encode(rest), [checksum(tensor) for tensor in found.values()]
         except CheckpointError:
-            return _kind(value), len(value) if type(value) in _KINDS else None
+            return describe_value(value), len(value) if type(value) in COLLECTIONS else None
 
     def _restore(self, *, is_last: bool) -> None:
-        written: dict[int, Any] = {_memory(part): part for part in self._of_model.values() if isinstance(part, Tensor)}
+        written: dict[int, Any] = {
+            memory_of(part): part for part in self._of_model.values() if isinstance(part, Tensor)
+        }
         # A tensor that becomes an attribute is a copy, because steps before `begin` may write into it.
         state = self._restored if is_last else copy.deepcopy(self._restored)
         for path, packed in state.items():
@@ -246,16 +239,15 @@ class Attributes:
                 continue
             now = _attributes_of(one).get(name)
             try:
-                value = _Unpacking(self, written, self._device, path).unpack(packed, now)
+                value = Unpacking(self._restore_module, written, self._device, path).unpack(packed, now)
                 if value is not now:
                     holder = next((held for held in _registered(one) if name in held), vars(one))
                     holder[name] = value
-            except _MissingError as error:
+            except MissingError as error:
                 if is_last:
                     warn_once(f"{path}: {error}: it is ignored", about=f"attribute {path}")
 
-    def restore_module(self, name: str, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        """Restore the tensors of a module."""
+    def _restore_module(self, name: str, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
         own = self._named_tensors(module)
         for path, value in saved.items():
             tensor = own.get(path)
@@ -266,170 +258,8 @@ class Attributes:
                 raise CheckpointError(explain(where, got, expected, do))
             write_into(tensor, value)
 
-    def _pack(self, value: Any, depth: int = 0) -> Any:
-        """Return a value as JSON values and tensors: numbers, CPU tensors and lists as they are, others with a kind.
 
-        Raises:
-            CheckpointError: It cannot be stored.
-        """
-        kind = type(value)
-        if kind in _NUMBERS:
-            return value
-        pack = functools.partial(self._pack, depth=depth)
-        if isinstance(value, Tensor):
-            if value.grad_fn is not None and value.nbytes > _LARGEST_OUTPUT:
-                raise CheckpointError("an output")
-            return value if value.device.type == "cpu" else {"kind": "tensor", "value": value}
-        if kind is list:
-            return [pack(one) for one in value]
-        if isinstance(value, Enum) and value.name in kind.__members__:
-            return {"kind": "enum", "value": value.name, "class": describe_kind(kind)}
-        if kind in _LITERALS:
-            return {"kind": "literal", "value": repr(value)}
-        if isinstance(value, nn.Module):
-            return {"kind": "module", "value": self._named_tensors(value)}
-        if isinstance(value, np.generic) and type(value.item()) in _NUMBERS:
-            return {"kind": "scalar", "value": value.item(), "dtype": value.dtype.str}
-        if kind is np.ndarray and not value.dtype.hasobject and value.dtype.names is None:
-            dense = np.ascontiguousarray(value) if value.flags.writeable else value.copy()
-            content = torch.from_numpy(dense.reshape(-1).view(np.uint8))
-            return {"kind": "ndarray", "value": content, "dtype": value.dtype.str, "shape": list(value.shape)}
-        if kind in _KINDS:
-            items = [[pack(key), pack(one)] for key, one in value.items()] if kind in _DICTS.values() else None
-            packed = {"kind": kind.__name__, "value": [pack(one) for one in value] if items is None else items}
-            return {**packed, "maxlen": value.maxlen} if kind is deque else packed
-        if _is_namedtuple(kind):
-            return {"kind": "namedtuple", "value": [pack(one) for one in value], "class": describe_kind(kind)}
-        if (isinstance(value, _Copy) or _is_object(value)) and depth < _DEEPEST:  # objects may refer to each other
-            kind = value.kind if isinstance(value, _Copy) else kind
-            parts = {name: self._pack(one, depth + 1) for name, one in _parts_of(value).items()}
-            return {"kind": "object", "value": parts, "class": describe_kind(kind)}
-        raise CheckpointError(_kind(value))
-
-
-class _MissingError(Exception):
-    """A saved value needs an object that the program does not have now."""
-
-
-class _Unpacking:
-    """Restores packed values; what exists gets its content in place, since others may use it.
-
-    But two attributes that were the same at the start, as in `self.h = self.c = torch.zeros(4)`, may differ in the
-    checkpoint, and none may change the model that it was a view of.
-
-    Args:
-        attributes: What restores modules.
-        written: What has been written, by its memory or id.
-        device: The device of tensors that were on one.
-        path: The attribute.
-    """
-
-    def __init__(self, attributes: Attributes, written: dict[int, Any], device: torch.device, path: str) -> None:
-        self._attributes, self._written, self._device, self._path = attributes, written, device, path
-
-    def unpack(self, packed: Any, now: Any) -> Any:
-        """Return a saved value."""
-        if isinstance(packed, Tensor):
-            return self._tensor(packed, now, torch.device("cpu"))
-        if isinstance(packed, list):
-            items = self._items(packed, now)
-            if type(now) is not list or not self._is_first(id(now), packed):
-                return items
-            now[:] = items
-            return now
-        return packed if not isinstance(packed, dict) else self._of_kind(packed["kind"], packed["value"], packed, now)
-
-    def _of_kind(self, kind: str, value: Any, packed: Mapping[str, Any], now: Any) -> Any:
-        if kind == "tensor":
-            return self._tensor(value, now, self._device)
-        if kind == "literal":
-            return ast.literal_eval(value)
-        if kind == "scalar":
-            return np.dtype(packed["dtype"]).type(value)
-        if kind == "ndarray":
-            return self._array(value.numpy().view(np.dtype(packed["dtype"])).reshape(packed["shape"]), now)
-        if kind == "module":
-            if not isinstance(now, nn.Module):
-                raise _MissingError(f"the checkpoint contains the weights of a module, which is {_kind(now)} now")
-            self._require_first(now, value)
-            self._attributes.restore_module(self._path, now, value)
-            return now
-        if kind == "enum" and isinstance(now, Enum) and describe_kind(type(now)) == packed["class"]:
-            return type(now)[value]
-        if kind == "namedtuple":
-            return _class_named(packed["class"])._make(self._items(value, now))
-        if kind in ("object", "enum"):
-            if describe_kind(type(now)) != packed["class"]:
-                raise _MissingError(f"the checkpoint contains {packed['class']}, which is {_kind(now)} now")
-            self._require_first(now, value)
-            for name, one in value.items():
-                object.__setattr__(
-                    now, name, self.unpack(one, getattr(now, name, None))
-                )  # it may be a frozen dataclass
-            return now
-        if kind in _DICTS:
-            return self._dict(_DICTS[kind], value, now)
-        items = self._items(value, now)
-        if kind != "deque":
-            made: Any = _COLLECTIONS[kind]
-            return made(items)
-        if type(now) is not deque or now.maxlen != packed["maxlen"] or not self._is_first(id(now), value):
-            return deque(items, packed["maxlen"])
-        now.clear()
-        now.extend(items)
-        return now
-
-    def _tensor(self, saved: Tensor, now: Any, device: torch.device) -> Any:
-        is_like = isinstance(now, Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype)
-        if not is_like or now.is_inference() or is_expanded(now):
-            return saved.to(device)
-        memory = _memory(now)
-        if memory in self._written:
-            return now if torch.equal(now.cpu(), saved) else saved.to(device)
-        self._written[memory] = now
-        write_into(now, saved)
-        return now
-
-    def _array(self, saved: np.ndarray[Any, Any], now: Any) -> Any:
-        is_like = type(now) is np.ndarray and (now.shape, now.dtype) == (saved.shape, saved.dtype)
-        if is_like and now.flags.writeable and self._is_first(now.__array_interface__["data"][0], saved.tobytes()):
-            now[...] = saved
-            return now
-        return saved.copy()
-
-    def _items(self, saved: Sequence[Any], now: Any) -> list[Any]:
-        is_like = isinstance(now, list | tuple | deque) and len(now) == len(saved)
-        existing = now if is_like else [None] * len(saved)
-        return [self.unpack(one, before) for one, before in zip(saved, existing, strict=True)]
-
-    def _dict(self, kind: Any, saved: Sequence[Any], now: Any) -> Any:
-        by_key = now if isinstance(now, dict) else {}
-        entries = {}
-        for packed_key, one in saved:
-            key = self.unpack(packed_key, None)
-            entries[key] = self.unpack(one, by_key.get(key))
-        if type(now) is not kind or not self._is_first(id(now), saved):
-            made = kind()
-            made.update(entries)
-            return made
-        if now.keys() != entries.keys() or kind is not dict:
-            now.clear()
-        now.update(entries)
-        return now
-
-    def _require_first(self, now: Any, saved: Any) -> None:
-        if not self._is_first(id(now), saved):
-            raise _MissingError(f"the checkpoint contains {_kind(now)} that is another attribute's now")
-
-    def _is_first(self, place: int, saved: Any) -> bool:
-        """Return whether a value may be written in place: for the first time, or with the same content."""
-        before = self._written.setdefault(place, saved)
-        return before is saved or _text(before) == _text(saved)
-
-
-_DEEPEST = 3
 _LEFT_OUT = frozenset({"model", "module", *OF_RUN, *vars(nn.Module())})
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 def _registered(owner: Any) -> list[dict[str, Any]]:
@@ -444,107 +274,12 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
     return found
 
 
-def _may_change(value: Any) -> bool:
-    kind = type(value)
-    if kind in _NUMBERS or kind in _KINDS or kind is np.ndarray or kind in _LITERALS:
-        return True
-    return isinstance(value, Tensor | nn.Module | np.generic | Enum) or _is_namedtuple(kind) or _is_object(value)
-
-
-def _is_namedtuple(kind: type) -> bool:
-    return issubclass(kind, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make")
-
-
-def _is_object(value: Any) -> bool:
-    kind: Any = type(value)
-    return (hasattr(value, "__dict__") or hasattr(kind, "__slots__")) and _is_of_user(kind)
-
-
-@functools.cache
-def _is_of_user(kind: Any) -> bool:
-    """Return whether the attributes of an object are state: its class is the user's, and not one of data."""
-    others = (AcceleratorModule, Callback, Dataset, Sampler, DataLoader, nn.Module, Tensor, type, BaseException)
-    if issubclass(kind, (*others, Enum, tuple, list, dict, set, int, float, str)):
-        return False
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    is_of_library = kind.__module__ in ("builtins", *sys.builtin_module_names) or kind.__module__.startswith("accmt.")
-    return not (is_of_library or (path is not None and path.startswith(_LIBRARIES)))
-
-
-def _class_named(name: str) -> Any:
-    """Return a named tuple's class; its module is never imported because a file names it."""
-    module, _, path = name.partition(":")
-    try:
-        found: Any = functools.reduce(getattr, path.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
-        found = None
-    if not (isinstance(found, type) and _is_namedtuple(found)):
-        raise _MissingError(f"the checkpoint contains {name}, which is not defined at the top level of {module}")
-    return found
-
-
-def _parts_of(value: Any) -> dict[str, Any]:
-    parts = value.values if isinstance(value, _Copy) else _all_parts_of(value)
-    return {name: one for name, one in parts.items() if not (callable(one) and not isinstance(one, nn.Module))}
-
-
-def _all_parts_of(value: Any) -> dict[str, Any]:
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
-    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if name[:2] != "__"}}
-
-
-def _few_items(value: Any) -> Iterable[Any]:
-    if len(value) > _FEW_VALUES:
-        return ()
-    return tuple(value.values()) if isinstance(value, dict) else value
-
-
-def _copied(value: Any, depth: int = 0) -> Any:
-    """Copy collections, small arrays and objects' attributes; tensors, modules and long collections are shared."""
-    kind: Any = type(value)
-    if kind in _NUMBERS or isinstance(value, Tensor | nn.Module):
-        return value
-    if kind is np.ndarray:
-        return value.copy() if value.nbytes <= _LARGEST_COPY else value
-    if kind in _KINDS:
-        if len(value) > _MOST_VALUES or kind in (set, frozenset):
-            return value.copy() if kind is set and len(value) <= _MOST_VALUES else value
-        if len(value) > _FEW_VALUES:
-            return value if kind is tuple else value.copy()
-        if not isinstance(value, dict):
-            items = [_copied(one, depth) for one in value]
-            return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
-        copied = value.copy()
-        copied.update({key: _copied(one, depth) for key, one in value.items()} if kind is not Counter else ())
-        return copied
-    if depth < _DEEPEST and _is_object(value):
-        return _Copy(kind, {name: _copied(one, depth + 1) for name, one in _all_parts_of(value).items()})
-    return value
-
-
 def _checksum(tensor: Tensor) -> object:
     try:
         split_tensors(tensor)
     except CheckpointError:
         return None
     return checksum(tensor)
-
-
-def _text(packed: Any) -> object:
-    if isinstance(packed, bytes):
-        return packed
-    found, rest = split_tensors(packed)
-    return encode(rest), [checksum(tensor) for tensor in found.values()]
-
-
-def _kind(value: Any) -> str:
-    return f"a {(value.kind if isinstance(value, _Copy) else type(value)).__name__}"
-
-
-def _memory(tensor: Tensor) -> int:
-    if is_made_of_tensors(tensor) or tensor.layout != torch.strided or is_lazy(tensor) or not tensor.numel():
-        return id(tensor)
-    return tensor.untyped_storage().data_ptr()
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
