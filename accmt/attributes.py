@@ -45,6 +45,11 @@ from accmt.messages import warn_once
 from accmt.module import OF_RUN
 from accmt.sharded_tensors import write_into
 
+_LARGEST_HASHED = 1 << 22
+"""Bytes of a tensor whose bits are all compared at each checkpoint."""
+_NUM_HASHED = 1 << 16
+"""Entries that are compared of a larger one."""
+
 
 def name_owners(module: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
     """Return the objects of a user whose attributes are state: the module, and callbacks without a `state_dict`.
@@ -209,8 +214,9 @@ class Attributes:
     def _fingerprint(self, value: Any, depth: int = 0) -> object:
         """Return a value that changes with the attribute."""
         if isinstance(value, nn.Module):
-            tensors = self._named_tensors(value).values()
-            return [_place(tensor) for tensor in tensors], [_checksum(tensor) for tensor in tensors]
+            return [(_place(tensor), _checksum(tensor)) for tensor in self._named_tensors(value).values()]
+        if isinstance(value, Tensor):
+            return _place(value), _checksum(value)
         if isinstance(value, ObjectCopy) or is_object(value):
             parts = parts_of(value).items() if depth < DEEPEST else ()
             return [(name, self._fingerprint(one, depth + 1)) for name, one in parts]
@@ -275,11 +281,13 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 def _checksum(tensor: Tensor) -> object:
+    """Return a checksum of a tensor, or of entries of a large one: what writes only few counts them as writes."""
     try:
         split_tensors(tensor)
     except CheckpointError:
         return None
-    return checksum(tensor)
+    is_large = tensor.nbytes > _LARGEST_HASHED and tensor.is_contiguous() and not is_made_of_tensors(tensor)
+    return checksum(tensor.detach().view(-1)[:: tensor.numel() // _NUM_HASHED] if is_large else tensor)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
