@@ -35,7 +35,7 @@ from accmt.attribute_values import (
     pack,
     parts_of,
 )
-from accmt.callbacks import Callback, MainProcessCallback
+from accmt.callbacks import Callback, MainProcessCallback, name_by_class
 from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.state_dicts import split_tensors
 from accmt.checkpoint.typed_json import encode
@@ -56,14 +56,9 @@ def name_owners(module: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
 
     Callbacks that run only on the main process are left out: processes save and restore the same.
     """
-    owners = {"self": module}
-    for callback in callbacks:
-        kind = type(callback)
-        is_own = kind.__module__.startswith("accmt.") or isinstance(callback, MainProcessCallback)
-        if not is_own and kind.state_dict is Callback.state_dict:
-            number = sum(type(other) is kind for other in owners.values()) + 1
-            owners[kind.__name__ if number == 1 else f"{kind.__name__}#{number}"] = callback
-    return owners
+    own = (one for one in callbacks if type(one).state_dict is Callback.state_dict)
+    of_users = (one for one in own if not type(one).__module__.startswith("accmt."))
+    return {"self": module} | name_by_class(one for one in of_users if not isinstance(one, MainProcessCallback))
 
 
 class Captured(NamedTuple):

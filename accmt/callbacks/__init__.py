@@ -13,6 +13,7 @@ from accmt.callbacks.callback import (
     build_callbacks,
     describe_hooks,
     find_hooks,
+    name_by_class,
 )
 from accmt.installation import require_own_folder
 
@@ -31,4 +32,5 @@ __all__ = [
     "build_callbacks",
     "describe_hooks",
     "find_hooks",
+    "name_by_class",
 ]

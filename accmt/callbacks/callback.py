@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -131,6 +131,16 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore state from `state_dict`; called on every process before `on_resume`."""
+
+
+def name_by_class(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Name callbacks by class and, from the second of a class on, number, so that the next start finds their state."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        kind = type(callback)
+        number = sum(type(other) is kind for other in named.values()) + 1
+        named[kind.__name__ if number == 1 else f"{kind.__name__}#{number}"] = callback
+    return named
 
 
 class MainProcessCallback(Callback):

@@ -35,7 +35,7 @@ _CHUNK = 1 << 26
 """At most this many bytes are sent at a time."""
 
 _ALIGNED = 16
-"""In a buffer, tensors start at multiples of so many bytes."""
+"""In a buffer, tensors start at multiples of this many bytes."""
 
 
 class _Slice(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accmt.callbacks import Callback, MainProcessCallback
+from accmt.callbacks import Callback, MainProcessCallback, name_by_class
 from accmt.callbacks.callback import find_hooks
 from accmt.checkpoint.contents import load_state, rejecting_other_forms
 from accmt.data import UnshardedSource
@@ -268,14 +268,8 @@ def _name_of(scheduler: Any) -> str | None:
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """Name each stateful callback by its class and a number, so that the next start finds its state."""
-    named: dict[str, Callback] = {}
-    for callback in callbacks:
-        kind = type(callback)
-        if kind.state_dict is Callback.state_dict and kind.load_state_dict is Callback.load_state_dict:
-            continue
-        number = sum(type(other) is kind for other in named.values()) + 1
-        named[kind.__name__ if number == 1 else f"{kind.__name__}#{number}"] = callback
-    return named
+    own = (Callback.state_dict, Callback.load_state_dict)
+    return name_by_class(one for one in callbacks if (type(one).state_dict, type(one).load_state_dict) != own)
 
 
 # ---- The step snapshot: the run after its last optimizer step, for a checkpoint if something fails before the next.

@@ -5,8 +5,6 @@ torchrun --nproc-per-node 2 checkpoint_writer.py FOLDER RESULT.json
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -25,11 +23,11 @@ from accmt.errors import CheckpointError
 from accmt.processes import (
     broadcast_object,
     gather_objects,
-    is_main_process,
     new_cpu_group,
     process_index,
     run_on_main_process,
 )
+from tests.distributed.scripts.answers import write_and_leave
 
 NUM_SAVES = 20
 
@@ -124,14 +122,7 @@ def answer(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    of_all = gather_objects(answer(Path(sys.argv[1])))
-    if is_main_process():
-        unfinished = Path(sys.argv[2] + ".tmp")
-        unfinished.write_text(json.dumps(of_all))
-        unfinished.rename(sys.argv[2])
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
+    write_and_leave(answer(Path(sys.argv[1])), sys.argv[2])
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ Process 0 uses FOLDER/disk-0, and processes 1 and 2 use FOLDER/disk-1.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,8 +17,9 @@ import torch.distributed as dist
 from accmt.checkpoint import copying
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import CheckpointError
-from accmt.processes import gather_objects, is_main_process, manages_disk, process_index, separate_disks
+from accmt.processes import is_main_process, manages_disk, process_index, separate_disks
 from tests.checkpoints import save_with
+from tests.distributed.scripts.answers import write_and_leave
 
 MANAGERS = [0, 1, 1]
 copying._CHUNK = 10
@@ -90,14 +89,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     separate_disks(MANAGERS)
     folder = Path(sys.argv[1]) / f"disk-{MANAGERS[process_index()]}" / "ck"
-    of_all = gather_objects(answer(folder))
-    if is_main_process():
-        unfinished = Path(sys.argv[2] + ".tmp")
-        unfinished.write_text(json.dumps(of_all))
-        unfinished.rename(sys.argv[2])
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
+    write_and_leave(answer(folder), sys.argv[2])
 
 
 if __name__ == "__main__":
