@@ -47,6 +47,9 @@ _LARGEST_OUTPUT = 1 << 24
 DEEPEST = 3
 """Of objects within objects, which may refer to each other."""
 
+DIGEST = "digest"
+"""The kind of a value that training has not changed, of which only a digest is stored."""
+
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 

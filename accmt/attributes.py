@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from accmt.attribute_values import (
     COLLECTIONS,
     DEEPEST,
+    DIGEST,
     LARGEST_COPY,
     MOST_VALUES,
     NUMBERS,
@@ -92,6 +94,7 @@ class Attributes:
         self._of_model = {id(part): part for part in (*model.modules(), *model.parameters(), *model.buffers())}
         self._tensors: dict[int, tuple[nn.Module, list[Tensor]]] = {}
         self._restored: dict[str, Any] = {}
+        self._digests: dict[str, str] = {}
         self._before: dict[str, tuple[object, object]] | None = None
 
     def begin(self) -> None:
@@ -103,7 +106,13 @@ class Attributes:
         values = self._find()
         self._tensors = {id(one): (one, self._tensors_of(one)) for one in values.values() if isinstance(one, nn.Module)}
         before = {name: (self._fingerprint(value), self._count_writes(value)) for name, value in values.items()}
-        self._before = {name: both for name, both in before.items() if name not in self._restored}
+        self._digests = {name: found for name, value in values.items() if (found := self._digest(value)) is not None}
+        saved = {path: packed["value"] for path, packed in self._restored.items() if _is_digest(packed)}
+        for name, digest in saved.items():
+            if name in self._digests and self._digests[name] != digest:
+                do = "if the constructor draws it at random, call accmt.set_seed before building the module"
+                warn_once(f"{name} is not what it was in the saved run: {do}", about=f"attribute {name}")
+        self._before = {name: both for name, both in before.items() if name in saved or name not in self._restored}
         self._restored = {}
 
     def capture(self) -> Captured:
@@ -139,6 +148,8 @@ class Attributes:
         state = {}
         for name, value in values.items():
             if name in self._before and self._fingerprint(value) == self._before[name][0]:
+                if name in self._digests:
+                    state[name] = {"kind": DIGEST, "value": self._digests[name]}
                 continue
             if self._is_of_model(value):
                 continue
@@ -227,6 +238,15 @@ class Attributes:
         except CheckpointError:
             return describe_value(value), len(value) if type(value) in COLLECTIONS else None
 
+    def _digest(self, value: Any) -> str | None:
+        """Return a digest of a tensor or module, which the next start compares if training does not change it."""
+        named = self._named_tensors(value) if isinstance(value, nn.Module) else {"": value}
+        tensors = {name: one for name, one in named.items() if isinstance(one, Tensor)}
+        if not tensors:
+            return None
+        sums = [(name, str(one.device.type), tuple(one.shape), _checksum(one)) for name, one in tensors.items()]
+        return xxhash.xxh3_64_hexdigest(repr(sums).encode())
+
     def _restore(self, *, is_last: bool) -> None:
         written: dict[int, Any] = {
             memory_of(part): part for part in self._of_model.values() if isinstance(part, Tensor)
@@ -236,7 +256,7 @@ class Attributes:
         for path, packed in state.items():
             owner, _, name = path.partition(".")
             one = self._owners.get(owner)
-            if one is None:
+            if one is None or _is_digest(packed):
                 continue
             now = _attributes_of(one).get(name)
             try:
@@ -261,6 +281,10 @@ class Attributes:
 
 
 _LEFT_OUT = frozenset({"model", "module", *OF_RUN, *vars(nn.Module())})
+
+
+def _is_digest(packed: Any) -> bool:
+    return isinstance(packed, dict) and packed["kind"] == DIGEST
 
 
 def _registered(owner: Any) -> list[dict[str, Any]]:
