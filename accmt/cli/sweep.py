@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from accmt.addons.sweep.table import Lines, LiveTable, write_table
+    from accmt.addons.sweep.results import Lines, LiveTable, write_table
     from accmt.addons.sweep.worker import Sweep
     from accmt.errors import ArgumentError, explain
 

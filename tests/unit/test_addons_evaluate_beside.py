@@ -245,7 +245,7 @@ def test_rows_wait_for_the_end_of_the_run_if_only_one_process_can_log_to_it(
 ) -> None:
     trainer = train("off", log_with="tensorboard")
     monkeypatch.setattr(TensorBoard, "is_exclusive", True)
-    monkeypatch.setattr(evaluations._Evaluations, "_deliver_rest", lambda _: None)
+    monkeypatch.setattr(evaluations, "sync_run", lambda _: [])
     evaluate("off", log_with="tensorboard")
     place = trainer.log_dir / EVALUATIONS_FOLDER
     assert not list(place.glob("events.*"))

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from accmt import Callback, Sweep, Trainer
 from accmt.addons.fork.lineage import find_parent
+from accmt.addons.sweep.results import LiveTable, write_table
 from accmt.addons.sweep.spec import grid_of
 from accmt.addons.sweep.study import JOURNAL_FILE, SweepStudy, perturb
-from accmt.addons.sweep.table import LiveTable, write_table
 from accmt.addons.sweep.worker import share_of
 from accmt.cli.main import main
 from accmt.errors import ArgumentError

@@ -258,17 +258,28 @@ class _Evaluations:
             raise
         status = broadcast_object(self._find_status())
         self._close(status)
-        if is_main_process():
-            if status != "RUNNING":
-                self._deliver_rest()
-            if self._request.model is None:
-                _print(_describe_counts(counts))
+        if not is_main_process():
+            return
+        if status != "RUNNING" and self._tracking is not None and self._tracking.held_back():
+            for one in sync_run(self._folder):  # the rows that had to wait for the end of the run
+                if one.problem is not None:
+                    got, do = f"{one.num_left} rows not delivered ({one.problem})", f"accmt sync {self._folder}"
+                    warn(explain(f"the tracker {one.tracker}", got, "all rows delivered", do))
+        if self._request.model is None:
+            numbers = [(counts[False], "checkpoint"), *([(counts[True], "model")] if counts[True] else [])]
+            done = " and ".join(f"{number} {what}{'s' if number != 1 else ''}" for number, what in numbers)
+            _print(f"{done} evaluated")
 
     def _find_next(self) -> _Next:
         request = self._request
         if request.model is not None:
             return self._find_named(Path(request.model))
-        is_over = not request.watches or self._is_run_over()  # before the list: nothing is published afterwards
+        is_over = not request.watches
+        if request.watches:  # before the list: nothing is published afterwards
+            history = self._run_folder / HISTORY_FILE
+            has_finished = _read_last(history).get("status") == "FINISHED"
+            silent_s = time.time() - history.stat().st_mtime  # after a while, nobody resumes it
+            is_over = has_finished or (silent_s > request.wait_s and not is_locked(self._run_folder))
         state = self._state if self._tracking is not None else _State.read(self._folder)
         lineage = self._read_lineage()
         found = find_checkpoints(Path(request.checkpoints), request.run_name)
@@ -298,14 +309,6 @@ class _Evaluations:
 
     def _read_lineage(self) -> Lineage:
         return Lineage.of(read_launches(self._run_folder))
-
-    def _is_run_over(self) -> bool:
-        """Return whether the run is complete, or has stopped so long ago that nobody resumes it."""
-        history = self._run_folder / HISTORY_FILE
-        if _read_last(history).get("status") == "FINISHED":
-            return True
-        silent_s = time.time() - history.stat().st_mtime
-        return silent_s > self._request.wait_s and not is_locked(self._run_folder)
 
     def _find_status(self) -> RunStatus:
         """Return the status of the run for trackers."""
@@ -387,7 +390,10 @@ class _Evaluations:
         if self._tracking is None:
             self._state = _State.read(self._folder)
             self._state.forget(lineage)
-            self._note_rule()
+            num_before, rule = len(self._state.evaluated), self._request.save_best
+            if rule is not None and num_before and rule != self._state.save_best:
+                what = f"{num_before} evaluations were made before without --save-best {rule}"
+                warn(f"{what}: only later ones can be the best; to evaluate all again, delete {self._folder}")
         delivered = DeliveryFile.read(self._run_folder)
         accounts = {} if delivered is None else delivered.accounts
         tracking.load_state_dict(
@@ -404,12 +410,6 @@ class _Evaluations:
         for row in rows:
             config = row.get("config", config)
         tracking.start(config)
-
-    def _note_rule(self) -> None:
-        state, rule = self._state, self._request.save_best
-        if rule is not None and state.evaluated and rule != state.save_best:
-            what = f"{len(state.evaluated)} evaluations were made before without --save-best {rule}"
-            warn(f"{what}: only later ones can be the best; to evaluate all again, delete {self._folder}")
 
     def _evaluate_weights(self, held: Path, *, is_model: bool) -> dict[str, float]:
         """Restore a checkpoint or a model, and evaluate as the run would have done after this step.
@@ -478,15 +478,6 @@ class _Evaluations:
         if self._tracking is not None:
             self._tracking.finish(status)
 
-    def _deliver_rest(self) -> None:
-        """Deliver the rows to the trackers that had to wait for the end of the run."""
-        if self._tracking is not None and self._tracking.held_back():
-            for one in sync_run(self._folder):
-                if one.problem is not None:
-                    got = f"{one.num_left} rows not delivered ({one.problem})"
-                    do = f"accmt sync {self._folder}"
-                    warn(explain(f"the tracker {one.tracker}", got, "all rows delivered", do))
-
 
 def _evaluate_as_fit(run: Run) -> dict[str, float]:
     state = run.state
@@ -526,12 +517,6 @@ def _describe(published: Published) -> str:
 
 def _describe_values(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.5g}" for name, value in values.items()) or "no results"
-
-
-def _describe_counts(counts: Mapping[bool, int]) -> str:
-    """Return how many checkpoints and models were evaluated."""
-    numbers = [(counts[False], "checkpoint"), *([(counts[True], "model")] if counts[True] else [])]
-    return " and ".join(f"{number} {what}{'s' if number != 1 else ''}" for number, what in numbers) + " evaluated"
 
 
 def _read_last(history: Path) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from accmt.addons.evaluate_beside.published import find_models
 from accmt.addons.launches import build_command, read_launches
@@ -134,7 +134,14 @@ def prepare_evaluation(
         raise ArgumentError(explain(where, got, "a run that this version of accmt has started", do))
     place = Path(start["checkpoints"])
     if model is None and not (watches or find_models(Path(start["model_path"]), without=Path())):
-        _require_checkpoints(start, place, where)
+        settings = start["settings"]
+        if "checkpointer" in settings:
+            got = f"checkpoints in a {settings['checkpointer']}"
+            _fail(where, got, "without `checkpointer`, runs write to a folder")
+        if settings.get("checkpoint_every", "epoch") is None:
+            _fail(where, "a run without checkpoints, and no saved model", 'Trainer(checkpoint_every="500 steps")')
+        if not place.parent.is_dir():
+            _fail(where, f"no such folder: {place}", "run it on the machine of the run, or share the disk")
     if start["machines"] > 1 and processes is None:
         got = f"a run on {start['machines']} machines"
         raise ArgumentError(explain(where, got, "the number of processes on this machine", "--processes 1"))
@@ -159,16 +166,6 @@ def prepare_evaluation(
     if _GPUS in os.environ:  # another GPU than that of the run
         environment[_GPUS] = os.environ[_GPUS]
     return command, cwd, {**environment, FIT_VARIABLE: "evaluate", REQUEST_VARIABLE: dumps(asdict(request))}
-
-
-def _require_checkpoints(start: dict[str, Any], place: Path, where: str) -> None:
-    settings = start["settings"]
-    if "checkpointer" in settings:
-        _fail(where, f"checkpoints in a {settings['checkpointer']}", "without `checkpointer`, runs write to a folder")
-    if settings.get("checkpoint_every", "epoch") is None:
-        _fail(where, "a run without checkpoints, and no saved model", 'Trainer(checkpoint_every="500 steps")')
-    if not place.parent.is_dir():
-        _fail(where, f"no such folder: {place}", "run it on the machine of the run, or share the disk")
 
 
 def _fail(where: str, got: str, do: str) -> NoReturn:

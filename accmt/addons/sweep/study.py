@@ -312,7 +312,15 @@ class SweepStudy:
                 child = made[0].number
             else:
                 prepare(len(self.trials()))
-                child = self._create_fork(replaced, parent, self.trial(parent).user_attrs[stop]["steps"], values)
+                step = self.trial(parent).user_attrs[stop]["steps"]
+                origin = {"number": parent, "replaces": replaced, "step": step, "round": rounds}
+                template = optuna.trial.create_trial(
+                    state=TrialState.RUNNING,
+                    params=dict(values),
+                    distributions={one.key: one.distribution for one in self.spec.parameters},
+                    user_attrs={_PARENT: origin},
+                )
+                child = self.storage.get_trial(self.storage.create_new_trial(self._id, template)).number
             fork(parent, child)
             self.finish(replaced, {**self.trial(replaced).user_attrs[stop], "state": "pruned"})
         self.storage.set_study_user_attr(self._id, _ROUNDS, rounds + 1)
@@ -332,28 +340,15 @@ class SweepStudy:
             plan.append((replaced.number, parent.number, drawn))
         return plan
 
-    def _create_fork(self, replaced: int, parent: int, step: int, drawn: Mapping[str, Any]) -> int:
-        template = optuna.trial.create_trial(
-            state=TrialState.RUNNING,
-            params=dict(drawn),
-            distributions={one.key: one.distribution for one in self.spec.parameters},
-            user_attrs={
-                _PARENT: {
-                    "number": parent,
-                    "replaces": replaced,
-                    "step": step,
-                    "round": self._attributes().get(_ROUNDS, 0),
-                }
-            },
-        )
-        return self.storage.get_trial(self.storage.create_new_trial(self._id, template)).number
-
     def finish(self, number: int, outcome: Mapping[str, Any]) -> None:
         """Store how a trial ended: its outcome first, so that a finished trial has one."""
         trial = self.trial(number)
         if trial.state.is_finished():
             return
-        self.storage.set_trial_user_attr(id_of_trial(trial), _OUTCOME, _shorten(loads(dumps(dict(outcome)))))
+        stored = loads(dumps(dict(outcome)))
+        if stored.get("error") is not None:
+            stored["error"] = stored["error"][:_LONGEST]
+        self.storage.set_trial_user_attr(id_of_trial(trial), _OUTCOME, stored)
         state = STATES[outcome["state"]]
         values: Sequence[float] | None = outcome.get("values")
         is_given = state == TrialState.COMPLETE or (
@@ -389,11 +384,6 @@ def outcome_of(trial: FrozenTrial) -> dict[str, Any]:
     """Return how a trial ended; empty while it has not."""
     outcome: dict[str, Any] = trial.user_attrs.get(_OUTCOME, {})
     return outcome
-
-
-def _shorten(outcome: dict[str, Any]) -> dict[str, Any]:
-    error = outcome.get("error")
-    return outcome if error is None else {**outcome, "error": error[:_LONGEST]}
 
 
 def _describe_change(old: Any, new: Any) -> str:
@@ -494,21 +484,16 @@ class _JournalLock(JournalFileOpenLock):
         self._file: int | None = None
 
     def acquire(self) -> bool:
-        file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        self._file = file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(file, fcntl.LOCK_EX)
-        self._file = file
-        _cut_off_half_line(file)
+        size = end = os.fstat(file).st_size
+        while end > 0 and os.pread(file, 1, end - 1) != b"\n":
+            end -= 1
+        if end != size:
+            os.ftruncate(file, end)
         return True
 
     def release(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-
-
-def _cut_off_half_line(file: int) -> None:
-    size = end = os.fstat(file).st_size
-    while end > 0 and os.pread(file, 1, end - 1) != b"\n":
-        end -= 1
-    if end != size:
-        os.ftruncate(file, end)

@@ -322,10 +322,25 @@ class TrialReports(Callback):
 
     def on_fit_start(self) -> None:
         """Check that the run has the trial's values, and end a run that was resumed after it was pruned."""
-        self._require_used()
+        plan, run = self._plan, self.trainer.run
+        used = run.settings.hps.to_dict()["hps"]
+        for key, wanted in plan.hps.items():
+            first = key.split(".")[0].replace("optimizer", "optim")
+            got = repr(_find(used, key))
+            if first in run.set_by_module:
+                got = f"{type(self.module).__name__}.get_{'optimizer' if first == 'optim' else 'scheduler'}"
+            elif key == "batch_size" and run.loaders.takes_user_batches:
+                size = run.loaders.user_batch_size
+                if size == (wanted[0] if isinstance(wanted, list | tuple) else wanted):
+                    continue
+                got = f"a DataLoader with batch_size={size}"
+            elif _is_same(_find(used, key), wanted):
+                continue
+            got = f"{got}: the script sets it itself"
+            do = f"leave {key} to the hyper-parameters, or sweep script.<flag>"
+            raise ArgumentError(explain(f"{key} of {plan.where}", got, f"{wanted!r}, the trial's value", do))
         run_on_main_process(self._write_origin)
         if self._pruned_at is not None or self._has_reached_stop:
-            run = self.trainer.run
             self.trainer.should_stop = True
             run.interruption.pass_point()
 
@@ -354,27 +369,6 @@ class TrialReports(Callback):
         )
         note_fork(parent_folder, folder.absolute(), {"step": origin.step, "changes": origin.changes})
         origin.write(folder)
-
-    def _require_used(self) -> None:
-        plan, run = self._plan, self.trainer.run
-        used = run.settings.hps.to_dict()["hps"]
-        for key, wanted in plan.hps.items():
-            first = key.split(".")[0].replace("optimizer", "optim")
-            got = repr(_find(used, key))
-            if first in run.set_by_module:
-                got = f"{type(self.module).__name__}.get_{'optimizer' if first == 'optim' else 'scheduler'}"
-            elif key == "batch_size" and run.loaders.takes_user_batches:
-                size = run.loaders.user_batch_size
-                if size == (wanted[0] if isinstance(wanted, list | tuple) else wanted):
-                    continue
-                got = f"a DataLoader with batch_size={size}"
-            elif _is_same(_find(used, key), wanted):
-                continue
-            got, do = (
-                f"{got}: the script sets it itself",
-                f"leave {key} to the hyper-parameters, or sweep script.<flag>",
-            )
-            raise ArgumentError(explain(f"{key} of {plan.where}", got, f"{wanted!r}, the trial's value", do))
 
     def on_log(self, values: Mapping[str, Any]) -> None:
         """Keep the newest value of an objective that is logged between evaluations."""
@@ -451,16 +445,14 @@ class TrialReports(Callback):
             folder = run.settings.model_folder
             facts |= {"steps": run.state.global_step, "seconds": round(run.clock.elapsed_s, 3)}
             facts |= {"run_folder": str(run.tracking.run_folder), "model": str(folder) if folder.is_dir() else None}
-        best = self._take()
-        return facts if best is None else {**facts, "step": best[0], "values": best[1]}
-
-    def _take(self) -> tuple[int, list[float]] | None:
-        """Return the report that counts, with its step; None without one."""
         finite = [report for report in self._reports if all(map(math.isfinite, report[1]))]
-        if not finite or self._plan.takes == "last":
-            return next(iter(finite[-1:]), None)
-        [maximizes] = self._plan.objectives.values()
-        return (max if maximizes else min)(finite, key=lambda report: report[1][0])
+        if not finite:
+            return facts
+        step, values = finite[-1]
+        if self._plan.takes == "best":
+            [maximizes] = self._plan.objectives.values()
+            step, values = (max if maximizes else min)(finite, key=lambda report: report[1][0])
+        return {**facts, "step": step, "values": values}
 
     def write_end(self) -> None:
         """Write how a run that came to its end ended."""

@@ -20,9 +20,9 @@ from optuna.trial import FrozenTrial
 from accmt.addons.fork import fork_checkpoint
 from accmt.addons.launches import TRIAL_VARIABLE
 from accmt.addons.sweep.claims import Claims, LeasedClaims, trial_folder
+from accmt.addons.sweep.results import Lines, SweepResult, TrialResult, build_page
 from accmt.addons.sweep.spec import SCRIPT, TRAINER, SweepSpec, read_spec
 from accmt.addons.sweep.study import OUTAGES, SweepStudy, fork_of, outcome_of, parent_of
-from accmt.addons.sweep.table import Lines, SweepResult, TrialResult
 from accmt.addons.sweep.trial import FIT_FILE, OUTCOME_FILE, STORAGE_VARIABLE, TRIAL_FILE, Plan
 from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, explain
@@ -114,8 +114,6 @@ class Sweep:
         Args:
             path: The file; None: `report.html` in the sweep's folder.
         """
-        from accmt.addons.sweep.page import build_page
-
         file = self.spec.folder / "report.html" if path is None else Path(path)
         with closing(SweepStudy(self.spec)) as study:
             write_text(file, build_page(self.spec, study.optuna_study(), self._collect(study)))
@@ -148,7 +146,11 @@ class Sweep:
             self._begin()
             self._view = Lines() if view is None else view
             result = self._collect(study, self._run_trials(study, target))
-        self._point_to_best(result)
+        if result.best is not None:
+            link = self.spec.folder / f".{BEST}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(result.best.folder.relative_to(self.spec.folder))
+            link.replace(self.spec.folder / BEST)
         if self._stop is not None:
             raise KeyboardInterrupt(f"{self._stop}: the sweep stops; the same command continues it")
         return result
@@ -162,7 +164,12 @@ class Sweep:
                 while why is None:
                     why = self._advance_or_wait(study, claims, target)
             finally:
-                self._end_programs()
+                for running in self._running.values():  # they stop with a checkpoint
+                    _signal(running, signal.SIGTERM)
+                for running in self._running.values():
+                    if running.process is not None:
+                        running.process.wait()
+                self._running = {}
                 claims.close()
                 self._view.close()
         return why
@@ -255,7 +262,8 @@ class Sweep:
             # First: while others decide below, another worker's trial may pause.
             are_waiting = all(trial.state.is_finished() or study.paused(trial) is not None for trial in study.trials())
             if study.promote():
-                return self._next_paused(study, claims)
+                waiting = (trial.number for trial in study.trials() if study.has_to_run(trial))
+                return next((number for number in waiting if number not in self._running and claims.take(number)), None)
             if not self._has_budget(study):
                 if are_waiting and not study.evolve(self._set_aside, self._fork):
                     study.end_paused()
@@ -273,11 +281,6 @@ class Sweep:
         folder = trial_folder(self.spec.folder, number)
         if folder.exists():
             folder.rename(place_beside(folder))
-
-    def _next_paused(self, study: SweepStudy, claims: Claims) -> int | None:
-        """Hold the trial that was let continue; None if another worker was faster."""
-        waiting = (trial.number for trial in study.trials() if study.has_to_run(trial))
-        return next((number for number in waiting if number not in self._running and claims.take(number)), None)
 
     def _fork(self, parent: int, child: int) -> None:
         """Copy the newest checkpoint of a trial to a new one, unless that has one."""
@@ -392,7 +395,8 @@ class Sweep:
             got = "the program ended without a call of Trainer.fit"
             plan.write_outcome("failed", error=got, is_of_all=True)
         elif running.starts >= (_STARTS if has_fitted or is_killed else _STARTS_BEFORE_FIT):
-            got = f"exit code {exit_code}, {running.starts} times without progress:\n{_tail(plan.folder / _LOG_FILE)}"
+            last_lines = (plan.folder / _LOG_FILE).read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            got = "\n".join([f"exit code {exit_code}, {running.starts} times without progress:", *last_lines])
             plan.write_outcome("failed", error=got, is_of_all=not has_fitted and not is_killed)
         else:
             self._view.say(f"trial {plan.number} was interrupted (exit code {exit_code}); it continues")
@@ -413,33 +417,19 @@ class Sweep:
         del self._running[plan.number]
         claims.release(plan.number)
         self._looks_at = 0.0
-        self._say_end(plan, outcome)
-        self._num_failed = self._num_failed + 1 if outcome["state"] == "failed" else 0
-        if outcome.get("is_of_all") and not self._has_result_besides(study, plan.number):
-            return f"every trial would fail like trial {plan.number}:\n{outcome['error']}"
-        if self._num_failed >= self.spec.max_failures:
-            return f"{self._num_failed} trials in a row failed; the last one, trial {plan.number}:\n{outcome['error']}"
-        return None
-
-    def _has_result_besides(self, study: SweepStudy, number: int) -> bool:
-        """Return whether another trial has an evaluation: then an error is not one of all trials."""
-        return any(trial.intermediate_values or trial.values for trial in study.trials() if trial.number != number)
-
-    def _say_end(self, plan: Plan, outcome: Mapping[str, Any]) -> None:
         reached = zip(plan.objectives, outcome.get("values", ()), strict=False)
         values = ", ".join(f"{name} {value:.6g}" for name, value in reached)
         where = f" at step {outcome['step']}" if values else ""
         error = f": {outcome['error'].splitlines()[0]}" if outcome.get("error") else ""
         self._view.say(f"trial {plan.number} {outcome['state']}: {values or 'no result'}{where}{error}")
-
-    def _end_programs(self) -> None:
-        """Ask the programs that still run to stop with a checkpoint, and wait for them."""
-        for running in self._running.values():
-            _signal(running, signal.SIGTERM)
-        for running in self._running.values():
-            if running.process is not None:
-                running.process.wait()
-        self._running = {}
+        self._num_failed = self._num_failed + 1 if outcome["state"] == "failed" else 0
+        if outcome.get("is_of_all"):  # unless another trial has an evaluation
+            others = [trial for trial in study.trials() if trial.number != plan.number]
+            if not any(trial.intermediate_values or trial.values for trial in others):
+                return f"every trial would fail like trial {plan.number}:\n{outcome['error']}"
+        if self._num_failed >= self.spec.max_failures:
+            return f"{self._num_failed} trials in a row failed; the last one, trial {plan.number}:\n{outcome['error']}"
+        return None
 
     @contextmanager
     def _hearing_signals(self) -> Iterator[None]:
@@ -465,7 +455,10 @@ class Sweep:
     def _collect(self, study: SweepStudy, why: str | None = "") -> SweepResult:
         trials = study.trials()
         results = tuple(self._result_of(study, trial) for trial in trials)
-        pareto = _find_best(study, results)
+        complete = [one for one in results if one.state == "complete"]
+        # Those that no other complete one beats; of one objective, all with the best value.
+        best = {trial.number for trial in study.optuna_study().best_trials} if complete else set()
+        pareto = tuple(one for one in complete if one.number in best)
         is_finished = why == "" and bool(trials) and all(trial.state.is_finished() for trial in trials)
         ended = [one.seconds for one in results if one.state != "running"]
         left = None if self.spec.trials is None else max(0, self.spec.trials - len(ended))
@@ -493,26 +486,6 @@ class Sweep:
             error=outcome.get("error"),
             parent=parent_of(trial),
         )
-
-    def _point_to_best(self, result: SweepResult) -> None:
-        """Link the folder of the best trial as `best`."""
-        if result.best is None:
-            return
-        link = self.spec.folder / BEST
-        staged = link.with_name(f".{BEST}")
-        staged.unlink(missing_ok=True)
-        staged.symlink_to(result.best.folder.relative_to(self.spec.folder))
-        staged.replace(link)
-
-
-def _find_best(study: SweepStudy, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
-    """Return the trials that no other complete one beats, the first one first."""
-    complete = [one for one in results if one.state == "complete"]
-    if not complete:
-        return ()
-    found = study.optuna_study().best_trials  # of one objective, all with the best value
-    numbers = [trial.number for trial in found]
-    return tuple(one for one in complete if one.number in numbers)
 
 
 def share_of(slot: int, parallel: int) -> dict[str, str]:
@@ -590,7 +563,3 @@ def _progress(plan: Plan, trial: FrozenTrial) -> tuple[int, ...]:
     checkpoints = [path.name for path in (plan.folder / "checkpoints").glob("step-*")]
     numbers = [int(name.partition("-")[2]) for name in checkpoints if name.partition("-")[2].isdecimal()]
     return max(trial.intermediate_values, default=-1), max(numbers, default=-1)
-
-
-def _tail(path: Path) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-_LAST_LINES:])

@@ -1,15 +1,22 @@
-"""What came of a sweep, and how it is shown in the terminal."""
+"""What came of a sweep, and how it is shown: in the terminal, and as an HTML page."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from accmt.addons.sweep.spec import SweepSpec
+from accmt.errors import MissingPackageError, explain
 from accmt.messages import say, speaking
+
+if TYPE_CHECKING:
+    import optuna
 
 _SHOWN_LIVE = 12
 
@@ -64,6 +71,12 @@ class SweepResult:
     is_finished: bool = True
     why: str | None = None
     seconds_left: float | None = None
+
+    @property
+    def counts(self) -> str:
+        """The number of trials in each state, for messages."""
+        states = [one.state for one in self.trials]
+        return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
 def write_table(result: SweepResult, top: int = 20) -> str:
@@ -137,10 +150,8 @@ class LiveTable(Lines):
 
     def show(self, result: SweepResult) -> None:
         width = shutil.get_terminal_size().columns
-        states = [one.state for one in result.trials]
-        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         left = "" if result.seconds_left is None else f"; about {_format_time(result.seconds_left)} left"
-        lines = [line[: width - 1] for line in [*_write_rows(result, _SHOWN_LIVE), f"{counts}{left}"]]
+        lines = [line[: width - 1] for line in [*_write_rows(result, _SHOWN_LIVE), f"{result.counts}{left}"]]
         self.close()
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
@@ -156,3 +167,79 @@ class LiveTable(Lines):
 def _format_time(seconds: float) -> str:
     minutes = seconds / 60
     return f"{seconds:.0f} s" if minutes < 1 else f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} h"
+
+
+# ---- The page: Optuna's visualizations and a table, in one file that needs no network
+
+_STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; color: #222; margin: 0 auto; max-width: 1280px; padding: 0 24px 48px; }
+h1 { font-size: 20px; } h2 { font-size: 16px; border-bottom: 1px solid #ddd; }
+table { border-collapse: collapse; display: block; overflow-x: auto; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid #eee; white-space: nowrap; }
+tr.best { font-weight: 600; }
+"""
+
+
+def build_page(spec: SweepSpec, study: optuna.Study, result: SweepResult) -> str:
+    """Return the page as HTML."""
+    try:
+        import plotly.io
+    except ImportError as error:
+        do = 'pip install "accmt-trainer[sweep]"'
+        raise MissingPackageError(explain("accmt sweep --report", "plotly is not installed", "plotly", do)) from error
+    summary = f"{len(result.trials)} trials: {result.counts}"
+    if result.best is not None:
+        objectives = ", ".join(f"{name} {value:.6g}" for name, value in result.best.objectives.items())
+        summary = f"{summary}; best: trial {result.best.number}, {objectives}"
+    parts = [f"<h1>{escape(spec.name)}</h1>", f"<p>{escape(summary)}</p>"]
+    has_script = False
+    for title, figure in _draw(spec, study):
+        script = False if has_script else "inline"  # plotly itself, once
+        html = plotly.io.to_html(figure, full_html=False, include_plotlyjs=script, config={"displaylogo": False})
+        parts += [f"<h2>{escape(title)}</h2>", html]
+        has_script = True
+    parts += ["<h2>Trials</h2>", _write_trials(result)]
+    head = f'<meta charset="utf-8"><title>{escape(spec.name)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _draw(spec: SweepSpec, study: optuna.Study) -> Iterator[tuple[str, Any]]:
+    """Yield the figures that the trials allow: most need two that have finished, with different values."""
+    from optuna import visualization
+
+    plots: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
+    if len(spec.objectives) > 1:
+        names = [one.name for one in spec.objectives]
+        plots += [("Objectives", visualization.plot_pareto_front, {"target_names": names})] if len(names) <= 3 else []
+    else:
+        plots.append(("Curves", visualization.plot_intermediate_values, {}))
+    for index, one in enumerate(spec.objectives):
+        target = {"target_name": one.name, "target": (lambda trial, at=index: trial.values[at])}
+        title = f": {one.name}" if len(spec.objectives) > 1 else ""
+        plots += [
+            (f"History{title}", visualization.plot_optimization_history, target),
+            (f"Parallel coordinates{title}", visualization.plot_parallel_coordinate, target),
+            (f"Importance of parameters{title}", visualization.plot_param_importances, target),
+            (f"Slices{title}", visualization.plot_slice, target),
+        ]
+    for title, plot, arguments in plots:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of experimental plots, and of trials that a plot leaves out
+            try:
+                yield title, plot(study, **arguments)
+            except (ValueError, RuntimeError, IndexError):
+                continue
+
+
+def _write_trials(result: SweepResult) -> str:
+    best = {one.number for one in result.pareto}
+    keys = list(dict.fromkeys(key for one in result.trials for key in one.values))
+    names = list(dict.fromkeys(name for one in result.trials for name in one.objectives))
+    rows = ["".join(f"<th>{escape(cell)}</th>" for cell in ("trial", "state", *names, "step", *keys, "folder"))]
+    for one in result.trials:
+        cells = [str(one.number), one.state, *(format_value(one.objectives.get(name)) for name in names)]
+        cells += ["-" if one.step is None else str(one.step), *(format_value(one.values.get(key)) for key in keys)]
+        cells.append(str(one.folder) if one.error is None else one.error.splitlines()[0])
+        kind = ' class="best"' if one.number in best else ""
+        rows.append(f"</tr><tr{kind}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    return f"<table><tr>{''.join(rows)}</tr></table>"
