@@ -192,7 +192,7 @@ def find_fork(settings: Settings) -> Fork:
     run, step = settings.checkpoints.fork_origin
     parent_folder = settings.from_home(run).absolute()
     wanted = settings.tracking.run_name
-    definition = _define(settings)
+    definition = loads(dumps({"hps": hide(settings.hps.to_dict()["hps"]), "arguments": arguments_of(settings)}))
     if wanted is not None and folder_name(wanted) not in (place.name for place in ancestors_of(parent_folder)):
         candidates: Iterator[str] = iter([wanted])
     else:
@@ -213,11 +213,6 @@ def find_fork(settings: Settings) -> Fork:
             got, do = f"{folder} is {what}", "choose another run name, or delete that run"
             raise ArgumentError(explain(f"fork of {run} at step {step}", got, "a run name that is free", do))
     raise AssertionError
-
-
-def _define(settings: Settings) -> dict[str, Any]:
-    definition = {"hps": hide(settings.hps.to_dict()["hps"]), "arguments": arguments_of(settings)}
-    return dict(loads(dumps(definition)))
 
 
 def _place_of(settings: Settings, parent: Path, name: str) -> RunPlace:

@@ -69,7 +69,13 @@ def fork_checkpoint(source: Path, folder: Path, *, run_name: str) -> Path:
         if fault is not None:
             raise _damaged(source, fault)
         state = staged / STATE_FILE
-        write_text(state, _rename(state.read_text(encoding="utf-8"), run_name))  # a new file, not the linked one
+        content: dict[str, Any] = json.loads(state.read_text(encoding="utf-8"))  # not decoded: digit by digit as it is
+        others = content["others"]
+        others["run_name"], others["run_id"] = run_name, secrets.token_hex(8)
+        others["parts"].pop("tracking", None)  # a new run in all trackers
+        for name in _OF_THE_RUN_FOLDER:
+            others.get("features", {}).pop(name, None)
+        write_text(state, json.dumps(content, allow_nan=False))  # a new file, not the linked one
         for place in {path.parent for path in map(staged.joinpath, manifest.files)}:
             fsync_folder(place)
         origin = {
@@ -100,17 +106,6 @@ def _link(source: Path, target: Path) -> None:
             raise
         shutil.copyfile(source, target)
         fsync_file(target)
-
-
-def _rename(text: str, run_name: str) -> str:
-    """Return a checkpoint's state as that of another run."""
-    content: dict[str, Any] = json.loads(text)  # not decoded: everything else stays as it is, digit by digit
-    others = content["others"]
-    others["run_name"], others["run_id"] = run_name, secrets.token_hex(8)
-    others["parts"].pop("tracking", None)  # a new run in all trackers
-    for name in _OF_THE_RUN_FOLDER:
-        others.get("features", {}).pop(name, None)
-    return json.dumps(content, allow_nan=False)
 
 
 def _damaged(source: Path, reason: str) -> CheckpointCorruptError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,11 @@ def find_forks(folder: Path) -> list[Path]:
     """Return the folders of the forks of a run: those beside it, and those that its files name."""
     folder = folder.absolute()
     found: dict[Path, int] = {}
-    named = [_read_place(path) for path in sorted((folder / FORKS_FOLDER).glob("*.json"))]
-    beside = [path.parent for path in sorted(folder.parent.glob(f"*/{FORK_FILE}"))]
-    for place in [*beside, *(place for place in named if place is not None)]:
+    places = [path.parent for path in sorted(folder.parent.glob(f"*/{FORK_FILE}"))]
+    for path in sorted((folder / FORKS_FOLDER).glob("*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            places.append(Path(loads(path.read_text(encoding="utf-8"))["run_folder"]))
+    for place in places:
         origin = read_origin(place)
         if origin is not None and origin.parent_folder == folder:
             found[place.absolute()] = origin.step
@@ -110,10 +113,3 @@ def _descend(folder: Path, seen: set[Path]) -> Iterator[Path]:
         yield folder
         for fork in find_forks(folder):
             yield from _descend(fork, seen)
-
-
-def _read_place(path: Path) -> Path | None:
-    try:
-        return Path(loads(path.read_text(encoding="utf-8"))["run_folder"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

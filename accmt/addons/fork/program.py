@@ -51,7 +51,16 @@ def prepare_fork(
     folder, hps, arguments = folder.absolute(), dict(hps or {}), dict(arguments or {})
     parent = Parent.find(folder, step)
     _, manifest = parent.choose_checkpoint(step)
-    _check_hps(parent.hps_at(manifest, step), hps, arguments, parent.where)
+    recorded = parent.hps_at(manifest, step)
+    try:  # to check the changes before the program starts
+        old = HyperParameters.from_config({"hps": recorded})
+    except HyperParameterError:  # they name classes that only the program knows
+        pass
+    else:
+        new = HyperParameters.from_config(old, hps)
+        resets = bool((arguments.get("checkpoint_options") or {}).get("reset_optimizer_on_resume"))
+        changes = compare(recorded, hide(new.to_dict()["hps"]), resets_optimizer=resets)
+        require_allowed(changes, parent.where)
     start = parent.start_before(step)
     if start["machines"] > 1:
         got = f"a run on {start['machines']} machines"
@@ -81,18 +90,6 @@ def run_program(command: list[str], folder: Path, environment: Mapping[str, str]
     """
     os.chdir(folder)
     os.execvpe(command[0], command, {**environment, PROGRAM_VARIABLE: f"`{shlex.join(called)}`"})  # noqa: S606
-
-
-def _check_hps(recorded: Mapping[str, Any], flags: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> None:
-    """Check changed hyper-parameters before the program starts, as far as this can be done without it."""
-    try:
-        before = HyperParameters.from_config({"hps": dict(recorded)})
-    except HyperParameterError:  # they name classes that only the program knows
-        return
-    after = HyperParameters.from_config(before, flags)
-    options = arguments.get("checkpoint_options") or {}
-    resets = bool(options.get("reset_optimizer_on_resume"))
-    require_allowed(compare(recorded, hide(after.to_dict()["hps"]), resets_optimizer=resets), where)
 
 
 def _without_places(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,11 +25,9 @@ from accmt.addons.prove.launches import (
     Outcome,
     Subject,
     has_batch_norm,
-    make_folder,
     run_forked,
     run_launch,
     train_as,
-    variant_of,
 )
 from accmt.callbacks import build_callbacks
 from accmt.errors import ArgumentError, explain
@@ -99,7 +98,9 @@ class Proof:
         title = f"{self.steps} steps of {self.batch_size} samples, compared to one process with one batch per step"
         lines = [title, f"  {'launch':<{width}}  gradients  metrics  first difference"]
         for row in self.rows:
-            first = _in_short(row.error) or row.first or "-"
+            where, _, rest = row.error.partition("\n  got: ")  # in short: where it is, and what was found
+            error = ": ".join(part.partition("\n")[0] for part in (where.rpartition("errors.")[2], rest) if part)
+            first = error or row.first or "-"
             numbers = (
                 f"{row.gradient:>9.1e}  {row.value:>7.1e}" if not (row.error or row.is_skipped) else f"{'':>9}  {'':>7}"
             )
@@ -137,14 +138,26 @@ def prove(
         fit: The Trainer's `fit`, if it has been replaced.
     """
     require_module(module, "prove")
-    _require_possible(steps, samples)
+    where = "Trainer.prove"
+    if not hasattr(os, "fork"):
+        raise ArgumentError(explain(where, "a system without fork", "Linux or macOS", "use WSL on Windows"))
+    if num_processes() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        do = "run it in one process: it starts the others"
+        raise ArgumentError(explain(where, "a program launched with several processes", "one process", do))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        do = "hide the GPU: CUDA_VISIBLE_DEVICES= accmt prove script.py (it runs on CPUs)"
+        raise ArgumentError(explain(where, "a program that has used the GPU", "one that can be forked", do))
+    if steps < 2 or samples < 4 * steps:
+        got, expected = f"steps={steps}, samples={samples}", "at least 2 steps, and 4 samples per step"
+        do = "steps=4, samples=64; of accmt prove: --steps 4 --samples 64"
+        raise ArgumentError(explain(where, got, expected, do))
     for name in ("accelerate", "accmt.setup.build", "accmt.loop.fit", "torch._dynamo", "torch.nn.parallel"):
         import_module(name)  # once here, instead of in every fork
     hps = trainer.settings.hps
     size = (getattr(train_dataset, "batch_size", None) or hps.train_batch_size) * (
         trainer.settings.optimization.accumulation_at(0) or 1
     )
-    with make_folder() as path:
+    with TemporaryDirectory(prefix="accmt-prove-") as path:
         folder = Path(path)
         uses_batch_norm = _uses_batch_norm(module, folder)
         size = max(8 if uses_batch_norm else 4, min(size, samples // steps) // 4 * 4)
@@ -164,22 +177,6 @@ def _uses_batch_norm(module: Any, folder: Path) -> bool:
         return {"found": has_batch_norm(module.model)}
 
     return bool(run_forked(1, body, folder).get("found"))  # the reference reports an error
-
-
-def _require_possible(steps: int, samples: int) -> None:
-    where = "Trainer.prove"
-    if not hasattr(os, "fork"):
-        raise ArgumentError(explain(where, "a system without fork", "Linux or macOS", "use WSL on Windows"))
-    if num_processes() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        do = "run it in one process: it starts the others"
-        raise ArgumentError(explain(where, "a program launched with several processes", "one process", do))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        do = "hide the GPU: CUDA_VISIBLE_DEVICES= accmt prove script.py (it runs on CPUs)"
-        raise ArgumentError(explain(where, "a program that has used the GPU", "one that can be forked", do))
-    if steps < 2 or samples < 4 * steps:
-        got, expected = f"steps={steps}, samples={samples}", "at least 2 steps, and 4 samples per step"
-        do = "steps=4, samples=64; of accmt prove: --steps 4 --samples 64"
-        raise ArgumentError(explain(where, got, expected, do))
 
 
 class _Comparison:
@@ -260,7 +257,7 @@ class _Comparison:
             if launch.processes > 1:
                 found = found or find.find_on_processes(self._experiment(launch.processes))
             found = found or self._find_callback(launch) or find.find_factor(launch, outcome)
-            if not found and self._without_batch_norm(launch):
+            if not found and self._subject.uses_batch_norm and not self._differs(launch, freezes_batch_norm=True):
                 got, do = "with running statistics, launches agree", "use group or layer norm, or accept the difference"
                 found = [Cause("batch norm", got, do)]
         names = names_that_differ(outcome.metrics, reference.metrics, _METRIC)
@@ -287,24 +284,15 @@ class _Comparison:
         names = [type(callback).__name__ for callback in callbacks]
         return find.find_callback(names, lambda kept: self._differs(launch, with_callbacks=kept))
 
-    def _without_batch_norm(self, launch: Launch) -> bool:
-        return self._subject.uses_batch_norm and not self._differs(launch, freezes_batch_norm=True)
-
     def _differs(self, launch: Launch, **changes: Any) -> bool:
         variant = "-" + "-".join(f"{name}{value}" for name, value in changes.items())
-        reference = run_launch(self._subject, variant_of(REFERENCE, **changes), variant)
-        outcome = run_launch(self._subject, variant_of(launch, **changes), variant)
+        reference = run_launch(self._subject, replace(REFERENCE, **changes), variant)
+        outcome = run_launch(self._subject, replace(launch, **changes), variant)
         return bool(reference.error or outcome.error or outcome.first or outcome.first_weight)
 
 
 def _is_compared(name: str) -> bool:
     return not any(word in name for word in ("second", "time", "padding", "memory"))
-
-
-def _in_short(error: str) -> str:
-    """Return where an error is, and what was found, on one line."""
-    where, _, rest = error.partition("\n  got: ")
-    return ": ".join(part.partition("\n")[0] for part in (where.rpartition("errors.")[2], rest) if part)
 
 
 def _cause_of_error(outcome: Outcome) -> Cause:

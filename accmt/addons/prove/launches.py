@@ -7,14 +7,14 @@ groups ends with it.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -205,12 +205,13 @@ def train_as(subject: Subject, launch: Launch, watching: Sequence[Callback]) -> 
     module.trainer, module.state = trainer, trainer.state
     train, val = _find_data(subject)
     arguments = _arguments(subject, launch)
-    train, taken = _without_loader(train, subject)
-    for name, value in taken.items():
-        if name == "collate_fn":
-            module.collate_fn_train = value
-        else:
-            arguments[name] = value
+    if isinstance(train, DataLoader):  # launches make their own, from what stays in effect of it
+        module.collate_fn_train = train.collate_fn
+        if isinstance(train.sampler, SequentialSampler):
+            arguments["shuffle_train"] = False
+        elif not isinstance(train.sampler, RandomSampler) and train.batch_sampler is not None:
+            arguments["sampler"] = list(itertools.islice(iter(train.sampler), subject.steps * subject.batch_size))
+        train = train.dataset
     has_order = arguments.get("sampler") is not None or hasattr(train, "order_run")
     last = subject.batch_size // 2 + (2 if subject.uses_batch_norm else 1)  # batch norm needs two samples
     count = (subject.steps - 1) * subject.batch_size + last
@@ -258,7 +259,8 @@ def _find_data(subject: Subject) -> tuple[Any, Any]:
         train = maker.train_dataloader()
         val = maker.val_dataloader() if defines_method(maker, "val_dataloader") else None
     train = find_train_data(module, train, subject.trainer.hps)
-    own = module.get_validation_dataloader(val) if _takes_argument(module) else module.get_validation_dataloader()
+    takes_data = bool(inspect.signature(module.get_validation_dataloader).parameters)
+    own = module.get_validation_dataloader(val) if takes_data else module.get_validation_dataloader()
     return train, val if own is None else own
 
 
@@ -266,24 +268,6 @@ def defines_method(owner: Any, name: str) -> bool:
     """Return whether an object has a method that is not that of Lightning's base class, which raises."""
     method = getattr(owner, name, None)
     return method is not None and not getattr(method, "__qualname__", "").startswith("DataHooks.")
-
-
-def _takes_argument(module: Any) -> bool:
-    import inspect
-
-    return bool(inspect.signature(module.get_validation_dataloader).parameters)
-
-
-def _without_loader(train: Any, subject: Subject) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset of a user's DataLoader, and what of the loader stays in effect as arguments of the Trainer."""
-    if not isinstance(train, DataLoader):
-        return train, {}
-    taken: dict[str, Any] = {"collate_fn": train.collate_fn}
-    if not isinstance(train.sampler, RandomSampler | SequentialSampler) and train.batch_sampler is not None:
-        taken["sampler"] = list(itertools.islice(iter(train.sampler), subject.steps * subject.batch_size))
-    elif isinstance(train.sampler, SequentialSampler):
-        taken["shuffle_train"] = False
-    return train.dataset, taken
 
 
 _LEFT_OUT = (
@@ -364,14 +348,6 @@ def has_batch_norm(model: torch.nn.Module) -> bool:
     return any(map(is_batch_norm, model.modules()))
 
 
-def _freeze_batch_norm(model: torch.nn.Module) -> None:
-    """Let batch norm use its running statistics, also after `model.train()`."""
-    for layer in model.modules():
-        if is_batch_norm(layer):
-            layer.eval()
-            layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign, misc]
-
-
 class Observer(Callback):
     """Measures a launch; after each step it sets the weights of the reference, so that errors do not add up."""
 
@@ -393,7 +369,9 @@ class Observer(Callback):
 
     def on_fit_start(self) -> None:
         if self._launch.freezes_batch_norm:
-            _freeze_batch_norm(self.trainer.run.unwrapped_model)
+            for layer in filter(is_batch_norm, self.trainer.run.unwrapped_model.modules()):
+                layer.eval()
+                layer.train = lambda mode=True, layer=layer: layer  # it stays so after `model.train()`
         if self._is_reference:
             self._save("weights", {name: weight.detach() for name, weight in self._weights()})
         if any(weight.dtype in (torch.bfloat16, torch.float16) for _, weight in self._weights()):
@@ -525,13 +503,3 @@ def _count_padded(batch: Any) -> int:
     mask = found["attention_mask"]
     is_ragged = isinstance(mask, torch.Tensor) and not bool(mask.bool().all())
     return int(mask.numel()) if is_ragged else 0
-
-
-def variant_of(launch: Launch, **changes: Any) -> Launch:
-    """Return a launch with some properties changed."""
-    return replace(launch, **changes)
-
-
-def make_folder() -> Any:
-    """Return a temporary folder for a proof."""
-    return tempfile.TemporaryDirectory(prefix="accmt-prove-")
