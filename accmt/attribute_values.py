@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accmt.callbacks import Callback
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.state_dicts import describe_kind, split_tensors
+from accmt.checkpoint.state_dicts import describe_kind, find_kind, split_tensors
 from accmt.checkpoint.typed_json import encode
 from accmt.errors import CheckpointError
 from accmt.libraries.private_names import is_made_of_tensors
@@ -86,18 +86,6 @@ def _is_of_user(kind: Any) -> bool:
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
     is_of_library = kind.__module__ in ("builtins", *sys.builtin_module_names) or kind.__module__.startswith("accmt.")
     return not (is_of_library or (path is not None and path.startswith(_LIBRARIES)))
-
-
-def _class_named(name: str) -> Any:
-    """Return a named tuple's class; its module is never imported because a file names it."""
-    module, _, path = name.partition(":")
-    try:
-        found: Any = functools.reduce(getattr, path.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
-        found = None
-    if not (isinstance(found, type) and _is_namedtuple(found)):
-        raise MissingError(f"the checkpoint contains {name}, which is not defined at the top level of {module}")
-    return found
 
 
 def parts_of(value: Any) -> dict[str, Any]:
@@ -266,7 +254,12 @@ class Unpacking:
         if kind == "enum" and isinstance(now, Enum) and describe_kind(type(now)) == packed["class"]:
             return type(now)[value]
         if kind == "namedtuple":
-            return _class_named(packed["class"])._make(self._items(value, now))
+            found = find_kind(packed["class"])
+            if not (isinstance(found, type) and _is_namedtuple(found)):
+                module = packed["class"].partition(":")[0]
+                what = f"the checkpoint contains {packed['class']}, which is not defined at the top level of {module}"
+                raise MissingError(what)
+            return found._make(self._items(value, now))  # type: ignore[attr-defined]
         if kind in ("object", "enum"):
             if describe_kind(type(now)) != packed["class"]:
                 raise MissingError(f"the checkpoint contains {packed['class']}, which is {describe_value(now)} now")

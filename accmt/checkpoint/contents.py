@@ -252,7 +252,17 @@ class StateCollector:
         states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
         frozen = self._frozen.digests()
         state = model_state(self._model)
-        _require_same_layout(self._layout, _model_layout(state))
+        begun, now = self._layout, _model_layout(state)
+        if begun != now:  # a new model could not load these entries
+            both = sorted(begun.keys() & now.keys())
+            faults = [f"{name} is {now[name]} but was {begun[name]}" for name in both if begun[name] != now[name]]
+            faults += [f"{name} is new" for name in now.keys() - begun.keys()]
+            faults += [f"{name} is missing" for name in begun.keys() - now.keys()]
+            expected = "the same entries, shapes and dtypes as when it was built, so that a resumed run can load them"
+            do = "allocate a buffer at its final size when the model is built, and count how much of it is used"
+            if begun.keys() != now.keys():
+                do = "add, replace or prune layers when the module is built, before fit"
+            raise CheckpointError(explain("the state of the model", "; ".join(faults[:5]), expected, do))
         model = {name: value for name, value in state.items() if name not in frozen}
         shared, rest = split_tensors({"model": model, "optimizers": states})
         others = dict(others)
@@ -495,21 +505,6 @@ def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, 
 def _model_layout(state: State) -> dict[str, str]:
     """Return what the model's state must share with a loaded state: names, shapes, dtypes."""
     return {name: _describe(entry) for name, entry in state.items()}
-
-
-def _require_same_layout(begun: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Reject a model whose entries have changed since the run started: a new model could not load them."""
-    if begun == now:
-        return
-    both = sorted(begun.keys() & now.keys())
-    faults = [f"{name} is {now[name]} but was {begun[name]}" for name in both if begun[name] != now[name]]
-    faults += [f"{name} is new" for name in now.keys() - begun.keys()]
-    faults += [f"{name} is missing" for name in begun.keys() - now.keys()]
-    expected = "the same entries, shapes and dtypes as when it was built, so that a resumed run can load them"
-    do = "allocate a buffer at its final size when the model is built, and count how much of it is used"
-    if begun.keys() != now.keys():
-        do = "add, replace or prune layers when the module is built, before fit"
-    raise CheckpointError(explain("the state of the model", "; ".join(faults[:5]), expected, do))
 
 
 def _require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) -> None:

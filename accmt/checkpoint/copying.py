@@ -36,8 +36,19 @@ def find_newest_on_disks(folder: Path) -> Checkpoint | None:
 
     Processes: collective.
     """
+
+    def list_here() -> list[Manifest]:
+        found = []
+        for path in list_published(folder) if manages_disk() else ():
+            manifest = read_manifest(path)
+            if isinstance(manifest, Damage):
+                set_aside(path, manifest.reason)
+            else:
+                found.append(manifest)
+        return found
+
     known: list[Manifest] = []
-    for listed in run_on_every_process(lambda: _list_manifests(folder) if manages_disk() else []):
+    for listed in run_on_every_process(list_here):
         known += [manifest for manifest in listed if manifest not in known]
     for manifest in sorted(known, key=lambda one: one.sequence, reverse=True):
         path = folder / step_name(manifest.step)
@@ -60,7 +71,15 @@ def copy_missing(path: Path, manifest: Manifest) -> list[str]:
         CheckpointError: A copied file is damaged.
         OSError: A file could not be read or written.
     """
-    intact = run_on_every_process(lambda: _find_intact(path, manifest) if manages_disk() else None)
+
+    def find_intact() -> set[str] | None:
+        if not manages_disk():
+            return None
+        if not (path / MANIFEST_NAME).is_file() or read_manifest(path) != manifest:
+            return set()
+        return {name for name in manifest.files if next(find_faults(path, manifest.only([name])), None) is None}
+
+    intact = run_on_every_process(find_intact)
     disks = {index: names for index, names in enumerate(intact) if names is not None}
     sources = {name: index for index in reversed(disks) for name in disks[index]}
     missing = sorted(manifest.files.keys() - sources.keys())
@@ -87,24 +106,6 @@ def copy_missing(path: Path, manifest: Manifest) -> list[str]:
 
     run_on_every_process(verify)
     return []
-
-
-def _list_manifests(folder: Path) -> list[Manifest]:
-    found = []
-    for path in list_published(folder):
-        manifest = read_manifest(path)
-        if isinstance(manifest, Damage):
-            set_aside(path, manifest.reason)
-        else:
-            found.append(manifest)
-    return found
-
-
-def _find_intact(path: Path, manifest: Manifest) -> set[str]:
-    """Return the files of a checkpoint that are intact on this disk."""
-    if not (path / MANIFEST_NAME).is_file() or read_manifest(path) != manifest:
-        return set()
-    return {name for name in manifest.files if next(find_faults(path, manifest.only([name])), None) is None}
 
 
 def _set_aside(path: Path, manifest: Manifest, reason: str) -> None:

@@ -108,18 +108,13 @@ def find_read_only(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept_with(frozen: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    owners = {name.rpartition(".")[0] for name in frozen}
+    owners = tuple({f"{name.rpartition('.')[0]}." for name in frozen})
     known = {**plain_parameter_names(model), **kept_buffers(model)}
     return {
         name: entry
         for name, entry in model_state(model).items()
-        if isinstance(entry, Tensor) and name not in known and not owners.isdisjoint(_paths_above(name))
+        if isinstance(entry, Tensor) and name not in known and name.startswith(owners)
     }
-
-
-def _paths_above(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _memory_of(tensor: Tensor) -> int:

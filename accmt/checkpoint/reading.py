@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,16 @@ class SpreadReader(HuggingFaceStorageReader):
             return {index: one for index, one in here.items() if self._owners[_name(one)] == process_index()}
 
         stored = {index: one for own in run_on_every_process(read_own) for index, one in own.items()} | here
-        self._metadata = Metadata(_describe_tensors(stored), storage_data=stored)
+        described: dict[str, Any] = {}  # the shape, the dtype and the parts of each tensor
+        for index, one in stored.items():
+            offset = torch.Size(index.offset or ())
+            end = [start + length for start, length in zip(offset, one.shape, strict=True)]
+            known = described.setdefault(
+                index.fqn, TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(end), [])
+            )
+            known.size = torch.Size(map(max, known.size, end))
+            known.chunks.append(ChunkStorageMetadata(offset, torch.Size(one.shape)))
+        self._metadata = Metadata(described, storage_data=stored)
         return self._metadata
 
     def read_into(self, targets: dict[str, Tensor]) -> None:
@@ -175,20 +184,6 @@ def _name(stored: Any) -> str:
     Source: `HuggingFaceStorageReader.read_metadata` in torch/distributed/checkpoint/hf_storage.py.
     """
     return Path(stored.relative_path).name
-
-
-def _describe_tensors(stored: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
-    """Return the shape, the dtype and the parts of each tensor, from where each part is stored."""
-    described: dict[str, TensorStorageMetadata] = {}
-    for index, one in stored.items():
-        offset = torch.Size(index.offset or ())
-        end = [start + length for start, length in zip(offset, one.shape, strict=True)]
-        known = described.setdefault(
-            index.fqn, TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(end), [])
-        )
-        known.size = torch.Size(map(max, known.size, end))
-        known.chunks.append(ChunkStorageMetadata(offset, torch.Size(one.shape)))
-    return described
 
 
 def _batches(parts: Iterable[_Slice]) -> Iterator[list[_Slice]]:

@@ -100,7 +100,14 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
     """Load a state returned by `optimizer_state`, including groups that were added during the run."""
     if state["class"] != _class_of(optimizer):
         raise _other_groups(optimizer, f"{_class_of(optimizer)}; the checkpoint's is {state['class']}")
-    _add_later_groups(model, optimizer, state["param_groups"][len(optimizer.param_groups) :])
+    # Add the groups that `Optimizer.add_param_group` created during the run, for layers that were unfrozen.
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    named = plain_parameter_names(model)
+    for group in state["param_groups"][len(optimizer.param_groups) :]:
+        later = [named[name] for name in group["params"] if name in named]
+        if len(later) < len(group["params"]) or not held.isdisjoint(later):
+            break  # other parameters, which raises an error below
+        optimizer.add_param_group({**group, "params": later})
     names = _parameter_names(model, optimizer)
     groups = optimizer.state_dict()["param_groups"]
     got = [[names[index] for index in group["params"]] for group in groups]
@@ -133,17 +140,6 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
 def _class_of(optimizer: Optimizer) -> str:
     """Return the name of an optimizer's class, or the names of the chained classes."""
     return str(getattr(optimizer, "class_names", type(optimizer).__qualname__))
-
-
-def _add_later_groups(model: nn.Module, optimizer: Optimizer, groups: Sequence[State]) -> None:
-    """Add the groups that `Optimizer.add_param_group` created during the run, for layers that were unfrozen."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    named = plain_parameter_names(model)
-    for group in groups:
-        parameters = [named[name] for name in group["params"] if name in named]
-        if len(parameters) < len(group["params"]) or not held.isdisjoint(parameters):
-            return  # other parameters, which raises an error later
-        optimizer.add_param_group({**group, "params": parameters})
 
 
 def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -> None:
@@ -241,7 +237,14 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
 
     def find(reference: TensorReference | WrappedTensor, path: str) -> Tensor:
         if isinstance(reference, WrappedTensor):
-            return _put_together(reference, join_tensors(tensors, reference.parts))
+            parts = join_tensors(tensors, reference.parts)
+            put_together = getattr(find_kind(reference.kind), "__tensor_unflatten__", None)
+            if put_together is None:
+                got, expected = f"{reference.kind}, which is not imported", "the tensor subclass that was saved"
+                do = f"import {reference.kind.partition(':')[0]} (and define it at top level)"
+                raise CheckpointError(explain("a tensor of the checkpoint", got, expected, do))
+            whole: Tensor = put_together(dict(parts), reference.context, torch.Size(reference.size), reference.stride)
+            return whole
         if reference.name in tensors:
             return tensors[reference.name]
         got, do = f"no tensor {reference.name!r}", "resume from another checkpoint"
@@ -281,8 +284,17 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def describe_kind(kind: type) -> str:
-    """Return the name of a tensor subclass in a checkpoint."""
+    """Return the name of a class in a checkpoint."""
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def find_kind(description: str) -> Any:
+    """Return the class of that name; None if it is not imported. No module is imported because a file names it."""
+    module, _, path = description.partition(":")
+    try:
+        return functools.reduce(getattr, path.split("."), sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
 
 
 def _take_apart(tensor: Tensor, split: Callable[[Tensor, str], Any]) -> WrappedTensor:
@@ -294,18 +306,6 @@ def _take_apart(tensor: Tensor, split: Callable[[Tensor, str], Any]) -> WrappedT
     parts = {name: split(getattr(tensor, name), name) for name in names}
     size, stride = tuple(tensor.size()), tuple(tensor.stride())
     return WrappedTensor(describe_kind(type(tensor)), parts, context, size, stride, tensor.dtype)
-
-
-def _put_together(wrapped: WrappedTensor, parts: Mapping[str, Tensor]) -> Tensor:
-    module, _, name = wrapped.kind.partition(":")
-    try:  # never import a module because a file names it
-        kind: Any = functools.reduce(getattr, name.split("."), sys.modules[module])
-        put_together: Callable[..., Tensor] = kind.__tensor_unflatten__
-    except (KeyError, AttributeError) as error:
-        got, expected = f"{wrapped.kind}, which is not imported", "the tensor subclass that was saved"
-        message = explain("a tensor of the checkpoint", got, expected, f"import {module} (and define it at top level)")
-        raise CheckpointError(message) from error
-    return put_together(dict(parts), wrapped.context, torch.Size(wrapped.size), wrapped.stride)
 
 
 def _replace(state: Any, path: str, kind: type | tuple[type, ...], replace: Callable[[Any, str], Any]) -> Any:

@@ -96,7 +96,16 @@ class Failure:
     @classmethod
     def of(cls, error: Exception) -> Failure:
         reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return cls(f"on process {process_index()}: {reason}", _advise(error))
+        number = error.errno if isinstance(error, OSError) else None
+        if number in _FULL:
+            advice = "free space there, lower `max_checkpoints`, or pass another `checkpoint` folder"
+        elif number in _UNWRITABLE:
+            advice = "make the folder writable, or pass another `checkpoint` folder"
+        elif number == errno.ENOENT:
+            advice = "do not touch the folder during a run; with several machines, use shared storage"
+        else:
+            advice = "see the cause above"
+        return cls(f"on process {process_index()}: {reason}", advice)
 
 
 @dataclass(frozen=True)
@@ -239,7 +248,13 @@ class CheckpointStore:
 
     def discard(self, staging: Staging) -> None:
         """Remove the temporary folder of a checkpoint that will not be published. Processes: collective."""
-        self._run_on_each_disk(lambda: self._discard(staging.folder))
+
+        def remove_here() -> None:
+            self._in_progress = None
+            if staging.folder.exists():
+                remove(staging.folder)
+
+        self._run_on_each_disk(remove_here)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, with every file verified, or None.
@@ -335,11 +350,6 @@ class CheckpointStore:
         self._in_progress = None
         return published
 
-    def _discard(self, staged: Path) -> None:
-        self._in_progress = None
-        if staged.exists():
-            remove(staged)
-
     def _find_newest(self) -> Checkpoint | None:
         self._finish_replacements()
         for folder in sorted(list_published(self.folder), key=_age, reverse=True):
@@ -415,17 +425,6 @@ def _merge(parts: Sequence[Part]) -> Part:
     if taken:
         return Part(failure=Failure(f"more than one file called {', '.join(taken)}", "use a file name per process"))
     return Part({name: entry for part in parts for name, entry in part.files.items()})
-
-
-def _advise(error: Exception) -> str:
-    number = error.errno if isinstance(error, OSError) else None
-    if number in _FULL:
-        return "free space there, lower `max_checkpoints`, or pass another `checkpoint` folder"
-    if number in _UNWRITABLE:
-        return "make the folder writable, or pass another `checkpoint` folder"
-    if number == errno.ENOENT:
-        return "do not touch the folder during a run; with several machines, use shared storage"
-    return "see the cause above"
 
 
 # ---- Inspecting checkpoints without loading, renaming or writing anything.

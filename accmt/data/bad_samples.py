@@ -70,7 +70,15 @@ def without_bad_samples(
 def _count(micro_batch: MicroBatch, options: SourceOptions) -> int | None:
     """Set the counts that processes share, and return the number of samples read; None if each counts its own."""
     if num_data_processes() < num_processes():
-        _require_same_in_groups(micro_batch)
+        # Processes that share a batch must have read the same samples.
+        every = gather_objects([bad.index for bad in micro_batch.bad])
+        size = num_processes() // num_data_processes()
+        other = next((rank for rank, one in enumerate(every) if one != every[rank // size * size]), None)
+        if other is not None:
+            first = other // size * size
+            got = f"samples {every[first]} could not be read on process {first}, and {every[other]} on process {other}"
+            expected = "the same samples on both: they share one model and each of its batches"
+            raise DataError(explain("the data", got, expected, "check the disk or network the data is read from"))
     if options.agrees_each_batch:
         own = float(micro_batch.batch is not None), float(micro_batch.own_samples or 0), float(len(micro_batch.bad))
         present, samples, bad = map(int, sum_over_data(own))
@@ -79,18 +87,3 @@ def _count(micro_batch: MicroBatch, options: SourceOptions) -> int | None:
     micro_batch.num_bad = len(micro_batch.bad)
     micro_batch.is_partial |= micro_batch.batch is None
     return micro_batch.own_samples if options.shard.count == 1 else None
-
-
-def _require_same_in_groups(micro_batch: MicroBatch) -> None:
-    """Check that processes that share a batch could read the same samples.
-
-    Processes: collective.
-    """
-    every = gather_objects([bad.index for bad in micro_batch.bad])
-    size = num_processes() // num_data_processes()
-    other = next((rank for rank, one in enumerate(every) if one != every[rank // size * size]), None)
-    if other is not None:
-        first = other // size * size
-        got = f"samples {every[first]} could not be read on process {first}, and {every[other]} on process {other}"
-        expected = "the same samples on both: they share one model and each of its batches"
-        raise DataError(explain("the data", got, expected, "check the disk or network the data is read from"))

@@ -251,6 +251,9 @@ class GroupedStream(IterableDataset[Any]):
         seed: The run's seed.
     """
 
+    _keeps_state = False
+    _at_buffer: Any = None  # the stream's state at the beginning of the buffer; None means the stream's beginning
+
     def __init__(self, data: Any, size: int, length_of: Callable[[Any], Any] | None, seed: int) -> None:
         self.data = data
         self._size = size
@@ -276,7 +279,10 @@ class GroupedStream(IterableDataset[Any]):
         (first, skipped), self._start = self._start, (0, 0)
         stream = iter(self.data)
         for number in count(first):
-            self._begin_buffer(number, is_first=number == first)
+            if number == 0:
+                self._at_buffer = None
+            elif number > first and self._keeps_state:  # of the first one, the state was loaded
+                self._at_buffer = deepcopy(self.data.state_dict())
             with seeded_generators(derive_seed(self._seed, "buffer", self._epoch, number)):
                 read = list(islice(stream, self._size))
             if not read:
@@ -288,20 +294,11 @@ class GroupedStream(IterableDataset[Any]):
                 yield read[place]
             skipped = 0
 
-    def _begin_buffer(self, number: int, *, is_first: bool) -> None:
-        """Record what `state_dict` needs."""
-
 
 class StatefulGroupedStream(GroupedStream):
     """The same for a stream that tracks its position: it resumes at the beginning of a buffer, and reads that again."""
 
-    _at_buffer: Any = None  # the stream's state at the beginning of the buffer; None means the stream's beginning
-
-    def _begin_buffer(self, number: int, *, is_first: bool) -> None:
-        if number == 0:
-            self._at_buffer = None
-        elif not is_first:  # else it is the one that was loaded
-            self._at_buffer = deepcopy(self.data.state_dict())
+    _keeps_state = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state at the buffer, and how many samples of the buffer were yielded."""

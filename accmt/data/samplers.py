@@ -419,7 +419,16 @@ class TemperatureSampler(TensorSampler):
                 "a whole number of at least 1",
                 "omit num_samples to draw as many as there are labels",
             )
-        classes = _count_from_zero(labels)
+        values = labels.tolist() if hasattr(labels, "tolist") else [_plain(label) for label in labels]
+        wrong = next((value for value in values if isinstance(value, tuple) or not isinstance(value, Hashable)), None)
+        if wrong is not None:  # tuples are samples: equal ones would become separate classes
+            got, do = f"a label of type {type(wrong).__name__}", "convert each label to one number or string"
+            raise DataError(explain("TemperatureSampler(labels=...)", got, "one class per sample", do))
+        if not values:
+            do = "check the data's column and filters"
+            raise DataError(explain("TemperatureSampler(labels=...)", "no labels", "one label per sample", do))
+        numbers: dict[Any, int] = {}  # of classes, in order of first occurrence
+        classes = torch.tensor([numbers.setdefault(value, len(numbers)) for value in values])
         self.num_labels = len(classes)
         self._num_samples = num_samples or self.num_labels
         self._counts = classes.bincount()
@@ -456,21 +465,6 @@ def check_labels(sampler: Any, dataset: Any) -> None:
     """Check that a sampler with labels has one for each sample of a dataset."""
     if isinstance(sampler, TemperatureSampler):
         sampler.check_length(len(dataset))
-
-
-def _count_from_zero(labels: Iterable[Any]) -> torch.Tensor:
-    """Return labels as class numbers from 0, in order of first occurrence."""
-    values = labels.tolist() if hasattr(labels, "tolist") else [_plain(label) for label in labels]
-    numbers: dict[Any, int] = {}
-    wrong = next((value for value in values if isinstance(value, tuple) or not isinstance(value, Hashable)), None)
-    if wrong is not None:  # tuples are samples: equal ones would become separate classes
-        got, do = f"a label of type {type(wrong).__name__}", "convert each label to one number or string"
-        raise DataError(explain("TemperatureSampler(labels=...)", got, "one class per sample", do))
-    classes = [numbers.setdefault(value, len(numbers)) for value in values]
-    if not classes:
-        do = "check the data's column and filters"
-        raise DataError(explain("TemperatureSampler(labels=...)", "no labels", "one label per sample", do))
-    return torch.tensor(classes)
 
 
 def _plain(label: Any) -> Any:

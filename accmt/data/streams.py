@@ -114,8 +114,7 @@ class SequentialSource:
         self._epoch = epoch
         with self._randomness.of_epoch(epoch):
             read = self._ending_together(self._read_micro_batches(epoch, start, plan), start.consumed)
-            planned = self._as_planned(read, num_micro_batches)
-            for micro_batch, position in _with_last_marked(planned):
+            for micro_batch, position in self._as_planned(read, num_micro_batches):
                 is_empty = False
                 self._kept.append((micro_batch.index, position))
                 if micro_batch.index >= first:
@@ -134,18 +133,25 @@ class SequentialSource:
         require_same_end(self._options, f"{consumed} {self._unit}")
 
     def _as_planned(self, micro_batches: Iterator[ReadBatch], num_micro_batches: int | None) -> Iterator[ReadBatch]:
-        """Yield the planned number of micro-batches, and warn if the data's `__len__` is wrong."""
-        num_read, position = 0, None
-        for micro_batch, position in islice(micro_batches, num_micro_batches):
-            num_read += 1
-            yield micro_batch, position
-        if self._claimed_length is None or num_micro_batches is None or position is None:
+        """Yield the planned number of micro-batches, and warn if the data's `__len__` is wrong.
+
+        Reads one micro-batch ahead to mark the last one.
+        """
+        num_read, held = 0, None
+        for read in islice(micro_batches, num_micro_batches):
+            if held is not None:
+                yield held
+            num_read, held = num_read + 1, read
+        if held is None:
             return
-        if num_read < num_micro_batches:
-            consequence = "the LR scheduler and everything else planned from the length is too long"
-            self._warn_of_length(f"{position[self._unit]}", consequence)
-        elif not self._options.is_limited and next(micro_batches, None) is not None:
-            self._warn_of_length("more", "each epoch skips the rest")
+        if self._claimed_length is not None and num_micro_batches is not None:
+            if num_read < num_micro_batches:
+                consequence = "the LR scheduler and everything else planned from the length is too long"
+                self._warn_of_length(f"{held[1][self._unit]}", consequence)
+            elif not self._options.is_limited and next(micro_batches, None) is not None:
+                self._warn_of_length("more", "each epoch skips the rest")
+        held[0].is_last = True
+        yield held
 
     def _warn_of_length(self, number: str, consequence: str) -> None:
         what = f"len() of the {self._options.kind} data is {self._claimed_length} {self._unit}"
@@ -246,18 +252,6 @@ class SequentialSource:
             f"the {self._options.kind} data are read again from the beginning of the epoch up to the interruption "
             f"({start.consumed} {self._unit}): {why}"
         )
-
-
-def _with_last_marked(micro_batches: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
-    """Read one micro-batch ahead to mark the last one."""
-    held: ReadBatch | None = None
-    for read in micro_batches:
-        if held is not None:
-            yield held
-        held = read
-    if held is not None:
-        held[0].is_last = True
-        yield held
 
 
 # ---- The state of data that track their own position
@@ -603,10 +597,25 @@ class UserLoaderSource(SequentialSource):
 
     def __init__(self, user_loader: DataLoader[Any], options: SourceOptions) -> None:
         is_stream = isinstance(user_loader.dataset, IterableDataset)
-        self._reader = _make_reader(user_loader, options)
+        is_plain = type(user_loader).__iter__ is DataLoader.__iter__
+        self._reader = user_loader
+        if is_plain and not hasattr(user_loader, "state_dict"):
+            # A copy, which counts the samples of each batch and starts workers for each epoch: the user's loader stays
+            # unchanged, even if something else reads it meanwhile.
+            makes_batches = user_loader.batch_sampler is not None or user_loader.batch_size is not None
+            collate = _CollateAndCount(user_loader.collate_fn) if makes_batches else user_loader.collate_fn
+            if user_loader.persistent_workers:
+                warn_once(
+                    f"persistent_workers=True has no effect on the DataLoader of the {options.kind} data: persistent "
+                    "workers of a stream would read in a different order after a resume",
+                    about=f"persistent workers: {options.kind}",
+                )
+            self._reader = copy.copy(user_loader)
+            # Through vars: DataLoader.__setattr__ rejects changes after construction.
+            vars(self._reader).update(collate_fn=collate, persistent_workers=False, _iterator=None)
         readers = _count_readers(user_loader.num_workers) if is_stream else 1
         self._cut = {"batch_size": user_loader.batch_size, "readers": readers}
-        if is_stream and type(user_loader).__iter__ is DataLoader.__iter__:
+        if is_stream and is_plain:
             dataset, num_workers = user_loader.dataset, user_loader.num_workers
             self._state = StreamState(dataset, num_workers=num_workers, also_read=options.also_read)
         else:
@@ -709,25 +718,3 @@ class _CollateAndCount:
         batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
         rows = rows_of_samples(samples) if is_first else {}
         return _Counted(batch, len(samples), rows)
-
-
-def _make_reader(user_loader: DataLoader[Any], options: SourceOptions) -> DataLoader[Any]:
-    """Return a copy of a user's DataLoader that counts the samples of each batch and starts workers for each epoch.
-
-    The user's loader stays unchanged, even if something else reads it meanwhile. A loader that overrides `__iter__` is
-    used directly.
-    """
-    if type(user_loader).__iter__ is not DataLoader.__iter__ or hasattr(user_loader, "state_dict"):
-        return user_loader
-    reader = copy.copy(user_loader)
-    makes_batches = user_loader.batch_sampler is not None or user_loader.batch_size is not None
-    collate = _CollateAndCount(user_loader.collate_fn) if makes_batches else user_loader.collate_fn
-    if user_loader.persistent_workers:
-        warn_once(
-            f"persistent_workers=True has no effect on the DataLoader of the {options.kind} data: persistent workers "
-            "of a stream would read in a different order after a resume",
-            about=f"persistent workers: {options.kind}",
-        )
-    # Through vars: DataLoader.__setattr__ rejects changes after construction.
-    vars(reader).update(collate_fn=collate, persistent_workers=False, _iterator=None)
-    return reader

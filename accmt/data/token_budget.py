@@ -59,8 +59,15 @@ def cut_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: in
     shared = [groups, _with_less_padding(groups, lengths, budget)]
     cuts = [_assign(groups, lengths, num_processes) for groups in shared]
     if num_processes > 1:
-        shards = _shard_and_split(order, lengths, budget, num_processes)
-        cuts += [shards, [_with_less_padding(shard, lengths, budget) for shard in shards]]
+        # Distribute the samples instead, and split those of each process: more even with few, large groups.
+        shards: Groups = [[] for _ in range(num_processes)]
+        for start in range(0, len(order), num_processes):
+            shards.sort(key=lambda shard: sum(lengths[position] for position in shard))  # the smallest gets the longest
+            for shard, position in zip(shards, order[start : start + num_processes], strict=False):
+                shard.append(position)
+        most = max(len(_cut_evenly(shard, lengths, budget)) for shard in shards)
+        split = [_cut_evenly(shard, lengths, budget, fewest=most) for shard in shards]
+        cuts += [split, [_with_less_padding(groups, lengths, budget) for groups in split]]
 
     for cut in cuts:
         _balance(cut, lengths, budget)
@@ -130,20 +137,6 @@ def _assign(groups: Groups, lengths: Sequence[int], num_processes: int) -> list[
         cut[process].append(group)
         tokens[process] += padded_tokens(group, lengths)
     return cut
-
-
-def _shard_and_split(order: list[int], lengths: Sequence[int], budget: TokenBudget, num_processes: int) -> list[Groups]:
-    """Distribute sorted samples evenly over the processes, and split those of each.
-
-    With few, large groups, this is more even than distributing groups.
-    """
-    shards: Groups = [[] for _ in range(num_processes)]
-    for start in range(0, len(order), num_processes):
-        shards.sort(key=lambda shard: sum(lengths[position] for position in shard))  # the smallest gets the longest
-        for shard, position in zip(shards, order[start : start + num_processes], strict=False):
-            shard.append(position)
-    most = max(len(_cut_evenly(shard, lengths, budget)) for shard in shards)
-    return [_cut_evenly(shard, lengths, budget, fewest=most) for shard in shards]
 
 
 def _balance(cut: list[Groups], lengths: Sequence[int], budget: TokenBudget) -> None:
@@ -219,21 +212,15 @@ def _with_less_padding(groups: Groups, lengths: Sequence[int], budget: TokenBudg
         before = list(groups)
         for first in range(len(groups) - 1):
             both = groups[first] + groups[first + 1]
-            middle = _best_bound(both, lengths, budget)
-            groups[first : first + 2] = [both[:middle], both[middle:]]
+            widest, number, best, best_tokens = max(lengths[both[0]], 1), len(both), 0, 0
+            most = max(1, min(budget.max_tokens // widest, budget.max_samples, number - 1))
+            for middle in range(1, most + 1):  # at least one of which fits
+                width, rest = max(lengths[both[middle]], 1), number - middle
+                tokens = widest * middle + width * rest
+                fits = rest == 1 or (rest <= budget.max_samples and width * rest <= budget.max_tokens)
+                if fits and (best == 0 or tokens < best_tokens):
+                    best, best_tokens = middle, tokens
+            groups[first : first + 2] = [both[:best], both[best:]]
         if groups == before:
             break
     return groups
-
-
-def _best_bound(both: list[int], lengths: Sequence[int], budget: TokenBudget) -> int:
-    """Return the size of the first of two groups that needs the least padding; at least one bound must fit."""
-    widest, number, best, best_tokens = max(lengths[both[0]], 1), len(both), 0, 0
-    most = max(1, min(budget.max_tokens // widest, budget.max_samples, number - 1))
-    for middle in range(1, most + 1):
-        width, rest = max(lengths[both[middle]], 1), number - middle
-        tokens = widest * middle + width * rest
-        fits = rest == 1 or (rest <= budget.max_samples and width * rest <= budget.max_tokens)
-        if fits and (best == 0 or tokens < best_tokens):
-            best, best_tokens = middle, tokens
-    return best

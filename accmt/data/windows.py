@@ -314,12 +314,9 @@ class _TokenCut:
 
     def _fill(self, micro_batch: MicroBatch, epoch: int, samples: list[Any], lengths: list[int]) -> MicroBatch:
         """Set a micro-batch's batch, collated under its own seed."""
-        if samples:
-            seed_generators(derive_seed(self._seed, self._purpose, epoch, *micro_batch.place, data_index()))
-            micro_batch.batch = self._make_batch(samples, lengths)
-        return micro_batch
-
-    def _make_batch(self, samples: list[Any], lengths: list[int]) -> Any:
+        if not samples:
+            return micro_batch
+        seed_generators(derive_seed(self._seed, self._purpose, epoch, *micro_batch.place, data_index()))
         longest = max(lengths)
         try:
             is_first, self._is_first = self._is_first, False
@@ -337,7 +334,8 @@ class _TokenCut:
                 "lengths, or include what the collate function adds",
                 about="wrong sample lengths",
             )
-        return pin_memory(batch) if self._pins_memory else batch
+        micro_batch.batch = pin_memory(batch) if self._pins_memory else batch
+        return micro_batch
 
     def _check_longest(self, lengths: list[int]) -> None:
         longest, max_tokens = max(lengths, default=0), self._budget.max_tokens

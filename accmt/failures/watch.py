@@ -103,7 +103,14 @@ class Waits:
             return None
         self._answer(now)
         if self._board.index == 0:
-            self._warn_of_long_wait(now, waiting)
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+            seconds = now - self._waiting_since + _NOTED_S
+            if seconds >= self._warns_after:
+                self._warns_after = seconds * _AGAIN
+                doing = {index: note["doing"] for index, note in waiting.items()}
+                busy = {index: what for index, what in self._board.read(_BUSY).items() if index not in waiting}
+                for_whom = f"for {_list(busy)}" if busy else "for one another, or for the network"
+                warn(f"waiting for {seconds:.0f} s {for_whom}: {_list(doing)}; training continues when they meet")
         if not self._has_noted:
             return None
         others = {index: note for index, note in waiting.items() if index != self._board.index}
@@ -127,17 +134,6 @@ class Waits:
         if not self._has_noted and (self._busy_noted_at is None or now - self._busy_noted_at >= _NOTED_S):
             self._busy_noted_at = now
             self._board.post(_BUSY, self._describe())
-
-    def _warn_of_long_wait(self, now: float, waiting: Mapping[int, Any]) -> None:
-        self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        seconds = now - self._waiting_since + _NOTED_S
-        if seconds < self._warns_after:
-            return
-        self._warns_after = seconds * _AGAIN
-        doing = {index: note["doing"] for index, note in waiting.items()}
-        busy = {index: what for index, what in self._board.read(_BUSY).items() if index not in waiting}
-        for_whom = f"for {_list(busy)}" if busy else "for one another, or for the network"
-        warn(f"waiting for {seconds:.0f} s {for_whom}: {_list(doing)}; training continues when they meet")
 
 
 def _list(doing: Mapping[int, str]) -> str:
@@ -341,21 +337,17 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._is_ending.is_set():
-            for number in self._received_signals():
-                self._hear(number)
+            ready, _, _ = select.select([self._receiver], [], [], _POLL_S)
+            if ready and not self._is_ending.is_set():
+                numbers = self._receiver.recv(64)
+                if self._previous_fd is not None and self._previous_fd >= 0:
+                    os.write(self._previous_fd, numbers)
+                for number in numbers:
+                    self._hear(number)
             try:
                 self._look()
             except (RuntimeError, OSError):  # the process with the store has exited: collectives will fail
                 return
-
-    def _received_signals(self) -> bytes:
-        ready, _, _ = select.select([self._receiver], [], [], _POLL_S)
-        if not ready or self._is_ending.is_set():
-            return b""
-        numbers = self._receiver.recv(64)
-        if self._previous_fd is not None and self._previous_fd >= 0:
-            os.write(self._previous_fd, numbers)
-        return numbers
 
     def _hear(self, number: int) -> None:
         if number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) and self._interruption.is_listening:

@@ -57,15 +57,25 @@ def require(name: str, by: str | None = None) -> None:
     Raises:
         MissingPackageError: It is missing, only partly installed, or too old; the message contains the pip command.
     """
-    floor = FLOORS[name]
+    floor, where = FLOORS[name], by or name
     wanted = f"{name.replace('_', '-')}>={floor}"
+    do = f'pip install "{wanted}"'
     try:
         module = import_module(name)
     except ImportError as error:
-        raise _unusable(name, by or name, wanted, error) from error
+        version = _version_in_metadata(name)
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            got = f"{name} is not installed"
+        elif version is not None and release_of(version) < release_of(floor):
+            got = f"{name} {version}"
+        else:
+            why, _, _ = str(error).partition("\n")
+            got = f"{name} is installed, but cannot be imported: {why}"
+            do = f'pip install --force-reinstall --no-deps "{wanted}", or install the package in the message'
+        raise MissingPackageError(explain(where, got, wanted, do)) from error
     version = _version_of(module)
     if version is not None and release_of(version) < release_of(floor):
-        raise MissingPackageError(explain(by or name, f"{name} {version}", wanted, f'pip install "{wanted}"'))
+        raise MissingPackageError(explain(where, f"{name} {version}", wanted, do))
 
 
 def release_of(version: str) -> tuple[int, ...]:
@@ -142,14 +152,3 @@ def _version_in_metadata(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _unusable(name: str, where: str, wanted: str, error: ImportError) -> MissingPackageError:
-    if isinstance(error, ModuleNotFoundError) and error.name == name:
-        return MissingPackageError(explain(where, f"{name} is not installed", wanted, f'pip install "{wanted}"'))
-    if (version := _version_in_metadata(name)) is not None and release_of(version) < release_of(FLOORS[name]):
-        return MissingPackageError(explain(where, f"{name} {version}", wanted, f'pip install "{wanted}"'))
-    why, _, _ = str(error).partition("\n")
-    got = f"{name} is installed, but cannot be imported: {why}"
-    do = f'pip install --force-reinstall --no-deps "{wanted}", or install the package in the message'
-    return MissingPackageError(explain(where, got, wanted, do))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import isfunction, signature
@@ -158,27 +157,19 @@ def _find_builtin(name: str) -> Callable[..., Metric]:
     return BUILTIN[name]
 
 
-@contextmanager
-def _from_working_directory() -> Iterator[None]:
-    """Also import from the working directory, which a command such as `accmt sft` does not do by itself."""
-    here = str(Path.cwd())
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
-
-
 def _load_function(path: str, name: str | None) -> Metric:
     """Return the metric of a user's function of texts, "module:function"."""
     module, _, attribute = path.partition(":")
+    here = str(Path.cwd())
+    sys.path.append(here)  # which a command such as `accmt sft` does not do by itself
     try:
-        with _from_working_directory():
-            function = getattr(import_module(module), attribute)
+        function = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         do = f"write `def {attribute or 'score'}(written, expected)` in {module or 'my_metrics'}.py, in a folder that "
         do += "Python imports from, or the working directory"
         raise MetricError(explain(_WHERE, f"{path!r}: {error}", "a module and a function in it", do)) from error
+    finally:
+        sys.path.remove(here)
     try:
         signature(function).bind([], [])
     except TypeError as error:

@@ -171,18 +171,15 @@ class WER(TextMetric):
 
     def compare(self, written: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
         """Return the rate."""
-        self._require_texts(expected)
+        empty = next((number for number, text in enumerate(expected) if not text.strip()), None)
+        if empty is not None:
+            got = f"an empty expected text (the {empty + 1}. of {len(expected)})"
+            raise metric_error(self.name, got, "texts with words", "remove such rows from the validation data")
         return {self.name: float(getattr(_load("jiwer"), self._function)(list(expected), list(written)))}
 
     def score(self, written: str, expected: str) -> float:
         """Return the rate of one sample."""
         return self.compare([written], [expected])[self.name]
-
-    def _require_texts(self, expected: Sequence[str]) -> None:
-        empty = next((number for number, text in enumerate(expected) if not text.strip()), None)
-        if empty is not None:
-            got = f"an empty expected text (the {empty + 1}. of {len(expected)})"
-            raise metric_error(self.name, got, "texts with words", "remove such rows from the validation data")
 
 
 class CER(WER):

@@ -46,7 +46,19 @@ class ChainedOptimizer(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._chained = list(optimizers)
-        _require_chainable(self._chained)
+        where = "ChainedOptimizer(optimizers=...)"
+        if not self._chained or not all(isinstance(one, Optimizer) for one in self._chained):
+            raise ArgumentError(explain(where, repr(self._chained), "at least one torch optimizer", "[adamw, muon]"))
+        parameters = [parameter for one in self._chained for group in one.param_groups for parameter in group["params"]]
+        if len(set(parameters)) < len(parameters):
+            got = "two optimizers for one parameter"
+            raise ArgumentError(explain(where, got, "each parameter in one optimizer", "remove it from the others"))
+        for kind in (type(one) for one in self._chained):
+            # The one of bitsandbytes only packs each parameter's entries for FSDP1.
+            if kind.state_dict is not Optimizer.state_dict and not kind.__module__.startswith("bitsandbytes."):
+                got = f"{kind.__name__}, which overrides `state_dict`"
+                do = "use it for all parameters or for none"
+                raise ArgumentError(explain(where, got, "optimizers with torch's state_dict", do))
         self._owners = [number for number, one in enumerate(self._chained) for _ in one.param_groups]
         super().__init__([group for one in self._chained for group in one.param_groups], {})
         for one in self._chained:
@@ -144,22 +156,6 @@ def mesh_by_mesh(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.param_groups = groups
-
-
-def _require_chainable(optimizers: Sequence[Optimizer]) -> None:
-    where = "ChainedOptimizer(optimizers=...)"
-    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-        raise ArgumentError(explain(where, repr(optimizers), "at least one torch optimizer", "[adamw, muon]"))
-    parameters = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
-    if len(set(parameters)) < len(parameters):
-        got = "two optimizers for one parameter"
-        raise ArgumentError(explain(where, got, "each parameter in one optimizer", "remove it from the others"))
-    for one in optimizers:
-        # The one of bitsandbytes only packs each parameter's entries for FSDP1.
-        if type(one).state_dict is not Optimizer.state_dict and not type(one).__module__.startswith("bitsandbytes."):
-            got = f"{type(one).__name__}, which overrides `state_dict`"
-            do = "use it for all parameters or for none"
-            raise ArgumentError(explain(where, got, "optimizers with torch's state_dict", do))
 
 
 _TRIED = 67  # elements: some full vectors of a CPU's kernels, and a remainder

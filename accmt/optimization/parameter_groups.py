@@ -41,13 +41,19 @@ def kinds_of(model: nn.Module) -> dict[nn.Parameter, set[str]]:
         lower = name.lower()
         kinds[parameter] |= {"bias"} if "bias" in lower else set()
         kinds[parameter] |= {"norm"} if _NORM_NAMES.search(lower) else set()
-    for module in model.modules():
+    for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if "norm" in type(module).__name__.lower():
             _note("norm", own, kinds)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _note("embedding", own, kinds)
-    _note("adapter", _adapters(model), kinds)
+        # What PEFT added: named parts of its layers, prompts, and copied modules.
+        for name in getattr(module, "adapter_layer_names", ()):
+            part = getattr(module, name, None)
+            if isinstance(part, nn.Module):
+                _note("adapter", part.parameters(), kinds)
+        if path.rpartition(".")[2] in ("modules_to_save", "prompt_encoder"):
+            _note("adapter", module.parameters(), kinds)
     find_output_layer = getattr(model, "get_output_embeddings", None)
     output_layer = find_output_layer() if callable(find_output_layer) else None
     outputs = set(output_layer.parameters()) if isinstance(output_layer, nn.Module) else set[nn.Parameter]()
@@ -60,18 +66,6 @@ def kinds_of(model: nn.Module) -> dict[nn.Parameter, set[str]]:
 def _note(kind: str, parameters: Iterable[nn.Parameter], kinds: dict[nn.Parameter, set[str]]) -> None:
     for parameter in parameters:
         kinds[parameter].add(kind)
-
-
-def _adapters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that PEFT added: named parts of its layers, prompts, and copied modules."""
-    for module in model.modules():
-        for name in getattr(module, "adapter_layer_names", ()):
-            part = getattr(module, name, None)
-            if isinstance(part, nn.Module):
-                yield from part.parameters()
-    for path, module in model.named_modules():
-        if path.rpartition(".")[2] in ("modules_to_save", "prompt_encoder"):
-            yield from module.parameters()
 
 
 _GROUPS: KeyPath = ("optim", "groups")

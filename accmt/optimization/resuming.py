@@ -74,7 +74,9 @@ def restore_scheduler(
     elif scheduler is not None and saved is not None:
         kept = _kept_constants(scheduler, saved)
         scheduler.load_state_dict(saved)
-        now = _scaled(loaded, built, *changed["lr"]) if "lr" in changed else built
+        if "lr" in changed:  # lowered as much as the scheduler had lowered the old rate
+            pairs = zip(loaded, built, strict=True)
+            now = [{**ours, "lr": _scaled_rate(theirs, ours, *changed["lr"])} for theirs, ours in pairs]
     names |= {"initial_lr"} if "lr" in names else set()
     for group, theirs, ours in zip(optimizer.param_groups, loaded, now, strict=True):
         group.update({**theirs, **{name: ours[name] for name in names & ours.keys()}})
@@ -88,7 +90,12 @@ def restore_scheduler(
                 state = optimizer.state.get(parameter, {})
                 if isinstance(state.get("step"), torch.Tensor):
                     state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
-    return kept + _kept(loaded, built, names | _counts_in_groups(optimizer), has_scheduler=scheduler is not None)
+    # Entries of groups that are not arguments, but state that changes with the optimizer's steps.
+    every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+    parameters = [item for one in every for item in inspect.signature(type(one).__init__).parameters.values()]
+    if not any(item.kind is item.VAR_KEYWORD for item in parameters):
+        names |= {name for one in every for name in one.defaults} - {item.name for item in parameters}
+    return kept + _kept(loaded, built, names, has_scheduler=scheduler is not None)
 
 
 def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
@@ -134,12 +141,6 @@ def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, s
     return group_arguments(optimizer)
 
 
-def _scaled(loaded: GroupArguments, built: GroupArguments, old: Any, new: Any) -> GroupArguments:
-    """Return the built arguments, with rates lowered as much as the scheduler had lowered the old ones."""
-    pairs = zip(loaded, built, strict=True)
-    return [{**ours, "lr": _scaled_rate(theirs, ours, old, new)} for theirs, ours in pairs]
-
-
 def _scaled_rate(theirs: Mapping[str, Any], ours: Mapping[str, Any], old: Any, new: Any) -> Any:
     if "initial_lr" in theirs and "initial_lr" in ours:  # a group of hyper-parameters
         begin = theirs["initial_lr"]
@@ -147,15 +148,6 @@ def _scaled_rate(theirs: Mapping[str, Any], ours: Mapping[str, Any], old: Any, n
     if old is None and new is None:  # only arguments of groups have changed
         return theirs["lr"]
     return theirs["lr"] * (new / old) if old and new is not None else ours["lr"]
-
-
-def _counts_in_groups(optimizer: Optimizer) -> set[str]:
-    """Return the entries of an optimizer's groups that are not arguments, but state that changes with its steps."""
-    every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
-    parameters = [item for one in every for item in inspect.signature(type(one).__init__).parameters.values()]
-    if any(item.kind is item.VAR_KEYWORD for item in parameters):
-        return set()
-    return {name for one in every for name in one.defaults} - {item.name for item in parameters}
 
 
 def _add_missing_state(optimizer: Optimizer) -> None:

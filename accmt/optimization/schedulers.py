@@ -69,7 +69,14 @@ def build_scheduler(
     parameters = parameters_of(factory)
     arguments = dict(hps.scheduler_kwargs)
     if "num_warmup_steps" in parameters:
-        arguments["num_warmup_steps"] = _warmup_steps(hps, arguments, length)
+        warmup = arguments.pop("warmup_ratio", arguments.get("num_warmup_steps", 0))
+        is_ratio = "num_warmup_steps" not in arguments or isinstance(warmup, float)
+        if is_ratio and warmup != 0:
+            if length.total is None:
+                raise _unknown_length(hps, "warmup_ratio", "use `num_warmup_steps:` instead, or add `max_steps:`")
+            # As an exact decimal: 0.1 * 30 would round up to 4.
+            warmup = math.ceil(Fraction(str(warmup)) * length.total)
+        arguments["num_warmup_steps"] = int(warmup)
     arguments |= _filled(hps, parameters, arguments, length)
     monitor = arguments.pop("monitor", None) if watches_a_result(factory) else None
     try:
@@ -154,17 +161,6 @@ def _length(
     if hps.step_scheduler_per_epoch:
         return _Length(total=epochs, per_epoch=1, epochs=epochs)
     return _Length(total=total_steps, per_epoch=steps_per_epoch, epochs=epochs)
-
-
-def _warmup_steps(hps: HyperParameters, arguments: dict[str, Any], length: _Length) -> int:
-    """Return the warm-up steps; a ratio is applied to the total and rounded up. Removes `warmup_ratio`."""
-    warmup = arguments.pop("warmup_ratio", arguments.get("num_warmup_steps", 0))
-    is_ratio = "num_warmup_steps" not in arguments or isinstance(warmup, float)
-    if not is_ratio or warmup == 0:
-        return int(warmup)
-    if length.total is None:
-        raise _unknown_length(hps, "warmup_ratio", "use `num_warmup_steps:` instead, or add `max_steps:`")
-    return math.ceil(Fraction(str(warmup)) * length.total)  # as an exact decimal: 0.1 * 30 would round up to 4
 
 
 def _filled(

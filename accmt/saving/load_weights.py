@@ -80,7 +80,11 @@ def require_files(folder: Path) -> list[str]:
         do = "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)"
         if any(folder.glob("step-*/manifest.json")) or (folder / "manifest.json").is_file():
             do = f"this is a checkpoint: convert it with `accmt get {shlex.quote(str(folder))} OUT`"
-        raise WeightsError(explain(str(folder), _describe_content(folder), f"one of {', '.join(ENTRY_NAMES)}", do))
+        got = "a file, not a folder" if folder.exists() else "no such folder"
+        if folder.is_dir():
+            held = sorted(path.name for path in folder.iterdir())
+            got = f"a folder with {_some(held)}" if held else "an empty folder"
+        raise WeightsError(explain(str(folder), got, f"one of {', '.join(ENTRY_NAMES)}", do))
     try:
         names = files_of(entry)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -136,13 +140,6 @@ def _damaged(path: Path, error: Exception) -> WeightsError:
         "copy it again, or save the model again",
     )
     return WeightsError(message)
-
-
-def _describe_content(folder: Path) -> str:
-    if not folder.is_dir():
-        return "a file, not a folder" if folder.exists() else "no such folder"
-    names = sorted(path.name for path in folder.iterdir())
-    return f"a folder with {_some(names)}" if names else "an empty folder"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -191,7 +191,6 @@ def _put(kept: Path, place: Path) -> Path:
 CARD_NAME = "README.md"
 HPS_NAME = "hps.yaml"
 TRAINER_NAME = "trainer_config.json"
-_NOTHING = object()
 _JOINED_OPTIONS = (
     "checkpoint_options",
     "data_options",
@@ -243,8 +242,14 @@ def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
     Processes: main only.
     """
     plain = hide(_to_plain(arguments), leave_out=True)
-    others = {name: value for name, value in plain.items() if name != "hps_config"}
-    held = {name: kept for name, value in others.items() if (kept := _writable_part(name, value)) is not _NOTHING}
+    held = {}
+    for name, value in plain.items():
+        if name in _JOINED_OPTIONS and isinstance(value, dict):  # whose options are checked one by one
+            kept = {key: item for key, item in value.items() if _can_be_written(item)}
+            if kept or not value:
+                held[name] = kept
+        elif name != "hps_config" and _can_be_written(value):
+            held[name] = value
     held["hps_config"] = hide(arguments["hps_config"], leave_out=True)
     return _replace_own(folder / TRAINER_NAME, TRAINER_MARK, dumps(held, indent=2) + "\n")
 
@@ -263,14 +268,6 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return [_to_plain(item) for item in value]
     return value
-
-
-def _writable_part(name: str, value: Any) -> Any:
-    """Return the part of an argument that a file can represent; combined options are checked one by one."""
-    if name in _JOINED_OPTIONS and isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if _can_be_written(item)}
-        return kept if kept or not value else _NOTHING
-    return value if _can_be_written(value) else _NOTHING
 
 
 def _can_be_written(value: Any) -> bool:

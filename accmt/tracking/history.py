@@ -276,8 +276,20 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
     beside = folder / EVALUATIONS_FOLDER / HISTORY_FILE
     if not beside.is_file():
         return rows
-    evaluated = _without_superseded(beside, include_superseded=False)
-    return _insert(rows, [_move_media(row) for row in evaluated if "step" in row])
+    evaluated = []
+    for row in _without_superseded(beside, include_superseded=False):
+        if "media" in row:  # its path from the run folder
+            row["media"]["path"] = f"{EVALUATIONS_FOLDER}/{row['media']['path']}"
+        if "step" in row:
+            evaluated.append(row)
+    # Each follows the rows of its step, and precedes the status of the run.
+    left, merged = deque(sorted(evaluated, key=lambda row: row["step"])), []
+    for row in rows:
+        while left and row.get("step", -1) > left[0]["step"]:
+            merged.append(left.popleft())
+        merged.append(row)
+    end = len(merged) - bool(merged and "status" in merged[-1])
+    return [*merged[:end], *left, *merged[end:]]
 
 
 def find_run_folders(folder: Path) -> list[Path]:
@@ -293,24 +305,6 @@ def _without_superseded(path: Path, *, include_superseded: bool) -> list[dict[st
     rows = list(read_rows(path))
     superseded = Superseded(() if include_superseded else rows)
     return [row for line, row in enumerate(rows) if row and ("step" not in row or not superseded.has(line))]
-
-
-def _move_media(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with the path of its media from the run folder."""
-    if "media" not in row:
-        return row
-    return {**row, "media": {**row["media"], "path": f"{EVALUATIONS_FOLDER}/{row['media']['path']}"}}
-
-
-def _insert(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all rows; each evaluated one follows the rows of its step, and precedes the status of the run."""
-    left, merged = deque(sorted(evaluated, key=lambda row: row["step"])), []
-    for row in rows:
-        while left and row.get("step", -1) > left[0]["step"]:
-            merged.append(left.popleft())
-        merged.append(row)
-    end = len(merged) - bool(merged and "status" in merged[-1])
-    return [*merged[:end], *left, *merged[end:]]
 
 
 def _measure(path: Path) -> tuple[int, int]:

@@ -75,9 +75,13 @@ def _sync(
         return Synced(key, 0, 0)
     if not is_built_in(GROUP, key):
         return Synced(key, 0, left_before, "a custom tracker, which only a run can start")
-    url = _find_url(account.server, server)
+    url = account.server
     if url is not None and HIDDEN in url:
-        return Synced(key, 0, left_before, f"the secret in its URL {url} is not saved: pass the full URL with --server")
+        known = (full for full in (server, *os.environ.values()) if full and hide_text(full) == url)
+        url = next(known, server or url)
+        if HIDDEN in url:
+            why = f"the secret in its URL {url} is not saved: pass the full URL with --server"
+            return Synced(key, 0, left_before, why)
     # The folder may have been moved: a local store is expected next to its current location.
     run_folder = folder.absolute().parent if folder.name == EVALUATIONS_FOLDER else folder.absolute()
     logging_dir = url or str(run_folder.parent.parent)
@@ -92,11 +96,3 @@ def _sync(
     left = count_rows_left(history.path, account)
     is_done = left == 0 and account.status == status
     return Synced(key, max(left_before - left, 0), left, None if is_done else name_error(problem))
-
-
-def _find_url(written: str | None, server: str | None) -> str | None:
-    """Return the URL of a tracker's store, with its hidden secret restored if the full URL is known."""
-    if written is None or HIDDEN not in written:
-        return written
-    known = (url for url in (server, *os.environ.values()) if url and hide_text(url) == written)
-    return next(known, server or written)

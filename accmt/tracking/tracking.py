@@ -306,25 +306,22 @@ class Tracking:
             delivery_file.attempt = 1 + max(self._resumed["attempt"], before.attempt if before else 0)
             history.add_rewind(self._resumed["line"], self._resumed["step"], delivery_file.attempt)
         for key, (spec, kwargs) in self._trackers.items():
-            account = self._find_account(key, spec, before, lines)
+            if self._resumed is None:
+                account = Account(first=lines, delivered=lines, handed=lines, settled=lines)
+            elif before is not None and key in before.accounts:
+                account = before.accounts[key]
+                account.reopen()
+                account.run_id = account.run_id or self._resumed["run_ids"].get(key)
+            else:
+                # The delivery state is unknown: assume all rows were delivered if the tracker must not get any twice.
+                delivered = lines if spec.rewinding is Rewinding.UNKNOWN else 0
+                run_id = self._resumed["run_ids"].get(key)
+                account = Account(run_id=run_id, delivered=delivered, handed=lines, settled=delivered)
             server = spec.server(self._place)
             account.server = server and hide_text(server)
             account.kwargs = hide(to_plain(kwargs), leave_out=True)
             delivery_file.accounts[key] = account
         return delivery_file
-
-    def _find_account(self, key: str, spec: TrackerSpec, before: DeliveryFile | None, lines: int) -> Account:
-        if self._resumed is None:
-            return Account(first=lines, delivered=lines, handed=lines, settled=lines)
-        run_id = self._resumed["run_ids"].get(key)
-        if before is not None and key in before.accounts:
-            account = before.accounts[key]
-            account.reopen()
-            account.run_id = account.run_id or run_id
-            return account
-        # The delivery state is unknown: assume all rows were delivered if the tracker must not get any twice.
-        delivered = lines if spec.rewinding is Rewinding.UNKNOWN else 0
-        return Account(run_id=run_id, delivered=delivered, handed=lines, settled=delivered)
 
     def _start_trackers(self, history: History, delivery_file: DeliveryFile) -> None:
         held_back = self.held_back()

@@ -328,7 +328,7 @@ def print_collating(arguments: argparse.Namespace) -> None:
     """Print the part of the time in which a budget's batches are made, which is all that overlapping could save."""
     for unit in arguments.units:
         work, seconds = make_work(unit, arguments), [0.0]
-        make_batch = ByTokens._make_batch
+        make_batch = ByTokens._fill
 
         def timed(*args: Any, make: Any = make_batch, seconds: list[float] = seconds) -> Any:
             start = time.perf_counter()
@@ -337,7 +337,7 @@ def print_collating(arguments: argparse.Namespace) -> None:
             finally:
                 seconds[0] += time.perf_counter() - start
 
-        with patch.object(ByTokens, "_make_batch", timed):
+        with patch.object(ByTokens, "_fill", timed):
             start = time.perf_counter()
             train(work, max_tokens=work.max_tokens)
         print(f"{unit}: {seconds[0] / (time.perf_counter() - start):.2%} of the time", flush=True)

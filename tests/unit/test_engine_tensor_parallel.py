@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accmt.data import MicroBatch
-from accmt.data.bad_samples import BadSample, _require_same_in_groups
+from accmt.data import BadSample, MicroBatch, SourceOptions
+from accmt.data.bad_samples import without_bad_samples
 from accmt.engine import shards
 from accmt.engine.shards import as_shard, beginning_anew, ranks_of_batch, untie
 from accmt.errors import DataError, ModuleContractError
@@ -138,9 +138,14 @@ def test_samples_that_one_process_of_a_group_could_read_are_an_error(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_batches(2)
-    own = MicroBatch(0, None, bad=(BadSample(7, "gone"),))
+
+    def read() -> list[MicroBatch]:
+        own = MicroBatch(0, (None, [BadSample(7, "gone")]), own_samples=1)
+        options = SourceOptions(purpose="validate", batch_size=1)
+        return list(without_bad_samples(iter([own]), options, is_whole_epoch=True, knows_samples=True))
+
     monkeypatch.setattr("accmt.data.bad_samples.gather_objects", lambda value: [[], [], value, value])
-    _require_same_in_groups(own)
+    assert [micro_batch.num_bad for micro_batch in read()] == [1]
     monkeypatch.setattr("accmt.data.bad_samples.gather_objects", lambda value: [[], [], [], value])
     with pytest.raises(DataError, match=r"\[7\] on process 3"):
-        _require_same_in_groups(own)
+        read()

@@ -234,7 +234,6 @@ def test_hyper_parameters_without_their_secrets_are_read_again(tmp_path):
 def test_rows_are_synced_to_a_server_whose_password_is_in_no_file(monkeypatch, tmp_path):
     from accmt.tracking.delivery_state import Account
     from accmt.tracking.history import History
-    from accmt.tracking.sync_run import _find_url
 
     whole = "https://me:hunter22@host.invalid/x"
     history = History(tmp_path)
@@ -246,9 +245,19 @@ def test_rows_are_synced_to_a_server_whose_password_is_in_no_file(monkeypatch, t
     (synced,) = sync_run(tmp_path)
     assert synced.num_left == 1
     assert "with --server" in (synced.problem or "")
-    assert _find_url(hide_text(whole), whole) == whole
+    found = []
+
+    def record(spec, start, *args, **kwargs):
+        found.append(start.place.logging_dir)
+        raise InterruptedError
+
+    monkeypatch.setattr(sys.modules["accmt.tracking.sync_run"], "Delivery", record)
+    with pytest.raises(InterruptedError):
+        sync_run(tmp_path, server=whole)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", whole)
-    assert _find_url(hide_text(whole), None) == whole
+    with pytest.raises(InterruptedError):
+        sync_run(tmp_path)
+    assert found == [whole, whole]
 
 
 def test_a_users_log_line_is_not_ours_to_change(caplog):
