@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
-from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination
-from accmt.addons.flight_recorder.replay import _read_report
+from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport
 from tests.toys import Linear, logged, make_points, make_trainer
 
 
@@ -29,7 +28,7 @@ def examine(
     ledger = Examination(every=1, folder=str(Path.cwd()), first=first, last=first + 1, **asked)
     make_trainer({"epochs": 1, **(hps or {})}, ledger=ledger, **settings).fit(module, data)
     file = Path(EXAMINED_FILE)
-    return [_read_report(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [StepReport.read(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 class Stream(IterableDataset[Any]):

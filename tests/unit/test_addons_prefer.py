@@ -867,8 +867,7 @@ def test_log_probabilities_of_another_model_template_or_length_are_refused(tmp_p
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_a_replay_ranks_the_samples_of_a_step_in_micro_batches(tmp_path: Path, name: Any):
-    from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination
-    from accmt.addons.flight_recorder.replay import _read_report
+    from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport
 
     module = PreferenceModule(make_model(), tokenizer(), name)
     module.teacher = moved(make_model())
@@ -877,7 +876,7 @@ def test_a_replay_ranks_the_samples_of_a_step_in_micro_batches(tmp_path: Path, n
         labeled(8) if name == "kto" else pairs(8),
     )
     fit(tmp_path / "run", rows, module=module, hps={"batch_size": 4, "max_micro_batch_size": 2}, ledger=ledger)
-    [report] = map(_read_report, (tmp_path / EXAMINED_FILE).read_text().splitlines())
+    [report] = map(StepReport.read, (tmp_path / EXAMINED_FILE).read_text().splitlines())
     assert report.why_not_split == ""  # KTO's losses of single samples have the baseline of the step
     assert {sample.number for sample in report.samples} == {0, 1, 2, 3}
     assert all("<|im_start|>user" in sample.text for sample in report.samples)

@@ -23,6 +23,7 @@ import torch
 from accmt.data import MicroBatch
 from accmt.errors import ArgumentError, explain
 from accmt.features.hooks import Feature
+from accmt.files import dumps, loads
 from accmt.options import Ledger
 from accmt.processes import gather_from_data, is_main_process
 from accmt.run import EvaluationRun, Run
@@ -70,6 +71,13 @@ class StepReport:
     layers: list[tuple[str, float]] = field(default_factory=list)
     samples: list[SampleReport] = field(default_factory=list)
     why_not_split: str = ""
+
+    @classmethod
+    def read(cls, line: str) -> StepReport:
+        """Read a line of `examined.jsonl`."""
+        read = loads(line)
+        samples = [SampleReport(**one) for one in read["samples"]]
+        return cls(**{**read, "samples": samples, "layers": [tuple(layer) for layer in read["layers"]]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,19 +137,13 @@ class Examiner(Feature):
             self._write(StepReport(step, why_not_split="the module calls backward and the optimizer itself"))
         self._batches = []
         self._watched.read.clear()
+        if self._is_checked:
+            return
+        epoch, _, last = self._asked.places[-1]
         state = self._run.state
-        if not self._is_checked and (state.epoch, state.train_step) >= (
-            self._asked.places[-1][0],
-            self._asked.places[-1][2],
-        ):
-            self._is_checked = True
-            self._require_found()
-
-    def _require_found(self) -> None:
-        """Check that the step had all samples that are left out.
-
-        Processes: collective.
-        """
+        if (state.epoch, state.train_step) < (epoch, last):
+            return
+        self._is_checked = True  # that the step had all samples that are left out
         seen = set().union(*gather_from_data(self._watched.seen))
         missing = sorted(set(self._asked.without) - seen)
         if missing:
@@ -162,8 +164,6 @@ class Examiner(Feature):
         return asked.examines and asked.first <= step <= asked.last and step not in self._done
 
     def _write(self, report: StepReport) -> None:
-        from accmt.files import dumps
-
         self._done.add(report.step)
         if is_main_process():
             with Path(self._asked.folder, EXAMINED_FILE).open("a", encoding="utf-8") as file:
@@ -205,7 +205,9 @@ class Examiner(Feature):
             try:
                 samples = [one for own in gather_from_data(own_samples(run, watched, run.state.epoch)) for one in own]
                 alone = [measure(sample.batch, 1) for sample in samples]
-                wholes = [measure(batch, size) for own in gather_from_data(self._own_batches()) for batch, size in own]
+                batches = [(one.batch, one) for one in self._batches if one.batch is not None]
+                sized = [(batch, run.count_samples(one, batch, has_weight=True)) for batch, one in batches]
+                wholes = [measure(batch, size) for own in gather_from_data(sized) for batch, size in own]
             except Exception as error:  # noqa: BLE001 - such as batch norm, which needs several samples
                 why = f"single samples cannot be computed: {type(error).__name__}: {error}".partition("\n")[0]
                 return StepReport(step, norm, layers, why_not_split=why)
@@ -221,19 +223,11 @@ class Examiner(Feature):
             for sample, one in zip(samples, alone, strict=True)
         ]
         reports.sort(key=lambda report: (not math.isfinite(report.gradient_norm), report.gradient_norm), reverse=True)
-        return StepReport(step, norm, layers, reports, _compare(alone, wholes, self._tolerance()))
-
-    def _own_batches(self) -> list[tuple[Any, int]]:
-        run = self._run
-        found = ((one.batch, one) for one in self._batches if one.batch is not None)
-        return [(batch, run.count_samples(one, batch, has_weight=True)) for batch, one in found]
-
-    def _tolerance(self) -> float:
-        weights = self._run.unwrapped_model.parameters()
-        is_reduced = str(self._run.accelerator.mixed_precision) != "no" or any(
-            weight.dtype in (torch.bfloat16, torch.float16) for weight in weights
+        is_reduced = str(run.accelerator.mixed_precision) != "no" or any(
+            weight.dtype in (torch.bfloat16, torch.float16) for weight in run.unwrapped_model.parameters()
         )
-        return _REDUCED if is_reduced else _EXACT
+        why_not = _compare(alone, wholes, _REDUCED if is_reduced else _EXACT)
+        return StepReport(step, norm, layers, reports, why_not)
 
 
 class _Measured(NamedTuple):

@@ -41,6 +41,7 @@ def describe_start(run: Run) -> dict[str, Any]:
     """
     dataset = run.train_loader.source.dataloader.dataset
     own = {"host": socket.gethostname(), "device": _name_device(run.device)}
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in run.unwrapped_model.parameters()}
     facts: dict[str, Any] = hide(
         {
             **describe_launch(run),
@@ -51,7 +52,7 @@ def describe_start(run: Run) -> dict[str, Any]:
             "device": run.device.type,
             "is_deterministic": run.device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
             "precision": str(run.accelerator.mixed_precision),
-            "weights": _name_types(run.unwrapped_model),
+            "weights": " and ".join(sorted(types)),
             "program": _digest_program(type(run.module)),
             "git": _describe_git(Path(main_file() or ".").parent),
             "data": {"samples": length_of(dataset), "kind": type(dataset).__name__},
@@ -76,11 +77,6 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any], names: Seque
         else:
             changes.append(f"{name} {one} -> {other}")
     return changes
-
-
-def _name_types(model: torch.nn.Module) -> str:
-    types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-    return " and ".join(sorted(types))
 
 
 def _digest_program(kind: type) -> dict[str, str]:

@@ -230,22 +230,19 @@ def find_difference(
     for kind in ("gradients", "weights", "optimizer") if now.get("at") == "step" else KINDS:
         one, other = before.get("sums", {}).get(kind), now.get("sums", {}).get(kind)
         if one and other and one != other:
-            return f"the {'optimizer state' if kind == 'optimizer' else kind}{_name_tensors(one, other, names)}"
+            what = "the optimizer state" if kind == "optimizer" else f"the {kind}"
+            pairs = zip(names, _split(one["each"]), _split(other["each"]), strict=False)
+            found = [name for name, mine, theirs in pairs if mine != theirs]
+            if len(one["each"]) != len(other["each"]) or not found:
+                return f"{what}, of other parameters"
+            more = f" and {len(found) - 1} more of {len(names)} tensors" if len(found) > 1 else ""
+            return f"{what} of {found[0]}{more}"
     return None
 
 
 def differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
     """Return whether two lines both have a value, and not the same."""
     return before.get(name) is not None and now.get(name) is not None and before[name] != now[name]
-
-
-def _name_tensors(one: Mapping[str, str], other: Mapping[str, str], names: Sequence[str]) -> str:
-    pairs = zip(names, _split(one["each"]), _split(other["each"]), strict=False)
-    found = [name for name, first, second in pairs if first != second]
-    if len(one["each"]) != len(other["each"]) or not found:
-        return ", of other parameters"
-    more = f" and {len(found) - 1} more of {len(names)} tensors" if len(found) > 1 else ""
-    return f" of {found[0]}{more}"
 
 
 def _split(each: str) -> list[str]:

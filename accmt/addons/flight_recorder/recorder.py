@@ -114,43 +114,34 @@ class Recorder(Feature):
             if self._resumed is not None:
                 for number, found in enumerate(before.lines[line:], line):
                     keep(self._before, {**found, "number": number})
-                self._changes = self._find_changes(before.start_of(file.lines), start)
+                earlier = before.start_of(file.lines)
+                # After a rollback, or with smaller micro-batches, other steps are made on purpose.
+                if earlier.get("lessons") != start["lessons"]:
+                    self._before = {}
+                self._callbacks = find_changes(earlier.get("settings", {}), start["settings"], ["callbacks"])
+                self._changes = [change for change in find_changes(earlier, start) if change not in self._callbacks]
+                if not start["is_deterministic"]:
+                    self._changes.append(f"{start['device']} computes without torch_flags={{'deterministic': True}}")
             file.add({"rewind": {"line": line, "step": self._run.state.global_step}})
         file.add({"start": start, "time": time.time()})
         file.flush()
-
-    def _find_changes(self, before: dict[str, Any], start: dict[str, Any]) -> list[str]:
-        if before.get("lessons") != start["lessons"]:  # a rollback, or smaller micro-batches: other steps on purpose
-            self._before = {}
-        self._callbacks = find_changes(before.get("settings", {}), start["settings"], ["callbacks"])
-        changes = [change for change in find_changes(before, start) if change not in self._callbacks]
-        if not start["is_deterministic"]:
-            changes.append(f"{start['device']} computes without torch_flags={{'deterministic': True}}")
-        return changes
 
     # ---- Each step
 
     def before_batch(self, micro_batch: MicroBatch) -> None:
         if self._wants_operations and not micro_batch.is_partial:
             self._wants_operations = False
-            self._write_operations(micro_batch)
+            try:  # operations without a deterministic implementation may explain a difference
+                operations = find_operations(self._run, broadcast_object(micro_batch.batch))
+            except Exception as error:  # noqa: BLE001 - an attempt only
+                operations = [f"unknown ({type(error).__name__} while looking for them)"]
+            if self._file is not None:
+                self._file.add({"operations": operations})
+            if operations:
+                device = self._run.device.type
+                self._changes.append(f"no deterministic implementation on {device}: {', '.join(operations)}")
         if self._is_due and micro_batch.batch is not None:
             self._contents.append(digest_batch(micro_batch.batch))
-
-    def _write_operations(self, micro_batch: MicroBatch) -> None:
-        """Write which operations of a step have no deterministic implementation, since they may explain a difference.
-
-        Processes: collective.
-        """
-        try:
-            operations = find_operations(self._run, broadcast_object(micro_batch.batch))
-        except Exception as error:  # noqa: BLE001 - an attempt only
-            operations = [f"unknown ({type(error).__name__} while looking for them)"]
-        if self._file is not None:
-            self._file.add({"operations": operations})
-        if operations:
-            device = self._run.device.type
-            self._changes.append(f"no deterministic implementation on {device}: {', '.join(operations)}")
 
     def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
         self._losses.append(loss)
@@ -261,33 +252,32 @@ class Recorder(Feature):
 
     def _write_windows(self, windows: Sequence[_Window], every: Sequence[Sequence[_Own]]) -> None:
         """Write the lines of windows; of those that some process has not finished, nothing."""
-        if self._file is not None:
-            for window, of_all in zip(windows, zip(*every, strict=False), strict=False):
-                self._write_window(self._file, window, of_all)
-            self._file.flush()
-
-    def _write_window(self, file: LedgerFile, window: _Window, of_all: Sequence[Any]) -> None:
-        if len(of_all) == 1:
-            [(samples, pairs)] = of_all
-        else:
-            digests = dict.fromkeys(str(one) for one, _ in of_all)
-            samples = " ".join(digests) if digests.keys() != {"None"} else None  # one, unless each has its own data
-            pairs = list(chain.from_iterable(pairs for _, pairs in of_all))
-        if len(pairs) == 1:
-            loss = pairs[0][0]
-        else:
-            total = exact_sum([weight for _, weight in pairs])
-            loss = exact_sum([loss * weight for loss, weight in pairs]) / total if total else 0.0
-        shown = f'"{samples}"' if samples is not None else "null"
-        value = f'"{loss.hex()}"' if pairs else "null"
-        body = (
-            f'{{"step": {window.step}, "epoch": {window.epoch}, "batches": [{window.first}, {window.last}], '
-            f'"samples": {shown}, "loss": {value}'
-        )
-        body += "" if window.made_step else ', "skipped": true'
-        file.add_text(body)
-        if self._before:
-            self._compare(file, json.loads(body + "}"))
+        file = self._file
+        if file is None:
+            return
+        for window, of_all in zip(windows, zip(*every, strict=False), strict=False):
+            if len(of_all) == 1:
+                [(samples, pairs)] = of_all
+            else:
+                digests = dict.fromkeys(str(one) for one, _ in of_all)
+                samples = " ".join(digests) if digests.keys() != {"None"} else None  # one, unless each has its own data
+                pairs = list(chain.from_iterable(pairs for _, pairs in of_all))
+            if len(pairs) == 1:
+                loss = pairs[0][0]
+            else:
+                total = exact_sum([weight for _, weight in pairs])
+                loss = exact_sum([loss * weight for loss, weight in pairs]) / total if total else 0.0
+            shown = f'"{samples}"' if samples is not None else "null"
+            value = f'"{loss.hex()}"' if pairs else "null"
+            body = (
+                f'{{"step": {window.step}, "epoch": {window.epoch}, "batches": [{window.first}, {window.last}], '
+                f'"samples": {shown}, "loss": {value}'
+            )
+            body += "" if window.made_step else ', "skipped": true'
+            file.add_text(body)
+            if self._before:
+                self._compare(file, json.loads(body + "}"))
+        file.flush()
 
     def _write_sums(self, at: str) -> None:
         """Write the checksums of the current weights and optimizer state, and of the gradients of the last step.

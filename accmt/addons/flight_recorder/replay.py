@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import xxhash
 
 from accmt.addons.flight_recorder.compare import RELATIVE_TOLERANCE
-from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, SampleReport, StepReport
+from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, compare_steps, read_ledger, require_ledger, step_of
 from accmt.addons.launches import build_command, relocate
 from accmt.callbacks import Callback, build_callbacks
@@ -27,7 +27,7 @@ from accmt.checkpoint.contents import read_others
 from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, explain
-from accmt.files import current_folder, dumps, loads
+from accmt.files import current_folder, dumps
 from accmt.recovery.restart import Restart
 from accmt.registry import FIT_VARIABLE
 
@@ -184,7 +184,7 @@ def replay(
         if (processes := again.starts()[0]["processes"]) != start["processes"]:
             _fail(folder, f"{processes} processes", f"{start['processes']}, as recorded", "launch as many")
         examined = Path(place, EXAMINED_FILE)
-        reports = [_read_report(line) for line in examined.read_text().splitlines()] if examined.exists() else []
+        reports = [StepReport.read(line) for line in examined.read_text().splitlines()] if examined.exists() else []
     begin = f"the checkpoint of {checkpoint.name}" if checkpoint else "the beginning"
     last_compared, tolerance = step - 1 if without else last, 0.0
     num_compared, difference = compare_steps(ledger, again, start["tensors"], last_compared)
@@ -223,12 +223,6 @@ def _find_probe(folder: Path, probe: str) -> str:
         got = f"--probe {probe}" + (f": there is no file {file}" if file else "")
         _fail(folder, got, "a file and a name in it", "--probe my_probe.py:hook")
     return f"{Path(file).absolute()}:{name}"
-
-
-def _read_report(line: str) -> StepReport:
-    read = loads(line)
-    samples = [SampleReport(**one) for one in read.pop("samples")]
-    return StepReport(**read | {"samples": samples, "layers": [tuple(layer) for layer in read["layers"]]})
 
 
 def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: int) -> Path | None:
@@ -334,7 +328,12 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
         again = _build_trainer(trainer, request, place)
         del os.environ[FIT_VARIABLE]
         again.fit(module, *data, **others)
-        _require_reached(again.state.global_step, request)
+        last, first = again.state.global_step, request["first"]
+        if last < first - bool(request["without"]):  # without its samples, the step is skipped
+            got = f"nothing left to train after step {last}"
+            expected = f"step {first}: only the first fit of a program can be replayed"
+            do = "put the other training into another program, or restore epochs and max_steps"
+            raise ArgumentError(explain("the first trainer.fit of the program", got, expected, do))
     except BaseException as error:
         notes = getattr(error, "__notes__", ())
         with Path(place, _ERROR_FILE).open("a") as file:
@@ -344,16 +343,6 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
         Path(place, "done").touch()
     again.close()
     raise SystemExit(0)
-
-
-def _require_reached(step: int, request: Mapping[str, Any]) -> None:
-    """Require that training went on until the requested step; without its samples, the step is skipped."""
-    first = request["first"]
-    if step < first - bool(request["without"]):
-        got = f"nothing left to train after step {step}"
-        expected = f"step {first}: only the first fit of a program can be replayed"
-        do = "put the other training into another program, or restore epochs and max_steps"
-        raise ArgumentError(explain("the first trainer.fit of the program", got, expected, do))
 
 
 def _build_trainer(trainer: Any, request: Mapping[str, Any], place: Path) -> Any:
