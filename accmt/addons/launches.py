@@ -85,13 +85,21 @@ class LaunchRecord(Feature):
 def describe_launch(run: Run) -> dict[str, Any]:
     """Return how a run was started."""
     settings = run.settings
+    names: tuple[str, ...] = _VARIABLES
+    if FORK_VARIABLE in os.environ or TRIAL_VARIABLE in os.environ:
+        names = (*_VARIABLES, *_OF_COMMANDS)
+    environment = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(_ENVIRONMENT) or name in names) and not name.startswith(_OF_LAUNCH)
+    }
     facts: dict[str, Any] = hide(
         {
             "step": run.state.global_step,
             "is_resumed": run.is_resumed,
             "argv": [hide_text(argument) for argument in sys.orig_argv],
             "cwd": str(_find_start_folder()),
-            "environment": _read_environment(),
+            "environment": environment,
             "processes": num_processes(),
             "machines": num_processes() // int(os.environ.get("LOCAL_WORLD_SIZE", num_processes())),
             "is_launched": "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ,
@@ -146,12 +154,6 @@ def _find_start_folder() -> Path:
             parts = len(script.parts)
             return Path(*main.parts[:-parts]) if main.parts[-parts:] == script.parts else here
     return here
-
-
-def _read_environment() -> dict[str, str]:
-    names = (*_VARIABLES, *(_OF_COMMANDS if {FORK_VARIABLE, TRIAL_VARIABLE} & os.environ.keys() else ()))
-    own = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT) or name in names}
-    return {name: value for name, value in sorted(own.items()) if not name.startswith(_OF_LAUNCH)}
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -287,17 +287,18 @@ class RemoteFolder:
         files = [file for file in one.sizes if file not in without]
         for file in files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
+
+        def get(file: str) -> None:
+            self._retry(lambda: self._fs.get_file(f"{self._root}/{one.name}/{file}", str(folder / file)))
+            fsync_file(folder / file)
+
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="accmt-download") as threads:
-            list(threads.map(lambda file: self._get(f"{one.name}/{file}", folder / file), files))
+            list(threads.map(get, files))
         found = read_manifest(folder)
         reason = found.reason if isinstance(found, Damage) else next(find_faults(folder, found.only(files)), None)
         if reason is not None:
             raise CheckpointError(f"{self.shown}/{one.name}: {reason}")
         fsync_folder(folder)
-
-    def _get(self, key: str, file: Path) -> None:
-        self._retry(lambda: self._fs.get_file(f"{self._root}/{key}", str(file)))
-        fsync_file(file)
 
     def upload_others(self) -> None:
         """Upload what does not belong to one checkpoint or model."""
@@ -706,7 +707,10 @@ def download(open_remote: Callable[[], RemoteFolder], one: RemoteCheckpoint, fol
     staged: list[Path] = []
 
     def stage() -> Path:
-        others = _files_of_other_disks(manifest)
+        # Each file of tensors is on the disk of one process: the one that wrote it, if there are as many processes.
+        tensors = sorted(filter(holds_tensors, manifest.files))
+        of_process = {file: number * num_processes() // len(tensors) for number, file in enumerate(tensors)}
+        others = {file for file, process in of_process.items() if not shares_disk_with(process)}
         for path in list_published(folder):
             needed = [file for file in manifest.files if file not in others or (path / file).exists()]
             if read_manifest(path) == manifest and next(find_faults(path, manifest.only(needed)), None) is None:
@@ -724,16 +728,6 @@ def download(open_remote: Callable[[], RemoteFolder], one: RemoteCheckpoint, fol
     finally:
         for path in staged:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _files_of_other_disks(manifest: Manifest) -> set[str]:
-    """Return the files of tensors that only the other disks get.
-
-    Each is on the disk of one process: the one that wrote it, if there are as many processes.
-    """
-    files = sorted(filter(holds_tensors, manifest.files))
-    of_process = {file: number * num_processes() // len(files) for number, file in enumerate(files)}
-    return {file for file, process in of_process.items() if not shares_disk_with(process)}
 
 
 def _require_manifest(folder: Path) -> Manifest:

@@ -166,16 +166,12 @@ class RemoteModels(Feature):
             self._open().download_history()
 
     def _start(self) -> list[str]:
+        """Take the lease. Returns the rules whose best model was lost: their checkpoint was uploaded, the model not."""
         run, remote = self._run, self._open()
         folder, run_name = run.settings.model_folder.absolute(), run.tracking.run_name
         origin = {RUN_KEY: run.saver.run_id, "run_name": run_name, "history": str(remote.history)}
         self._uploads = start_uploads(remote, folder, ORIGIN, origin, run_name=run_name, keep=_KEEP)
-        return self._find_outdated()
-
-    def _find_outdated(self) -> list[str]:
-        """Return the rules whose best model was lost: their checkpoint was uploaded, but the model was not."""
-        selection, folder = self._run.saver.selection, self._run.settings.model_folder
-        outdated = []
+        selection, outdated = run.saver.selection, []
         for rule in selection.names:
             saved_at = selection.saved_at(rule)
             with suppress(OSError, ValueError, KeyError):

@@ -18,8 +18,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from accmt.addons.goodput.meter import Meter
 from accmt.addons.goodput.pace import FIRST_S, Costs, Pacer
+from accmt.addons.goodput.recorder import Meter
 from accmt.addons.goodput.records import SECONDS_BETWEEN_LINES, GoodputFile, Totals, read_goodput
 
 HOURS = 48.0

@@ -15,9 +15,8 @@ import torch
 
 from accmt import ArgumentError, Callback, Monitor, Trainer
 from accmt.addons.goodput import pace, recorder
-from accmt.addons.goodput.meter import Meter
 from accmt.addons.goodput.pace import Costs, Pacer
-from accmt.addons.goodput.recorder import find_slowest
+from accmt.addons.goodput.recorder import Meter, find_slowest
 from accmt.addons.goodput.records import GOODPUT_FILE, SECONDS_BETWEEN_LINES, Totals, read_goodput
 from accmt.addons.report import read_run
 from accmt.addons.report.page import build_page

@@ -124,7 +124,20 @@ class Totals:
         if "carried" in line:
             self.__dict__.update(vars(Totals.from_dict(line["carried"])))
         elif "start" in line:
-            self._add_start(line["start"])
+            start = line["start"]
+            if self.began is None:
+                self.began = start["time"]
+            else:
+                gap = max(0.0, start["time"] - self.last)
+                unrecorded = min(gap, SECONDS_BETWEEN_LINES) if self.is_open else 0.0
+                self.seconds["unrecorded"] += unrecorded
+                self.seconds["stopped"] += gap - unrecorded
+                self.failures += self.is_open
+            self.last = max(self.last, start["time"])
+            self.starts += 1
+            self.resumes += start["is_resumed"]
+            self.price_per_hour = start.get("price_per_hour")
+            self.is_open = True
         elif "seconds" in line:
             for name, seconds in line["seconds"].items():
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
@@ -137,21 +150,6 @@ class Totals:
             if "end" in line:
                 self.is_open = False
                 self.failures += line["end"] not in _CLEAN
-
-    def _add_start(self, start: Mapping[str, Any]) -> None:
-        if self.began is None:
-            self.began = start["time"]
-        else:
-            gap = max(0.0, start["time"] - self.last)
-            unrecorded = min(gap, SECONDS_BETWEEN_LINES) if self.is_open else 0.0
-            self.seconds["unrecorded"] += unrecorded
-            self.seconds["stopped"] += gap - unrecorded
-            self.failures += self.is_open
-        self.last = max(self.last, start["time"])
-        self.starts += 1
-        self.resumes += start["is_resumed"]
-        self.price_per_hour = start.get("price_per_hour")
-        self.is_open = True
 
     def describe(self, price_per_hour: float | None = None) -> str:
         """Return a table of the bins, and what else is known, as text.

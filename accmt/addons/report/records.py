@@ -6,7 +6,8 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -122,17 +123,16 @@ def name_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
     If the runs differ in one or two entries of their configuration, these are added.
     """
-    named = [replace(run, name=_shorten_name(run)) for run in runs]
+    named = list(runs)
+    for index, run in enumerate(runs):
+        if time := _NAMED_BY_TIME.fullmatch(run.name):
+            project = run.folder.resolve().parent.name
+            named[index] = replace(run, name=f"{project} {time[1]} {time[2].replace('-', ':')}")
     keys = list(dict.fromkeys(key for run in runs for key in run.config if key not in _SAYS_NOTHING))
     different = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
     if 1 <= len(different) <= 2:
         named = [replace(run, name=f"{run.name}, {_describe(run, different)}") for run in named]
     return named if len({run.name for run in named}) == len(runs) else list(runs)
-
-
-def _shorten_name(run: RunRecord) -> str:
-    time = _NAMED_BY_TIME.fullmatch(run.name)
-    return run.name if time is None else f"{run.folder.resolve().parent.name} {time[1]} {time[2].replace('-', ':')}"
 
 
 def _describe(run: RunRecord, keys: Sequence[str]) -> str:
@@ -160,56 +160,43 @@ def read_run(folder: Path) -> RunRecord:
     logged_media: dict[str, dict[str, list[Media]]] = {"images": {}, "table": {}, "artifact": {}}
     for media in (Media.of_line(folder, row) for row in rows if "media" in row):
         logged_media[media.kind].setdefault(media.name, []).append(media)
+    curves: dict[str, Curve] = {}
+    for row in logged:
+        for name, value in row["values"].items():
+            if name != CHECKPOINT:
+                curve = curves.setdefault(name, Curve())
+                curve.steps.append(row["step"])
+                curve.times_s.append(row["time"] - start)
+                curve.values.append(float(value))
+    goodput = None
+    with suppress(OSError):
+        goodput = read_goodput(folder)
     return RunRecord(
         name=folder.resolve().name,
         folder=folder,
         config=dict(flatten(hide(config))),
-        curves=_read_curves(logged, start),
+        curves=curves,
         evaluations=_read_evaluations(logged),
         events=_read_events(read_history(folder, include_superseded=True), start),
         images=logged_media["images"],
         tables=logged_media["table"],
-        goodput=_read_goodput(folder),
+        goodput=goodput,
         began=start,
     )
 
 
-def _read_goodput(folder: Path) -> Totals | None:
-    try:
-        return read_goodput(folder)
-    except OSError:
-        return None
-
-
-def _read_curves(rows: Iterable[Mapping[str, Any]], start: float) -> dict[str, Curve]:
-    curves: dict[str, Curve] = {}
-    for row in rows:
-        for name, value in row["values"].items():
-            if name == CHECKPOINT:
-                continue
-            curve = curves.setdefault(name, Curve())
-            curve.steps.append(row["step"])
-            curve.times_s.append(row["time"] - start)
-            curve.values.append(float(value))
-    return curves
-
-
 def _read_evaluations(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
     """Return the rows of evaluations: those with a validation loss, or without one, all that are not training rows."""
-    has_loss = any(_is_evaluated(name) for row in rows for name in row["values"])
+    has_loss = any(name.startswith("val") for row in rows for name in row["values"])
     counts = Counter(name for row in rows for name in row["values"])
     training = "train_loss" if "train_loss" in counts else next(iter(counts), None)
 
     def is_evaluation(values: Mapping[str, float]) -> bool:
         if has_loss:
-            return any(_is_evaluated(name) for name in values)
+            return any(name.startswith("val") for name in values)
         return training not in values and CHECKPOINT not in values
 
     return [(row["step"], dict(row["values"])) for row in rows if is_evaluation(row["values"])]
-
-
-def _is_evaluated(name: str) -> bool:
-    return name.startswith("val")
 
 
 def _read_events(rows: list[dict[str, Any]], start: float) -> list[Event]:
