@@ -305,7 +305,7 @@ class SetPass:
                 for on_step_error in run.features.on_step_error:
                     on_step_error(error, micro_batch.batch)
                 raise
-        return self.take(micro_batch, batch, output)
+            return self.take(micro_batch, batch, output)
 
     def without_gradients(self) -> AbstractContextManager[None]:
         """Return the context in which the step runs: `torch.inference_mode`, unless `inference_mode=False`."""
@@ -322,7 +322,7 @@ class SetPass:
         return self._run.validation_step(self._key, batch)
 
     def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> Any:
-        """Store the output of the step for one of this process's batches."""
+        """Return what is left of the output of the step for one of this process's batches, without gradients."""
 
     def after_batch(self, taken: Any) -> None:
         """Called after each micro-batch, once it is counted.
@@ -368,22 +368,21 @@ class _SetEvaluation(SetPass):
     def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> tuple[Any, Any]:
         """Collect the output of the step, and return the loss and its weight."""
         run, loss_name = self._run, self._run.loss_name
-        with self.without_gradients():
-            entries, weight = read_validation_output(output, loss_name)
-            targets = None
-            if run.features.weigh:
-                found = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
-                targets = read_weight("validation_step", found)
-            loss_weight = targets if weight is None else weight
-            self._gave_weight.add(loss_weight is not None)
-            if weight is None:
-                weight = run.count_samples(micro_batch, batch, has_weight=targets is not None)
-            if loss_weight is None:
-                loss_weight = weight
-            position = micro_batch.places or micro_batch.index
-            self._collector.add(entries, weight, position, weights={loss_name: loss_weight})
-            for hook in self._hooks_after:
-                hook(batch=batch, outputs=output)
+        entries, weight = read_validation_output(output, loss_name)
+        targets = None
+        if run.features.weigh:
+            found = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
+            targets = read_weight("validation_step", found)
+        loss_weight = targets if weight is None else weight
+        self._gave_weight.add(loss_weight is not None)
+        if weight is None:
+            weight = run.count_samples(micro_batch, batch, has_weight=targets is not None)
+        if loss_weight is None:
+            loss_weight = weight
+        position = micro_batch.places or micro_batch.index
+        self._collector.add(entries, weight, position, weights={loss_name: loss_weight})
+        for hook in self._hooks_after:
+            hook(batch=batch, outputs=output)
         return entries.get(loss_name, 0.0), loss_weight
 
     def after_batch(self, taken: Any) -> None:

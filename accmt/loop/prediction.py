@@ -74,11 +74,17 @@ class _SetPrediction(SetPass):
             do = "for example, def predict_step(self, batch): return self.model(batch[0])"
             raise ModuleContractError(explain(type(self._run.module).__name__, got, expected, do)) from error
 
-    def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> None:
-        """Keep predictions on the CPU."""
-        if self._keeps:
-            _require_one_each(self._run, micro_batch, batch, _count_predictions("predictions", output))
-            self.kept.append((micro_batch.places or micro_batch.index, to_cpu(output)))
+    def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> _Placed | None:
+        """Return the predictions to keep."""
+        if not self._keeps:
+            return None
+        _require_one_each(self._run, micro_batch, batch, _count_predictions("predictions", output))
+        return micro_batch.places or micro_batch.index, output
+
+    def after_batch(self, taken: _Placed | None) -> None:
+        """Keep predictions on the CPU: as normal tensors, since this is outside of inference mode."""
+        if taken is not None:
+            self.kept.append((taken[0], to_cpu(taken[1])))
 
 
 def _require_one_each(run: EvaluationRun, micro_batch: MicroBatch, batch: Any, count: int) -> None:
