@@ -18,7 +18,7 @@ from functools import reduce, wraps
 from operator import add
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -252,7 +252,9 @@ def _gather_bytes(own: bytes, group: dist.ProcessGroup | None, *, source: int | 
     headers = _all_gather(header, group)
     tags_and_sizes = [_TAG.unpack_from(one) for one in headers]
     if any(other != tag for other, _ in tags_and_sizes):
-        _raise_apart(group)
+        own_call = describe_call(sys._getframe(1)).encode()[:_LONGEST].ljust(_LONGEST, b"\0")
+        calls = [one.rstrip(b"\0").decode(errors="replace") for one in _all_gather(own_call, group)]
+        raise ModuleContractError(explain_apart(dict(enumerate(calls))))
     largest = max(size for _, size in tags_and_sizes)
     if largest <= _INLINE:
         every = [one[_TAG.size : _TAG.size + size] for one, (_, size) in zip(headers, tags_and_sizes, strict=True)]
@@ -316,13 +318,6 @@ def describe_call(frame: FrameType | None) -> str:
     """Describe what the main thread, with this frame, is doing, and for which call of the user."""
     doing = describe_activity(frame)
     return doing if not _serving or _serving[-1] in doing else f"{_serving[-1]}, {doing}"
-
-
-def _raise_apart(group: dist.ProcessGroup) -> NoReturn:
-    """Raise an error, on every process, that lists what each of them is doing."""
-    own = describe_call(sys._getframe(2)).encode()[:_LONGEST]
-    doing = [one.rstrip(b"\0").decode(errors="replace") for one in _all_gather(own.ljust(_LONGEST, b"\0"), group)]
-    raise ModuleContractError(explain_apart(dict(enumerate(doing))))
 
 
 def explain_apart(doing: Mapping[int, str]) -> str:

@@ -28,7 +28,10 @@ def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.dev
     if num_processes() == 1:
         return
     if settings.running.sync_batchnorm:
-        _require_gpu(device)
+        if device.type == "cpu":
+            got, expected = "processes on CPUs, where torch has no SyncBatchNorm", "one GPU per process"
+            do = "leave sync_batchnorm out on CPUs, or train with one process"
+            raise ArgumentError(explain(_ARGUMENT, got, expected, do))
         synchronize(model)
     if settings.hps.halves_micro_batches and synchronized_layers(model):
         got = "synchronized batch norm, in which a process that is out of memory would make the others wait"
@@ -84,10 +87,3 @@ class _Alone(nn.SyncBatchNorm):
     """Batch norm of this process's batch."""
 
     forward = nn.BatchNorm1d.forward
-
-
-def _require_gpu(device: torch.device) -> None:
-    if device.type == "cpu":
-        got, expected = "processes on CPUs, where torch has no SyncBatchNorm", "one GPU per process"
-        do = "leave sync_batchnorm out on CPUs, or train with one process"
-        raise ArgumentError(explain(_ARGUMENT, got, expected, do))

@@ -200,26 +200,22 @@ class LossGuard(Feature):
         losses = chain.from_iterable(chunk.tolist() for chunk in self._chunks)
         last = stack(self._losses).tolist() if self._losses else []
         pairs = zip(chain(losses, last), _read(self._weights), self._places, strict=True)
-        counted = (
-            (loss, place) for loss, weight, place in pairs if weight and place.samples_before not in self._harmless
-        )
-        found = [(place, loss, what) for loss, place in counted if (what := self._find_problem(loss))]
+        found: list[tuple[Place, float, str]] = []
+        for loss, weight, place in pairs:
+            if not weight or place.samples_before in self._harmless:
+                continue
+            if not math.isfinite(loss):
+                found.append((place, loss, f"loss {loss}"))
+            elif loss > (highest := self._highest()):
+                found.append((place, loss, f"loss {loss:.4g}, a spike above {highest:.4g}"))
+            elif self._spike_guard is not None:
+                self._recent.append(loss)
         self.forget()
         return found
 
     def forget(self) -> None:
         """Drop the unchecked losses: a row with a finite mean shows that all are finite."""
         self._losses, self._chunks, self._weights, self._places, self._harmless = [], [], [], [], set()
-
-    def _find_problem(self, loss: float) -> str | None:
-        """Describe the problem of a loss; losses without one are added to the recent losses."""
-        if not math.isfinite(loss):
-            return f"loss {loss}"
-        if loss > (highest := self._highest()):
-            return f"loss {loss:.4g}, a spike above {highest:.4g}"
-        if self._spike_guard is not None:
-            self._recent.append(loss)
-        return None
 
     def _highest(self) -> float:
         if self._spike_guard is None or len(self._recent) < _ENOUGH:

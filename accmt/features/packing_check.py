@@ -98,19 +98,16 @@ class PackedCall:
         if self._tokens is not None and self._tokens.is_floating_point():  # embeddings
             drawn = torch.randn(self.rows, length, self._tokens.shape[-1], generator=self._random)
             return drawn.to(device, self._tokens.dtype)
-        ids = self._usable_ids()
+        if is_transformers_model(self._model):  # without ids that have a special meaning, such as that of an image
+            weight: Any = self._model.get_input_embeddings().weight
+            names = (name for name in vars(self._model.config) if name.endswith(("_token_id", "_token_index")))
+            special = {value for name in names if isinstance(value := getattr(self._model.config, name), int)}
+            ids = torch.tensor([token for token in range(weight.shape[0]) if token not in special])
+        else:
+            ids = torch.arange(0 if self._tokens is None else int(self._tokens.max()) + 1)
         if len(ids) < 2:
             raise ValueError("there are not enough tokens to make two documents")
         return ids[torch.randint(len(ids), (self.rows, length), generator=self._random)].to(device)
-
-    def _usable_ids(self) -> torch.Tensor:
-        """Return the ids of the vocabulary that have no special meaning, such as that of an image."""
-        if not is_transformers_model(self._model):
-            return torch.arange(0 if self._tokens is None else int(self._tokens.max()) + 1)
-        weight: Any = self._model.get_input_embeddings().weight
-        names = (name for name in vars(self._model.config) if name.endswith(("_token_id", "_token_index")))
-        special = {value for name in names if isinstance(value := getattr(self._model.config, name), int)}
-        return torch.tensor([token for token in range(weight.shape[0]) if token not in special])
 
     def arguments(self, *documents: torch.Tensor) -> dict[str, Any]:
         """Return the arguments of a call with documents end to end."""
@@ -156,7 +153,11 @@ def try_packing(
         context: The precision that the model works in; None is that of the caller.
         draws: How often other documents are tried before they count as mixed.
     """
-    with _unnoticed(model), context or nullcontext(), _without_cached_casts():
+    caches_casts = torch.is_autocast_cache_enabled()
+    # With inference mode, what the model caches now would be an error in training.
+    with without_trace(model), torch.inference_mode(mode=False), torch.no_grad(), context or nullcontext():
+        model.eval()
+        torch.set_autocast_cache_enabled(False)  # noqa: FBT003 - it would keep weights that were cast without gradients
         try:
             verdicts = [_compare(model, call)]
             while not verdicts[-1].is_isolated and verdicts[-1].is_coarse and len(verdicts) < draws:
@@ -164,6 +165,8 @@ def try_packing(
             return min(verdicts, key=lambda verdict: verdict.difference)
         except Exception as error:  # noqa: BLE001 - whatever the model makes of arguments that it did not expect
             return Verdict(failure=f"{type(error).__name__}: {error}")
+        finally:
+            torch.set_autocast_cache_enabled(caches_casts)
 
 
 def _compare(model: nn.Module, call: PackedCall) -> Verdict:
@@ -221,26 +224,6 @@ def _record(model: nn.Module, call: PackedCall, *documents: torch.Tensor) -> _Se
         outputs = model.forward(**call.arguments(*documents))
     note("", outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple) else [outputs])
     return seen
-
-
-@contextmanager
-def _unnoticed(model: nn.Module) -> Iterator[None]:
-    """Let a model compute in evaluation mode, without gradients, and give its state back afterwards."""
-    # With inference mode, what the model caches now would be an error in training.
-    with without_trace(model), torch.inference_mode(mode=False), torch.no_grad():
-        model.eval()
-        yield
-
-
-@contextmanager
-def _without_cached_casts() -> Iterator[None]:
-    """Let autocast keep no weight that it casts here: without gradients, and the step after this would take it."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # noqa: FBT003 - torch's signature
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 _IGNORED = -100

@@ -218,17 +218,14 @@ class Checkpoints:
 
     def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
         with run.features.doing("checkpoint"):
-            self._save_now(run, force=force, at=at)
-
-    def _save_now(self, run: Run, *, force: bool, at: Mapping[str, Any] | None) -> None:
-        run.require_equal_replicas()
-        others = collect_others(run, at)
-        counters = others["parts"]["state"]
-        step = counters["global_step"]
-        if self._writer is not None:
-            self._writer.save(step, others, self._describe(run, counters), force=force)
-        self._saved = counters, run.snapshot.next_stage
-        self._note(run, self.folder / step_name(step))
+            run.require_equal_replicas()
+            others = collect_others(run, at)
+            counters = others["parts"]["state"]
+            step = counters["global_step"]
+            if self._writer is not None:
+                self._writer.save(step, others, self._describe(run, counters), force=force)
+            self._saved = counters, run.snapshot.next_stage
+            self._note(run, self.folder / step_name(step))
 
     def _describe(self, run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the information that is readable without loading a checkpoint, and which launch wrote it."""

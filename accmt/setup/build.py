@@ -19,7 +19,6 @@ from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.data.seeding import seed_with_global
 from accmt.engine.accelerator import build_accelerator
-from accmt.engine.base import Engine
 from accmt.engine.choice import choose_engine
 from accmt.engine.replicas import Replicas
 from accmt.errors import ArgumentError, explain
@@ -47,7 +46,7 @@ from accmt.run import Actions, Run
 from accmt.saving import Selection
 from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_reloading
 from accmt.setup.inputs import check_inputs, find_monitored
-from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
+from accmt.setup.model import attach_run, configure_model, measure_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
 from accmt.setup.same_on_processes import find_disks, require_same_settings
 from accmt.state import Counters, TrainingState
@@ -132,24 +131,43 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     _settle_monitor(prepared.scheduler, settings, inputs.selection, loaders.validation)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     attach_run(trainer, module, accelerator, prepared)
-    parts = _make_parts(trainer, module, engine, prepared, recovery)
+    saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
+    watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
+    optimizer, own_model = prepared.stepper.optimizer, prepared.unwrapped_model
+    compares = num_processes() > 1 and settings.failures.compare_replicas
     run = Run(
-        **parts,
+        **vars(prepared),
+        **watch,
+        settings=settings,
+        engine=engine,
+        accelerator=accelerator,
+        module=module,
+        state=state,
+        seed=seed,
+        is_resumed=resumed is not None,
+        length=length,
         training_step=logging_step(steps[0], module.logs.of_training),
         validation_step=steps[1],
         loaders=loaders,
         val_loaders=loaders.validation,
+        counts_own_samples=defines(module, "get_batch_size"),
         metrics=inputs.metrics,
         callbacks=tuple(callbacks),
         hooks=hooks,
+        feature_kinds=kinds,
         cadence=cadence,
+        clock=Clock(read_max_time(settings.running.max_time)),
         saver=saver,
         tracking=inputs.tracking,
-        attributes=Attributes(name_owners(module, callbacks), prepared.unwrapped_model, accelerator.device),
-        is_resumed=resumed is not None,
-        length=length,
-        seed=seed,
-        feature_kinds=kinds,
+        actions=Actions.of(trainer, prepared.stepper),
+        weighting=Weighting(),
+        running_averages=RunningAverages(module.logs.of_training),
+        checkpoints=Checkpoints(settings, prepared.model, optimizer),
+        snapshot=StepSnapshot(own_model, is_kept=saves),
+        recovery=recovery,
+        attributes=Attributes(name_owners(module, callbacks), own_model, accelerator.device),
+        trained=TrainedParameters(module, engine, optimizer, watch["watch"]),
+        replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
     )
     if resumed is not None:
         restore(run, resumed)
@@ -177,41 +195,6 @@ def _find_folder(settings: Settings) -> Path | None:
     """Return the checkpoint that a feature has found in place of `resume`, or None."""
     found = [feature.before_resume(settings) for feature in all_features(settings)]
     return next((one for one in found if one is not None), None)
-
-
-def _make_parts(
-    trainer: TrainerProtocol,
-    module: AcceleratorModule,
-    engine: Engine,
-    prepared: Prepared,
-    recovery: Recovery,
-) -> dict[str, Any]:
-    """Return the parts of a run that depend only on Trainer, module, model and earlier failures."""
-    settings = trainer.settings
-    failures = settings.failures
-    saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
-    watch = make_watch(settings, trainer.state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
-    optimizer = prepared.stepper.optimizer
-    compares = num_processes() > 1 and failures.compare_replicas
-    return {
-        "settings": settings,
-        "engine": engine,
-        "accelerator": engine.accelerator,
-        "module": module,
-        "state": trainer.state,
-        **vars(prepared),
-        "actions": Actions.of(trainer, prepared.stepper),
-        "weighting": Weighting(),
-        "running_averages": RunningAverages(module.logs.of_training),
-        "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
-        "snapshot": StepSnapshot(prepared.unwrapped_model, is_kept=saves),
-        "recovery": recovery,
-        "clock": Clock(read_max_time(settings.running.max_time)),
-        **watch,
-        "trained": TrainedParameters(module, engine, optimizer, watch["watch"]),
-        "replicas": Replicas(prepared.unwrapped_model, optimizer, trainer.state.global_step) if compares else None,
-        "counts_own_samples": defines(module, "get_batch_size"),
-    }
 
 
 def make_watch(

@@ -156,21 +156,15 @@ def _directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | Non
         for metric in group
         for entry, is_better in metric.directions.items()
     }
-    directions = _added_directions(settings) | {entry: is_better for (_, entry), is_better in every.items()}
+    directions: dict[str, IsBetter] = {}
+    for section in map(settings.hps.section, SECTIONS):  # of the hyper-parameters, which may add results
+        directions |= section.directions() if hasattr(section, "directions") else {}
+    directions |= {entry: is_better for (_, entry), is_better in every.items()}
     choices = settings.evaluation.metric_options.averages or {}
     if sets is None:  # so the inputs are unknown until it is called, but the results are known
         return dict.fromkeys(choices, operator.gt) | directions
     of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in every.items()}
     return directions_of(choices, of_sets) | directions
-
-
-def _added_directions(settings: Settings) -> dict[str, IsBetter]:
-    """Return how the results compare that sections of the hyper-parameters add."""
-    added: dict[str, IsBetter] = {}
-    for name in SECTIONS:
-        section = settings.hps.section(name)
-        added |= section.directions() if hasattr(section, "directions") else {}
-    return added
 
 
 def _selection_of(
