@@ -226,7 +226,20 @@ class BenchmarkTasks(Feature):
             do = "train a transformers model, or remove `evaluation.tasks`"
             raise ArgumentError(explain(_WHERE, f"a {type(model).__name__}", "a language model of transformers", do))
         if section.every != 1:
-            _require_no_choice_by(section, run)
+            # Nothing that is decided in each evaluation may depend on tasks that are not in each.
+            saving, hps = run.settings.saving, run.settings.hps
+            rules = saving.model_saving if isinstance(saving.model_saving, list | tuple) else [saving.model_saving]
+            stops = saving.patience if isinstance(saving.patience, Mapping) else {}
+            decided = {f"model_saving={rule!r}": rule for rule in rules}
+            decided |= {f"patience={{{name!r}: ...}}": name for name in stops}
+            decided["the scheduler's `monitor`"] = hps.scheduler_kwargs.get("monitor")
+            of_tasks = section.directions().keys()
+            for what, name in decided.items():
+                parts = name.removeprefix("best_").split("/") if isinstance(name, str) else []
+                if not of_tasks.isdisjoint(parts):
+                    got = f"tasks that are not in each evaluation, and {what}, which needs them in each"
+                    do = f"remove `every` from the tasks, or choose another value than {name!r}"
+                    raise ArgumentError(explain(f"{_WHERE}.every", got, "tasks in each evaluation", do))
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> BenchmarkTasks | None:
@@ -313,23 +326,6 @@ class BenchmarkTasks(Feature):
                     is_score = filtered and not metric.endswith("_stderr") and isinstance(value, int | float)
                     scores |= {_name(task, metric, filtered): float(value)} if is_score else {}
         return scores
-
-
-def _require_no_choice_by(section: TaskSection, run: EvaluationRun) -> None:
-    """Reject tasks that are not in each evaluation, if something is decided in each evaluation by them."""
-    saving, hps = run.settings.saving, run.settings.hps
-    rules = saving.model_saving if isinstance(saving.model_saving, list | tuple) else [saving.model_saving]
-    stops = saving.patience if isinstance(saving.patience, Mapping) else {}
-    decided = {f"model_saving={rule!r}": rule for rule in rules}
-    decided |= {f"patience={{{name!r}: ...}}": name for name in stops}
-    decided["the scheduler's `monitor`"] = hps.scheduler_kwargs.get("monitor")
-    of_tasks = section.directions().keys()
-    for what, name in decided.items():
-        parts = name.removeprefix("best_").split("/") if isinstance(name, str) else []
-        if not of_tasks.isdisjoint(parts):
-            got = f"tasks that are not in each evaluation, and {what}, which needs them in each"
-            do = f"remove `every` from the tasks, or choose another value than {name!r}"
-            raise ArgumentError(explain(f"{_WHERE}.every", got, "tasks in each evaluation", do))
 
 
 def _build_model(model: Any, tokenizer: Any, options: Mapping[str, Any], *, shares_requests: bool) -> Any:

@@ -17,7 +17,7 @@ _REST = -1
 
 
 class Curriculum(ConcatDataset[Any]):
-    """The datasets of all stages with their lengths; subclasses define the unit.
+    """The datasets of all stages with their lengths; subclasses define the unit, and check the lengths.
 
     Args:
         stages: Pairs of a length and a dataset.
@@ -33,14 +33,22 @@ class Curriculum(ConcatDataset[Any]):
         if isinstance(stages, Mapping | str) or not isinstance(stages, Iterable):
             got = f"an object of type {type(stages).__name__}"
             raise self._wrong(got, "a list of (length, dataset) pairs", self._example)
-        stages = list(stages)
-        for number, stage in enumerate(stages, 1):
-            self._check_stage(number, stage)
-        if not stages:
+        pairs: list[Any] = list(stages)
+        for number, stage in enumerate(pairs, 1):
+            if not isinstance(stage, tuple | list) or len(stage) != 2:
+                expected = "a (length, dataset) pair"
+                raise self._wrong(f"stage {number} is a {type(stage).__name__}", expected, self._example)
+            dataset = stage[1]
+            is_stream = isinstance(dataset, IterableDataset)
+            is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_stream
+            if not is_indexed or len(dataset) == 0:
+                kind = "None" if dataset is None else f"{'an empty' if is_indexed else 'a'} {type(dataset).__name__}"
+                do = f"pass the dataset itself after its length: {self._example}"
+                raise self._wrong(f"stage {number} has {kind}", "a non-empty dataset with __len__ and __getitem__", do)
+        if not pairs:
             raise self._wrong("no stages", "at least one (length, dataset) pair", self._example)
-        self._lengths = [length for length, _ in stages]
-        self._check_lengths()
-        super().__init__([dataset for _, dataset in stages])
+        self._lengths = [length for length, _ in pairs]
+        super().__init__([dataset for _, dataset in pairs])
 
     def updates(self, max_steps: int) -> list[int]:
         """Return the number of optimizer steps of each stage; they sum to `max_steps`.
@@ -119,25 +127,9 @@ class Curriculum(ConcatDataset[Any]):
     def _named(self) -> dict[str, Any]:
         return {f"stage {number}": dataset for number, dataset in enumerate(self.datasets, 1)}
 
-    def _check_lengths(self) -> None:
-        """Check the lengths of all stages."""
-        raise NotImplementedError
-
     def _ends(self, max_steps: int) -> list[int]:
         """Return the step at which each stage ends (exclusive)."""
         raise NotImplementedError
-
-    def _check_stage(self, number: int, stage: Any) -> None:
-        if not isinstance(stage, tuple | list) or len(stage) != 2:
-            expected = "a (length, dataset) pair"
-            raise self._wrong(f"stage {number} is a {type(stage).__name__}", expected, self._example)
-        dataset = stage[1]
-        is_stream = isinstance(dataset, IterableDataset)
-        is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_stream
-        if not is_indexed or len(dataset) == 0:
-            kind = "None" if dataset is None else f"{'an empty' if is_indexed else 'a'} {type(dataset).__name__}"
-            do = f"pass the dataset itself after its length: {self._example}"
-            raise self._wrong(f"stage {number} has {kind}", "a non-empty dataset with __len__ and __getitem__", do)
 
     @property
     def _example(self) -> str:
@@ -159,7 +151,8 @@ class StepsCurriculum(Curriculum):
 
     _EXAMPLE = "[(300, easy), (-1, hard)]"
 
-    def _check_lengths(self) -> None:
+    def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
+        super().__init__(stages)
         for number, length in enumerate(self._lengths, 1):
             is_rest = length == _REST and number == len(self._lengths)
             if type(length) is not int or (length < 1 and not is_rest):
@@ -185,7 +178,8 @@ class RatioCurriculum(Curriculum):
 
     _EXAMPLE = "[(0.3, easy), (0.7, hard)]"
 
-    def _check_lengths(self) -> None:
+    def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
+        super().__init__(stages)
         *first, last = self._lengths
         for number, ratio in enumerate(first if last == _REST else self._lengths, 1):
             if type(ratio) not in (int, float) or not 0 < ratio <= 1:
@@ -215,7 +209,8 @@ class RangeCurriculum(Curriculum):
 
     _EXAMPLE = "[(range(0, 300), easy), (range(300, 900), hard)]"
 
-    def _check_lengths(self) -> None:
+    def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
+        super().__init__(stages)
         begin = 0
         for number, length in enumerate(self._lengths, 1):
             if not isinstance(length, range) or length.step != 1 or length.start != begin or not length:

@@ -148,7 +148,12 @@ class Generation(Feature):
 
     def add_to_outputs(self, key: str, batch: Any, outputs: Any) -> Any:
         """Generate, and return the texts under the names of the metrics that need them."""
-        _require_text(batch)
+        for name, value in batch.items() if isinstance(batch, Mapping) else ():
+            is_of_images = str(name).startswith(("pixel_values", "image_"))  # may be `[patches, values]`
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and (value.ndim > 2 or is_of_images):
+                got = f"a batch with {name!r} of shape {tuple(value.shape)}"  # images or audio, which a prompt lacks
+                do = "return the texts from validation_step, and remove `evaluation.generate`"
+                raise ArgumentError(explain("evaluation.generate", got, "prompts that are only text", do))
         is_labelled = isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys()
         if is_labelled and batch["labels"].ndim == 3:  # several answers of a prompt: the first is the preferred one
             names = [name for name in ("input_ids", "labels", "attention_mask") if name in batch]
@@ -288,17 +293,6 @@ def _split(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> list[tuple[
         answer = [label for label in targets[start:end] if label != IGNORED]
         pairs.append((prompt, answer if prompt and answer else None))
     return pairs
-
-
-def _require_text(batch: Any) -> None:
-    """Reject a batch with images or audio, which the prompts would lack."""
-    values = batch.items() if isinstance(batch, Mapping) else ()
-    for name, value in values:
-        is_of_images = str(name).startswith(("pixel_values", "image_"))  # may be `[patches, values]`
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and (value.ndim > 2 or is_of_images):
-            got = f"a batch with {name!r} of shape {tuple(value.shape)}"
-            do = "return the texts from validation_step, and remove `evaluation.generate`"
-            raise ArgumentError(explain("evaluation.generate", got, "prompts that are only text", do))
 
 
 def _check_options(run: EvaluationRun, options: Mapping[str, Any]) -> None:

@@ -146,7 +146,11 @@ def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]
         raise HyperParameterError(explain(hps.where("model", "quantization"), got, expected, do)) from error
     except (TypeError, ValueError, AttributeError) as error:
         expected = "arguments that `from_pretrained` accepts"
-        do = _advise_unknown(section, str(error))
+        do = "correct it"
+        if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+            do = _advise_name(unknown[1], NAMES)
+        elif section.type is None and _is_adapter(section):
+            do = "write `type: AutoModelForCausalLM`, or the class for your task"
         raise HyperParameterError(explain(_place_of(hps, arguments, str(error)), str(error), expected, do)) from error
 
 
@@ -160,15 +164,6 @@ def _place_of(hps: HyperParameters, arguments: Mapping[str, Any], message: str) 
     attention = "attn_implementation" if "flashattention" in plain or "attn_implementation" in plain else None
     named = (name for name in arguments if f"'{name}'" in message)
     return hps.where("model", *filter(None, [next(named, attention if attention in arguments else None)]))
-
-
-def _advise_unknown(section: ModelSection, message: str) -> str:
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", message)
-    if unknown:
-        return _advise_name(unknown[1], NAMES)
-    if section.type is None and _is_adapter(section):
-        return "write `type: AutoModelForCausalLM`, or the class for your task"
-    return "correct it"
 
 
 def _quantization(hps: HyperParameters, section: ModelSection) -> Any:

@@ -105,8 +105,17 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     for name in _TEXTS:
         if name in values and not isinstance(values[name], str):
             found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
-    if isinstance(values.get("dtype"), str):
-        found += _dtype_faults(values["dtype"])
+    if isinstance(dtype := values.get("dtype"), str):
+        import torch
+
+        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            short = dtype.removeprefix("torch.")
+            if short in _DTYPES:
+                do = f"write `dtype: {_DTYPES[short]}`"
+            else:
+                do = suggest(short, _DTYPES.values(), f"write `{_EXAMPLES['dtype']}`")
+            expected = "auto, or a torch dtype: bfloat16, float16, float32"
+            found.append(Fault(("model", "dtype"), describe(dtype), expected, do))
     if "gradient_checkpointing" in values:
         do = "write Trainer(gradient_checkpointing=True), or `accmt sft ... --gradient_checkpointing true`"
         place = ("model", "gradient_checkpointing")
@@ -124,21 +133,6 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
         do = suggest(kind, QUANTIZATIONS, "write `quantization: nf4`")
         found.append(Fault(("model", "quantization"), describe(kind), expected, do))
     return found
-
-
-def _dtype_faults(name: str) -> list[Fault]:
-    import torch
-
-    if name == "auto" or isinstance(getattr(torch, name, None), torch.dtype):
-        return []
-    short = name.removeprefix("torch.")
-    do = (
-        f"write `dtype: {_DTYPES[short]}`"
-        if short in _DTYPES
-        else suggest(short, _DTYPES.values(), f"write `{_EXAMPLES['dtype']}`")
-    )
-    expected = "auto, or a torch dtype: bfloat16, float16, float32"
-    return [Fault(("model", "dtype"), describe(name), expected, do)]
 
 
 def _lora(value: Any, faults: list[Fault]) -> dict[str, Any]:

@@ -134,21 +134,20 @@ def draw(curves: Mapping[str, Curve]) -> str:
     ]
     for number, (name, points) in enumerate(drawn.items()):
         colour, label = _COLOURS[number % len(_COLOURS)], f"{name} {curves[name].newest:.4g}"
-        marks += [_write(_LEFT + 190 * number, 14, label, colour), *_draw_curve(name, points, place, colour)]
+        places = [place(point) for point in points]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        dots = [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2">'
+            f"<title>{escape(name)} {value:.4g} at step {step:.0f}</title></circle>"
+            for (x, y), (step, value) in zip(places, points, strict=True)
+        ]
+        marks += [
+            _write(_LEFT + 190 * number, 14, label, colour),
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>',
+            f'<g fill="{colour}">{"".join(dots)}</g>',
+        ]
     size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="max-width: 100%">{"".join(marks)}</svg>'
-
-
-def _draw_curve(name: str, points: Sequence[Point], place: Callable[[Point], Point], colour: str) -> list[str]:
-    places = [place(point) for point in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    name = escape(name)
-    dots = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"><title>{name} {value:.4g} at step {step:.0f}</title></circle>'
-        for (x, y), (step, value) in zip(places, points, strict=True)
-    ]
-    curve = f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-    return [curve, f'<g fill="{colour}">{"".join(dots)}</g>']
 
 
 def _write(x: float, y: float, text: str, colour: str = "currentColor", *, anchor: str = "start") -> str:

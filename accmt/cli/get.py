@@ -45,7 +45,11 @@ def run(options: argparse.Namespace) -> int:
         do = "choose another folder, or add --overwrite: it replaces the weights and keeps other files"
         raise ArgumentError(explain(where, "a folder with files in it", "a new or empty folder", do))
     weights = _read(checkpoint)
-    config = None if options.bare else options.config or _find_config(checkpoint.folder)
+    config = None if options.bare else options.config
+    run_folder = checkpoint.folder.resolve().parent
+    if not options.bare and not config and run_folder.name.startswith(_PREFIX):
+        model = run_folder.with_name(run_folder.name.removeprefix(_PREFIX))  # belongs to the checkpoint by its name
+        config = model if (model / _CONFIG).is_file() else None
     files = _write(weights, config, options.output, options.max_shard_size)
     of_config = f", with {_CONFIG} from {config}" if config else ""
     print(f"{options.output}: {', '.join(files)} from step {checkpoint.step:,}{of_config}")
@@ -79,15 +83,6 @@ def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
         do = "load the model folder with PEFT, or use `Trainer.validate(module, data, ckpt_path=...)`"
         raise WeightsError(explain(f"checkpoint {checkpoint.folder}", got, "all weights of a model", do))
     return weights
-
-
-def _find_config(checkpoint: Path) -> Path | None:
-    """Return the model folder that belongs to a checkpoint by its name, if it contains a configuration."""
-    run = checkpoint.resolve().parent
-    if not run.name.startswith(_PREFIX):
-        return None
-    model = run.with_name(run.name.removeprefix(_PREFIX))
-    return model if (model / _CONFIG).is_file() else None
 
 
 def _write(weights: Mapping[str, Tensor], config: Path | None, output: Path, max_shard_size: int) -> tuple[str, ...]:

@@ -109,8 +109,14 @@ def read_machines(options: argparse.Namespace) -> Machines:
         do = f"--nodes {most}; or --strat fsdp2, which supports any number of processes"
         got = f"--strat {options.strat}"
         raise ArgumentError(explain(f"{_WHERE} {options.nodes}", got, "groups of a fixed size", do))
-    host, port = _read_address(options.address)
-    return Machines(least, most, options.node_rank, host, port, options.max_restarts)
+    # Split host and port; an IPv6 address with a port must be in brackets.
+    match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+))?", options.address)
+    is_plain_ipv6 = match is None and options.address.count(":") > 1 and "[" not in options.address
+    host, port = (options.address, None) if is_plain_ipv6 else (match[1], match[2]) if match else ("", None)
+    if not host or int(port or _PORT) > 65535:
+        expected = "a host, or a host and a port: 10.0.0.1:29500 or [fd00::1]:29500"
+        raise ArgumentError(explain("accmt launch --address", repr(options.address), expected, _EXAMPLE))
+    return Machines(least, most, options.node_rank, host.strip("[]"), int(port or _PORT), options.max_restarts)
 
 
 def _read_number(text: str) -> tuple[int, int]:
@@ -119,17 +125,6 @@ def _read_number(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise ArgumentError(explain(_WHERE, repr(text), "an integer >= 1, or a range such as 1:4", "--nodes 2"))
     return least, most
-
-
-def _read_address(text: str) -> tuple[str, int]:
-    """Split host and port; an IPv6 address with a port must be in brackets."""
-    match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+))?", text)
-    is_plain_ipv6 = match is None and text.count(":") > 1 and "[" not in text
-    host, port = (text, None) if is_plain_ipv6 else (match[1], match[2]) if match else ("", None)
-    if not host or int(port or _PORT) > 65535:
-        expected = "a host, or a host and a port: 10.0.0.1:29500 or [fd00::1]:29500"
-        raise ArgumentError(explain("accmt launch --address", repr(text), expected, _EXAMPLE))
-    return host.strip("[]"), int(port or _PORT)
 
 
 def _own_address(host: str, port: int) -> str | None:

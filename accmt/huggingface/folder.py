@@ -70,7 +70,11 @@ def save_model(
         OSError: The disk is full or the folder is not writable. The previously saved model can still be loaded.
     """
     reject_injected_adapters(model)
-    before = _list_saved(folder)
+    try:
+        listed = read_status(folder).get("files")
+    except (OSError, ValueError, AttributeError):  # no status, or not accmt's
+        listed = None
+    before = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     saved = None
     if isinstance(state_dict, ShardedState):
         saved = _stream(model, state_dict, folder, processor, max_shard_size) if safe_serialization else None
@@ -227,11 +231,3 @@ def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> 
         model.generation_config.save_pretrained(folder)
     if processor is not None:
         processor.save_pretrained(folder)
-
-
-def _list_saved(folder: Path) -> list[str]:
-    try:
-        files = read_status(folder).get("files", [])
-    except (OSError, ValueError, AttributeError):  # no status, or not accmt's
-        return []
-    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []

@@ -73,7 +73,8 @@ class Flag:
             ArgumentTypeError: The argument does not accept this value.
         """
         value = read_value(text)
-        if Any in self.kinds or _is_one_of(value, self.kinds):
+        kind = Mapping if isinstance(value, dict) else Sequence if isinstance(value, list) else type(value)
+        if Any in self.kinds or kind in self.kinds or (kind is int and float in self.kinds):
             return value
         if str in self.kinds:
             return text
@@ -106,14 +107,6 @@ def _kinds_of(hint: Any) -> tuple[Any, ...]:
     )
     named = tuple(Mapping if kind is dict else kind for kind in kinds)
     return (*named, NoneType) if isinstance(hint, type) and issubclass(hint, Options) else named
-
-
-def _is_one_of(value: Any, kinds: tuple[Any, ...]) -> bool:
-    if isinstance(value, dict):
-        return Mapping in kinds
-    if isinstance(value, list):
-        return Sequence in kinds
-    return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def read_value(text: str) -> Any:

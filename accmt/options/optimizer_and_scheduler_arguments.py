@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_origin
 
 import torch
@@ -93,19 +93,15 @@ def read_grouping(
     is_able = "relative_step" in parameters_of(optimizer_class) and standard_rate(optimizer_class) is None
     if is_able and defaults.get("lr") is None and defaults.get("relative_step", True) is not False:
         # like transformers' Adafactor without `lr`, which computes its own learning rate
-        faults += _rates_without_use(optimizer_class, grouping)
+        useless: list[KeyPath] = [("optim", "layer_decay")] if grouping.layer_decay != 1 else []
+        for number, group in enumerate(grouping.groups):
+            own = group.arguments
+            if group.optimizer_class is None and "lr" in own and own.get("relative_step", True) is not False:
+                useless.append(("optim", "groups", number, "lr"))
+        for place in useless:
+            got = f"{place[-1]}, but {name_of(optimizer_class)} without `lr` computes its own learning rate"
+            faults.append(Fault(place, got, "`lr` for the optimizer too", "add `lr:` to optim"))
     return grouping, faults
-
-
-def _rates_without_use(optimizer_class: type[torch.optim.Optimizer], grouping: Grouping) -> Iterator[Fault]:
-    paths: list[KeyPath] = [("optim", "layer_decay")] if grouping.layer_decay != 1 else []
-    for number, group in enumerate(grouping.groups):
-        own = group.arguments
-        if group.optimizer_class is None and "lr" in own and own.get("relative_step", True) is not False:
-            paths.append(("optim", "groups", number, "lr"))
-    for path in paths:
-        got = f"{path[-1]}, but {name_of(optimizer_class)} without `lr` computes its own learning rate"
-        yield Fault(path, got, "`lr` for the optimizer too", "add `lr:` to optim")
 
 
 def trains_nothing(
@@ -167,8 +163,18 @@ def _check_call(
     call = _Call(path, optimizer_class)
     beside = beside or {}
     arguments, faults = call.check(values, known=beside)
-    if not faults and optimizer_class.__module__.startswith(("torch.", "transformers.")):
-        faults = list(_trial(call, optimizer_class, arguments, beside))
+    if faults or not optimizer_class.__module__.startswith(("torch.", "transformers.")):
+        return arguments, faults
+    # Build the optimizer for one weight, to find values that it rejects, and the argument that causes it.
+    refusal = _refusal(optimizer_class, {**beside, **arguments})
+    if refusal is not None and (not beside or _refusal(optimizer_class, beside) is None):  # else the error is in those
+        others = {name: {key: arguments[key] for key in arguments if key != name} for name in arguments}
+        accepted = (name for name in arguments if _refusal(optimizer_class, {**beside, **others[name]}) is None)
+        culprit = next(accepted, None)
+        path = call.path if culprit is None else (*call.path, culprit)
+        got = describe(dict(arguments) if culprit is None else arguments[culprit])
+        do = f"correct `{culprit or call.where}`"
+        faults.append(Fault(path, got, f"a value that {call.name} accepts: {refusal}", do))
     return arguments, faults
 
 
@@ -185,7 +191,20 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
         return call.check(values)
     rest = {name: value for name, value in values.items() if name not in warmup}
     arguments, faults = call.check(rest)
-    return {**warmup, **arguments}, [*_warmup_faults(warmup), *faults]
+    if len(warmup) == 2:
+        got = ", ".join(f"{name} = {value!r}" for name, value in warmup.items())
+        do = "keep one: remove `num_warmup_steps` or `warmup_ratio`"
+        return {**warmup, **arguments}, [Fault(("scheduler", "num_warmup_steps"), got, "one of them", do), *faults]
+    ((name, value),) = warmup.items()
+    is_ratio, is_right = name == "warmup_ratio", is_number(value) and value >= 0
+    if is_ratio and not (is_right and value <= 1):
+        expected = "a number from 0 to 1, the fraction of all steps"
+        do = "write `warmup_ratio: 0.1`, or `num_warmup_steps:` for a number of steps"
+        faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
+    if not is_ratio and not (is_right and (isinstance(value, int) or value < 1)):
+        do = "write `num_warmup_steps: 100`, or `warmup_ratio: 0.1`"
+        faults.insert(0, Fault(("scheduler", name), describe(value), "a whole number of steps, at least 0", do))
+    return {**warmup, **arguments}, faults
 
 
 def _is_none(warmup: Any) -> bool:
@@ -261,7 +280,15 @@ class _Call:
 
     def check(self, values: Mapping[str, Any], known: Iterable[str] = ()) -> tuple[dict[str, Any], list[Fault]]:
         """Return `values` in the types of the signature, and an error for each invalid or missing argument."""
-        arguments = {name: self._convert(name, value) for name, value in values.items()}
+        arguments = {}
+        for name, value in values.items():
+            annotation = annotation_of(self.parameters.get(name))
+            if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
+                arguments[name] = tuple(value)
+            elif isinstance(value, float) and not _fits(value, annotation) and _fits(whole(value), annotation):
+                arguments[name] = whole(value)
+            else:
+                arguments[name] = value
         faults = [fault for name, value in arguments.items() if (fault := self._fault(name, value)) is not None]
         filled = {*values, *known, *COMPUTED, *FILLED_IF_MISSING}
         for name, parameter in self.parameters.items():
@@ -269,14 +296,6 @@ class _Call:
                 do = f"add `{name}:` to {self.where}"
                 faults.append(Fault((*self.path, name), "nothing", f"{self.name} needs {name}", do))
         return arguments, faults
-
-    def _convert(self, name: str, value: Any) -> Any:
-        annotation = annotation_of(self.parameters.get(name))
-        if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
-            return tuple(value)
-        if isinstance(value, float) and not _fits(value, annotation) and _fits(whole(value), annotation):
-            return whole(value)
-        return value
 
     def _fault(self, name: str, value: Any) -> Fault | None:
         path = (*self.path, name)
@@ -341,38 +360,6 @@ def fits_as_written(value: Any, annotation: Any) -> bool:
     except ValidationError:
         return is_pattern
     return True
-
-
-def _warmup_faults(warmup: Mapping[str, Any]) -> Iterable[Fault]:
-    if len(warmup) == 2:
-        got = ", ".join(f"{name} = {value!r}" for name, value in warmup.items())
-        do = "keep one: remove `num_warmup_steps` or `warmup_ratio`"
-        yield Fault(("scheduler", "num_warmup_steps"), got, "one of them", do)
-        return
-    ((name, value),) = warmup.items()
-    if name == "warmup_ratio" and not (is_number(value) and 0 <= value <= 1):
-        do = "write `warmup_ratio: 0.1`, or `num_warmup_steps:` for a number of steps"
-        yield Fault(("scheduler", name), describe(value), "a number from 0 to 1, the fraction of all steps", do)
-    if name == "num_warmup_steps" and not (is_number(value) and value >= 0 and (isinstance(value, int) or value < 1)):
-        do = "write `num_warmup_steps: 100`, or `warmup_ratio: 0.1`"
-        yield Fault(("scheduler", name), describe(value), "a whole number of steps, at least 0", do)
-
-
-def _trial(
-    call: _Call,
-    optimizer_class: type[torch.optim.Optimizer],
-    arguments: Mapping[str, Any],
-    beside: Mapping[str, Any],
-) -> Iterable[Fault]:
-    """Build the optimizer for one weight, to find values that it rejects, and the argument that causes it."""
-    refusal = _refusal(optimizer_class, {**beside, **arguments})
-    if refusal is None or (beside and _refusal(optimizer_class, beside) is not None):  # the error is in those
-        return
-    others = {name: {key: arguments[key] for key in arguments if key != name} for name in arguments}
-    culprit = next((name for name in arguments if _refusal(optimizer_class, {**beside, **others[name]}) is None), None)
-    path = call.path if culprit is None else (*call.path, culprit)
-    got = describe(dict(arguments) if culprit is None else arguments[culprit])
-    yield Fault(path, got, f"a value that {call.name} accepts: {refusal}", f"correct `{culprit or call.where}`")
 
 
 def _refusal(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str | None:

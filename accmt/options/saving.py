@@ -292,21 +292,19 @@ class CheckpointSettings:
             expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
             raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
 
-        if self.fork is not None:
-            self._check_fork()
-
-    def _check_fork(self) -> None:
         fork: Any = self.fork
-        run, _, step = fork.rpartition("@") if isinstance(fork, str) else ("", "", "")
-        if not run or not step.isdecimal():
-            raise_wrong_value("fork", fork, "a run folder, @ and a step", 'fork="logs/news/run-a@1200"')
-        if _URL.match(run):
-            raise_wrong_value("fork", fork, "a run folder on this machine", "copy the run and its checkpoints here")
-        if self.resume not in (True, False, None, "auto"):
-            expected = "one of the two: a fork begins from the other run, and resumes from its own checkpoints"
-            raise_wrong_value("resume", self.resume, expected, "remove `resume`")
-        if self.checkpointer is not None:
-            raise_wrong_value("checkpointer", self.checkpointer, "a checkpoint folder for a fork", "checkpointer=None")
+        if fork is not None:
+            run, _, step = fork.rpartition("@") if isinstance(fork, str) else ("", "", "")
+            if not run or not step.isdecimal():
+                raise_wrong_value("fork", fork, "a run folder, @ and a step", 'fork="logs/news/run-a@1200"')
+            if _URL.match(run):
+                raise_wrong_value("fork", fork, "a run folder on this machine", "copy the run and its checkpoints here")
+            if self.resume not in (True, False, None, "auto"):
+                expected = "one of the two: a fork begins from the other run, and resumes from its own checkpoints"
+                raise_wrong_value("resume", self.resume, expected, "remove `resume`")
+            if self.checkpointer is not None:
+                expected = "a checkpoint folder for a fork"
+                raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
 
     @property
     def fork_origin(self) -> tuple[str, int]:

@@ -145,7 +145,16 @@ def check(document: Document) -> Checked:
     Raises:
         HyperParameterError: Anything is invalid; the message lists every error.
     """
-    document, faults = _with_primary_spelling(replace(document, values=_without_unset(document.values)))
+    # Drop what means "not set", such as `scheduler: none` and `max_samples: -1`.
+    kept = {
+        key: value
+        for key, value in document.values.items()
+        if not (key in _MAPPINGS and is_off(value) or key in _LIMITS and (is_off(value) or value == -1))
+    }
+    sizes = kept.get("batch_size")
+    if isinstance(sizes, list | tuple) and sizes and sizes[0] is not None:
+        kept["batch_size"] = [size for size in sizes if size is not None]
+    document, faults = _with_primary_spelling(replace(document, values=kept))
     schema, schema_faults = None, []
     try:
         schema = Schema.model_validate(dict(document.values))
@@ -162,21 +171,16 @@ def check(document: Document) -> Checked:
             sections[name], section_faults = find(HPS_SECTIONS, name)(value)
             faults += section_faults
     if faults or schema is None:
-        raise document.reject(_without_examples_of(faults))
+        # An error about a missing key would conflict with another one that suggests a line with that key.
+        advice = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
+        raise document.reject(
+            [
+                fault
+                for fault in faults
+                if fault.got != _NOTHING or len(fault.path) != 1 or not re.search(rf"`{fault.path[0]}[:`]", advice)
+            ]
+        )
     return Checked(document, schema, optim, scheduler, sections)
-
-
-def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without those that mean "not set", such as `scheduler: none` and `max_samples: -1`."""
-    kept = {
-        key: value
-        for key, value in values.items()
-        if not (key in _MAPPINGS and is_off(value) or key in _LIMITS and (is_off(value) or value == -1))
-    }
-    sizes = kept.get("batch_size")
-    if isinstance(sizes, list | tuple) and sizes and sizes[0] is not None:
-        kept["batch_size"] = [size for size in sizes if size is not None]
-    return kept
 
 
 def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:
@@ -227,19 +231,6 @@ def _unbounded(document: Document) -> Iterable[Fault]:
         yield Fault(("packing",), "true, without max_tokens", expected, "add for example `max_tokens: 4096`")
 
 
-def _without_examples_of(faults: Iterable[Fault]) -> list[Fault]:
-    """Drop errors about a missing key if another error suggests a line with that key: the two would conflict."""
-    faults = list(faults)
-    advice = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
-
-    def has_line(fault: Fault) -> bool:
-        return (
-            fault.got == _NOTHING and len(fault.path) == 1 and re.search(rf"`{fault.path[0]}[:`]", advice) is not None
-        )
-
-    return [fault for fault in faults if not has_line(fault)]
-
-
 @dataclass(frozen=True)
 class _Part:
     """How the class of `optim` or `scheduler` is found, and how its arguments are checked."""
@@ -256,7 +247,12 @@ _SCHEDULER = _Part("scheduler", find_scheduler, check_scheduler, all_schedulers)
 
 def _check_component(document: Document, part: _Part) -> tuple[Component, list[Fault]]:
     """Return the component and its errors; a value that is not a name is reported by the schema."""
-    key = _find_key(document, part.key)
+    key = part.key
+    if key not in document.values:  # it may be misspelled; then errors below it are reported too
+        names = [*Schema.model_fields, *_OTHER_NAMES]
+        misspelt = [name for name, value in document.values.items() if name not in names and "type" in _as_dict(value)]
+        near = (name for name in misspelt if (meant := nearest(name, names)) and _primary(meant) == key)
+        key = next(near, key)
     value = _as_dict(_as_mapping(document.values.get(key)))
     kind = value.get("type")
     if not (isinstance(kind, str) or callable(kind)):
@@ -269,16 +265,6 @@ def _check_component(document: Document, part: _Part) -> tuple[Component, list[F
     else:
         arguments, faults = part.check(factory, given)
     return Component(kind, factory, arguments), [replace(fault, path=(key, *fault.path[1:])) for fault in faults]
-
-
-def _find_key(document: Document, name: str) -> str:
-    """Return the key for a name, or a misspelled form of it, so that errors below it are reported too."""
-    if name in document.values:
-        return name
-    names = [*Schema.model_fields, *_OTHER_NAMES]
-    misspelt = [key for key, value in document.values.items() if key not in names and "type" in _as_dict(value)]
-    near = (key for key in misspelt if (found := nearest(key, names)) and _OTHER_NAMES.get(found, found) == name)
-    return next(near, name)
 
 
 def _as_dict(value: Any) -> dict[Any, Any]:

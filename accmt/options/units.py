@@ -121,8 +121,17 @@ def _read_number(digits: str) -> int | float | None:
 def _suggest(value: object, units: Sequence[Unit], plain: Unit | None, fractions: bool) -> str:  # noqa: FBT001
     """Return what was probably meant: the given number with the closest unit."""
     text = str(value).lower().replace(",", "").replace("_", "")
-    if "second" in units and (seconds := _guess_seconds(value, text)) is not None:
-        return f'"{_write_seconds(seconds) if seconds >= 1 else _EXAMPLES["second"]}"'
+    if "second" in units:  # such as "1.5 hours" or a timedelta
+        time = _TIME.fullmatch(text)
+        if time is not None:
+            seconds: float | None = float(time[1] if time[1].strip(".") else 1) * _SECONDS[time[2][0]]
+        else:
+            seconds = None if isinstance(value, str) else _read(value)
+        if seconds is not None and seconds < 1:
+            return f'"{_EXAMPLES["second"]}"'
+        if seconds is not None:
+            amount, name = (seconds / 60, "minute") if seconds % 60 == 0 else (seconds, "second")
+            return f'"{amount:.0f} {name}{"s" if round(amount) != 1 else ""}"'
     found = re.search(r"\d+(\.\d+)?(e\d+)?", text)
     number = _read_number(str(float(found[0]))) if found else None
     is_fraction = isinstance(number, float) and fractions
@@ -142,19 +151,6 @@ def _suggest(value: object, units: Sequence[Unit], plain: Unit | None, fractions
 
 _TIME = re.compile(r"\s*(\d*\.?\d*)\s*(days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s)\s*")
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-
-
-def _guess_seconds(value: object, text: str) -> float | None:
-    """Return the time that was probably meant, such as "1.5 hours" or a timedelta; None for anything else."""
-    found = _TIME.fullmatch(text)
-    if found is None:
-        return None if isinstance(value, str) else _read(value)
-    return float(found[1] if found[1].strip(".") else 1) * _SECONDS[found[2][0]]
-
-
-def _write_seconds(seconds: float) -> str:
-    number, unit = (seconds / 60, "minute") if seconds % 60 == 0 else (seconds, "second")
-    return f"{number:.0f} {unit}{'s' if round(number) != 1 else ''}"
 
 
 _WRITTEN = (

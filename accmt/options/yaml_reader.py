@@ -310,7 +310,13 @@ class _NodeReader:
                 raise _fault(key_node, "a key that is a list or a mapping", "write each key as a single word")
         if id(node) not in self._flattened:  # an anchor is read again for each alias
             self._flattened.add(id(node))
-            self._note_repeated_keys(node, path)
+            first: dict[str, int] = {}  # the line of each key
+            for key_node, _ in node.value:
+                key, line = str(key_node.value), _line(key_node)
+                if key in first:
+                    got = f"`{key}` on line {first[key]} and again on line {line}"
+                    self.faults.append(Fault((*path, key), got, "each key once", "remove one of them", line))
+                first.setdefault(key, line)
             self._loader.flatten_mapping(node)
         values = {}
         for key_node, value_node in node.value:
@@ -318,15 +324,6 @@ class _NodeReader:
             self.lines[(*path, key)] = _line(key_node)
             values[key] = self._read(value_node, (*path, key))
         return values
-
-    def _note_repeated_keys(self, node: yaml.MappingNode, path: KeyPath) -> None:
-        first: dict[str, int] = {}
-        for key_node, _ in node.value:
-            key, line = str(key_node.value), _line(key_node)
-            if key in first:
-                got = f"`{key}` on line {first[key]} and again on line {line}"
-                self.faults.append(Fault((*path, key), got, "each key once", "remove one of them", line))
-            first.setdefault(key, line)
 
 
 def _fault(node: yaml.Node, got: str, do: str) -> yaml.MarkedYAMLError:
@@ -418,7 +415,15 @@ def _set(values: dict[str, Any], path: KeyPath, value: Any) -> Fault | None:
     for position, part in enumerate(path):
         is_index = isinstance(current, list) and isinstance(part, int) and part < len(current)
         if not (is_index or isinstance(current, dict)):
-            return _no_place(path, path[:position], current)
+            inside = ".".join(map(str, path[:position]))
+            got = f"{inside} = {describe(current)}"
+            if not isinstance(current, list):
+                do = f"write {PREFIX}{inside} with a value, or correct the flag"
+                return Fault(path, got, f"a mapping at {inside}", do)
+            last = len(current) - 1
+            expected = f"an index of the list {inside}, from 0 to {last}" if current else "a list with entries"
+            do = f"to add entries, write {PREFIX}{inside} with the whole list in brackets"
+            return Fault(path, got, expected, do)
         if position == len(path) - 1:
             _put(current, part, value)
             return None
@@ -434,13 +439,3 @@ def _put(values: Any, key: str | int, value: Any) -> None:
         del values[key]
     else:
         values[key] = value
-
-
-def _no_place(path: KeyPath, inside: KeyPath, values: Any) -> Fault:
-    name = ".".join(map(str, inside))
-    got = f"{name} = {describe(values)}"
-    if not isinstance(values, list):
-        return Fault(path, got, f"a mapping at {name}", f"write {PREFIX}{name} with a value, or correct the flag")
-    expected = f"an index of the list {name}, from 0 to {len(values) - 1}" if values else "a list with entries"
-    do = f"to add entries, write {PREFIX}{name} with the whole list in brackets"
-    return Fault(path, got, expected, do)

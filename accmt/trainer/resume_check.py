@@ -152,20 +152,15 @@ def _copy(original: Any, what: str) -> Any:
     try:
         return copy.deepcopy(original)
     except Exception as error:
-        held = [
-            f"self.{name}" for name, value in getattr(original, "__dict__", {}).items() if not _can_be_copied(value)
-        ]
+        held = []  # what causes it
+        for name, value in getattr(original, "__dict__", {}).items():
+            try:
+                copy.deepcopy(value)
+            except Exception:  # noqa: BLE001 - whatever copying does
+                held.append(f"self.{name}")
         got = f"{what} cannot be copied: {error}" + (f" ({', '.join(held)})" if held else "")
         do = "remove open files, locks and the like from it, or define __deepcopy__"
         raise CheckpointError(explain("check_resume", got, "a module and callbacks that can be copied", do)) from error
-
-
-def _can_be_copied(value: Any) -> bool:
-    try:
-        copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - whatever copying does
-        return False
-    return True
 
 
 def _explain(difference: str, without_interruption: str | None, whole: _Trace, resumed: _Trace) -> str:

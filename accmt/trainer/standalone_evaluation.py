@@ -273,7 +273,11 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         configure_model(module, accelerator)
         del accelerator
     check_untrained_module(module, function)
-    _reject_another_module(request)
+    training = request.trainer._run
+    if training is not None and training.module is not module and is_prepared(training.module):
+        expected = "the module in training, while fit runs"  # callbacks work for one module at a time
+        do = f"leave `module` out, or use another Trainer: Trainer(...).{function}(module, ...)"
+        raise ArgumentError(explain(f"{function}(module)", "another module", expected, do))
     if function != "predict":
         check_validation(module, _STEPS[function])
     with (
@@ -293,15 +297,6 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
             end_workers(run.val_loaders.values())
             if request.current_run is not None:
                 request.current_run.train_loader.source.set_epoch_again()
-
-
-def _reject_another_module(request: Request) -> None:
-    """Reject another module during training: callbacks work for one module at a time."""
-    run = request.trainer._run
-    if run is not None and run.module is not request.module and is_prepared(run.module):
-        expected = "the module in training, while fit runs"
-        do = f"leave `module` out, or use another Trainer: Trainer(...).{request.function}(module, ...)"
-        raise ArgumentError(explain(f"{request.function}(module)", "another module", expected, do))
 
 
 @contextmanager

@@ -93,24 +93,20 @@ def _read_source(name: Any, entry: Any, weights: dict[str, Any], epochs: dict[st
         else:
             expected = "the largest number of passes, a whole number from 1"
             yield Fault((*place, "epochs"), describe(values["epochs"]), expected, "write `epochs: 2`")
-    weight = _read_weight(values.get("weight"))
+    # `rest`, or fractions by the step from which they apply; None if it is invalid.
+    weight = values.get("weight")
+    if isinstance(weight, Mapping):
+        steps = {int(step): _read_number(fraction) for step, fraction in weight.items() if str(step).isdigit()}
+        is_valid = len(steps) == len(weight) and 0 in steps and None not in steps.values()
+        weight = dict(sorted(steps.items())) if is_valid else None
+    elif weight != _REST:
+        fraction = _read_number(weight)
+        weight = None if fraction is None else {0: fraction}
     if weight is None:
         got = describe(values["weight"]) if "weight" in values else "no `weight`"
         yield Fault(place, got, _WEIGHT, "write for example `0.5`, or `{0: 0.5, 1000: 0.2}`")
     else:
         weights[name] = weight
-
-
-def _read_weight(value: Any) -> Any:
-    """Return a weight as `rest` or as a dict from steps to fractions; None if it is invalid."""
-    if value == _REST:
-        return _REST
-    if not isinstance(value, Mapping):
-        number = _read_number(value)
-        return None if number is None else {0: number}
-    steps = {int(step): _read_number(entry) for step, entry in value.items() if str(step).isdigit()}
-    is_valid = len(steps) == len(value) and 0 in steps and None not in steps.values()
-    return dict(sorted(steps.items())) if is_valid else None
 
 
 def _read_number(value: Any) -> Fraction | None:

@@ -171,7 +171,16 @@ class PreferenceModule(RowModule):
     def _choose_reference(self) -> None:
         if not self.objective.kind.needs_reference:
             return
-        is_adapted, is_new = is_peft_model(self.model), _has_new_adapter(self.model)
+        # LoRA's second factors are 0 while an adapter does not change its model. Other trained weights would change it.
+        named, is_adapted = dict(self.model.named_parameters()), is_peft_model(self.model)
+        trained = [name for name, weight in named.items() if weight.requires_grad]
+        factors = [weight for name, weight in named.items() if "lora_B" in name or "lora_embedding_A" in name]
+        is_new = (
+            is_adapted
+            and all(any(part in name for part in _ADAPTER_PARTS) for name in trained)
+            and bool(factors)
+            and not any(bool(weight.any()) for weight in factors)
+        )
         self._is_adapter_off = is_new
         if self._folder is not None:
             self._start = self._digest_reference(self.model)
@@ -315,7 +324,16 @@ class PreferenceModule(RowModule):
             DataError: All of them have the same label.
         """
         if self.needs_window_sums:
-            _require_both_labels([*dataset.values()] if isinstance(dataset, dict) else [dataset])
+            # Checked before the log-probabilities of a reference are computed; invalid rows are rejected when read.
+            sources = [*dataset.values()] if isinstance(dataset, dict) else [dataset]
+            if not any(
+                rows is None or isinstance(rows, DataLoader | TokenizedRows) or is_stream(rows) for rows in sources
+            ):
+                found = (rows[index] for rows in sources for index in range(len(rows)))
+                labels = {bool(row["label"]) for row in found if isinstance(row, Mapping) and "label" in row}
+                if len(labels) == 1:
+                    got, expected = f"only rows with the label {labels.pop()}", "desirable and undesirable answers"
+                    raise DataError(explain("rows for KTO", got, expected, "add rows with the other label"))
         return super().get_train_dataloader(dataset)
 
     def make_samples(self, rows: Any) -> Any:
@@ -398,19 +416,13 @@ class PreferenceModule(RowModule):
             if not (self._is_adapter_off and "lora_" in name)  # random, and switched off
         }
         digests = [f"{name} {digest_of(weight)}" for name, weight in weights.items()]
-        digests += _describe_configs(reference, is_adapter_off=self._is_adapter_off)
+        configs: list[Any] = [reference.config]
+        if is_peft_model(reference) and not self._is_adapter_off:  # its adapters are part of the reference
+            configs += [config for _, config in sorted(reference.peft_config.items())]
+        for config in configs:
+            values = {name: value for name, value in config.to_dict().items() if name not in _NOT_COMPUTED}
+            digests.append(json.dumps(values, sort_keys=True, default=_as_text))
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
-
-
-def _require_both_labels(sources: list[Any]) -> None:
-    """Require desirable and undesirable answers, before the log-probabilities of a reference are computed."""
-    if any(rows is None or isinstance(rows, DataLoader | TokenizedRows) or is_stream(rows) for rows in sources):
-        return
-    found = (rows[index] for rows in sources for index in range(len(rows)))
-    labels = {bool(row["label"]) for row in found if isinstance(row, Mapping) and "label" in row}
-    if len(labels) == 1:  # other rows are rejected when they are read
-        got, expected = f"only rows with the label {labels.pop()}", "desirable and undesirable answers"
-        raise DataError(explain("rows for KTO", got, expected, "add rows with the other label"))
 
 
 def _own(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -434,29 +446,8 @@ def _mean_kl(logits: Tensor, before: Tensor, labels: Tensor) -> Tensor:
     return (per_token.sum(-1) / is_target.sum(-1).clamp(min=1)).mean(1)
 
 
-def _describe_configs(model: Any, *, is_adapter_off: bool) -> list[str]:
-    """Return what the configurations of a model, and of adapters that are part of it, say about what it computes."""
-    configs = [model.config]
-    if is_peft_model(model) and not is_adapter_off:
-        configs += [config for _, config in sorted(model.peft_config.items())]
-    values = [{k: v for k, v in config.to_dict().items() if k not in _NOT_COMPUTED} for config in configs]
-    return [json.dumps(value, sort_keys=True, default=_as_text) for value in values]
-
-
 def _as_text(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
-
-
-def _has_new_adapter(model: Any) -> bool:
-    """Return whether a PEFT model's adapter does not change it yet, and nothing else is trained.
-
-    LoRA's second factors are 0 then. Other weights would change the model without its adapter, too.
-    """
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    if not is_peft_model(model) or not all(any(part in name for part in _ADAPTER_PARTS) for name in trained):
-        return False
-    factors = [weight for name, weight in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
-    return bool(factors) and not any(bool(weight.any()) for weight in factors)
 
 
 @contextmanager

@@ -75,32 +75,26 @@ class Objective:
     undesirable_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        fault = self._find_fault()
-        if fault is not None:
-            name, got, expected, do = fault
-            raise ObjectiveError(name, got, expected, do)
-
-    def _find_fault(self) -> tuple[str, str, str, str] | None:
-        """Return the option that is wrong, what it is, what is expected, and what to do."""
         if self.loss not in LOSSES:
             near = nearest(str(self.loss), LOSSES)
             do = f"did you mean {near!r}?" if near else "choose one of them"
-            return "loss", repr(self.loss), f"one of {', '.join(LOSSES)}", do
+            raise ObjectiveError("loss", repr(self.loss), f"one of {', '.join(LOSSES)}", do)
         for field in fields(self)[2:]:
             if getattr(self, field.name) != field.default and field.name not in self.kind.options:
                 named = [name for name, kind in LOSSES.items() if field.name in kind.options]
                 expected = f"no {field.name}: {' and '.join(named)} have it"
-                return field.name, f"{field.name} with the loss {self.loss}", expected, f"remove `{field.name}`"
+                got = f"{field.name} with the loss {self.loss}"
+                raise ObjectiveError(field.name, got, expected, f"remove `{field.name}`")
         if not self.strength > 0:
             expected = "a number above 0: with 0, the loss does not depend on the answers"
-            return "beta", repr(self.beta), expected, f"remove it: the default of {self.loss} is {self.kind.beta}"
+            do = f"remove it: the default of {self.loss} is {self.kind.beta}"
+            raise ObjectiveError("beta", repr(self.beta), expected, do)
         if not 0 <= self.label_smoothing < 0.5:
             expected = "a number from 0 to below 0.5: at 0.5, the answers of a pair count the same"
-            return "label_smoothing", repr(self.label_smoothing), expected, "for example 0.1"
+            raise ObjectiveError("label_smoothing", repr(self.label_smoothing), expected, "for example 0.1")
         for name in ("desirable_weight", "undesirable_weight"):
             if not getattr(self, name) >= 0:
-                return name, repr(getattr(self, name)), "a number of at least 0", "for example 1.0"
-        return None
+                raise ObjectiveError(name, repr(getattr(self, name)), "a number of at least 0", "for example 1.0")
 
     @property
     def kind(self) -> _Kind:

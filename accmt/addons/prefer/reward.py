@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,11 +107,19 @@ class RewardModule(RowModule):
             padded: Tensor = self.model(input_ids=ids.flatten(0, 1), attention_mask=mask, use_cache=False).logits
             return padded
         inputs = {name: values for name, values in batch.items() if name in OF_PACKED_ROWS}
-        ends = _find_ends(ids[0], batch["answer_lengths"], padding_id(self.processor))
-        with _returning_scores(self.unwrapped_model):
+        # As in the model, the reward of an answer is at its last token that is not the padding token, which may also be
+        # the one that ends a text.
+        places, lengths = torch.arange(ids.shape[1], device=ids.device), batch["answer_lengths"]
+        last = torch.split(torch.where(ids[0] == padding_id(self.processor), 0, places), lengths)
+        answers = zip(last, torch.split(places, lengths), strict=True)
+        ends = torch.stack([torch.maximum(part.max(), own[0]) for part, own in answers])
+        # The output has only the score of the last token of a row, so the loss returns those at the labels' positions.
+        # It is part of the output, too, so wrappers that reduce or shard gradients see what is trained on.
+        model = self.unwrapped_model
+        with computing_loss_with(model.get_base_model() if is_peft_model(model) else model, _scores_at):
             packed: Tensor | None = self.model(**inputs, labels=ends, use_cache=False).loss
         if packed is None or packed.shape != ends.shape:
-            got = f"a {type(self.unwrapped_model).__name__}, which has the reward of one answer per row only"
+            got = f"a {type(model).__name__}, which has the reward of one answer per row only"
             expected = "a model that computes its loss with `loss_function`, such as Llama or Qwen"
             do = "remove `packing`; `max_tokens` alone splits batches by length"
             raise ModuleContractError(explain("packing for a reward model", got, expected, do))
@@ -130,27 +137,6 @@ class RewardModule(RowModule):
     def validation_step(self, batch: Any, key: str = "") -> dict[str, Any]:
         """Return the same as `step`."""
         return self.step(batch)
-
-
-def _find_ends(ids: Tensor, lengths: list[int], pad_id: int) -> Tensor:
-    """Return the positions in a packed row at which the rewards of its answers are.
-
-    As in the model, these are the last tokens that are not the padding token, which may also be the one that ends a
-    text.
-    """
-    places = torch.arange(len(ids), device=ids.device)
-    last = torch.split(torch.where(ids == pad_id, 0, places), lengths)
-    answers = zip(last, torch.split(places, lengths), strict=True)
-    return torch.stack([torch.maximum(part.max(), own[0]) for part, own in answers])
-
-
-def _returning_scores(model: Any) -> AbstractContextManager[None]:
-    """Let the loss of a sequence classifier be its scores at the positions that are passed as labels.
-
-    Its output has only the score of the last token of a row. The loss is part of the output, too, so wrappers that
-    reduce or shard gradients see what is trained on.
-    """
-    return computing_loss_with(model.get_base_model() if is_peft_model(model) else model, _scores_at)
 
 
 def _scores_at(*, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:

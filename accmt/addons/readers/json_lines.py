@@ -92,11 +92,11 @@ class _LinesFile:
         else:  # at the same time
             begins, ends = map(list, zip(*bounds, strict=True))
             lines = file.storage.fs.cat_ranges([file.path] * len(rows), begins, ends)
-        return [self._parse(row, line) for row, line in zip(rows, lines, strict=True)]
-
-    def _parse(self, row: int, line: bytes) -> Any:
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            got = f"row {row} of {self._file.name}: {error}"
-            raise DataError(explain(self._file.name, got, _EXPECTED, "correct this line")) from error
+        parsed = []
+        for row, line in zip(rows, lines, strict=True):
+            try:
+                parsed.append(json.loads(line))
+            except ValueError as error:
+                got = f"row {row} of {file.name}: {error}"
+                raise DataError(explain(file.name, got, _EXPECTED, "correct this line")) from error
+        return parsed

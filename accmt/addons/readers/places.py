@@ -180,7 +180,9 @@ def _find(where: str, path: str, options: Mapping[str, Any], suffixes: Sequence[
         folder = re.split(f"[{_MAGIC}]", root)[0].rpartition("/")[0]
     elif fs.isdir(root):
         folder = root
-        names = [name for name in fs.find(root) if name.endswith(tuple(suffixes)) and not _is_hidden(name[len(root) :])]
+        hidden = re.compile(r"(^|/)[._]")  # a file, or a folder above it, that has no data: `.git`, `_SUCCESS`
+        found = [name for name in fs.find(root) if name.endswith(tuple(suffixes))]
+        names = [name for name in found if not hidden.search(name[len(root) :])]
         if not names:
             got = f"{path}: a folder without such files"
             raise DataError(explain(where, got, f"files that end with {', '.join(suffixes)}", "correct the path"))
@@ -203,11 +205,6 @@ def _find(where: str, path: str, options: Mapping[str, Any], suffixes: Sequence[
 def _shown(name: str) -> str:
     path, here = Path(name), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else name
-
-
-def _is_hidden(name: str) -> bool:
-    """Return whether a file, or a folder above it, is none of data: `.git`, `_SUCCESS`."""
-    return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
 # ---- Indices: what is known of a file after reading it once

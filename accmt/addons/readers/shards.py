@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -128,8 +127,15 @@ class LitData:
     """
 
     def __init__(self, folder: Path, files: Sequence[DataFile], sizes: Sequence[int]) -> None:
-        with _without_version_check():
+        before = os.environ.get(_NO_CHECK)
+        os.environ[_NO_CHECK] = before or "1"  # else it asks a package index for newer versions whenever data is opened
+        try:
             load_library(f"the chunks of {folder}", "litdata", '"accmt-trainer[litdata]"')
+        finally:
+            if before is None:
+                del os.environ[_NO_CHECK]
+            else:
+                os.environ[_NO_CHECK] = before
         self._folder = folder.absolute()
         begins = np.cumsum([0, *sizes]).tolist()
         self._ranges = {file.path: range(*ends) for file, *ends in zip(files, begins[:-1], begins[1:], strict=True)}
@@ -149,20 +155,6 @@ class LitData:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dataset": None}
-
-
-@contextmanager
-def _without_version_check() -> Iterator[None]:
-    """Import LitData so that it does not ask a package index for newer versions whenever data is opened."""
-    before = os.environ.get(_NO_CHECK)
-    os.environ[_NO_CHECK] = before or "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_CHECK]
-        else:
-            os.environ[_NO_CHECK] = before
 
 
 class _Samples:
@@ -244,12 +236,14 @@ class _TarFile:
         return self
 
     def take(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return [{name.lstrip("."): _bytes_of(value) for name, value in self._opened[row].items()} for row in rows]
+        return [
+            {
+                name.lstrip("."): value.getvalue() if hasattr(value, "getvalue") else value
+                for name, value in self._opened[row].items()
+            }
+            for row in rows
+        ]
 
     def __del__(self) -> None:
         if hasattr(self, "_opened"):
             self._opened.close()
-
-
-def _bytes_of(value: Any) -> Any:
-    return value.getvalue() if hasattr(value, "getvalue") else value

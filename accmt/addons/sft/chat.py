@@ -202,12 +202,7 @@ def find_messages(row: Any, where: str = _WHERE) -> tuple[list[Mapping[str, Any]
             return [*prompt, *completion], len(prompt)
         if (isinstance(prompt, str) and isinstance(completion, str)) or isinstance(row.get("text"), str):
             return None, 0
-    got, do = _describe_other_form(row)
-    raise DataError(explain(where, got, _FORMS, do))
-
-
-def _describe_other_form(row: Any) -> tuple[str, str]:
-    """Return a description of a row with another format, and how to convert it."""
+    # Another format: say what the row has, and how to convert it.
     names = set(row) if isinstance(row, Mapping) else set()
     do = '[{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}'
     turns = next((name for name in ("conversations", "conversation", "messages") if name in names), None)
@@ -219,11 +214,13 @@ def _describe_other_form(row: Any) -> tuple[str, str]:
     if {"instruction", "output"} <= names:
         do = 'convert each row, for example to {"prompt": row["instruction"], "completion": row["output"]}'
     if not isinstance(row, Mapping):
-        return type(row).__name__, do
-    if turns == "messages" and isinstance(first, Mapping):
-        return f'"messages" with an entry without "role"; the first has the keys {", ".join(map(str, first))}', do
-    kinds = [f'"{name}" of type {type(row[name]).__name__}' for name in _NAMES if row.get(name) is not None]
-    return " and ".join(kinds) or f"the keys {', '.join(map(str, row))}", do
+        got = type(row).__name__
+    elif turns == "messages" and isinstance(first, Mapping):
+        got = f'"messages" with an entry without "role"; the first has the keys {", ".join(map(str, first))}'
+    else:
+        kinds = [f'"{name}" of type {type(row[name]).__name__}' for name in _NAMES if row.get(name) is not None]
+        got = " and ".join(kinds) or f"the keys {', '.join(map(str, row))}"
+    raise DataError(explain(where, got, _FORMS, do))
 
 
 def find_answers(messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[int]:
@@ -332,14 +329,24 @@ class _Conversation:
         """Find the assistant's text in one turn, from the generation prompt to the end-of-turn token."""
         through = self.render(self.messages[: index + 1])
         probes = [self.render([*self.messages[:index], _probe(self.messages[index], word)]) for word in "AZ"]
-        context, asked = self._render_before(index)
+        # What comes before the turn, without and with the generation prompt; nothing if the template rejects it.
+        context, asked = "", ""
+        if index:
+            with suppress(_TemplateError):
+                before = self.messages[:index]
+                context, asked = (self.render(before, add_generation_prompt=asks) for asks in (False, True))
         start, is_behind_prompt = self._find_start(index, through, probes, context, asked)
         # What all answers end with is the end token, and perhaps a line break, which belongs to the next turn.
         tail = _common_end([*probes, through[start:]])
         first = len(through) - len(tail)
         end = first + (len(tail.rstrip()) if tail.strip() else len(tail))
         if context and context == asked and context.rstrip() == through[:start].rstrip():
-            end = self._without_next_prompt(index, through, first, end)
+            # The template may append the generation prompt even if it is not requested, but not before a user message.
+            with suppress(_TemplateError):
+                followed = self.render([*self.messages[: index + 1], {"role": "user", "content": "A"}])
+                ended = re.search(self._tokens, through[first:end]) if self._tokens else None
+                if ended is not None and not followed.startswith(through[:end]):
+                    end = first + ended.end()
         if not whole.startswith(through[:end]):  # templates may mark the end of the conversation
             # Up to the last token that ends a turn, behind `first`, in both texts.
             common = len(commonprefix([through, whole]))
@@ -355,17 +362,6 @@ class _Conversation:
             kinds += [] if is_behind_prompt else [OTHER_START]
         return _Turn(start, end, len(through), is_trained, tuple(Problem(kind, f"message {index}") for kind in kinds))
 
-    def _render_before(self, index: int) -> tuple[str, str]:
-        """Return what comes before a turn, without and with the generation prompt; nothing if a template rejects it."""
-        try:
-            context, asked = (
-                self.render(self.messages[:index], add_generation_prompt=asks) if index else ""
-                for asks in (False, True)
-            )
-        except _TemplateError:
-            return "", ""
-        return context, asked
-
     def _find_start(self, index: int, through: str, probes: list[str], context: str, asked: str) -> tuple[int, bool]:
         """Return where the assistant's text starts, and whether this is the end of the generation prompt (if any).
 
@@ -379,32 +375,14 @@ class _Conversation:
             return parted, True
         # The turn may change the text before it; then look for the prompt after the previous message.
         prompt = asked[len(context) :] if asked.startswith(context) else ""
-        behind = self._find_end_of_content(index - 1, index + 1, through) if prompt else None
-        found = -1 if behind is None else through.rfind(prompt, behind, parted)
-        return (parted, False) if found < 0 else (found + len(prompt), True)
-
-    def _find_end_of_content(self, index: int, number: int, text: str) -> int | None:
-        """Return where a message's content ends in the text of `number` messages; None if the template rejects them."""
-        others = (
-            [*self.messages[:index], _probe(self.messages[index], word), *self.messages[index + 1 : number]]
-            for word in "AZ"
-        )
-        try:
-            return len(text) - len(_common_end([text, *map(self.render, others)]))
-        except _TemplateError:
-            return None
-
-    def _without_next_prompt(self, index: int, through: str, first: int, end: int) -> int:
-        """Return where a turn ends, for templates that may append the generation prompt even if it is not requested.
-
-        Such a prompt is not there when a user message follows.
-        """
-        try:
-            followed = self.render([*self.messages[: index + 1], {"role": "user", "content": "A"}])
-        except _TemplateError:
-            return end
-        found = re.search(self._tokens, through[first:end]) if self._tokens else None
-        return end if found is None or followed.startswith(through[:end]) else first + found.end()
+        if prompt:
+            earlier, previous, turn = self.messages[: index - 1], self.messages[index - 1], self.messages[index]
+            with suppress(_TemplateError):
+                others = [self.render([*earlier, _probe(previous, word), turn]) for word in "AZ"]
+                behind = len(through) - len(_common_end([through, *others]))
+                found = through.rfind(prompt, behind, parted)
+                return (parted, False) if found < 0 else (found + len(prompt), True)
+        return parted, False
 
 
 def _common_end(texts: Sequence[str]) -> str:
@@ -561,10 +539,15 @@ def _label(
 ) -> tuple[list[int], list[float]]:
     """Return the ids of tokens that contain any character of the spans, and -100 for all others; and their weights.
 
-    A token that starts before an answer, because it includes a space, is therefore trained.
+    A token that starts before an answer, because it includes a space, is therefore trained. Of overlapping spans, the
+    later one begins where the earlier one ends.
     """
-    spans = _without_overlaps(spans)
-    ends = [one.end for one in spans]
+    parted: list[_Span] = []
+    for span in sorted(span for span in spans if span.start < span.end):
+        start = max(span.start, parted[-1].end) if parted else span.start
+        if start < span.end:
+            parted.append(span._replace(start=start))
+    ends = [one.end for one in parted]
     labels, weights, before = list[int](), list[float](), 0
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         if token in added:  # the token may include surrounding white space, which does not decide whether it is trained
@@ -574,20 +557,10 @@ def _label(
             start = before
         before = max(before, end)
         place = bisect_right(ends, start)  # the first span that ends after the token's start
-        is_target = start < end and place < len(spans) and spans[place].start < end
+        is_target = start < end and place < len(parted) and parted[place].start < end
         labels.append(token if is_target else IGNORED)
-        weights.append(spans[place].weight if is_target else 0.0)
+        weights.append(parted[place].weight if is_target else 0.0)
     return labels, weights
-
-
-def _without_overlaps(spans: Sequence[_Span]) -> list[_Span]:
-    """Return the non-empty spans in order; of overlapping ones, the later one begins where the earlier one ends."""
-    parted: list[_Span] = []
-    for span in sorted(span for span in spans if span.start < span.end):
-        start = max(span.start, parted[-1].end) if parted else span.start
-        if start < span.end:
-            parted.append(span._replace(start=start))
-    return parted
 
 
 def _cut(masked: MaskedRow, max_length: int | None) -> MaskedRow:

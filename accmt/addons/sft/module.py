@@ -215,9 +215,12 @@ class SFTModule(RowModule):
 
     def step(self, batch: Any) -> dict[str, Any]:
         """Return the mean loss over the target tokens, and their number as weight; or both by the weights of tokens."""
-        labels = batch["labels"]
         if LOSS_WEIGHTS in batch:
-            return self._weighted_step(batch)
+            inputs = {name: value for name, value in batch.items() if name not in (LOSS_WEIGHTS, "labels")}
+            outputs = self._call_model({**inputs, "use_cache": False})
+            per_sample = self.wants_sample_losses and torch.is_grad_enabled()
+            return weigh_tokens(self.unwrapped_model, outputs, batch, batch[LOSS_WEIGHTS], per_sample=per_sample)
+        labels = batch["labels"]
         weight = (labels[:, 0 if begins_with_prompt(self.unwrapped_model) else 1 :] != IGNORED).sum()
         # The mean over no tokens is NaN, and 0 * NaN is NaN: without targets, use the loss of all tokens with weight 0.
         anything = batch["input_ids"]
@@ -228,14 +231,6 @@ class SFTModule(RowModule):
         if "weights" in result:  # of samples
             result["weights"] = result["weights"] * (weight > 0)
         return result
-
-    def _weighted_step(self, batch: Any) -> dict[str, Any]:
-        """Return the weighted mean loss, and the sum of the weights as weight."""
-        weights = batch[LOSS_WEIGHTS]
-        inputs = {name: value for name, value in batch.items() if name not in (LOSS_WEIGHTS, "labels")}
-        outputs = self._call_model({**inputs, "use_cache": False})
-        per_sample = self.wants_sample_losses and torch.is_grad_enabled()
-        return weigh_tokens(self.unwrapped_model, outputs, batch, weights, per_sample=per_sample)
 
     def predict_step(self, batch: Any) -> Any:
         """Return the logits."""

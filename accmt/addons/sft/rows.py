@@ -301,7 +301,11 @@ class PadRows:
         self._filler: dict[str, Any] | None = None
 
     def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Make a batch."""
+        """Make a batch.
+
+        Raises:
+            DataError: Images have different shapes.
+        """
         has_image = any(isinstance(entry, torch.Tensor) for sample in samples for entry in sample.values())
         if self._images is not None and not has_image:
             samples = self._with_image(self._images, samples)
@@ -310,7 +314,12 @@ class PadRows:
             own: list[Any] = [sample.get(name) for sample in samples]
             tensors = [one for one in own if isinstance(one, torch.Tensor)]
             if tensors:
-                batch[name] = _join_images(name, tensors)
+                if len({tensor.shape[1:] for tensor in tensors}) > 1:
+                    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_NAMED])
+                    expected = "the same shape for all images, but for the first dimension"
+                    do = "write `batch_size: 1` and accumulate; or let the processor resize all images to one size"
+                    raise DataError(explain("a batch with images", f"{name} of the shapes {shapes}", expected, do))
+                batch[name] = torch.cat(tensors)
                 continue
             default = 1.0 if name == LOSS_WEIGHTS else 0
             rows = [
@@ -348,20 +357,6 @@ class PadRows:
             "labels": fill(labels, IGNORED),
             "attention_mask": fill(([1] * len(row) for row in input_ids), 0),
         }
-
-
-def _join_images(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the images of a batch along the first dimension.
-
-    Raises:
-        DataError: Their other dimensions differ.
-    """
-    if len({tensor.shape[1:] for tensor in tensors}) > 1:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_NAMED])
-        expected = "the same shape for all images, but for the first dimension"
-        do = "write `batch_size: 1` and accumulate; or let the processor resize all images to one size"
-        raise DataError(explain("a batch with images", f"{name} of the shapes {shapes}", expected, do))
-    return torch.cat(list(tensors))
 
 
 def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = None, *, purpose: str) -> None:
