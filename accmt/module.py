@@ -810,14 +810,14 @@ class HuggingFaceModule(AcceleratorModule):
                 do += 'dataset.rename_column("label", "labels")'
             where, got = f"the transformers model {type(model).__name__}", f"no loss from a batch with {sorted(batch)}"
             raise ModuleContractError(explain(where, got, expected, do))
-        from accmt.huggingface.loss_targets import count_targets
+        from accmt.huggingface.losses import count_targets
 
         weight = count_targets(self.unwrapped_model, batch)
         if weight is None:
             return loss
         result = {"loss": loss, "weight": weight}
         if self.wants_sample_losses and torch.is_grad_enabled():  # not in an evaluation
-            from accmt.huggingface.sample_losses import find_sample_losses
+            from accmt.huggingface.losses import find_sample_losses
 
             result |= find_sample_losses(self.unwrapped_model, outputs, batch)
         return result

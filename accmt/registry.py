@@ -66,7 +66,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "prove": "accmt.addons.prove:prove",
         "replay": "accmt.addons.flight_recorder.replay:replay_fit",
         "replay_run": "accmt.addons.flight_recorder.replay:replay",
-        "reject_stream": "accmt.addons.readers.objects:reject_stream",
+        "reject_stream": "accmt.addons.readers.shards:reject_stream",
         "profiler": "accmt.addons.profilers:build_profiler",
         "sweep_arguments": "accmt.addons.sweep.trial:trial_arguments",
         "sweep_fit": "accmt.addons.sweep.trial:fit_trial",

@@ -16,7 +16,7 @@ from accmt import Trainer
 from accmt.options import Settings
 from accmt.options.checks import Options
 from accmt.options.command_line import read_meanings
-from accmt.options.trainer_call import ALIASES
+from accmt.trainer.calls import ALIASES
 
 PAGE = Path(__file__).with_name("arguments.md")
 SOURCE = Path(inspect.getfile(Trainer))

@@ -25,7 +25,7 @@ from accmt.features.hooks import Feature
 from accmt.messages import warn_once
 from accmt.metrics import TextMetric
 from accmt.metrics.builtin import IGNORED
-from accmt.options.unusual import is_off
+from accmt.options.checks import is_off
 from accmt.options.yaml_reader import Fault, describe, suggest
 from accmt.processes import data_index, gather_from_data, run_on_main_process
 from accmt.run import EvaluationRun, Run

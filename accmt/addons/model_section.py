@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accmt.errors import nearest
+from accmt.options.checks import is_empty, is_off
 from accmt.options.grouping import read_patterns
-from accmt.options.unusual import is_empty, is_off
 from accmt.options.yaml_reader import Fault, describe, suggest
 
 QUANTIZATIONS = ("int8", "nf4", "fp4")

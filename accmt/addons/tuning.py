@@ -18,7 +18,7 @@ from accmt.errors import ArgumentError, explain, is_out_of_memory
 from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
-from accmt.options.trial_runs import without_traces
+from accmt.options.settings import without_traces
 from accmt.processes import broadcast_object, num_data_processes
 from accmt.protocols import TrainerProtocol
 from accmt.recovery.restart import Restart, free_finished

@@ -10,7 +10,7 @@ from torch import nn
 
 from accmt.errors import explain, is_out_of_memory
 from accmt.features.hooks import Feature
-from accmt.huggingface.loss_targets import hint_at_weights
+from accmt.huggingface.losses import hint_at_weights
 from accmt.huggingface.model_kinds import find_transformers_models, predicts_next_token
 from accmt.messages import warn_once
 from accmt.run import EvaluationRun

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from accmt.options.unusual import is_off
+from accmt.options.checks import is_off
 from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
 
 GROUPING = ("groups", "no_decay", "layer_decay")

@@ -11,10 +11,9 @@ from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
 from accmt.errors import nearest
-from accmt.options.checks import whole
+from accmt.options.checks import is_off, whole
 from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
-from accmt.options.unusual import is_off
 from accmt.options.yaml_reader import SECTIONS, Document, Fault, KeyPath, describe, suggest
 from accmt.registry import HPS_SECTIONS, addon, find, is_built_in
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 
 from accmt.errors import ArgumentError, HyperParameterError, UnknownArgumentError, explain, nearest
 from accmt.files import current_folder, is_current
-from accmt.options.checks import Options, raise_faults
+from accmt.options.checks import Options, raise_faults, read_arguments
 from accmt.options.data import DataSettings
 from accmt.options.evaluation import EvaluationSettings
 from accmt.options.failures import Failures, FailureSettings
@@ -22,7 +23,6 @@ from accmt.options.optimization import OptimizationSettings
 from accmt.options.running import RunningSettings
 from accmt.options.saving import CheckpointSettings, SavingSettings
 from accmt.options.tracking import TrackingSettings
-from accmt.options.unusual import read_arguments
 from accmt.options.yaml_reader import FIELDS
 from accmt.registry import addon
 from accmt.secrets import remember
@@ -232,3 +232,47 @@ class _Faults:
             yield
         except (ArgumentError, HyperParameterError) as error:
             self.errors.append(error)
+
+
+# ---- Trial runs: `fast_dev_run` saves nothing, `overfit_batches` trains and validates on the same data.
+
+
+def apply_trials(settings: Settings) -> Settings:
+    """Return settings with `fast_dev_run` and `overfit_batches` applied."""
+    if number := settings.data.overfit_batches:
+        limits = {"train": number, "val": number, "test": settings.data.limits.test}
+        data = replace(
+            settings.data,
+            limit_batches={**limits, "predict": settings.data.limits.predict},
+            shuffle_train=False,
+            shuffle_validation=False,
+            sampler=None,
+        )
+        settings = replace(settings, data=data)
+    if settings.running.fast_dev_run:
+        number = int(settings.running.fast_dev_run)
+        hps = copy.copy(settings.hps)
+        hps.epochs, hps.max_steps, hps.max_samples, hps.max_target_tokens = 1, number, None, None
+        quiet = without_traces(settings)
+        settings = replace(
+            quiet,
+            hps=hps,
+            data=replace(quiet.data, limit_batches=number),
+            evaluation=replace(quiet.evaluation, num_sanity_val_steps=0, evaluate_every_n_steps=None),
+            running=replace(quiet.running, min_length=None, max_time=None),
+        )
+    return settings
+
+
+def without_traces(settings: Settings) -> Settings:
+    """Return settings for a run without models, checkpoints and trackers."""
+    return replace(
+        settings,
+        saving=replace(settings.saving, model_saving=None, patience=None),
+        checkpoints=replace(
+            settings.checkpoints, checkpoint=None, resume=False, checkpoint_every=None, checkpointer=None, fork=None
+        ),
+        evaluation=replace(settings.evaluation, eval_when_start=False),
+        tracking=replace(settings.tracking, log_with=None),
+        handling=replace(settings.handling, handlers=None),
+    )

@@ -15,13 +15,12 @@ from accmt.errors import CheckpointError, explain
 from accmt.module import AcceleratorModule
 from accmt.options import HyperParameters, Settings
 from accmt.options.saving import RegisteredSaving
-from accmt.options.trainer_call import reports_at_call, resolve_aliases
-from accmt.options.trial_runs import apply_trials
+from accmt.options.settings import apply_trials
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE, addon
 from accmt.state import TrainingState
+from accmt.trainer.calls import ShortTraceback, reports_at_call, resolve_aliases
 from accmt.trainer.modules import as_module
 from accmt.trainer.properties import TrainerProperties
-from accmt.trainer.tracebacks import ShortTraceback
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

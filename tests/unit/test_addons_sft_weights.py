@@ -16,7 +16,7 @@ from accmt.addons.sft.chat import IGNORED, mask_row
 from accmt.addons.sft.inspection import describe_data
 from accmt.addons.sft.rows import Masking, PadRows, TokenizedRows
 from accmt.errors import DataError, ModuleContractError
-from accmt.huggingface.sample_losses import weigh_tokens
+from accmt.huggingface.losses import weigh_tokens
 from tests import conversations
 from tests.conversations import make_tokenizer
 from tests.turn_weights import (

@@ -21,8 +21,8 @@ from accmt.addons.hints.table import FOREIGN
 from accmt.callbacks import HOOKS
 from accmt.cli.main import COMMANDS
 from accmt.compat import HOOK_NAMES as HOOK_ALIASES
-from accmt.options.trainer_call import ALIASES as ARGUMENTS
 from accmt.options.yaml_reader import FIELDS
+from accmt.trainer.calls import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
 from tests.tables import each
 

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from accmt import AcceleratorModule, Callback, SFTModule
 from accmt.errors import ModuleContractError
-from accmt.huggingface.loss_targets import count_targets, kind_of_targets
+from accmt.huggingface.losses import count_targets, kind_of_targets
 from accmt.module import HuggingFaceModule
 from tests.conversations import make_tokenizer
 from tests.toys import make_trainer

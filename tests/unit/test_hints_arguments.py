@@ -17,8 +17,8 @@ from accmt.addons.hints.arguments import advise, advise_key, example_of, find_fo
 from accmt.addons.hints.table import FOREIGN
 from accmt.errors import HyperParameterError, MissingArgumentError, UnknownArgumentError
 from accmt.options import Settings
-from accmt.options.trainer_call import ALIASES
 from accmt.options.yaml_reader import FIELDS
+from accmt.trainer.calls import ALIASES
 from tests.tables import each
 from tests.toys import HPS
 

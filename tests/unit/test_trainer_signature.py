@@ -14,7 +14,7 @@ import torch
 from accmt import Accuracy, Callback, Trainer
 from accmt.errors import AccmtError, MissingArgumentError, UnknownArgumentError
 from accmt.options import Settings
-from accmt.options.trainer_call import ALIASES
+from accmt.trainer.calls import ALIASES
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 EMPTY = inspect.Parameter.empty

@@ -20,7 +20,7 @@ from accmt.files import current_folder, dumps, loads
 from accmt.options import HyperParameters, Settings
 from accmt.options.changes import compare, require_allowed
 from accmt.options.command_line import read_config
-from accmt.options.trial_runs import apply_trials
+from accmt.options.settings import apply_trials
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE, PROGRAM_VARIABLE
 from accmt.secrets import hide
 

@@ -31,7 +31,6 @@ from accmt.addons.prefer.rows import (
     PadLabeled,
     length_of_pair,
 )
-from accmt.addons.prefer.whole_set import KTOResults
 from accmt.addons.sft.chat import IGNORED
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import TokenizedRows, padding_id
@@ -44,6 +43,7 @@ from accmt.errors import ArgumentError, CheckpointError, DataError, explain, nea
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.huggingface.quantized import keeping_quantized_weights
 from accmt.messages import say_once
+from accmt.metrics import Metric
 from accmt.precision import autocast
 from accmt.without_trace import restore_modes
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from accmt.addons.prefer.section import PreferSection
 
 
+_KTO = "kto"
 _ADAPTER_PARTS = ("lora_", "modules_to_save", "trainable_tokens")
 # Entries of a configuration that do not change what a model computes: where it is from, and how it is run.
 _NOT_COMPUTED = {
@@ -468,3 +469,51 @@ def _as_reference(model: Any, *, adapter_off: bool) -> Iterator[None]:
     finally:
         keep_trained()
         restore_modes(modes)
+
+
+class KTOResults(Metric):
+    """The loss and the metrics of all answers in a validation set; the step returns what they depend on.
+
+    The baseline of KTO is a mean over all rows of the set.
+
+    Args:
+        objective: The loss and its options.
+        loss_name: The name of the loss in the results.
+    """
+
+    def __init__(self, objective: Objective, loss_name: str) -> None:
+        super().__init__(_KTO, main_metric="accuracy")
+        self._objective = objective
+        self._loss_name = loss_name
+
+    @staticmethod
+    def rows_of(own: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], is_desirable: Tensor) -> dict[str, Any]:
+        """Return the entry of the validation step.
+
+        Args:
+            own: The log-ratios of the answers, and their weights `[samples]`.
+            others: The same for the answers to other prompts.
+            is_desirable: 1 for desirable answers, else 0 `[samples]`.
+        """
+        ratios = {"own": own[0], "others": others[0]}
+        return {_KTO: (ratios, {"own": own[1], "others": others[1], "is_desirable": is_desirable})}
+
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        """Return the results, in double precision; without rows that count, they are NaN, and there is no loss."""
+        ratios, others = predictions["own"].double(), predictions["others"].double()
+        is_desirable, weights = references["is_desirable"] > 0, references["own"].double()
+        mean = losses.weighted_mean(others, references["others"].double())
+        lost, values = self._objective.score_answers(ratios, is_desirable, mean)
+        rewards = self._objective.strength * ratios
+        found = {
+            **{name: _mean_or_nan(one, weights) for name, one in values.items()},
+            "reward_desirable": _mean_or_nan(rewards, weights * is_desirable),
+            "reward_undesirable": _mean_or_nan(rewards, weights * ~is_desirable),
+        }
+        found["margin"] = found["reward_desirable"] - found["reward_undesirable"]
+        return found | ({self._loss_name: _mean_or_nan(lost, weights)} if weights.any() else {})
+
+
+def _mean_or_nan(values: Tensor, weights: Tensor) -> float:
+    """Return a weighted mean, NaN if all weights are 0."""
+    return float(losses.weighted_mean(values, weights)) if weights.any() else torch.nan

@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from accmt.addons.readers.json_lines import JsonLines
-from accmt.addons.readers.layout import Format, Layout, Opened, Piece
+from accmt.addons.readers.formats import Arrow, Format, JsonLines, Layout, Opened, Parquet, Piece
 from accmt.addons.readers.places import DataFile, find_files
 from accmt.addons.readers.shards import WebDataset, find_shards
-from accmt.addons.readers.tables import Arrow, Parquet
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.files import format_bytes
 from accmt.messages import warn_once

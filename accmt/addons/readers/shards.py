@@ -1,7 +1,7 @@
 """Reads the shards of MosaicML Streaming, LitData and WebDataset by index, each by its own library.
 
 The order of these libraries' own streams depends on the number of processes and workers, so only their access by index
-is used.
+is used, and the streams are rejected.
 """
 
 from __future__ import annotations
@@ -14,16 +14,37 @@ from typing import IO, Any
 
 import numpy as np
 
-from accmt.addons.readers.layout import Format, Layout, Opened, Piece, load_library
+from accmt.addons.readers.formats import Format, Layout, Opened, Piece, load_library
 from accmt.addons.readers.places import DataFile, find_files, index_of
 from accmt.errors import DataError, explain
 
+_LIBRARIES = {"streaming": "MosaicML Streaming", "litdata": "LitData"}
 _INDEX = "index.json"
 _MDS_INSTALL = '"accmt-trainer[mds]" && pip install --no-deps "mosaicml-streaming>=0.13"'
 _NO_CHECK = "LITDATA_DISABLE_VERSION_CHECK"
 _TAR_END = 1024  # bytes of zeros
 _TAR_BLOCK = 512
 _OF_MEMBER = 400  # bytes of memory for a file in an open tar file
+
+
+def reject_stream(data: Any, kind: str) -> None:
+    """Reject the streams of MosaicML Streaming and LitData, which can be read by index instead.
+
+    They choose samples by the rank and the worker that read them, repeat some so that all get equally many, and resume
+    only from a loader of their own.
+
+    Raises:
+        DataError: It is such a stream.
+    """
+    for base in type(data).__mro__:
+        library = _LIBRARIES.get(base.__module__.partition(".")[0])
+        if library is not None and base.__name__.endswith("StreamingDataset"):
+            got = f"a {base.__name__} of {library}, which gives each process and loader worker samples of its own"
+            expected = "the same samples in the same order on every process, with any number of workers"
+            streams = getattr(data, "streams", None)
+            place = streams[0].local if streams else getattr(getattr(data, "input_dir", None), "path", None) or "FOLDER"
+            do = f"read its shards by index: accmt.read_files({str(place)!r}), a local folder"
+            raise DataError(explain(f"the {kind} data", got, expected, do))
 
 
 def find_shards(where: str, path: str) -> tuple[list[DataFile], Format] | None:

@@ -30,8 +30,8 @@ from accmt.data import is_stream
 from accmt.data.packing import DocumentPacker
 from accmt.data.seeding import seeded_generators
 from accmt.errors import ArgumentError, DataError, explain
+from accmt.huggingface.losses import weigh_tokens
 from accmt.huggingface.model_kinds import begins_with_prompt
-from accmt.huggingface.sample_losses import weigh_tokens
 from accmt.module import HuggingFaceModule
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from accmt.options.unusual import is_off
+from accmt.options.checks import is_off
 from accmt.options.yaml_reader import Fault, describe, suggest
 
 

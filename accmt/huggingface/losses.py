@@ -1,4 +1,4 @@
-"""The losses of the tokens and of the samples of a batch, beside the mean that a transformers model returns."""
+"""What a transformers model's own loss is averaged over, and the losses of the tokens and samples of a batch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,101 @@ import torch
 from torch.nn import functional
 
 from accmt.errors import ModuleContractError, explain
-from accmt.huggingface.model_kinds import is_peft_model, predicts_next_token
+from accmt.huggingface.model_kinds import begins_with_prompt, is_peft_model, predicts_next_token
+from accmt.messages import say_once
 
 _IGNORED = -100
+SAY_WHAT_COUNTS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "labels",
+        "start_positions",
+        "bool_masked_pos",
+        "future_values",
+        "future_observed_mask",
+    }
+)
+"""The arguments of a call that determine the number of targets."""
+
+_DETECT_REPLACED_TOKENS = frozenset({"ElectraForPreTraining", "FunnelForPreTraining"})
+
+
+def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the number of target tokens, pixels, frames or values of a batch, over which its mean loss is computed.
+
+    Args:
+        model: A transformers model.
+        inputs: The arguments of its call, by name.
+
+    Returns:
+        None if the loss is a mean over samples.
+    """
+    labels: Any = inputs.get("labels")
+    is_target: torch.Tensor
+    match kind_of_targets(model, inputs):
+        case "target pixels":
+            is_target = labels != model.config.semantic_loss_ignore_index
+        case "target frames":
+            is_target = labels[..., 0] != _IGNORED
+        case "observed values":
+            # With several series the models count a point in time only if all of them were observed.
+            mask = inputs["future_observed_mask"]
+            is_target = mask if mask.ndim == 2 else mask.amin(-1)
+        case "answers":
+            is_target = inputs["start_positions"] < inputs["input_ids"].shape[-1]  # others were truncated
+        case "masked patches":
+            is_target = inputs["bool_masked_pos"]
+        case "real tokens":
+            is_target = inputs["attention_mask"] == 1
+        case "target tokens":
+            is_first_none = predicts_next_token(model) and not begins_with_prompt(model)
+            is_target = (labels[:, 1:] if is_first_none else labels) != _IGNORED
+        case _:
+            return None
+    count: torch.Tensor = is_target.sum()
+    return count
+
+
+def kind_of_targets(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Return what the loss of a model is averaged over, as text; None if samples, or unknown."""
+    labels: Any = inputs.get("labels")
+    name, num_dims = type(model).__name__, getattr(labels, "ndim", 0)
+    if name in _DETECT_REPLACED_TOKENS and inputs.get("attention_mask") is not None:
+        return "real tokens"
+    if num_dims == 2 and not labels.is_floating_point() and not labels.is_complex():
+        is_multi_label = getattr(model.config, "problem_type", None) == "multi_label_classification"
+        if not is_multi_label and not hasattr(model.config, "ctc_loss_reduction"):  # CTC's loss is no mean over tokens
+            return "target tokens"
+    if num_dims == 3 and not labels.is_floating_point():
+        if hasattr(model.config, "semantic_loss_ignore_index") and model.config.num_labels > 1:
+            return "target pixels"
+    # Labels are spectrograms, padded to the longest; no other model has labels of this shape.
+    elif num_dims == 3 and getattr(model.config, "num_mel_bins", None) == labels.shape[-1]:
+        return "target frames"
+    mask = inputs.get("future_observed_mask")
+    if isinstance(mask, torch.Tensor) and inputs.get("future_values") is not None and hasattr(model, "config"):
+        return "observed values"
+    if getattr(inputs.get("start_positions"), "ndim", 0) == getattr(inputs.get("input_ids"), "ndim", 0) - 1 == 1:
+        return "answers"
+    if name.endswith("ForMaskedImageModeling") and inputs.get("bool_masked_pos") is not None:
+        return "masked patches"
+    return None
+
+
+def hint_at_weights(batch: Any) -> None:
+    """Explain how a step returns a weight, if a batch has tokens without targets and its step returned none."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return
+    if (labels == _IGNORED).any():
+        say_once(
+            "labels are -100 at some tokens, and batches are weighted by samples: if the loss is a mean over tokens, "
+            'return {"loss": loss, "weight": (labels != -100).sum()}'
+        )
+
+
+# ---- Losses of tokens and samples, in addition to the mean that the model returns
 
 
 def find_sample_losses(model: Any, outputs: Any, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
