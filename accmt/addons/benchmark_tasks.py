@@ -179,10 +179,6 @@ def _load(names: tuple[str, ...], path: str | None) -> tuple[Any, Mapping[str, I
             got = f"{', '.join(names)} cannot be loaded: {type(error).__name__}: {error}"
             do = "correct the file of the task, or make its data available on this machine"
             raise ArgumentError(explain(_WHERE, got, "tasks with their data", do)) from error
-    return manager, _find_directions(loaded)
-
-
-def _find_directions(loaded: Mapping[str, Any]) -> dict[str, IsBetter]:
     better: dict[str, bool | None] = {}
     of_tasks = {name: task.higher_is_better() or {} for name, task in loaded["tasks"].items()}
     for name, metrics in of_tasks.items():
@@ -194,9 +190,10 @@ def _find_directions(loaded: Mapping[str, Any]) -> dict[str, IsBetter]:
         for listed in group.aggregate_metric_list or ():
             filters = [listed.filter_list] if isinstance(listed.filter_list, str) else listed.filter_list or ["none"]
             better |= {_name(name, listed.metric, one): every.get(listed.metric) for one in filters}
-    return {
+    directions = {
         name: operator.gt if is_higher else operator.lt for name, is_higher in better.items() if is_higher is not None
     }
+    return manager, directions
 
 
 def _name(task: str, metric: str, filtered: str) -> str:

@@ -19,9 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.flight_recorder.compare import RELATIVE_TOLERANCE, compare_runs
+    from accmt.addons.flight_recorder.ledger import require_ledger
 
     if options.first.resolve() == options.second.resolve():
-        return _report_resumes(options.first)
+        ledger = require_ledger(options.first, "accmt diff")
+        print("RUN_A and RUN_B are the same folder: reporting the steps that were repeated after a resume")
+        repeated = [line["differs"] for line in ledger.lines if "differs" in line]
+        for one in repeated:
+            because = f"; changed: {', '.join(one['because'])}" if one["because"] else ""
+            print(f"step {one['step']}: {one['what']}{because}")
+        if not repeated:
+            print(f"no difference after {sum('rewind' in line for line in ledger.lines)} return(s) to a checkpoint")
+        return DIFFERENT if repeated else 0
     found = compare_runs(options.first, options.second)
     if found.is_tolerant:
         print(f"numbers of processes differ, so losses are compared to a relative tolerance of {RELATIVE_TOLERANCE:g}")
@@ -39,20 +48,6 @@ def run(options: argparse.Namespace) -> int:
     if found.others:
         width = max(len(name) for name, _, _ in found.others)
         print("other differences:")
-        for name, one, other in found.others:
-            print(f"  {name:{width}}  {one}  |  {other}")
+        for name, first, second in found.others:
+            print(f"  {name:{width}}  {first}  |  {second}")
     return 0 if found.difference is None else DIFFERENT
-
-
-def _report_resumes(folder: Path) -> int:
-    from accmt.addons.flight_recorder.ledger import require_ledger
-
-    ledger = require_ledger(folder, "accmt diff")
-    print("RUN_A and RUN_B are the same folder: reporting the steps that were repeated after a resume")
-    found = [line["differs"] for line in ledger.lines if "differs" in line]
-    for one in found:
-        because = f"; changed: {', '.join(one['because'])}" if one["because"] else ""
-        print(f"step {one['step']}: {one['what']}{because}")
-    if not found:
-        print(f"no difference after {sum('rewind' in line for line in ledger.lines)} return(s) to a checkpoint")
-    return DIFFERENT if found else 0

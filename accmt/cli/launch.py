@@ -13,7 +13,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from accmt.cli.strats import STRATEGIES
@@ -78,9 +78,13 @@ class Machines:
             return [*ranks, f"--master-addr={self.host}", f"--master-port={self.port}"]
         host = f"[{self.host}]" if ":" in str(self.host) else self.host
         meeting = [f"--rdzv-endpoint={host}:{self.port}", f"--rdzv-conf=is_host={self.rank == 0}".lower()]
-        own = _own_address(str(self.host), self.port)
-        # The default is the name of this host, which other machines may not be able to resolve.
-        meeting += [] if own is None else [f"--local-addr={own}"]
+        # The default is the name of this host, which other machines may not be able to resolve. So name the address of
+        # this machine in the network of the first one, if that can be reached.
+        with suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(str(self.host), self.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                meeting.append(f"--local-addr={probe.getsockname()[0]}")
         return [f"--nnodes={self.least}:{self.most}", "--rdzv-backend=c10d", "--rdzv-id=accmt", *meeting, *restarts]
 
 
@@ -127,17 +131,6 @@ def _read_number(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _own_address(host: str, port: int) -> str | None:
-    """Return the address of this machine in the network of another one; None if that cannot be reached."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
 def describe_lost_machines(error: Exception) -> str:
     """Return the error message about machines that could not connect or lost their connection."""
     got = f"they could not connect, or lost the connection: {str(error).partition(chr(10))[0]}"
@@ -179,7 +172,24 @@ def run(options: argparse.Namespace) -> int:
     if _strategy(options) == "single":
         sys.stdout.flush()
         os.execv(command[0], command)  # so that the script gets all signals and returns its exit code
-    return _run_group(command[3:])
+    # Run torchrun in this process, to get the exit code of the process that failed.
+    from torch.distributed import DistError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        torchrun.main(command[3:])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    except (RendezvousError, DistError) as error:
+        print(describe_lost_machines(error), file=sys.stderr)
+        return 1
+    return 0
 
 
 def build_command(options: argparse.Namespace) -> list[str]:
@@ -266,24 +276,3 @@ def _num_gpus() -> int:
     import torch
 
     return torch.accelerator.device_count()
-
-
-def _run_group(arguments: Sequence[str]) -> int:
-    """Run torchrun in this process, to get the exit code of the process that failed."""
-    from torch.distributed import DistError
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-
-    try:
-        torchrun.main(list(arguments))
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    except SignalException as error:
-        return 128 + error.sigval
-    except (RendezvousError, DistError) as error:
-        print(describe_lost_machines(error), file=sys.stderr)
-        return 1
-    return 0

@@ -80,7 +80,22 @@ def save_model(
         saved = _stream(model, state_dict, folder, processor, max_shard_size) if safe_serialization else None
         state_dict = state_dict.fetch_all() if saved is None else {}
     if saved is None:
-        saved = _save_whole(model, state_dict, folder, processor, max_shard_size, safe_serialization)
+        require_complete(state_dict, model)
+        if is_peft_model(model):
+            is_safe = safe_serialization
+            saved = save_adapters(model, state_dict, folder, processor=processor, safe_serialization=is_safe)
+        else:
+            write_others = None
+            if is_transformers_model(model):
+                state_dict = to_saved_format(model, state_dict)
+                write_others = partial(_write_model_files, model, processor)
+            saved = save_weights(
+                state_dict,
+                folder,
+                max_shard_size=max_shard_size,
+                safe_serialization=safe_serialization,
+                write_others=write_others,
+            )
     remove_leftovers(folder, before, saved.files)
     if not is_peft_model(model) and _CONFIG not in saved.files and (folder / _CONFIG).is_file():
         warn_once(
@@ -105,26 +120,6 @@ def _stream(
     if fetch is None:
         return None
     return stream_weights(outlines, fetch, folder, max_shard_size=max_shard_size, write_others=write_others)
-
-
-def _save_whole(
-    model: nn.Module,
-    state_dict: Mapping[str, Tensor],
-    folder: Path,
-    processor: Any,
-    max_shard_size: int | str,
-    is_safe: bool,  # noqa: FBT001 - one of the arguments of `save_model`
-) -> SavedWeights:
-    require_complete(state_dict, model)
-    if is_peft_model(model):
-        return save_adapters(model, state_dict, folder, processor=processor, safe_serialization=is_safe)
-    write_others = None
-    if is_transformers_model(model):
-        state_dict = to_saved_format(model, state_dict)
-        write_others = partial(_write_model_files, model, processor)
-    return save_weights(
-        state_dict, folder, max_shard_size=max_shard_size, safe_serialization=is_safe, write_others=write_others
-    )
 
 
 def save_by_config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, cast
@@ -71,7 +72,13 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
 
     main, *others = _list_adapters(model)
     parts = {main: folder} | {name: folder / name for name in others}
-    patterns = {name: _take_ranks(model, name, part) for name, part in parts.items()}
+    patterns: dict[str, Any] = {}  # AdaLoRA's layers get the ranks of a saved adapter, which contains no others
+    for name, part in parts.items():
+        config: Any = model.peft_config[name]
+        if config.peft_type == "ADALORA" and not config.rank_pattern and (part / ADAPTER_CONFIG).is_file():
+            patterns[name] = cast("Any", read_config(part)).rank_pattern
+            if patterns[name]:
+                cast("Any", model.base_model).resize_modules_by_rank_pattern(patterns[name], name)
     state = model.state_dict()
     current = {name: _read_adapter(model, state, name) for name in parts}
     saved = {name: read_weights(part) for name, part in parts.items()}
@@ -90,19 +97,8 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
         names = plain_names(weights)
         loaded = {own: saved[name].get(names[own], tensor) for own, tensor in weights.items()}
         set_peft_model_state_dict(model, shard_state(loaded, weights), adapter_name=name)
-        if patterns[name] is not None:
+        if patterns.get(name) is not None:
             cast("Any", model.peft_config[name]).rank_pattern = patterns[name]
-
-
-def _take_ranks(model: PeftModel, name: str, folder: Path) -> Any:
-    """Set the ranks of AdaLoRA's layers to those of a saved adapter, which contains no others; return their pattern."""
-    config: Any = model.peft_config[name]
-    if config.peft_type != "ADALORA" or config.rank_pattern or not (folder / ADAPTER_CONFIG).is_file():
-        return None
-    pattern = cast("Any", read_config(folder)).rank_pattern
-    if pattern:
-        cast("Any", model.base_model).resize_modules_by_rank_pattern(pattern, name)
-    return pattern
 
 
 def read_base_name(folder: Path) -> str:
@@ -224,29 +220,21 @@ def _read_adapter(model: PeftModel, state: dict[str, Tensor], name: str) -> dict
     # An adapter includes the embeddings if it adapts them, or if tokens were added to the model.
     # PEFT's default ("auto") would query the hub at each save. Source: `get_peft_model_state_dict` of peft 0.21.
     config = model.peft_config[name]
-    if getattr(config, "trainable_token_indices", None) is not None or config.peft_type == "TRAINABLE_TOKENS":
-        is_adapted = False
-    else:
+    saves_embeddings = False
+    if getattr(config, "trainable_token_indices", None) is None and config.peft_type != "TRAINABLE_TOKENS":
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-        is_adapted = hasattr(embeddings, "base_layer")
-    saves_embeddings = is_adapted or _is_resized(model, config)
+        saves_embeddings = hasattr(embeddings, "base_layer")
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not saves_embeddings and size and config.base_model_name_or_path:
+        from transformers import AutoConfig
+
+        with suppress(OSError, ValueError):  # not on this machine: PEFT assumes too that it is unchanged
+            base = AutoConfig.from_pretrained(config.base_model_name_or_path, local_files_only=True)
+            saves_embeddings = getattr(base, "vocab_size", size) != size
     weights: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=state, adapter_name=name, save_embedding_layers=saves_embeddings
     )
     return weights
-
-
-def _is_resized(model: PeftModel, config: PeftConfig) -> bool:
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not (size and config.base_model_name_or_path):
-        return False
-    from transformers import AutoConfig
-
-    try:
-        base = AutoConfig.from_pretrained(config.base_model_name_or_path, local_files_only=True)
-    except (OSError, ValueError):  # not on this machine: PEFT assumes too that it is unchanged
-        return False
-    return bool(getattr(base, "vocab_size", size) != size)
 
 
 def _write_config(model: PeftModel, name: str, folder: Path) -> None:

@@ -121,9 +121,14 @@ class HyperParameters:
             "evaluation": evaluation,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
-        faults = _kwargs_faults(
-            optim_kwargs=optim_kwargs, optimizer_kwargs=optimizer_kwargs, scheduler_kwargs=scheduler_kwargs
-        )
+        faults = [
+            Fault((f"{kind}_kwargs", "type"), "a type", "only arguments", f"pass it as `{kind}=`")
+            for kind, own in (("optim", optim_kwargs), ("optimizer", optimizer_kwargs), ("scheduler", scheduler_kwargs))
+            if "type" in (own or {})
+        ]
+        if optim_kwargs is not None and optimizer_kwargs is not None:
+            got = "both `optim_kwargs` and its alias `optimizer_kwargs`"
+            faults.append(Fault(("optimizer_kwargs",), got, "one of the two", "remove `optimizer_kwargs`"))
         self._take(Document("HyperParameters", values, faults=tuple(faults)))
 
     @classmethod
@@ -333,16 +338,6 @@ class HyperParameters:
 
 def _component(kind: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**(kwargs or {}), "type": kind}
-
-
-def _kwargs_faults(**values: Mapping[str, Any] | None) -> Iterable[Fault]:
-    for argument, kwargs in values.items():
-        if "type" in (kwargs or {}):
-            kind = argument.removesuffix("_kwargs")
-            yield Fault((argument, "type"), "a type", "only arguments", f"pass it as `{kind}=`")
-    if values["optim_kwargs"] is not None and values["optimizer_kwargs"] is not None:
-        got = "both `optim_kwargs` and its alias `optimizer_kwargs`"
-        yield Fault(("optimizer_kwargs",), got, "one of the two", "remove `optimizer_kwargs`")
 
 
 def _plain(value: Any) -> Any:

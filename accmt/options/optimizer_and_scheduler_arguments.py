@@ -207,15 +207,6 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
     return {**warmup, **arguments}, faults
 
 
-def _is_none(warmup: Any) -> bool:
-    return warmup is None or (is_number(warmup) and warmup == 0)
-
-
-def watches_a_result(factory: Any) -> bool:
-    """Return whether a scheduler depends on an evaluation result, its `monitor`."""
-    return isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau)
-
-
 def _check_plateau(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     monitor, rest = values.get("monitor"), {name: value for name, value in values.items() if name != "monitor"}
     arguments, faults = _Call(("scheduler",), factory).check(rest)
@@ -230,6 +221,15 @@ def _check_plateau(factory: Callable[..., Any], values: Mapping[str, Any]) -> tu
         expected = "the name of a metric, as in model_saving but without best_, or valid_loss"
         faults = [*faults, Fault(("scheduler", "monitor"), describe(monitor), expected, "write `monitor: accuracy`")]
     return {"monitor": monitor, **arguments}, faults
+
+
+def _is_none(warmup: Any) -> bool:
+    return warmup is None or (is_number(warmup) and warmup == 0)
+
+
+def watches_a_result(factory: Any) -> bool:
+    """Return whether a scheduler depends on an evaluation result, its `monitor`."""
+    return isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau)
 
 
 def check_names(part: str, factories: Iterable[Callable[..., Any]], values: Mapping[str, Any]) -> list[Fault]:

@@ -162,7 +162,18 @@ def check(document: Document) -> Checked:
         schema_faults = [_fault(path, kind, document) for path, kind in kinds.items()]
     optim, optim_faults = _check_component(document, _OPTIM)
     scheduler, scheduler_faults = _check_component(document, _SCHEDULER)
-    faults += [*document.faults, *schema_faults, *_unbounded(document), *optim_faults, *scheduler_faults]
+    faults += [*document.faults, *schema_faults]
+    epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
+    has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
+    if epochs == max_steps == -1 and not has_budget:
+        got = "-1 without max_steps" if "epochs" in document.values else _NOTHING
+        expected = "a whole number of at least 1, or max_steps"
+        faults.append(Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`"))
+    if document.values.get("packing") is True and document.values.get("max_tokens") is None:
+        expected = "packing together with max_tokens, the length of a row"
+        do = "add for example `max_tokens: 4096`"
+        faults.append(Fault(("packing",), "true, without max_tokens", expected, do))
+    faults += [*optim_faults, *scheduler_faults]
 
     sections: dict[str, Any] = {}
     for name, value in document.values.items():
@@ -215,19 +226,6 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
     got = _NOTHING if kind == "missing" else describe(value["type"] if path[1:] and isinstance(value, dict) else value)
     expected = f"{info.description}, with its `type`" if path[1:] == ("type",) else str(info.description)
     return Fault(path, got, expected, f"write `{(info.examples or [''])[0]}`")
-
-
-def _unbounded(document: Document) -> Iterable[Fault]:
-    """Yield an error for training without an end, and for packing without a row length."""
-    epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
-    has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
-    if epochs == max_steps == -1 and not has_budget:
-        got = "-1 without max_steps" if "epochs" in document.values else _NOTHING
-        expected = "a whole number of at least 1, or max_steps"
-        yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
-    if document.values.get("packing") is True and document.values.get("max_tokens") is None:
-        expected = "packing together with max_tokens, the length of a row"
-        yield Fault(("packing",), "true, without max_tokens", expected, "add for example `max_tokens: 4096`")
 
 
 @dataclass(frozen=True)

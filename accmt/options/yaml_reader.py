@@ -174,7 +174,27 @@ def _read_file(path: Path) -> Document:
     import yaml
 
     name = str(path)
-    text = _read_text(path)
+    if path.is_dir():
+        message = explain(f"hps_config={name!r}", "a folder", "a .yaml, .yml or .json file", "pass a file in it")
+        raise HyperParameterError(message)
+    if not path.exists():
+        near = nearest(name, [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES])
+        message = explain(
+            f"hps_config={name!r}",
+            f"no such file; the working directory is {Path.cwd()}",
+            "a .yaml, .yml or .json file that exists",
+            f"did you mean {near}?" if near else f"correct the path, or create the file with {_EXAMPLE}",
+        )
+        raise HyperParameterFileError(message)
+    if path.suffix not in _SUFFIXES:
+        got = f"a file ending in {path.suffix!r}"
+        message = explain(name, got, f"one of {', '.join(_SUFFIXES)}", "rename it to end in .yaml")
+        raise HyperParameterError(message)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = explain(name, f"bytes that are not text: {error}", "UTF-8 text", "save it as UTF-8")
+        raise HyperParameterError(message) from None
     if path.suffix == ".json":
         try:
             json.loads(text or "null", parse_int=str)
@@ -193,30 +213,6 @@ def _read_file(path: Path) -> Document:
     if values is None:
         raise HyperParameterError(explain(name, "an empty file", _LAYOUT, f"write {_EXAMPLE}"))
     return _unwrap(name, values, reader.lines, reader.faults)
-
-
-def _read_text(path: Path) -> str:
-    if path.is_dir():
-        message = explain(f"hps_config={str(path)!r}", "a folder", "a .yaml, .yml or .json file", "pass a file in it")
-        raise HyperParameterError(message)
-    if not path.exists():
-        near = nearest(str(path), [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES])
-        message = explain(
-            f"hps_config={str(path)!r}",
-            f"no such file; the working directory is {Path.cwd()}",
-            "a .yaml, .yml or .json file that exists",
-            f"did you mean {near}?" if near else f"correct the path, or create the file with {_EXAMPLE}",
-        )
-        raise HyperParameterFileError(message)
-    if path.suffix not in _SUFFIXES:
-        got = f"a file ending in {path.suffix!r}"
-        message = explain(str(path), got, f"one of {', '.join(_SUFFIXES)}", "rename it to end in .yaml")
-        raise HyperParameterError(message)
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        message = explain(str(path), f"bytes that are not text: {error}", "UTF-8 text", "save it as UTF-8")
-        raise HyperParameterError(message) from None
 
 
 def _unreadable(name: str, error: Exception) -> HyperParameterError:
@@ -245,21 +241,6 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
     return Document(name, values, lines, tuple(faults))
 
 
-def _make_loader(text: str) -> yaml.SafeLoader:
-    import yaml  # not at the top: importing accmt loads no package that torch does not load
-
-    class Loader(yaml.SafeLoader):
-        def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            """Merge mappings given by `<<`; keep each key once, or nested merges would grow without bound."""
-            super().flatten_mapping(node)
-            pairs = {
-                key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value
-            }
-            node.value = list(pairs.values())
-
-    return Loader(text)
-
-
 class _NodeReader:
     """Converts YAML nodes to values, and records the line of each key and duplicate keys."""
 
@@ -272,7 +253,19 @@ class _NodeReader:
         self._num_repeated = 0
 
     def read_root(self) -> Any:
-        self._loader = _make_loader(self._text)
+        import yaml  # not at the top: importing accmt loads no package that torch does not load
+
+        class Loader(yaml.SafeLoader):
+            def flatten_mapping(self, node: yaml.MappingNode) -> None:
+                """Merge mappings given by `<<`; keep each key once, or nested merges would grow without bound."""
+                super().flatten_mapping(node)
+                pairs = {
+                    key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value)
+                    for key, value in node.value
+                }
+                node.value = list(pairs.values())
+
+        self._loader = Loader(self._text)
         try:
             node = self._loader.get_single_node()
             return None if node is None else self._read(node, ())

@@ -47,26 +47,20 @@ def reports_at_call(init: Init) -> Init:
         if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or a subclass
             args, kwargs = (), {**dict(zip(("args", "model_path"), args, strict=False)), **kwargs}
         missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
+        others: list[str] = []
         try:
-            if missing:
-                raise _report_missing(missing, lambda stand_ins: init(self, *args, **kwargs, **stand_ins))
-            init(self, *args, **kwargs)
+            init(self, *args, **kwargs, **{name: _STAND_INS[name] for name in missing})
         except AccmtError as error:
-            raise error.with_traceback(None) from error.__cause__
+            if not missing:
+                raise error.with_traceback(None) from error.__cause__
+            others = [str(error)]
+        if missing:  # reported together with all other errors
+            do = 'Trainer({"epochs": 3, "batch_size": 16, "optim": {"type": "AdamW", "lr": 1e-4}}, "out/model"), or '
+            do += "the path of a YAML file in place of the dict"
+            fault = explain("Trainer", f"no {' and no '.join(missing)}", _EXPECTED, do)
+            raise MissingArgumentError("\n\n".join([fault, *others]))
 
     return cast(Init, checked)
-
-
-def _report_missing(missing: list[str], call: Callable[[Mapping[str, Any]], None]) -> MissingArgumentError:
-    """Return the error about missing arguments, together with all other errors."""
-    do = 'Trainer({"epochs": 3, "batch_size": 16, "optim": {"type": "AdamW", "lr": 1e-4}}, "out/model"), or the path of'
-    do += " a YAML file in place of the dict"
-    faults = [explain("Trainer", f"no {' and no '.join(missing)}", _EXPECTED, do)]
-    try:
-        call({name: _STAND_INS[name] for name in missing})
-    except AccmtError as error:
-        faults.append(str(error))
-    return MissingArgumentError("\n\n".join(faults))
 
 
 def resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

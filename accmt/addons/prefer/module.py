@@ -260,7 +260,20 @@ class PreferenceModule(RowModule):
             lost, values = self.objective.score_answers(scores[:, 0], batch["is_desirable"] > 0, baseline)
             values["length"] = own.lengths[:, 0]
         else:
-            lost, values = self._score_pairs(scores, totals if kind.needs_reference else scores, own)
+            lost = self.objective.score(scores)
+            # The rewards are β times the log-ratios.
+            rewards = self.objective.strength * (totals if kind.needs_reference else scores)
+            chosen, rejected = rewards.unbind(1)
+            values = {
+                "margin": chosen - rejected,
+                "accuracy": losses.share_right(chosen - rejected),
+                "reward_chosen": chosen,
+                "reward_rejected": rejected,
+                "log_prob_chosen": own.sums[:, 0],
+                "log_prob_rejected": own.sums[:, 1],
+                "length_chosen": own.lengths[:, 0],
+                "length_rejected": own.lengths[:, 1],
+            }
         if in_evaluation and before is not None:
             values["kl"] = _mean_kl(logits, before, batch["labels"])
         rows = {}
@@ -272,20 +285,6 @@ class PreferenceModule(RowModule):
             **({"losses": lost.detach(), "weights": weights} if self.wants_sample_losses else {}),
             **{name: losses.weighted_mean(one.detach(), weights) for name, one in values.items()},
             **rows,
-        }
-
-    def _score_pairs(self, scores: Tensor, totals: Tensor, own: LogProbs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of each pair; its rewards are β times the log-ratios."""
-        chosen, rejected = (self.objective.strength * totals).unbind(1)
-        return self.objective.score(scores), {
-            "margin": chosen - rejected,
-            "accuracy": losses.share_right(chosen - rejected),
-            "reward_chosen": chosen,
-            "reward_rejected": rejected,
-            "log_prob_chosen": own.sums[:, 0],
-            "log_prob_rejected": own.sums[:, 1],
-            "length_chosen": own.lengths[:, 0],
-            "length_rejected": own.lengths[:, 1],
         }
 
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:

@@ -151,7 +151,11 @@ class AnswersReader(NamedTuple):
         """Return the answers of a row as rows for `mask_row`, the weight of the row, and its further values."""
         if not isinstance(row, Mapping):
             raise self._reject(type(row).__name__, where, row)
-        prompt = _find_prompt(row)
+        # TRL's "prompt", or one of axolotl's names; None if the answers contain it.
+        prompt, asked = row.get("prompt", row.get("messages")), row.get("question", row.get("instruction"))
+        if prompt is None and asked is not None:
+            system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+            prompt = [*system, {"role": "user", "content": asked}]
         names = ("chosen", "rejected") if self.kind == "pairs" else ("completion",)
         found = [row.get(name, row.get(f"{name}_response")) for name in names]
         if self.kind == "labels" and "other" in row:
@@ -196,17 +200,6 @@ class AnswersReader(NamedTuple):
         elif {"instruction", "output"} <= names:
             line = '{"prompt": row["instruction"], "chosen": row["output"][0], "rejected": row["output"][1]}'
         return DataError(explain(where, got, _FORMS[self.kind], f"convert each row, for example to {line}"))
-
-
-def _find_prompt(row: Mapping[str, Any]) -> Any:
-    """Return the prompt of a row: TRL's "prompt", or one of axolotl's names; None if the answers contain it."""
-    if (prompt := row.get("prompt", row.get("messages"))) is not None:
-        return prompt
-    asked = row.get("question", row.get("instruction"))
-    if asked is None:
-        return None
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    return [*system, {"role": "user", "content": asked}]
 
 
 def _split_strings(prompt: Any, answers: Sequence[str]) -> list[tuple[Any, Any]] | None:

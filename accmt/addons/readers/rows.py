@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from accmt.addons.readers.formats import Arrow, Format, JsonLines, Layout, Opened, Parquet, Piece
+from accmt.addons.readers.formats import Arrow, Format, JsonLines, Opened, Parquet, Piece
 from accmt.addons.readers.places import DataFile, find_files
 from accmt.addons.readers.shards import WebDataset, find_shards
 from accmt.errors import ArgumentError, DataError, explain
@@ -112,7 +112,13 @@ class FileRows(Dataset[Any]):
             self._formats += _choose_formats(where, files, columns, arrays=arrays)
         with ThreadPoolExecutor(_THREADS) as threads:
             layouts = list(threads.map(lambda number: self._formats[number].examine(self.files[number]), self._numbers))
-        _require_same_columns(self.files, layouts)
+        known = [(file, layout.schema) for file, layout in zip(self.files, layouts, strict=True)]
+        for file, schema in known[1:]:
+            first, expected = known[0]
+            if schema != expected:
+                do = f"convert one of them, or pass columns= that both have, without {first.name} or in another call"
+                got = f"{schema or 'rows that may have any keys'}"
+                raise DataError(explain(file.name, got, f"{expected or 'JSON lines'}, as in {first.name}", do))
         self._digests = [f"{layout.rows.sum()} rows, {layout.digest}" for layout in layouts]
         self._first_pieces = np.cumsum([0, *(len(layout.rows) for layout in layouts)])
         self._starts = np.cumsum(np.concatenate([[0], *(layout.rows for layout in layouts)]), dtype=np.int64)
@@ -256,13 +262,3 @@ def _reject_columns(where: str, name: str, columns: Sequence[str] | None) -> Non
         raise ArgumentError(
             explain(where, f"columns= for {name}", "columns of Parquet or Arrow files", "use transform=")
         )
-
-
-def _require_same_columns(files: Sequence[DataFile], layouts: Sequence[Layout]) -> None:
-    known = [(file, layout.schema) for file, layout in zip(files, layouts, strict=True)]
-    for file, schema in known[1:]:
-        first, expected = known[0]
-        if schema != expected:
-            do = f"convert one of them, or pass columns= that both have, without {first.name} or in another call"
-            got = f"{schema or 'rows that may have any keys'}"
-            raise DataError(explain(file.name, got, f"{expected or 'JSON lines'}, as in {first.name}", do))
