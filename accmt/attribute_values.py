@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accmt.callbacks import Callback
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.state_dicts import describe_kind, find_kind, split_tensors
-from accmt.checkpoint.typed_json import encode
+from accmt.checkpoint.state_dicts import describe_kind, encode, find_kind, split_tensors
 from accmt.errors import CheckpointError
 from accmt.libraries.private_names import is_made_of_tensors
 from accmt.module import AcceleratorModule

@@ -39,8 +39,7 @@ from accmt.attribute_values import (
 )
 from accmt.callbacks import Callback, MainProcessCallback, name_by_class
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.state_dicts import split_tensors
-from accmt.checkpoint.typed_json import encode
+from accmt.checkpoint.state_dicts import encode, split_tensors
 from accmt.errors import CheckpointError, explain
 from accmt.libraries.private_names import buffers_of, children_of, count_writes, is_made_of_tensors
 from accmt.messages import warn_once

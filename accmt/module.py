@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accmt.options import HyperParameters
     from accmt.protocols import CallbackProtocol, Data, TrainerProtocol
     from accmt.state import TrainingState
-    from accmt.tracking.media import MediaLog
+    from accmt.tracking.values import MediaLog
 
 
 # ---- Logging of values in addition to losses.

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,10 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import FrozenWeights, checksum, find_read_only, require_same_frozen
-from accmt.checkpoint.reading import SpreadReader
+from accmt.checkpoint.several_disks import SpreadReader
 from accmt.checkpoint.state_dicts import (
     State,
+    TensorReference,
+    WrappedTensor,
+    decode,
     describe_kind,
+    encode,
     is_made_of_others,
     join_tensors,
     local_part,
@@ -51,7 +55,6 @@ from accmt.checkpoint.state_dicts import (
     restore_optimizer,
     split_tensors,
 )
-from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, encode
 from accmt.errors import AccmtError, CheckpointCorruptError, CheckpointError, explain
 from accmt.files import follow_umask
 from accmt.libraries.private_names import states_of_comm_hooks
@@ -420,7 +423,15 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
         do = "build the same optimizers as in the saved run"
         raise CheckpointError(explain("the optimizers", str(len(optimizers)), expected, do))
     fixed = {name: tensor for name, tensor in find_read_only(model).items() if name in ours}
-    targets = _targets(ours, saved, stored, fixed)
+    targets: dict[str, Tensor] = {}  # to read into: weights in place, optimizer state sharded like its parameter
+    for name, entry in saved["model"].items():
+        if isinstance(entry, TensorReference):
+            is_writable = name not in fixed and not is_expanded(ours[name])
+            targets.setdefault(entry.name, ours[name] if is_writable else _empty(stored[entry.name], None))
+    for states in saved["optimizers"]:
+        for name, state in states["state"].items():
+            targets |= {key: _empty(stored[key], ours.get(name)) for key in referred_tensors(state)}
+    targets |= {key: _empty(stored[key], None) for key in referred_tensors(saved) - targets.keys()}
     _read_tensors(targets, reader, folder)
     loaded = join_tensors(targets, saved)
     for name, tensor in fixed.items():
@@ -465,19 +476,6 @@ def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path)
         return stored
     message = explain(str(folder), fault, "a complete checkpoint", "resume from another checkpoint")
     raise CheckpointCorruptError(message)
-
-
-def _targets(ours: State, saved: State, stored: Mapping[str, Any], fixed: Collection[str]) -> dict[str, Tensor]:
-    """Return the tensors to read into: weights in place, optimizer state sharded like its parameter."""
-    targets: dict[str, Tensor] = {}
-    for name, entry in saved["model"].items():
-        if isinstance(entry, TensorReference):
-            is_writable = name not in fixed and not is_expanded(ours[name])
-            targets.setdefault(entry.name, ours[name] if is_writable else _empty(stored[entry.name], None))
-    for optimizer in saved["optimizers"]:
-        for name, state in optimizer["state"].items():
-            targets |= {key: _empty(stored[key], ours.get(name)) for key in referred_tensors(state)}
-    return targets | {key: _empty(stored[key], None) for key in referred_tensors(saved) - targets.keys()}
 
 
 def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:

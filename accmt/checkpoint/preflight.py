@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from accmt.checkpoint.frozen import find_frozen
 from accmt.checkpoint.state_dicts import (
     State,
+    decode,
+    encode,
     join_tensors,
     kept_buffers,
     local_part,
@@ -31,7 +33,6 @@ from accmt.checkpoint.state_dicts import (
     restore_optimizer,
     split_tensors,
 )
-from accmt.checkpoint.typed_json import decode, encode
 from accmt.errors import CheckpointError, explain
 from accmt.libraries.private_names import twin_of
 from accmt.messages import warn
@@ -68,11 +69,11 @@ def try_model(model: nn.Module) -> None:
     live = {name: plain_parts(local_part(tensor)) for name, tensor in tried.items() if name not in replaced}
     copies = {name: [part.detach().clone() for part in parts] for name, parts in live.items()}
     copies |= {name: [own[id(tensor)]] for name, tensor in replaced.items()}
-    others = {_storage(part) for name in kept.keys() - tried.keys() for part in plain_parts(local_part(kept[name]))}
+    untried = {_storage(part) for name in kept.keys() - tried.keys() for part in plain_parts(local_part(kept[name]))}
     tensors, rest = split_tensors({name: entry for name, entry in model_state(model).items() if name not in left_out})
     text = encode(rest, "the state of the model")
     copied = {
-        name: entry if _storage(local_part(entry)) in others else _as_read(entry) for name, entry in tensors.items()
+        name: entry if _storage(local_part(entry)) in untried else _as_read(entry) for name, entry in tensors.items()
     }
     try:
         for tensor in replaced.values():
@@ -84,7 +85,15 @@ def try_model(model: nn.Module) -> None:
                 inverted_memory.add(part.data_ptr())
                 _bits(part).bitwise_not_()
         _load(model, join_tensors(copied, decode(text)))
-        _require_same_bits(model, tried, copies)
+        now = _tensors_of(model)
+        lost = [name for name in tried if name not in now or not _has_bits(now[name], copies[name])]
+        if lost:
+            got = f"{len(lost)} of its weights and buffers are not restored: {', '.join(lost[:_SHOWN])}"
+            raise _failure("the model's `state_dict` and `load_state_dict`", got)
+        others = [name for name, tensor in tried.items() if tensor.requires_grad and now[name] is not tensor]
+        if others:
+            got = f"parameters are replaced, so the optimizer would train the old ones: {', '.join(others[:_SHOWN])}"
+            raise _failure("the model's `load_state_dict`", got)
     finally:
         _put_back(live, copies)
         for tensor in replaced.values():
@@ -183,18 +192,6 @@ def _load(model: nn.Module, state: State) -> None:
         raise _failure("the model's `load_state_dict`", f"{type(error).__name__}: {error}") from error
 
 
-def _require_same_bits(model: nn.Module, tried: Mapping[str, Tensor], copies: Mapping[str, list[Tensor]]) -> None:
-    now = _tensors_of(model)
-    lost = [name for name in tried if name not in now or not _has_bits(now[name], copies[name])]
-    replaced = [name for name, tensor in tried.items() if tensor.requires_grad and now.get(name) is not tensor]
-    if lost:
-        got = f"{len(lost)} of its weights and buffers are not restored: {', '.join(lost[:_SHOWN])}"
-        raise _failure("the model's `state_dict` and `load_state_dict`", got)
-    if replaced:
-        got = f"parameters are replaced, so the optimizer would train the old ones: {', '.join(replaced[:_SHOWN])}"
-        raise _failure("the model's `load_state_dict`", got)
-
-
 def _has_bits(tensor: Tensor, copies: list[Tensor]) -> bool:
     parts = plain_parts(local_part(tensor))
     return len(parts) == len(copies) and all(
@@ -230,27 +227,25 @@ def _children(value: Any) -> dict[Any, Any]:
 
 
 def _differences(saved: Any, loaded: Any, path: str) -> Iterator[str]:
-    difference = _difference(saved, loaded)
-    if difference is not None:
-        yield f"{path} {difference}"
-        return
-    for key, item in _children(saved).items():
-        yield from _differences(item, _children(loaded)[key], f"{path}.{key}".removeprefix("."))
-
-
-def _difference(saved: Any, loaded: Any) -> str | None:
-    """Compare two values, or the keys of two containers; the contents are compared next."""
     expected, got = _type_of(saved), _type_of(loaded)
     if expected is not got:
-        return f"as {_name(got)} instead of {_name(expected)}"
-    if isinstance(saved, Tensor):
+        yield f"{path} as {_name(got)} instead of {_name(expected)}"
+    elif isinstance(saved, Tensor):
         if saved.dtype != loaded.dtype:
-            return f"as {loaded.dtype}"
-        return None if _has_bits(loaded, plain_parts(local_part(saved))) else "with other values"
-    if isinstance(saved, dict | list | tuple):
-        return None if _children(saved).keys() == _children(loaded).keys() else "with other entries"
-    is_nan = isinstance(saved, float) and math.isnan(saved) and math.isnan(loaded)
-    return None if bool(saved == loaded) or is_nan else f"as {loaded!r} instead of {saved!r}"
+            yield f"{path} as {loaded.dtype}"
+        elif not _has_bits(loaded, plain_parts(local_part(saved))):
+            yield f"{path} with other values"
+    elif isinstance(saved, dict | list | tuple):
+        items, others = _children(saved), _children(loaded)
+        if items.keys() != others.keys():
+            yield f"{path} with other entries"
+            return
+        for key, item in items.items():
+            yield from _differences(item, others[key], f"{path}.{key}".removeprefix("."))
+    else:
+        is_nan = isinstance(saved, float) and math.isnan(saved) and math.isnan(loaded)
+        if not (is_nan or bool(saved == loaded)):
+            yield f"{path} as {loaded!r} instead of {saved!r}"
 
 
 def _type_of(value: Any) -> type:

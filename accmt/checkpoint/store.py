@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from safetensors import safe_open
 
-from accmt.checkpoint.copying import copy_missing, find_newest_on_disks
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
     SET_ASIDE,
@@ -57,6 +56,7 @@ from accmt.checkpoint.retention import (
     remove,
     set_aside,
 )
+from accmt.checkpoint.several_disks import copy_missing, find_newest_on_disks
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.files import (
     LOCK_NAME,

@@ -13,9 +13,6 @@ from accmt.data.fetching import note_dead_worker as note_dead_worker
 from accmt.data.lengths import StreamGroups as StreamGroups
 from accmt.data.lengths import group_dataset as group_dataset
 from accmt.data.lengths import known_lengths as known_lengths
-from accmt.data.packing import DocumentPacker as DocumentPacker
-from accmt.data.packing import pack_by_tokens as pack_by_tokens
-from accmt.data.packing import packed_tokens as packed_tokens
 from accmt.data.samplers import Shard as Shard
 from accmt.data.samplers import TemperatureSampler as TemperatureSampler
 from accmt.data.seeding import derive_seed as derive_seed
@@ -27,8 +24,11 @@ from accmt.data.sources import UnshardedSource as UnshardedSource
 from accmt.data.sources import build_source as build_source
 from accmt.data.sources import is_stream as is_stream
 from accmt.data.sources import require_readable as require_readable
+from accmt.data.token_budget import DocumentPacker as DocumentPacker
 from accmt.data.token_budget import TokenBudget as TokenBudget
 from accmt.data.token_budget import cut_by_tokens as cut_by_tokens
+from accmt.data.token_budget import pack_by_tokens as pack_by_tokens
+from accmt.data.token_budget import packed_tokens as packed_tokens
 from accmt.data.token_budget import padded_tokens as padded_tokens
 from accmt.data.windows import ByCount as ByCount
 from accmt.data.windows import ByFunction as ByFunction

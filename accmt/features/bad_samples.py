@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from accmt.data import BadSample, MicroBatch
-from accmt.data.bad_samples import MAX_NAMED, BadSamples
+from accmt.data.planned import MAX_NAMED, BadSamples
 from accmt.errors import DataError, explain
 from accmt.features.hooks import Feature
 from accmt.messages import warn, warn_once

@@ -20,9 +20,9 @@ from accmt.errors import AccmtError, ModuleContractError, explain
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
+from accmt.metrics.builtin import NoExpectedTextError
 from accmt.metrics.collector import consolidate, find_members, require_members
 from accmt.metrics.results import describe, find_scalar
-from accmt.metrics.texts import NoExpectedTextError
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
 from accmt.precision import autocast
 from accmt.processes import broadcast_object, data_index, gather_objects, num_processes, sum_over_data

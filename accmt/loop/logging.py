@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accmt.callbacks import Callback
-from accmt.callbacks.progress import ProgressBar
+from accmt.callbacks.console import ProgressBar
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.messages import warn_once
 from accmt.metrics.averages import LoggedValues, combine
@@ -21,7 +21,7 @@ from accmt.tracking import Tracking
 if TYPE_CHECKING:
     from accmt.protocols import TrainerProtocol
     from accmt.state import TrainingState
-    from accmt.tracking.media import MediaLog
+    from accmt.tracking.values import MediaLog
 
 
 _EVALUATIONS = ("sanity_check", "validate", "test")

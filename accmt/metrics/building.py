@@ -11,10 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from accmt.errors import MetricError, explain
-from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Accuracy, Perplexity, Precision, Recall
+from accmt.metrics.builtin import (
+    AUROC,
+    CER,
+    F1,
+    MAE,
+    MSE,
+    R2,
+    RMSE,
+    WER,
+    Accuracy,
+    ChrF,
+    ExactMatch,
+    Perplexity,
+    Precision,
+    Recall,
+    Rouge,
+    SacreBLEU,
+    TextFunction,
+)
 from accmt.metrics.metric import Metric, ReportedValue
 from accmt.metrics.results import describe, find_scalar, metric_error
-from accmt.metrics.texts import CER, WER, ChrF, ExactMatch, Rouge, SacreBLEU, TextFunction
 from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
 from accmt.options.checks import as_float
 from accmt.registry import find, names

@@ -11,10 +11,10 @@ import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain, nearest
 from accmt.metrics.averages import LoggedValues, Weight, combine
+from accmt.metrics.builtin import TextMetric
 from accmt.metrics.gathering import CHUNK_BYTES, Position
 from accmt.metrics.metric import IsBetter, Metric, ReportedValue
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
-from accmt.metrics.texts import TextMetric
 from accmt.processes import gather_from_data, run_on_main_process
 
 

@@ -1,9 +1,8 @@
 """Tracking: logs the values of a run to `history.jsonl` and to the selected trackers."""
 
+from accmt.tracking.delivery import Synced, sync_run
 from accmt.tracking.history import RunPlace, default_run_name, default_track_name, is_url, read_history
-from accmt.tracking.log_with import find_specs, resolve_trackers
-from accmt.tracking.spec import TrackerSpec
-from accmt.tracking.sync_run import Synced, sync_run
+from accmt.tracking.spec import TrackerSpec, find_specs, resolve_trackers
 from accmt.tracking.tracking import RunStatus, Tracking
 
 __all__ = [

@@ -15,10 +15,8 @@ from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.delivery_state import Account, DeliveryFile, Rewinding, count_rows_left
 from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_rows
-from accmt.tracking.log_with import kwargs_of_each, report_missing_key
-from accmt.tracking.media import MediaLog
-from accmt.tracking.spec import RunStart, TrackerSpec, name_error
-from accmt.tracking.values import to_floats, to_plain
+from accmt.tracking.spec import RunStart, TrackerSpec, kwargs_of_each, name_error, report_missing_key
+from accmt.tracking.values import MediaLog, to_floats, to_plain
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

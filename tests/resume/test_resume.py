@@ -508,7 +508,7 @@ class TestAFullDisk:
         import shutil
 
         usage = shutil.disk_usage(".")
-        monkeypatch.setattr("accmt.files.atomic.shutil.disk_usage", lambda _: usage._replace(free=200))
+        monkeypatch.setattr("accmt.files.shutil.disk_usage", lambda _: usage._replace(free=200))
         with caplog.at_level(logging.WARNING):
             train("out/m", checkpoint_options={"max_checkpoints": 3})
         assert "lower `max_checkpoints`" in caplog.text

@@ -18,7 +18,7 @@ from accmt import AcceleratorModule, SFTModule, Trainer
 from accmt.errors import ArgumentError, HyperParameterError, MetricError
 from accmt.metrics import ExactMatch
 from accmt.tracking.history import read_history
-from accmt.tracking.media import Media
+from accmt.tracking.values import Media
 from tests import conversations
 from tests.conversations import make_tokenizer
 

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from accmt.checkpoint.state_dicts import STORABLE, join_tensors, referred_tensors, split_tensors
-from accmt.checkpoint.typed_json import TensorReference, decode, encode
+from accmt.checkpoint.state_dicts import (
+    STORABLE,
+    TensorReference,
+    decode,
+    encode,
+    join_tensors,
+    referred_tensors,
+    split_tensors,
+)
 from accmt.errors import CheckpointCorruptError, CheckpointError
 from tests.tables import each
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, encode
+from accmt.checkpoint.state_dicts import TensorReference, WrappedTensor, decode, encode
 from accmt.errors import CheckpointCorruptError, CheckpointError
 from tests.tables import each
 

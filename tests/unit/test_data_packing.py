@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from accmt.data.packing import DocumentPacker, count_targets, pack_by_tokens
-from accmt.data.token_budget import TokenBudget
+from accmt.data.token_budget import DocumentPacker, TokenBudget, count_targets, pack_by_tokens
 from accmt.errors import DataError
 from tests.tables import each
 

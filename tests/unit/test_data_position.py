@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from accmt.checkpoint.typed_json import decode, encode
+from accmt.checkpoint.state_dicts import decode, encode
 from accmt.data import Shard, SourceOptions, build_source
 from accmt.data.base import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.errors import DataError

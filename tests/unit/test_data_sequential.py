@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accmt.checkpoint.typed_json import decode, encode
+from accmt.checkpoint.state_dicts import decode, encode
 from accmt.data import Shard, SourceOptions, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking

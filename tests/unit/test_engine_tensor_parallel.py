@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accmt.data import BadSample, MicroBatch, SourceOptions
-from accmt.data.bad_samples import without_bad_samples
+from accmt.data.planned import without_bad_samples
 from accmt.engine import shards
 from accmt.engine.shards import as_shard, beginning_anew, ranks_of_batch, untie
 from accmt.errors import DataError, ModuleContractError
@@ -144,8 +144,8 @@ def test_samples_that_one_process_of_a_group_could_read_are_an_error(
         options = SourceOptions(purpose="validate", batch_size=1)
         return list(without_bad_samples(iter([own]), options, is_whole_epoch=True, knows_samples=True))
 
-    monkeypatch.setattr("accmt.data.bad_samples.gather_objects", lambda value: [[], [], value, value])
+    monkeypatch.setattr("accmt.data.planned.gather_objects", lambda value: [[], [], value, value])
     assert [micro_batch.num_bad for micro_batch in read()] == [1]
-    monkeypatch.setattr("accmt.data.bad_samples.gather_objects", lambda value: [[], [], [], value])
+    monkeypatch.setattr("accmt.data.planned.gather_objects", lambda value: [[], [], [], value])
     with pytest.raises(DataError, match=r"\[7\] on process 3"):
         read()

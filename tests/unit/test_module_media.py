@@ -7,7 +7,7 @@ import torch
 
 from accmt import Callback, read_history
 from accmt.errors import ArgumentError, ModuleContractError
-from accmt.tracking.media import Media
+from accmt.tracking.values import Media
 from tests.toys import Linear, make_points, make_trainer
 
 

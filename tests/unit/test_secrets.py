@@ -251,7 +251,7 @@ def test_rows_are_synced_to_a_server_whose_password_is_in_no_file(monkeypatch, t
         found.append(start.place.logging_dir)
         raise InterruptedError
 
-    monkeypatch.setattr(sys.modules["accmt.tracking.sync_run"], "Delivery", record)
+    monkeypatch.setattr(sys.modules["accmt.tracking.delivery"], "Delivery", record)
     with pytest.raises(InterruptedError):
         sync_run(tmp_path, server=whole)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", whole)

@@ -17,8 +17,7 @@ from accelerate.tracking import (
 from accmt import Aim, ClearML, CometML, DVCLive, MLFlow, SwanLab, TensorBoard, Trackio, WandB
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError
 from accmt.tracking.history import RunPlace
-from accmt.tracking.log_with import kwargs_of_each, report_missing_key, resolve_trackers
-from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker
+from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, report_missing_key, resolve_trackers
 
 
 class Own(GeneralTracker):

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accmt import MLFlow, TensorBoard
 from accmt.errors import ArgumentError, DataError
 from accmt.tracking import read_history, sync_run
-from accmt.tracking.media import Media
+from accmt.tracking.values import Media
 from tests.faults.tracking import Faulty, kill, log_steps, make, tensorboard_points, wait_until, warnings_of
 
 pytestmark = [

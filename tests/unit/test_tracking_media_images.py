@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from accmt.errors import ArgumentError, DataError, MissingPackageError
-from accmt.tracking.media import Media, read_image, to_images, write_images
+from accmt.tracking.values import Media, read_image, to_images, write_images
 
 RGB = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
 

@@ -34,7 +34,7 @@ from accmt.run import EvaluationRun, Run
 from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery_state import DeliveryFile
 from accmt.tracking.history import HISTORY_FILE, RunPlace, folder_name, read_history
-from accmt.tracking.log_with import find_specs
+from accmt.tracking.spec import find_specs
 
 if TYPE_CHECKING:
     from accmt.data import Window

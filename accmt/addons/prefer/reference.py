@@ -14,7 +14,7 @@ import xxhash
 from accmt.addons.sft.rows import TokenizedRow, TokenizedRows
 from accmt.data.token_budget import TokenBudget, cut_by_tokens
 from accmt.errors import DataError, explain
-from accmt.files.atomic import replace_file, write_text
+from accmt.files import replace_file, write_text
 from accmt.messages import say_once
 from accmt.processes import is_main_process, num_processes, process_index, run_on_every_process
 

@@ -16,7 +16,7 @@ from accmt.addons.goodput.records import BINS
 from accmt.addons.report.records import SPLIT_PREFIX, Curve, RunRecord
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.files import write_text
-from accmt.tracking.media import Media
+from accmt.tracking.values import Media
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -18,8 +18,7 @@ from accmt.addons.goodput.records import Totals, read_goodput
 from accmt.errors import ArgumentError, explain
 from accmt.secrets import hide
 from accmt.tracking.history import HISTORY_FILE, read_history
-from accmt.tracking.media import Media
-from accmt.tracking.values import HIGHER_IS_BETTER, LOWER_IS_BETTER, flatten
+from accmt.tracking.values import HIGHER_IS_BETTER, LOWER_IS_BETTER, Media, flatten
 
 CHECKPOINT = "checkpoint"
 SPLIT_PREFIX = "seconds_"

@@ -27,8 +27,8 @@ from accmt.addons.sft.rows import (
     padding_id,
 )
 from accmt.data import is_stream
-from accmt.data.packing import DocumentPacker
 from accmt.data.seeding import seeded_generators
+from accmt.data.token_budget import DocumentPacker
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.huggingface.losses import weigh_tokens
 from accmt.huggingface.model_kinds import begins_with_prompt

@@ -43,7 +43,7 @@ from accmt.processes import on_main_process, run_on_main_process
 from accmt.registry import FIT_VARIABLE
 from accmt.saving.model_folder import write_hps
 from accmt.secrets import hide
-from accmt.tracking.log_with import find_specs
+from accmt.tracking.spec import find_specs
 
 STORAGE_VARIABLE = "ACCMT_SWEEP_STORAGE"
 TRIAL_FILE = "trial.json"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from accmt.tracking.delivery_state import Rewinding, Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.media import Media
 from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
+from accmt.tracking.values import Media
 
 
 class Aim(TrackerSpec):

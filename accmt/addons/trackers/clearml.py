@@ -10,9 +10,8 @@ from typing import Any
 
 from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.media import Media
 from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
-from accmt.tracking.values import Scalar
+from accmt.tracking.values import Media, Scalar
 
 
 class ClearML(ServiceSpec):

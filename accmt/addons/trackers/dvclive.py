@@ -8,9 +8,8 @@ from typing import Any
 
 from accmt.files import write_text
 from accmt.tracking.delivery_state import Resume, Rewinding, Row
-from accmt.tracking.media import Media
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
-from accmt.tracking.values import clean_path
+from accmt.tracking.values import Media, clean_path
 
 
 class DVCLive(TrackerSpec):

@@ -11,9 +11,8 @@ from uuid import uuid4
 
 from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.media import Media
 from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
-from accmt.tracking.values import Scalar
+from accmt.tracking.values import Media, Scalar
 
 
 class SwanLab(ServiceSpec):

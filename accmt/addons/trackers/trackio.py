@@ -8,9 +8,8 @@ from typing import Any
 
 from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.media import Media
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
-from accmt.tracking.values import Scalar, clean_file_name
+from accmt.tracking.values import Media, Scalar, clean_file_name
 
 
 class Trackio(TrackerSpec):

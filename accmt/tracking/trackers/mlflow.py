@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from accmt.files import taking_turns
 from accmt.messages import warn, warn_once
 from accmt.tracking.delivery_state import Resume, Row
 from accmt.tracking.history import DEFAULT_LOGGING_DIR, RunPlace
-from accmt.tracking.media import Media
 from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
-from accmt.tracking.values import Scalar, clean_path
+from accmt.tracking.values import Media, Scalar, clean_path
 
 _TRACKING_URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _SQLITE = "sqlite:///"
@@ -133,12 +132,16 @@ class MLFlowRun(TrackerRun):
         _set_variable(_TRACKING_URI_VARIABLE, before)
         self._environment = {name: value for name, value in self._environment.items() if name not in os.environ}
         os.environ.update(self._environment)
+        logger = logging.getLogger("mlflow" if self._is_quiet else "mlflow.store")
+        level = logger.level
+        logger.setLevel(logging.WARNING)
         try:
-            with _only_warnings_of("mlflow" if self._is_quiet else "mlflow.store"):
-                self._start_in_turn()
+            self._start_in_turn()
         except BaseException:
             self._restore_environment()
             raise
+        finally:
+            logger.setLevel(level)
         self.run_id = self.active_run.info.run_id
 
     def _start_in_turn(self) -> None:
@@ -308,14 +311,3 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
-
-
-@contextmanager
-def _only_warnings_of(logger_name: str) -> Iterator[None]:
-    logger = logging.getLogger(logger_name)
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -10,9 +10,8 @@ import numpy as np
 
 from accmt.tracking.delivery_state import Rewinding, Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.media import Media
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
-from accmt.tracking.values import Scalar
+from accmt.tracking.values import Media, Scalar
 
 _POLL_S = 0.02
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.media import Media
 from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
-from accmt.tracking.values import Scalar, clean_file_name
+from accmt.tracking.values import Media, Scalar, clean_file_name
 
 _AXIS = "global_step"
 # The exit codes of a shell; wandb itself uses 255 after Ctrl-C, and shows such a run as stopped.

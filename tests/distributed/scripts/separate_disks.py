@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accmt.checkpoint import copying
+from accmt.checkpoint import several_disks
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import CheckpointError
 from accmt.processes import is_main_process, manages_disk, process_index, separate_disks
@@ -22,7 +22,7 @@ from tests.checkpoints import save_with
 from tests.distributed.scripts.answers import write_and_leave
 
 MANAGERS = [0, 1, 1]
-copying._CHUNK = 10
+several_disks._CHUNK = 10
 
 
 def write(files: Path) -> None:

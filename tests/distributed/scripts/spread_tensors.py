@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from accmt.checkpoint import reading
+from accmt.checkpoint import several_disks
 from accmt.checkpoint.contents import PiecePlanner, file_names, write_pieces
-from accmt.checkpoint.reading import SpreadReader
+from accmt.checkpoint.several_disks import SpreadReader
 from accmt.errors import CheckpointError
 from accmt.processes import process_index, separate_disks
 from accmt.sharded_tensors import make_whole
@@ -72,7 +72,7 @@ def read(folder: Path, placement: Placement) -> dict[str, Any]:
 def main() -> None:
     dist.init_process_group("gloo")
     separate_disks(MANAGERS)
-    reading._CHUNK = 16
+    several_disks._CHUNK = 16
     folder = Path(sys.argv[1]) / f"disk-{MANAGERS[process_index()]}"
     folder.mkdir(exist_ok=True)
     write_pieces(PiecePlanner().pieces_of(lay_out(WHOLE, Shard(0))), folder)

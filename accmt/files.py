@@ -1,14 +1,20 @@
-"""Replaces files atomically, and checks early whether a folder is writable."""
+"""Folders and files that are replaced atomically, locks, and JSON that every parser can read."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import math
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from accmt.errors import SavingError, explain
 from accmt.messages import warn
@@ -213,3 +219,197 @@ def find_moved(before: str, now: Path) -> Callable[[str], str]:
         return str(moved_to / Path(path).relative_to(moved_from)) if is_below else path
 
     return find
+
+
+# ---- Locks for folders that one run at a time writes to, or that processes use in turn.
+
+
+LOCK_NAME = ".lock"
+
+_held: dict[tuple[int, int], FolderLock] = {}
+
+
+class FolderTakenError(Exception):
+    """Another process holds the lock; the message names it."""
+
+
+class FolderLock:
+    """A lock on a folder, which the system releases when this process ends for any reason.
+
+    An flock of the open file: unlike a POSIX record lock, it is not released when other code in this process opens and
+    closes the same file (such as to copy the folder). Over NFS, Linux converts one into the other. Forked processes,
+    such as loader workers, close it immediately: the lock ends with this process, not with the last of them. This
+    process itself may take it several times.
+    """
+
+    def __init__(self, file: int, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._times = 1
+        self._key = _identify(os.fstat(file))
+
+    @classmethod
+    def take(cls, folder: Path) -> FolderLock | None:
+        """Lock a folder; None on a file system without locks.
+
+        Raises:
+            FolderTakenError: Another process holds the lock.
+        """
+        path = folder.absolute() / LOCK_NAME  # the program may change its working directory
+        with suppress(FileNotFoundError):
+            own = _held.get(_identify(path.stat()))
+            if own is not None:
+                own._times += 1
+                return own
+        while True:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                holder = os.read(file, 200).decode(errors="replace")
+                os.close(file)
+                raise FolderTakenError(holder) from None
+            except OSError:
+                os.close(file)
+                return None
+            if _is_same(file, path):  # and not a file that its holder has just removed
+                break
+            os.close(file)
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        lock = cls(file, path)
+        _watch_forks()
+        _held[lock._key] = lock
+        return lock
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether this process has taken the lock more than once."""
+        return self._times > 1
+
+    def release(self) -> None:
+        """Release the lock once it was released as often as taken; a forked process has nothing to release."""
+        self._times -= 1
+        if self._times == 0 and _held.pop(self._key, None) is self:
+            try:
+                self._path.unlink(missing_ok=True)
+            finally:
+                os.close(self._file)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder; on a file system without locks, whether one has taken it."""
+    try:
+        file = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def taking_turns(folder: Path) -> Iterator[None]:
+    """Wait until no other process uses a folder; without effect on a file system without locks.
+
+    Locks the folder itself, so nothing is left behind, and the lock ends when the process is killed.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked in the meantime has the descriptor too
+        os.close(descriptor)
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    """Close the inherited descriptors in a forked process: otherwise a worker could keep the lock after the run."""
+    for lock in _held.values():
+        os.close(lock._file)
+    _held.clear()
+
+
+def _identify(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
+def _is_same(file: int, path: Path) -> bool:
+    try:
+        return _identify(os.fstat(file)) == _identify(path.stat())
+    except FileNotFoundError:
+        return False
+
+
+# ---- JSON, and files of JSON lines, that every parser can read.
+#
+# Python writes `NaN` and `Infinity`, which are not valid JSON. Here they are written as the strings "NaN", "Infinity"
+# and "-Infinity", and these three strings are always read back as floats.
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """Format `value` as strict JSON, with non-finite floats as strings."""
+    encoder = _ENCODER if indent is None else json.JSONEncoder(allow_nan=False, indent=indent, ensure_ascii=False)
+    return encoder.encode(_encode(value))
+
+
+def loads(text: str) -> Any:
+    """Parse the output of `dumps`, including non-finite floats."""
+    return _decode(json.loads(text))
+
+
+def read_json_line(line: bytes) -> Any:
+    """Parse one line of JSON; None if it is invalid, such as a block of zeros after a power failure."""
+    try:
+        return loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # invalid UTF-8 or JSON, a number with thousands of digits; nested too deeply
+        return None
+
+
+def read_json_lines(path: Path) -> Iterator[Any]:
+    """Yield the values of a file of JSON lines, None for invalid lines; a truncated last line is skipped."""
+    # In bytes: a crash can truncate the last line inside a character, which a text reader cannot skip.
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield read_json_line(line)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return value
