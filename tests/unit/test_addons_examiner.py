@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import BatchEncoding
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport
+from accmt.addons.flight_recorder.samples import rows
 from tests.toys import Linear, logged, make_points, make_trainer
 
 
@@ -53,6 +55,18 @@ def test_the_gradients_of_samples_add_up_to_that_of_the_step(kind: str) -> None:
     assert norms == sorted(norms, reverse=True)
     assert max(norms) <= report.gradient_norm * 4
     assert report.gradient_norm <= sum(norms)
+
+
+def test_rows_of_a_batch_keep_its_structure() -> None:
+    tensor = torch.arange(4).reshape(2, 2)
+    encoding = rows(BatchEncoding({"input_ids": tensor}), 2, [1])
+    assert encoding.input_ids.tolist() == [[2, 3]]  # as an attribute: it is still a BatchEncoding
+    pair = rows(({"a": tensor}, {"b": tensor}), 2, [0])  # of two parts, not of two samples
+    assert [pair[0]["a"].tolist(), pair[1]["b"].tolist()] == [[[0, 1]], [[0, 1]]]
+    assert rows(["one", "two"], 2, [1]) == ["two"]
+    assert rows(("one", "two"), 2, [1]) == ("two",)
+    assert rows([torch.zeros(3), torch.ones(5)], 2, [1])[0].tolist() == [1.0] * 5  # samples of different lengths
+    assert rows({"a": ["x", "y"], "n": 5}, 2, range(1)) == {"a": ["x"], "n": 5}
 
 
 def test_a_measured_step_leaves_no_trace() -> None:

@@ -423,8 +423,12 @@ class _Evaluations:
             if is_model:
                 trainer.state.load_state_dict(_read_counters(held))
             run: Run = build_run(trainer, self._module, self._user_data, Recovery())
-            if is_model:
-                self._load_model(run, held)
+            if is_model:  # callbacks start as the program builds them
+                for callback, state in self._callbacks:
+                    callback.load_state_dict(copy.deepcopy(state))
+                for average in (one for one in run.callbacks if isinstance(one, WeightAverage)):
+                    average.average, average.num_averaged = {}, 0  # the saved weights are what was evaluated
+                run.module.load_weights(held)
         trainer._run = run
         try:
             self._restore(run)
@@ -444,15 +448,6 @@ class _Evaluations:
             run.saver.release()
             detach_run(run)
             free_finished(run.stepper.optimizer)
-
-    def _load_model(self, run: Run, folder: Path) -> None:
-        """Load a model into a run, whose callbacks start as the program builds them."""
-        for callback, state in self._callbacks:
-            callback.load_state_dict(copy.deepcopy(state))
-        for callback in run.callbacks:
-            if isinstance(callback, WeightAverage):  # the saved weights are what was evaluated
-                callback.average, callback.num_averaged = {}, 0
-        run.module.load_weights(folder)
 
     def _restore(self, run: Run) -> None:
         """Restore what the evaluations before have left, instead of what the run had in its checkpoint."""

@@ -55,7 +55,8 @@ def compare_runs(first: Path, second: Path) -> Parting:
     common = sorted(key for key in one if key in other)
     steps = {step for step, _ in common if step > 0}
     if not steps:
-        got = " and ".join(_span(steps) for steps in (one, other))
+        made = [[step for step, _ in run if step > 0] for run in (one, other)]
+        got = " and ".join(f"steps {min(own)} to {max(own)}" if own else "no steps" for own in made)
         explained = explain(f"accmt diff {first} {second}", got, "at least one common step", "choose runs that overlap")
         raise ArgumentError(explained)
     is_tolerant = False
@@ -102,11 +103,6 @@ def _by_step(ledger: Ledger) -> _Steps:
             if "sums" not in before:
                 found[key] = of_window, {**line, **before}
     return found
-
-
-def _span(steps: _Steps) -> str:
-    numbers = [step for step, _ in steps if step > 0]
-    return f"steps {min(numbers)} to {max(numbers)}" if numbers else "no steps"
 
 
 def _is_close(one: str | None, other: str | None) -> bool:

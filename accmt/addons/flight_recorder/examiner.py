@@ -27,6 +27,7 @@ from accmt.files import dumps, loads
 from accmt.options import Ledger
 from accmt.processes import gather_from_data, is_main_process
 from accmt.run import EvaluationRun, Run
+from accmt.sharded_tensors import make_whole, total_norm
 
 _EXACT, _REDUCED = 1e-3, 5e-2  # relative errors up to which losses count as equal: float32, and reduced precisions
 _MOST_NAMED = 16
@@ -152,10 +153,19 @@ class Examiner(Feature):
             raise ArgumentError(explain("--without", got, f"some of {shown}", "run without --without to see them"))
 
     def on_gradients(self) -> None:
-        step = self._run.state.global_step + 1
-        gradients = {name: weight.grad for name, weight in self._run.unwrapped_model.named_parameters()}
+        step, model = self._run.state.global_step + 1, self._run.unwrapped_model
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
         if self._asked.export is not None and step == self._asked.first and step not in self._done:
-            self._export(step, gradients)
+            # The batches of all processes, and the weights and gradients before the step.
+            weights = {name: make_whole(value.detach()).cpu() for name, value in model.state_dict().items()}
+            whole = {name: None if one is None else make_whole(one).cpu() for name, one in gradients.items()}
+            batches = [one for own in gather_from_data([one.batch for one in self._batches]) for one in own]
+            if is_main_process():
+                place = Path(self._asked.export)
+                unfinished = place.with_name(f".tmp-{place.name}")
+                found = {"step": step, "batches": batches, "weights": weights, "gradients": whole}
+                torch.save(found, unfinished)
+                unfinished.replace(place)
         if self._is_asked(step):
             self._write(self._examine(step, {name: one for name, one in gradients.items() if one is not None}))
 
@@ -169,28 +179,8 @@ class Examiner(Feature):
             with Path(self._asked.folder, EXAMINED_FILE).open("a", encoding="utf-8") as file:
                 file.write(dumps(asdict(report)) + "\n")
 
-    def _export(self, step: int, gradients: dict[str, Any]) -> None:
-        """Write the batches of all processes, and the weights and gradients before the step.
-
-        Processes: collective.
-        """
-        from accmt.sharded_tensors import make_whole
-
-        weights = {
-            name: make_whole(value.detach()).cpu() for name, value in self._run.unwrapped_model.state_dict().items()
-        }
-        whole = {name: None if one is None else make_whole(one).cpu() for name, one in gradients.items()}
-        batches = [one for own in gather_from_data([one.batch for one in self._batches]) for one in own]
-        if is_main_process():
-            place = Path(self._asked.export)
-            unfinished = place.with_name(f".tmp-{place.name}")
-            found = {"step": step, "batches": batches, "weights": weights, "gradients": whole}
-            torch.save(found, unfinished)
-            unfinished.replace(place)
-
     def _examine(self, step: int, gradients: dict[str, torch.Tensor]) -> StepReport:
         from accmt.addons.flight_recorder.samples import WatchedMaker, own_samples
-        from accmt.sharded_tensors import total_norm
 
         run = self._run
         by_layer: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -266,7 +256,6 @@ def measuring(run: Run) -> Iterator[Any]:
     from accmt.loop.logging import SilentLogs
     from accmt.loop.step_outputs import read_training_output
     from accmt.precision import autocast
-    from accmt.sharded_tensors import total_norm
     from accmt.without_trace import without_trace
 
     model, module, step = run.unwrapped_model, run.module, run.state.global_step
@@ -293,27 +282,20 @@ def measuring(run: Run) -> Iterator[Any]:
 
     logs = module.logs
     module.logs = SilentLogs(module.trainer)
-    try:
-        with _keeping_attributes(module), without_trace(model), run.engine.unwrapped(trains=True):
-            yield measure
-    finally:
-        module.logs = logs
-        logs.of_training.drop_batch()
-
-
-@contextmanager
-def _keeping_attributes(module: Any) -> Iterator[None]:
-    """Restore afterwards what a step may count or collect in the module: numbers, tensors, and collections of them."""
+    # What a step may count or collect in the module: numbers, tensors, and collections of them.
     names = set(vars(module))
     values = {name: value for name, value in vars(module).items() if _is_plain(value)}
     copies = {name: copy.deepcopy(value) for name, value in values.items()}
     try:
-        yield
+        with without_trace(model), run.engine.unwrapped(trains=True):
+            yield measure
     finally:
         for name in set(vars(module)) - names:
             del vars(module)[name]
         for name, value in values.items():
             vars(module)[name] = _restore(value, copies[name])
+        module.logs = logs
+        logs.of_training.drop_batch()
 
 
 def _is_plain(value: Any, depth: int = 3) -> bool:

@@ -184,15 +184,24 @@ def rows(value: Any, size: int, kept: Sequence[int]) -> Any:
     if isinstance(value, torch.Tensor):
         return value[list(kept)] if value.shape[:1] == (size,) else value
     if isinstance(value, Mapping):
-        return {name: rows(item, size, kept) for name, item in value.items()}
+        parts = {name: rows(item, size, kept) for name, item in value.items()}
+        try:
+            return type(value)(parts)  # type: ignore[call-arg]
+        except TypeError:
+            return parts
     if isinstance(value, list | tuple):
-        if len(value) == size and not any(
-            isinstance(item, torch.Tensor) and item.shape[:1] == (size,) for item in value
-        ):
-            return [value[place] for place in kept]
+        if len(value) == size and not any(_has_rows(item, size) for item in value):
+            some = [value[place] for place in kept]
+            return tuple(some) if isinstance(value, tuple) else some
         made = [rows(item, size, kept) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return value
+
+
+def _has_rows(value: Any, size: int) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_rows(item, size) for item in value.values())
+    return isinstance(value, torch.Tensor) and value.shape[:1] == (size,)
 
 
 def find_tokenizer(run: Run) -> Any:

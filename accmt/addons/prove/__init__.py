@@ -256,7 +256,12 @@ class _Comparison:
                 return of_data or find.find_in_workers(outcome, reference)
             if launch.processes > 1:
                 found = found or find.find_on_processes(self._experiment(launch.processes))
-            found = found or self._find_callback(launch) or find.find_factor(launch, outcome)
+            if not found:
+                settings, module = self._subject.trainer.settings, self._subject.module
+                callbacks = [*build_callbacks(settings.running.callbacks), *build_callbacks(module.get_callbacks())]
+                called = [type(callback).__name__ for callback in callbacks]
+                found = find.find_callback(called, lambda kept: self._differs(launch, with_callbacks=kept))
+            found = found or find.find_factor(launch, outcome)
             if not found and self._subject.uses_batch_norm and not self._differs(launch, freezes_batch_norm=True):
                 got, do = "with running statistics, launches agree", "use group or layer norm, or accept the difference"
                 found = [Cause("batch norm", got, do)]
@@ -277,12 +282,6 @@ class _Comparison:
             found = run_forked(processes, body, self._subject.folder)
             self._findings[processes] = Findings() if found.get("error") else Findings(**found)
         return self._findings[processes]
-
-    def _find_callback(self, launch: Launch) -> list[Cause]:
-        settings, module = self._subject.trainer.settings, self._subject.module
-        callbacks = [*build_callbacks(settings.running.callbacks), *build_callbacks(module.get_callbacks())]
-        names = [type(callback).__name__ for callback in callbacks]
-        return find.find_callback(names, lambda kept: self._differs(launch, with_callbacks=kept))
 
     def _differs(self, launch: Launch, **changes: Any) -> bool:
         variant = "-" + "-".join(f"{name}{value}" for name, value in changes.items())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from accmt.addons.flight_recorder.samples import rows
 from accmt.addons.prove.randomness import SameForAllSamples, seed_step
 from accmt.callbacks import Callback
 from accmt.data import find_batch_size
@@ -80,14 +81,18 @@ class Laboratory(Callback):
         cut = max(2, size // 3) if size > 3 else 1
         with without_trace(run.unwrapped_model):
             whole = self._measure(run, batch)
-            self._compare_repeated(whole, run, batch)
-            rows = (_rows(batch, size, 0, cut), _rows(batch, size, cut, size))
-            by_rows = [self._measure(run, part) for part in rows]
+            before = digest_attributes(self.module)
+            again = self._measure(run, batch)
+            if abs(again.loss - whole.loss) > 1e-6 * abs(whole.loss) or _differ(whole.gradients, again.gradients):
+                changed = changed_attributes(before, digest_attributes(self.module))
+                self.findings.repeated = ", ".join(f"self.{name}" for name in changed) or "nothing visible"
+            split = rows(batch, size, range(cut)), rows(batch, size, range(cut, size))
+            by_rows = [self._measure(run, part) for part in split]
             halves = by_rows
             if indices and len(indices) == size:
                 seed_step("collate", self.state.global_step)
                 parts = [collate([data[index] for index in some]) for some in (indices[:cut], indices[cut:])]
-                if not self.findings.collate and not all(map(_begins_like, rows, parts)):
+                if not self.findings.collate and not all(map(_begins_like, split, parts)):
                     self.findings.collate = (
                         "the collate function changes a sample's values depending on the rest of its batch"
                     )
@@ -99,12 +104,12 @@ class Laboratory(Callback):
                 for layer in run.unwrapped_model.modules():
                     if is_batch_norm(layer):
                         layer.eval()
-                whole, *both = (self._measure(run, part) for part in (batch, *rows))
+                whole, *both = (self._measure(run, part) for part in (batch, *split))
                 self.findings.batch_norm = f"{len(names)} batch norm layer(s), first {names[0]}"
                 if _is_mean(whole, both):
                     return
                 halves = by_rows = both
-            self._explain_halves(batch, rows, whole, by_rows, halves)
+            self._explain_halves(split, whole, by_rows, halves)
 
     def on_before_validation_step(self, batch: Any) -> None:
         if self._is_evaluation_tried or num_processes() > 1:
@@ -114,7 +119,7 @@ class Laboratory(Callback):
         size = find_batch_size(batch, None) or 0
         if size < 2:
             return
-        parts = (batch, _rows(batch, size, 0, 1), _rows(batch, size, 1, size))
+        parts = (batch, rows(batch, size, [0]), rows(batch, size, range(1, size)))
         with without_trace(run.unwrapped_model), torch.no_grad():
             key = next(iter(run.val_loaders))  # the first set is evaluated first
             outputs = []
@@ -160,16 +165,8 @@ class Laboratory(Callback):
             float(output.loss.detach()), float(given or 0), torch.cat(gradients), output.weight is not None
         )
 
-    def _compare_repeated(self, first: _Measured, run: Any, batch: Any) -> None:
-        before = digest_attributes(self.module)
-        again = self._measure(run, batch)
-        if abs(again.loss - first.loss) > 1e-6 * abs(first.loss) or _differ(first.gradients, again.gradients):
-            changed = changed_attributes(before, digest_attributes(self.module))
-            names = ", ".join(f"self.{name}" for name in changed)
-            self.findings.repeated = names or "nothing visible"
-
     def _explain_halves(
-        self, batch: Any, rows: Any, whole: _Measured, by_rows: list[_Measured], halves: list[_Measured]
+        self, split: tuple[Any, Any], whole: _Measured, by_rows: list[_Measured], halves: list[_Measured]
     ) -> None:
         if halves is not by_rows and _is_mean(whole, by_rows):
             self.findings.padding = "a sample's loss changes with the padding of its batch"
@@ -183,7 +180,7 @@ class Laboratory(Callback):
         share = float((whole.gradients - second.gradients) @ difference) / square if square else math.nan
         fits = not _differ(whole.gradients, second.gradients + share * difference)
         if fits and 0 < share < 1:
-            named = _name_weight(share, *rows)
+            named = _name_weight(share, *split)
             says = "a weight that the step returns" if whole.is_given else "the number of samples"
             self.findings.weight = (
                 f"the loss is a mean over {named or 'something else'}, and its weight in a step is {says}"
@@ -246,24 +243,6 @@ def _read_twice(data: Any, indices: list[int]) -> str:
             names = ", ".join(f"self.{name}" for name in changed)
             return READING_MODIFIES + names if names else "no visible attribute changes"
     return ""
-
-
-def _rows(value: Any, size: int, begin: int, end: int) -> Any:
-    """Return some samples of a batch: rows of tensors and entries of lists."""
-    if isinstance(value, torch.Tensor):
-        return value[begin:end] if value.ndim and len(value) == size else value
-    if isinstance(value, Mapping):
-        parts = {name: _rows(item, size, begin, end) for name, item in value.items()}
-        try:
-            return type(value)(parts)  # type: ignore[call-arg]
-        except TypeError:
-            return parts
-    if isinstance(value, list | tuple):
-        if len(value) == size and not any(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in value):
-            return value[begin:end]
-        made = [_rows(item, size, begin, end) for item in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    return value
 
 
 def _tensors(value: Any, name: str = "the batch") -> Iterator[tuple[str, torch.Tensor]]:

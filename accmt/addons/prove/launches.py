@@ -381,7 +381,10 @@ class Observer(Callback):
         step = self.state.global_step
         before = self.outcome.batches.get(str(step), "")
         self.outcome.batches[str(step)] = digest((before, batch))
-        self.outcome.tokens = max(self.outcome.tokens, _count_padded(batch))
+        inputs = batch[0] if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Mapping) else batch
+        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) and "input_ids" in inputs else None
+        if isinstance(mask, torch.Tensor) and not bool(mask.bool().all()):  # texts with padding
+            self.outcome.tokens = max(self.outcome.tokens, mask.numel())
         self._begin_noise("step", step)
 
     def on_after_training_step(self) -> None:
@@ -493,13 +496,3 @@ class Observer(Callback):
             return {}
         with safe_open(path, "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-
-
-def _count_padded(batch: Any) -> int:
-    """Return the tokens of a batch of texts with padding; 0 for other batches."""
-    found = batch[0] if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Mapping) else batch
-    if not isinstance(found, Mapping) or "input_ids" not in found or "attention_mask" not in found:
-        return 0
-    mask = found["attention_mask"]
-    is_ragged = isinstance(mask, torch.Tensor) and not bool(mask.bool().all())
-    return int(mask.numel()) if is_ragged else 0

@@ -150,7 +150,11 @@ class LiveTable(Lines):
 
     def show(self, result: SweepResult) -> None:
         width = shutil.get_terminal_size().columns
-        left = "" if result.seconds_left is None else f"; about {_format_time(result.seconds_left)} left"
+        left = ""
+        if result.seconds_left is not None:
+            seconds, minutes, hours = result.seconds_left, result.seconds_left / 60, result.seconds_left / 3600
+            time = f"{seconds:.0f} s" if minutes < 1 else f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
+            left = f"; about {time} left"
         lines = [line[: width - 1] for line in [*_write_rows(result, _SHOWN_LIVE), f"{result.counts}{left}"]]
         self.close()
         sys.stderr.write("\n".join(lines) + "\n")
@@ -162,11 +166,6 @@ class LiveTable(Lines):
         if self._height:
             sys.stderr.write(f"\x1b[{self._height}A\x1b[J")  # up to its first line, and clear from there
             self._height = 0
-
-
-def _format_time(seconds: float) -> str:
-    minutes = seconds / 60
-    return f"{seconds:.0f} s" if minutes < 1 else f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} h"
 
 
 # ---- The page: Optuna's visualizations and a table, in one file that needs no network

@@ -454,7 +454,29 @@ class Sweep:
 
     def _collect(self, study: SweepStudy, why: str | None = "") -> SweepResult:
         trials = study.trials()
-        results = tuple(self._result_of(study, trial) for trial in trials)
+        names, maximizes = [one.name for one in self.spec.objectives], self.spec.objectives[0].maximizes
+        results = []
+        for trial in trials:
+            outcome, reports = outcome_of(trial) or study.paused(trial) or {}, trial.intermediate_values
+            model = outcome.get("model")
+            values, step = outcome.get("values") or (), outcome.get("step")
+            if not outcome and reports:  # it is running
+                step = (max if maximizes else min)(reports, key=reports.__getitem__)
+                values = (reports[step],)
+            result = TrialResult(
+                number=trial.number,
+                state=outcome.get("state", "running"),
+                values=study.values_of(trial),
+                objectives=dict(zip(names, values, strict=False)),
+                step=step,
+                steps=outcome.get("steps", max(reports, default=0)),
+                seconds=outcome.get("seconds", 0.0),
+                folder=trial_folder(self.spec.folder, trial.number),
+                model=None if model is None else Path(model),
+                error=outcome.get("error"),
+                parent=parent_of(trial),
+            )
+            results.append(result)
         complete = [one for one in results if one.state == "complete"]
         # Those that no other complete one beats; of one objective, all with the best value.
         best = {trial.number for trial in study.optuna_study().best_trials} if complete else set()
@@ -463,29 +485,7 @@ class Sweep:
         ended = [one.seconds for one in results if one.state != "running"]
         left = None if self.spec.trials is None else max(0, self.spec.trials - len(ended))
         seconds = None if not ended or left is None else left * sum(ended) / len(ended) / self.spec.parallel
-        return SweepResult(results, next(iter(pareto), None), pareto, is_finished, why or None, seconds)
-
-    def _result_of(self, study: SweepStudy, trial: FrozenTrial) -> TrialResult:
-        outcome = outcome_of(trial) or study.paused(trial) or {}
-        model = outcome.get("model")
-        names, reports = [one.name for one in self.spec.objectives], trial.intermediate_values
-        values, step = outcome.get("values") or (), outcome.get("step")
-        if not outcome and reports:  # it is running
-            step = (max if self.spec.objectives[0].maximizes else min)(reports, key=lambda at: reports[at])
-            values = (reports[step],)
-        return TrialResult(
-            number=trial.number,
-            state=outcome.get("state", "running"),
-            values=study.values_of(trial),
-            objectives=dict(zip(names, values, strict=False)),
-            step=step,
-            steps=outcome.get("steps", max(reports, default=0)),
-            seconds=outcome.get("seconds", 0.0),
-            folder=trial_folder(self.spec.folder, trial.number),
-            model=None if model is None else Path(model),
-            error=outcome.get("error"),
-            parent=parent_of(trial),
-        )
+        return SweepResult(tuple(results), next(iter(pareto), None), pareto, is_finished, why or None, seconds)
 
 
 def share_of(slot: int, parallel: int) -> dict[str, str]:
