@@ -34,16 +34,14 @@ _CALLS = ("validate", "test", "predict", "save_model", "save_checkpoint", "load_
 _PLACES = {
     "/data/": "reading data",
     "/loop/train_step.py": "a training step",
-    "/features/manual.py": "a training step",
-    "/loop/optimizer_step.py": "an optimizer step",
+    "/features/manual_optimization.py": "a training step",
     "/loop/evaluation.py": "an evaluation",
     "/loop/prediction.py": "a prediction",
     "/loop/preflight.py": "the preflight",
-    "/loop/row_logger.py": "logging",
     "/recovery/checkpoints.py": "saving a checkpoint",
     "/recovery/model_saver.py": "saving the model",
     "/engine/replicas.py": "comparing replicas",
-    "/metrics/running_averages.py": "",
+    "/metrics/averages.py": "",
     "/metrics/": "computing metrics",
     "/features/loss_guard.py": "checking losses",
     "/checkpoint/": "saving a checkpoint",
@@ -533,3 +531,23 @@ def _launched_rank() -> int:
 
 def _num_launched() -> int:
     return dist.get_world_size() if _has_group() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_running(pid: int, created: float, *, slack_s: float = 0.0) -> bool:
+    """Return whether a process of this machine is running, as far as can be seen.
+
+    Args:
+        pid: Its number, which another process may get later.
+        created: When it was created, in seconds since 1970.
+        slack_s: How much the system clock may have been adjusted since.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        is_same = abs(process.create_time() - created) <= slack_s
+        return is_same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:  # it exists, but belongs to another user
+        return True

@@ -26,7 +26,7 @@ import xxhash
 
 from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError, explain
 from accmt.files import dumps, loads, write_text
-from accmt.processes import num_processes
+from accmt.processes import is_running, num_processes
 from accmt.version import __version__
 
 # ---- File names in a checkpoint folder, and whether a process still works on an unfinished folder.
@@ -93,22 +93,12 @@ def is_abandoned(folder: Path, unfinished: Unfinished) -> bool:
             return True
         changes = (path.stat().st_mtime for path in (folder, *folder.rglob("*")))
         return time.time() - max(changes) > SILENT_FOR_S
-    return unfinished.pid == os.getpid() or not _is_alive(unfinished.pid, unfinished.started)
+    is_alive = is_running(unfinished.pid, unfinished.started, slack_s=_CLOCK_SLACK_S)
+    return unfinished.pid == os.getpid() or not is_alive
 
 
 def _this_host() -> str:
     return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
-
-
-def _is_alive(pid: int, started: int) -> bool:
-    try:
-        process = psutil.Process(pid)
-        is_same = abs(process.create_time() - started) <= _CLOCK_SLACK_S
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:  # it exists, but belongs to another user
-        return True
 
 
 MANIFEST_NAME = "manifest.json"

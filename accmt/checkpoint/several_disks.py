@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,7 +118,22 @@ def copy_missing(path: Path, manifest: Manifest) -> list[str]:
     to_copy = [name for name in common if any(name not in names for names in disks.values())]
     own = disks.get(process_index())
     lacking = [] if own is None else [name for name in to_copy if name not in own]
-    run_on_every_process(lambda: None if own is None else _prepare(path, manifest, own, lacking))
+
+    def prepare() -> None:
+        """Make the folder of the checkpoint with only the files that are intact on this disk."""
+        if own is None:
+            return
+        if path.exists() and read_manifest(path) != manifest:
+            set_aside(path, "another disk has a newer one of this step")
+        make_durable(path)
+        if not (path / MANIFEST_NAME).exists():
+            write_manifest(path, manifest)
+        for name in manifest.files.keys() - own:
+            (path / name).unlink(missing_ok=True)
+        for name in lacking:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+
+    run_on_every_process(prepare)
     failures = [
         _copy(path / name, manifest.files[name].size, sources[name], writes=name in lacking) for name in to_copy
     ]
@@ -140,19 +155,6 @@ def copy_missing(path: Path, manifest: Manifest) -> list[str]:
 def _set_aside(path: Path, manifest: Manifest, reason: str) -> None:
     if (path / MANIFEST_NAME).is_file() and read_manifest(path) == manifest:
         set_aside(path, reason)
-
-
-def _prepare(path: Path, manifest: Manifest, intact: Collection[str], lacking: Sequence[str]) -> None:
-    """Make the folder of a checkpoint with only the files that are intact on this disk."""
-    if path.exists() and read_manifest(path) != manifest:
-        set_aside(path, "another disk has a newer one of this step")
-    make_durable(path)
-    if not (path / MANIFEST_NAME).exists():
-        write_manifest(path, manifest)
-    for name in manifest.files.keys() - intact:
-        (path / name).unlink(missing_ok=True)
-    for name in lacking:
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _copy(file: Path, size: int, source: int, *, writes: bool) -> OSError | None:

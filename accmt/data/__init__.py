@@ -4,12 +4,12 @@ from accmt.data.base import Source as Source
 from accmt.data.base import SourceOptions as SourceOptions
 from accmt.data.batches import MicroBatch as MicroBatch
 from accmt.data.batches import find_batch_size as find_batch_size
-from accmt.data.collate import DataCollatorForLongestSequence as DataCollatorForLongestSequence
-from accmt.data.collate import build_collate as build_collate
-from accmt.data.collate import in_buckets as in_buckets
-from accmt.data.collate import require_batches as require_batches
 from accmt.data.fetching import BadSample as BadSample
+from accmt.data.fetching import DataCollatorForLongestSequence as DataCollatorForLongestSequence
+from accmt.data.fetching import build_collate as build_collate
+from accmt.data.fetching import in_buckets as in_buckets
 from accmt.data.fetching import note_dead_worker as note_dead_worker
+from accmt.data.fetching import require_batches as require_batches
 from accmt.data.lengths import StreamGroups as StreamGroups
 from accmt.data.lengths import group_dataset as group_dataset
 from accmt.data.lengths import known_lengths as known_lengths

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from accmt.data.base import Source
 from accmt.data.batches import Cut, MicroBatch
-from accmt.data.collate import Collate, keeps_number
+from accmt.data.fetching import Collate, keeps_number
 from accmt.data.lengths import find_length
 from accmt.data.seeding import call_first, derive_seed, seed_generators
 from accmt.data.token_budget import (

@@ -30,7 +30,7 @@ from accmt.failures.interruption import Interruption, Reason
 from accmt.libraries.private_names import count_collectives
 from accmt.messages import warn
 from accmt.options.failures import Handler
-from accmt.processes import describe_call, explain_apart, names_of_threads
+from accmt.processes import describe_call, explain_apart, is_running, names_of_threads
 
 # ---- Detecting deadlocks between processes, and long waits for a slow process.
 #
@@ -212,12 +212,20 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="accmt-watch", daemon=True)
 
     def start(self) -> None:
+        import psutil
+
         for end in (self._receiver, self._sender):
             end.setblocking(False)  # noqa: FBT003 - the socket's own signature
         self._main_thread = threading.get_ident()
         if threading.current_thread() is threading.main_thread():
             self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        self.board.post(_PROCESS, _describe_process())
+        try:  # in a container, process ids repeat
+            space = str(Path("/proc/self/ns/pid").readlink())
+        except OSError:  # not on Linux
+            space = ""
+        process = psutil.Process()
+        own = {"machine": f"{socket.gethostname()} {space}", "pid": process.pid, "created": process.create_time()}
+        self.board.post(_PROCESS, own)
         self.board.beat()  # the thread may start only after this machine was cut off, and nobody would miss it
         self._thread.start()
         if self._signs is not None:
@@ -309,7 +317,7 @@ class Watch:
             own = self._processes.get(self.board.index, {"machine": None})
             others = {i: note for i, note in self._processes.items() if i != self.board.index}
             neighbours = {i: note for i, note in others.items() if note["machine"] == own["machine"]}
-            gone = [index for index, note in neighbours.items() if not _is_running(note)]
+            gone = [index for index, note in neighbours.items() if not is_running(note["pid"], note["created"])]
             return [i for i in gone if i not in {*self.board.read("failed"), *self.board.read(LEFT)}] if gone else []
         except (RuntimeError, OSError):  # the process with the store has exited
             return []
@@ -504,30 +512,3 @@ def is_consequence(error: BaseException) -> bool | None:
     if is_raised:
         return False
     return True if any(path in file for path in (*_COLLECTIVES, _WRAPPER)) else None
-
-
-def _describe_process() -> dict[str, Any]:
-    """Return what identifies this process on its machine, or in its container, where process ids repeat."""
-    import psutil
-
-    pid = os.getpid()
-    try:
-        space = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # not on Linux
-        space = ""
-    return {"machine": f"{socket.gethostname()} {space}", "pid": pid, "created": psutil.Process(pid).create_time()}
-
-
-def _is_running(note: dict[str, Any]) -> bool:
-    import psutil
-
-    try:
-        process = psutil.Process(note["pid"])
-        return process.create_time() == note["created"] and process.status() not in (
-            psutil.STATUS_ZOMBIE,
-            psutil.STATUS_DEAD,
-        )
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:  # it exists but cannot be inspected
-        return True

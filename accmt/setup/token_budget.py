@@ -22,7 +22,7 @@ from accmt.data import (
     known_lengths,
     take_apart,
 )
-from accmt.data.collate import collate_or_explain
+from accmt.data.fetching import collate_or_explain
 from accmt.data.lengths import LargestBatch, find_largest, find_length
 from accmt.data.token_budget import DocumentPacker
 from accmt.errors import ArgumentError, DataError, explain

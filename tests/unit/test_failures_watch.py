@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import HashStore
 
 from accmt.errors import Preempted
 from accmt.failures import Board, Interruption, Watch, record_for_launcher
-from accmt.failures.watch import _describe_process
 from tests.tables import each
 
 
@@ -127,7 +126,7 @@ def two_watches() -> Iterator[list[Watch]]:
 def test_a_process_that_was_killed_is_found_at_once_and_one_that_left_is_not(two_watches: list[Watch]) -> None:
     first, second = two_watches
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    own = _describe_process()
+    own = {"machine": "here", "pid": os.getpid(), "created": psutil.Process().create_time()}
     first.board.post("process", own)
     second.board.post("process", {**own, "pid": process.pid, "created": psutil.Process(process.pid).create_time()})
     assert first.find_lost() == []

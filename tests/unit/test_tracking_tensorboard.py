@@ -3,6 +3,7 @@ from accelerate.state import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accmt.tracking.history import RunPlace
+from accmt.tracking.spec import RunStart
 from accmt.tracking.trackers import tensorboard
 from accmt.tracking.trackers.tensorboard import TensorBoard, TensorBoardRun
 
@@ -28,10 +29,11 @@ def test_the_dashboard_is_started_on_the_folder_of_all_runs(tmp_path):
 
 
 def test_a_further_event_file_is_read_after_those_that_are_there(tmp_path, monkeypatch):
-    seconds, folder = iter([100.2, 100.9, 101.0]), tmp_path / "run"
-    folder.mkdir()
+    seconds, place = iter([100.2, 100.9, 101.0]), RunPlace(str(tmp_path), "track", "run")
+    folder = place.run_folder
+    folder.mkdir(parents=True)
     (folder / "events.out.tfevents.0000000100.host.7.9").touch()
     monkeypatch.setattr(tensorboard.time, "time", lambda: next(seconds))
     monkeypatch.setattr(tensorboard.time, "sleep", lambda _: None)
-    tensorboard._wait_for_a_later_name(folder)
+    TensorBoard().build(RunStart(place, {}))
     assert next(seconds, None) is None, "it waited for the second after that of the file"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -31,24 +30,16 @@ class TensorBoard(TrackerSpec):
 
     def build(self, start: RunStart) -> TrackerRun:
         folder, options = start.place.run_folder, {"purge_step": start.resume.first_step, **start.kwargs}
-        _wait_for_a_later_name(folder)
+        # Event files are read in the order of their names, which contain the time in seconds, and then numbers that are
+        # compared as strings: "10" comes before "9". If two attempts started in the same second, the purge of the
+        # earlier one could be read last, and remove the rows of the later one.
+        # Source: `EventFileWriter.__init__` in tensorboard/summary/writer/event_file_writer.py.
+        while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(_POLL_S)
         return TensorBoardRun(run_name=folder.name, logging_dir=folder.parent, **options)
 
     def dashboard_command(self, place: RunPlace) -> list[str]:
         return ["tensorboard", "--logdir", str(place.base_folder)]
-
-
-def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait until a new event file would be sorted after the existing ones, because files are read in this order.
-
-    A name contains the time in seconds, and then numbers that are compared as strings: "10" comes before "9". If two
-    attempts started in the same second, the purge of the earlier one could be read last, and remove the rows of the
-    later one.
-
-    Source: `EventFileWriter.__init__` in tensorboard/summary/writer/event_file_writer.py.
-    """
-    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(_POLL_S)
 
 
 class TensorBoardRun(TrackerRun):
