@@ -29,8 +29,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from accmt.addons.sft.inspection import describe_data
-    from accmt.addons.sft.module import SFTModule
+    from accmt.addons.sft.module import SFTModule, describe_data
     from accmt.addons.sft.rows import read_rows
     from accmt.errors import HyperParameterError, explain
     from accmt.trainer import Trainer

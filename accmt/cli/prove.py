@@ -57,7 +57,7 @@ def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) 
     """Run a script with a `Trainer.fit` that proves instead, and return the first proof."""
     from accmt.addons.prove import prove
     from accmt.trainer import Trainer
-    from accmt.trainer.modules import as_module
+    from accmt.trainer.calls import as_module
 
     original: Any = Trainer.fit
     reached: list[str] = []

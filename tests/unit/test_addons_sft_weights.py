@@ -13,7 +13,7 @@ import torch
 from accmt import DistillationModule, PreferenceModule, SFTModule, Trainer, read_history
 from accmt.addons.sft import chat
 from accmt.addons.sft.chat import IGNORED, mask_row
-from accmt.addons.sft.inspection import describe_data
+from accmt.addons.sft.module import describe_data
 from accmt.addons.sft.rows import Masking, PadRows, TokenizedRows
 from accmt.errors import DataError, ModuleContractError
 from accmt.huggingface.losses import weigh_tokens

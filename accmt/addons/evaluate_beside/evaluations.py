@@ -60,7 +60,7 @@ from accmt.tracking import Tracking, resolve_trackers, sync_run
 from accmt.tracking.delivery_state import DeliveryFile
 from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, read_rows
 from accmt.tracking.tracking import RunStatus
-from accmt.trainer.modules import as_module
+from accmt.trainer.calls import as_module
 
 STATE_FILE = "evaluated.json"
 

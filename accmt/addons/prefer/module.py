@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accmt.addons.prefer import losses
-from accmt.addons.prefer.objectives import LossName, Objective, Reference
+from accmt.addons.prefer.losses import LossName, Objective, Reference
 from accmt.addons.prefer.reference import with_reference
 from accmt.addons.prefer.rows import (
     OF_PACKED_ROWS,

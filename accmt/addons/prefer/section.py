@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from accmt.addons.prefer.objectives import LOSSES, Objective, ObjectiveError
+from accmt.addons.prefer.losses import LOSSES, Objective, ObjectiveError
 from accmt.addons.sft.section import DATA_KEYS, DataSection, Key, flag_key, path_key, read_keys
 from accmt.options.yaml_reader import Fault, describe
 
