@@ -212,24 +212,9 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, confi
     import peft
 
     where = _place_of_adapter(section)
-    _require_parts(hps, where, model, section.adapter)
-    try:
-        return peft.get_peft_model(model, config)
-    except (ValueError, TypeError, LookupError, NotImplementedError, RuntimeError, AssertionError) as error:
-        is_about_targets = "target" in str(error).lower()
-        do = f"set `targets`; the model's layers: {', '.join(_layers(model))}" if is_about_targets else "correct them"
-        expected = f"arguments that {type(config).__name__} and the model accept"
-        raise HyperParameterError(explain(hps.where(*where), str(error), expected, do)) from error
-    except AttributeError as error:  # PEFT's task classes need a model with the matching head
-        got, expected = f"{type(model).__name__} for {config.task_type}: {error}", "a model with a head for the task"
-        do = "write `type: AutoModelForCausalLM` in `model`, or the class for your task"
-        raise HyperParameterError(explain(hps.where(*where), got, expected, do)) from error
-
-
-def _require_parts(hps: HyperParameters, where: tuple[str, str], model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Check that the model has every layer that the adapter names; PEFT only requires one of them."""
+    # The model must have every layer that the adapter names; PEFT only requires one of them.
     every = [name for name, _ in model.named_modules() if name]
-    targets, saved = values.get("target_modules") or (), values.get("modules_to_save") or ()
+    targets, saved = section.adapter.get("target_modules") or (), section.adapter.get("modules_to_save") or ()
     path = (*where, _written(hps, where, "target_modules"))
     faults = []
     if isinstance(targets, str):  # a regular expression, or PEFT's `all-linear`
@@ -251,6 +236,17 @@ def _require_parts(hps: HyperParameters, where: tuple[str, str], model: nn.Modul
     faults += [_no_such_part((*where, "modules_to_save"), part, ends) for part in lacking]
     if faults:
         raise hps.reject(faults)
+    try:
+        return peft.get_peft_model(model, config)
+    except (ValueError, TypeError, LookupError, NotImplementedError, RuntimeError, AssertionError) as error:
+        is_about_targets = "target" in str(error).lower()
+        do = f"set `targets`; the model's layers: {', '.join(_layers(model))}" if is_about_targets else "correct them"
+        expected = f"arguments that {type(config).__name__} and the model accept"
+        raise HyperParameterError(explain(hps.where(*where), str(error), expected, do)) from error
+    except AttributeError as error:  # PEFT's task classes need a model with the matching head
+        got, expected = f"{type(model).__name__} for {config.task_type}: {error}", "a model with a head for the task"
+        do = "write `type: AutoModelForCausalLM` in `model`, or the class for your task"
+        raise HyperParameterError(explain(hps.where(*where), got, expected, do)) from error
 
 
 def _no_such_part(path: KeyPath, part: str, names: Sequence[str]) -> Fault:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from accmt.errors import ModuleContractError, explain
-from accmt.huggingface.model_kinds import begins_with_prompt, is_peft_model, predicts_next_token
+from accmt.huggingface.model_kinds import begins_with_prompt, predicts_next_token, without_adapter
 from accmt.messages import say_once
 
 _IGNORED = -100
@@ -122,7 +122,7 @@ def find_sample_losses(model: Any, outputs: Any, batch: Mapping[str, Any]) -> di
     logits, labels = getattr(outputs, "logits", None), batch.get("labels")
     if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return {}
-    if logits.ndim != 3 or labels.ndim != 2 or not predicts_next_token(_base_of(model)):
+    if logits.ndim != 3 or labels.ndim != 2 or not predicts_next_token(without_adapter(model)):
         return {}
     targets = _targets_of(logits, labels)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def weigh_tokens(
     Raises:
         ModuleContractError: The model predicts something else than the next token.
     """
-    base = _base_of(model)
+    base = without_adapter(model)
     if not predicts_next_token(base):
         got, expected = f"weights of tokens for {type(base).__name__}", "a causal language model"
         do = "remove the weights, or write only 0 and 1 as weights of messages"
@@ -167,10 +167,6 @@ def weigh_tokens(
         loss = loss + base.router_aux_loss_coef * router
     result = {"loss": loss, "weight": total}
     return result | _sum_by_sample(losses.detach(), each, batch) if per_sample else result
-
-
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if is_peft_model(model) else model
 
 
 def _targets_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

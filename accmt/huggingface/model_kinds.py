@@ -33,6 +33,11 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
     return modeling is not None and isinstance(model, modeling.PeftModel)
 
 
+def without_adapter(model: Any) -> Any:
+    """Return the model that a PEFT model wraps, and any other model unchanged."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
 def find_transformers_models(model: nn.Module) -> Iterator[PreTrainedModel]:
     """Yield the outermost transformers models in a model."""
     if is_transformers_model(model):
@@ -140,7 +145,7 @@ def describe_model(model: Any) -> dict[str, str]:
     named = {"base_model": base} if base is not None and is_of_hub and not Path(base).exists() else {}
     from transformers.modelcard import TASK_MAPPING
 
-    name = type(model.get_base_model() if is_peft_model(model) else model).__name__
+    name = type(without_adapter(model)).__name__
     classes: Mapping[str, Any] = TASK_MAPPING
     task = next(({"pipeline_tag": task} for task, models in classes.items() if name in models.values()), {})
     return {"library_name": library, **task, **named}

@@ -14,7 +14,7 @@ from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import padding_id
 from accmt.data.token_budget import DocumentPacker
 from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.huggingface.model_kinds import is_peft_model
+from accmt.huggingface.model_kinds import without_adapter
 from accmt.libraries.private_names import computing_loss_with
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class RewardModule(RowModule):
         # The output has only the score of the last token of a row, so the loss returns those at the labels' positions.
         # It is part of the output, too, so wrappers that reduce or shard gradients see what is trained on.
         model = self.unwrapped_model
-        with computing_loss_with(model.get_base_model() if is_peft_model(model) else model, _scores_at):
+        with computing_loss_with(without_adapter(model), _scores_at):
             packed: Tensor | None = self.model(**inputs, labels=ends, use_cache=False).loss
         if packed is None or packed.shape != ends.shape:
             got = f"a {type(model).__name__}, which has the reward of one answer per row only"
