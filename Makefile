@@ -40,6 +40,8 @@ TRACKER_TESTS := $(foreach tracker,$(TRACKERS),tracker-$(firstword $(subst ==, ,
 # Models and data are installed packages; nothing is asked of a hub, and no package reports that it is used.
 export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := true
+# Tests start hundreds of processes: none compiles what another one has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
