@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accmt.addons.model_section import INSTEAD, NAMES, SHORT, ModelSection
-from accmt.engine.shards import building_for
+from accmt.engine.meta_device import building_for
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain, nearest
 from accmt.huggingface.peft_adapters import read_base_name
 from accmt.huggingface.pretrained import (

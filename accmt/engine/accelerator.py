@@ -25,7 +25,8 @@ from accmt.engine.parallelism import (
     require_effect,
     shard_on_cpu,
 )
-from accmt.engine.shards import as_shard, is_sharded, tensor_parallel_size
+from accmt.engine.shards import as_shard, is_sharded
+from accmt.engine.tensor_parallel import tensor_parallel_size
 from accmt.errors import ArgumentError, DeviceError, explain, is_out_of_memory
 from accmt.libraries.private_names import share_other_precision, shared_state
 from accmt.libraries.versions import make_accelerator, require

@@ -11,8 +11,9 @@ from torch import nn
 
 from accmt.checkpoint.frozen import find_read_only
 from accmt.data import MicroBatch
+from accmt.engine.meta_device import fill
 from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_container, require_same_tensors
-from accmt.engine.shards import fill, is_on_meta
+from accmt.engine.shards import is_on_meta
 from accmt.engine.sync_batchnorm import restore_batch_norm, synchronized_layers, without_synchronization
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import try_quantized_layers

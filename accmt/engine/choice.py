@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from accmt.engine.base import Alone, Engine
 from accmt.engine.data_parallel import DataParallel
 from accmt.engine.sharded import Sharded, Split
-from accmt.engine.shards import is_by_fsdp, is_sharded, ranks_of_batch, require_whole_heads, tensor_parallel_size
+from accmt.engine.shards import is_by_fsdp, is_sharded
+from accmt.engine.tensor_parallel import ranks_of_batch, require_whole_heads, tensor_parallel_size
 from accmt.errors import ArgumentError, explain
 from accmt.module import AcceleratorModule
 from accmt.options import Settings

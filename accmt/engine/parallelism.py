@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from accmt.engine.shards import config_of
+from accmt.engine.tensor_parallel import config_of
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import use_fsdp
 from accmt.libraries.versions import parallel_size

@@ -12,24 +12,20 @@ from torch import nn
 
 from accmt.data import MicroBatch
 from accmt.engine.base import Engine
+from accmt.engine.meta_device import device_of_shards, fill
 from accmt.engine.reduction import is_container, require_same_tensors
 from accmt.engine.replicas import reject_renormalization
 from accmt.engine.shards import (
-    beginning_anew,
-    device_of_shards,
-    fill,
     is_by_fsdp,
     is_on_meta,
     is_sharded,
-    partial_gradients,
     require_known_shards,
     reshard,
     shard_model,
-    share_weights,
-    split_tensors,
     try_steps_of_shards,
 )
 from accmt.engine.step_collectives import explaining_parts, meet, running_borrowed_step, running_step
+from accmt.engine.tensor_parallel import beginning_anew, partial_gradients, share_weights, split_tensors
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import reject_sharding_quantized_weights
 from accmt.options import Settings

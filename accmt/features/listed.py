@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accmt.features.averages import Averages
+from accmt.features.averaged_weights import Averages
 from accmt.features.bad_samples import BadSampleCounts
 from accmt.features.batch_notes import BatchNotes
 from accmt.features.crash_loop import CrashLoop

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accmt.engine.shards import accelerator_to_build_for, as_wholes, device_of_shards, distribute_empty
+from accmt.engine.meta_device import accelerator_to_build_for, as_wholes, device_of_shards, distribute_empty
 from accmt.errors import ArgumentError, ModuleContractError, explain, nearest
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name

@@ -13,7 +13,7 @@ from torch import nn
 from accmt.data import Source
 from accmt.engine.accelerator import as_trained
 from accmt.engine.base import Engine
-from accmt.engine.shards import building_for
+from accmt.engine.meta_device import building_for
 from accmt.engine.sync_batchnorm import synchronize_if_asked
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import (

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.addons.model_from_hps import load_tokenizer
 from accmt.cli.main import main
-from accmt.engine.shards import accelerator_to_build_for, building_for
+from accmt.engine.meta_device import accelerator_to_build_for, building_for
 from accmt.errors import (
     AccmtError,
     ArgumentError,

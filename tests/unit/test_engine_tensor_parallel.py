@@ -15,8 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accmt.data import BadSample, MicroBatch, SourceOptions
 from accmt.data.planned import without_bad_samples
-from accmt.engine import shards
-from accmt.engine.shards import as_shard, beginning_anew, ranks_of_batch, untie
+from accmt.engine import tensor_parallel
+from accmt.engine.shards import as_shard, untie
+from accmt.engine.tensor_parallel import beginning_anew, ranks_of_batch
 from accmt.errors import DataError, ModuleContractError
 from accmt.optimization import ChainedOptimizer, build_optimizer
 from accmt.optimization.optimizers import mesh_by_mesh
@@ -126,12 +127,12 @@ def test_tied_weights_that_a_plan_splits_in_two_ways_are_an_error(rank: int) -> 
     model["second"].weight = model["first"].weight
     tied = untie(model)
     assert model["second"].weight is not model["first"].weight
-    shards._tie_again(model, tied)
+    tensor_parallel._tie_again(model, tied)
     assert model["second"].weight is model["first"].weight
     tied = untie(model)
     parallelize_module(model, mesh, {"second": ColwiseParallel()})
     with pytest.raises(ModuleContractError, match="splits in different ways"):
-        shards._tie_again(model, tied)
+        tensor_parallel._tie_again(model, tied)
 
 
 def test_samples_that_one_process_of_a_group_could_read_are_an_error(

@@ -12,7 +12,7 @@ from torch import nn
 from accmt.addons.prefer.losses import divergence, in_full_precision, weighted_mean
 from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS
 from accmt.addons.sft.module import SFTModule
-from accmt.engine.shards import building_for
+from accmt.engine.meta_device import building_for
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.pretrained import load_pretrained
 

@@ -38,7 +38,7 @@ from accmt.checkpoint.frozen import digest_of
 from accmt.data import is_stream
 from accmt.data.token_budget import DocumentPacker
 from accmt.engine.accelerator import current_accelerator
-from accmt.engine.shards import building_for
+from accmt.engine.meta_device import building_for
 from accmt.errors import ArgumentError, CheckpointError, DataError, explain, nearest
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.huggingface.quantized import keeping_quantized_weights

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from accmt.engine.shards import as_wholes, fill, untie
+from accmt.engine.meta_device import as_wholes, fill
+from accmt.engine.shards import untie
 from accmt.errors import ModuleContractError
 
 

@@ -1,0 +1,180 @@
+"""Models built on the meta device, or at the start of a run: distributed before they have values, then filled.
+
+So no process holds all of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from accmt.engine.shards import shard_model, untie
+from accmt.engine.tensor_parallel import require_whole_heads, split_tensors, tensor_parallel_size
+from accmt.errors import ModuleContractError, explain
+from accmt.libraries.private_names import (
+    draw_first_values,
+    draws_first_values,
+    has_first_value,
+)
+from accmt.processes import broadcast_object
+from accmt.sharded_tensors import is_dtensor, make_whole, shard_like
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_WHERE = "self.model, built on the meta device"
+
+
+def fill(model: nn.Module, device: torch.device) -> None:
+    """Initialize a model in place, sharded or not, with the same values as if it had been built with them.
+
+    One part after the other is initialized in full, on all processes with the main process's state of torch's
+    generator, and each process keeps its shards. No process ever holds more than its shards and the tensors of one
+    part.
+
+    Processes: collective.
+
+    Raises:
+        ModuleContractError: A part cannot be initialized.
+    """
+    _require_fillable(model)
+    untie(model)  # a model that is built in full initializes each occurrence of a tied weight, and keeps the first
+    model.to_empty(device=device)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(broadcast_object(torch.get_rng_state()))
+        if draws_first_values(model):
+            draw_first_values(model, as_wholes)
+            tie: Any = model.tie_weights
+            tie()
+            return
+        bottom_up: dict[nn.Module, None] = {}  # the order in which the parts were built: children before their parent
+        model.apply(lambda part: bottom_up.setdefault(part))
+        for part in filter(_has_own, bottom_up):
+            with as_wholes(part), torch.no_grad():
+                _reset(part)
+
+
+def _require_fillable(model: nn.Module) -> None:
+    if draws_first_values(model):
+        return
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if len(names) > len(list(model.parameters())):
+        got, do = "tied weights, each of which would get different values", "build it on the CPU"
+        raise ModuleContractError(explain(_WHERE, got, "weights that only transformers ties", do))
+    for name, part in model.named_modules():
+        if _has_own(part) and not hasattr(part, "reset_parameters"):
+            got = f"{name or 'the model'}, a {type(part).__name__} with tensors but without reset_parameters"
+            do = "define reset_parameters(self), which initializes its tensors, as in torch's layers"
+            raise ModuleContractError(explain(_WHERE, got, "modules that initialize their own tensors", do))
+
+
+def _has_own(part: nn.Module) -> bool:
+    return any(True for _ in chain(part.parameters(recurse=False), part.buffers(recurse=False)))
+
+
+def _reset(part: nn.Module) -> None:
+    reset: Callable[[], None] = part.reset_parameters  # type: ignore[assignment]
+    reset()
+
+
+@contextmanager
+def as_wholes(part: nn.Module) -> Iterator[None]:
+    """Give a part and its children full parameters on the CPU, and keep this process's shards of them afterwards.
+
+    Includes children, because some parts initialize their children's values again (attention in GPT-2). Values read
+    from a file are kept.
+
+    Processes: collective.
+    """
+    own = {
+        (holder, name): parameter
+        for holder in (part, *part.children())
+        for name, parameter in holder.named_parameters(recurse=False)
+        if not has_first_value(parameter)
+    }
+    for (holder, name), parameter in own.items():
+        # A part's own parameter is about to be initialized, a child's has been.
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        if holder is not part:
+            whole.copy_(make_whole(parameter.detach()))
+        setattr(holder, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    with _RejectsDraws():
+        yield
+    for (holder, name), parameter in own.items():
+        value = shard_like(getattr(holder, name).detach(), parameter)
+        _local(parameter.detach()).copy_(_local(value))
+        setattr(holder, name, parameter)
+
+
+class _RejectsDraws(TorchFunctionMode):
+    """Rejects in-place initialization of sharded tensors: each process would initialize its shard independently."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        changed = next(chain(args, named.values()), None)
+        if name.endswith("_") and not name.endswith("__") and is_dtensor(changed):
+            got = f"initial values that a part draws ({name}) for parts below its children"
+            raise ModuleContractError(
+                explain(_WHERE, got, "modules that initialize their own tensors", "build it on the CPU")
+            )
+        return func(*args, **named)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+_accelerator: Accelerator | None = None
+
+
+@contextmanager
+def building_for(accelerator: Accelerator | None) -> Iterator[None]:
+    """Load models in distributed form in this context, if the Accelerator of a run distributes them.
+
+    Args:
+        accelerator: None loads them in full.
+    """
+    global _accelerator  # noqa: PLW0603 - `configure_model` takes no arguments
+    before, _accelerator = _accelerator, accelerator
+    try:
+        yield
+    finally:
+        _accelerator = before
+
+
+def accelerator_to_build_for() -> Accelerator | None:
+    """Return the Accelerator of the run whose model is being built; None if each process holds the full model."""
+    if _accelerator is None or not (_accelerator.is_fsdp2 or tensor_parallel_size(_accelerator) > 1):
+        return None
+    return _accelerator
+
+
+def distribute_empty(model: nn.Module, accelerator: Accelerator) -> None:
+    """Split a model without values by tensor parallelism, and shard it, as requested by the run.
+
+    Processes: collective.
+    """
+    size = tensor_parallel_size(accelerator)
+    if size > 1:
+        require_whole_heads(model, size)
+        split_tensors(model, accelerator)
+    if accelerator.is_fsdp2:
+        shard_model(model, accelerator, None)
+
+
+def device_of_shards(accelerator: Accelerator) -> torch.device:
+    """Return the device of a model's shards between the steps."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
+    return torch.device("cpu") if is_offloaded else accelerator.device
