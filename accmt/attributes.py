@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,6 +131,15 @@ class Attributes:
         """Restore the attributes from `state_dict`."""
         self._restored = state
         self._restore(is_last=False)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Restore the attributes that training has changed afterwards."""
+        state = copy.deepcopy(self.state_dict())
+        yield
+        self._restored = state
+        self._restore(is_last=True)
+        self._restored = {}
 
     def collect_all(self) -> dict[str, Any]:
         """Return all attributes that a checkpoint can contain, whether or not training has changed them."""

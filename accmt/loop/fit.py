@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from accmt.callbacks.callback import Hook
@@ -18,6 +18,7 @@ from accmt.messages import say, warn
 from accmt.processes import run_on_every_process, run_on_main_process
 from accmt.recovery.restart import Restart
 from accmt.recovery.resume_hint import printing_resume_hint
+from accmt.recovery.run_state import keeping_state
 from accmt.recovery.shutdown import handle_failure, watching
 from accmt.run import Run
 from accmt.saving.selection import TRAIN_LOSS, VALID_LOSS
@@ -137,8 +138,9 @@ def _train_epoch(run: Run) -> bool:
     modes = {module.training for module in run.unwrapped_model.modules()}
     if not run.unwrapped_model.training or modes == {True}:  # else some are in evaluation mode by the user's choice
         run.unwrapped_model.train()  # which the model may override, to freeze a part
-    for hook in run.hooks.on_epoch_start:
-        hook()
+    with keeping_state(run) if state.train_step else nullcontext():  # a resumed epoch
+        for hook in run.hooks.on_epoch_start:
+            hook()
     run.trained.find_parameters()
     makers = run.features.make_steps
     steps = makers[0]() if makers else AutomaticSteps(run)

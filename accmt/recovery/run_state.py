@@ -223,6 +223,21 @@ def restore(run: Run, resumed: Resumed) -> None:
         warn(f"the new batch_size={size} of the hyper-parameters has no effect: the DataLoader has batch_size={own}")
 
 
+@contextmanager
+def keeping_state(run: Run) -> Iterator[None]:
+    """Restore the state of the module and callbacks after the hooks of an epoch that a resumed run continues.
+
+    They ran when the epoch began: a counter that they set to 0 would count only the rest of the epoch.
+    """
+    users = (one for one in _named(run.callbacks).values() if not type(one).__module__.startswith("accmt."))
+    owners: list[Stateful] = [stateful_parts(run)["module"], *users]
+    states = [deepcopy(one.state_dict()) for one in owners]
+    with run.attributes.keeping():
+        yield
+    for one, state in zip(owners, states, strict=True):
+        one.load_state_dict(state)
+
+
 def _with_own(others: dict[str, Any]) -> dict[str, Any]:
     """Return the states of a checkpoint, with this process's own states if the number of processes is unchanged."""
     if "own" not in others:

@@ -131,6 +131,39 @@ def test_what_a_hook_of_the_start_sets_anew_is_restored_after_it() -> None:
     torch.testing.assert_close(attributes_of(rest), attributes_of(whole), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("fails_at", [8, 9, 11])
+def test_what_the_start_of_an_epoch_resets_counts_the_whole_epoch(fails_at: int) -> None:
+    class Counting(Callback):
+        def __init__(self) -> None:
+            self.rows: list[int] = []
+
+        def on_epoch_start(self) -> None:
+            self.count, self.table = 0, torch.zeros(2)
+
+        def on_update_end(self) -> None:
+            self.count += 1
+            self.table[1] += 1
+
+        def on_epoch_end(self) -> None:
+            self.rows += [self.count, int(self.table[1])]
+
+    class Stateful(Counting):
+        count, table = 0, torch.zeros(2)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count, "table": self.table, "rows": self.rows}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            vars(self).update(state)
+
+    with pytest.raises(Stop):
+        train("out/b", Collecting(fails_at=fails_at), callbacks=[Counting(), Stateful()], checkpoint_every="2 steps")
+    rest = train("out/b", Collecting(), callbacks=[Counting(), Stateful()], resume=True)
+    per_epoch = STEPS // 2
+    for kind in (Counting, Stateful):
+        assert rest.trainer.get_callback(kind).rows == [per_epoch] * 4
+
+
 def test_what_does_not_change_is_not_in_the_checkpoint_and_follows_the_program() -> None:
     class Frozen(Collecting):
         def __init__(self, factor: float, fails_at: int | None = None) -> None:
