@@ -395,6 +395,11 @@ class Features:
             if feature.name in states:
                 feature.load_state_dict(states[feature.name])
 
+    def drop(self, hook: Callable[..., Any]) -> None:
+        """Stop calling a feature's hook: it has done its work."""
+        left = tuple(one for one in getattr(self, hook.__name__) if one != hook)
+        setattr(self, hook.__name__, left)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keep the features' `during` contexts active, entered in order and left in reverse."""

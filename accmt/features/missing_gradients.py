@@ -22,7 +22,6 @@ class MissingGradients(Feature):
         self._run = run
         # Of now: where a loss does not reach it, FSDP2 leaves the gathered weights in the model after forward.
         self._names = {one: name for name, one in run.unwrapped_model.named_parameters()}
-        self._is_checked = False
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> MissingGradients | None:
@@ -34,10 +33,8 @@ class MissingGradients(Feature):
         Raises:
             ModuleContractError: No trained parameter has a gradient.
         """
-        if self._is_checked:
-            return True
-        self._is_checked = True
         run = self._run
+        run.features.drop(self.allows_step)
         held = [one for one in run.stepper.parameters if one.requires_grad]
         trained = {self._names.get(one, f"new parameter {number}"): one for number, one in enumerate(held)}
         if run.hooks.on_after_backward and all(one.grad is None for one in trained.values()):
