@@ -112,17 +112,14 @@ class PiecePlanner:
         ]
         layouts = gather_objects(hashlib.sha256(repr(layout).encode()).hexdigest())
         if layouts != self._layouts:
-            self._offsets = _plan(tensors)
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            planner.set_up_planner(dict(tensors), is_coordinator=True)
+            # Every process computes the same plan from the same local plans, so the plan is never sent.
+            plans, _ = planner.create_global_plan(gather_objects(planner.create_local_plan()))
+            items = plans[process_index()].items
+            self._offsets = {item.index.fqn: tuple(item.index.offset or ()) for item in items}
             self._layouts = layouts
         return Pieces({name: local_part(tensors[name]) for name in self._offsets}, self._offsets)
-
-
-def _plan(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    # Every process computes the same plan from the same local plans, so the plan is never sent.
-    plans, _ = planner.create_global_plan(gather_objects(planner.create_local_plan()))
-    return {item.index.fqn: tuple(item.index.offset or ()) for item in plans[process_index()].items}
 
 
 def file_names(num_files: int) -> list[str]:

@@ -260,7 +260,8 @@ def find_shortage(bytes_needed: int, folder: Path) -> str | None:
     Space used by existing checkpoints in the folder counts as free, because the run replaces them. `bytes_needed`
     includes one extra checkpoint, which is written before the oldest is deleted.
     """
-    occupied = sum(_size_of(path) for path in list_published(folder))
+    files = (path for checkpoint in list_published(folder) for path in checkpoint.rglob("*") if path.is_file())
+    occupied = sum(path.stat().st_size for path in files)
     room = free_space(folder) + occupied
     if bytes_needed <= room:
         return None
@@ -268,7 +269,3 @@ def find_shortage(bytes_needed: int, folder: Path) -> str | None:
         f"checkpoints will need {format_bytes(bytes_needed)} in {folder}, but only {format_bytes(room)} are available: "
         "free space there, lower `max_checkpoints`, or pass another `checkpoint` folder"
     )
-
-
-def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -419,7 +419,9 @@ class TemperatureSampler(TensorSampler):
                 "a whole number of at least 1",
                 "omit num_samples to draw as many as there are labels",
             )
-        values = labels.tolist() if hasattr(labels, "tolist") else [_plain(label) for label in labels]
+        # Tensors are never equal as dict keys.
+        items = labels.tolist() if hasattr(labels, "tolist") else labels
+        values = [label.item() if getattr(label, "ndim", None) == 0 else label for label in items]
         wrong = next((value for value in values if isinstance(value, tuple) or not isinstance(value, Hashable)), None)
         if wrong is not None:  # tuples are samples: equal ones would become separate classes
             got, do = f"a label of type {type(wrong).__name__}", "convert each label to one number or string"
@@ -465,8 +467,3 @@ def check_labels(sampler: Any, dataset: Any) -> None:
     """Check that a sampler with labels has one for each sample of a dataset."""
     if isinstance(sampler, TemperatureSampler):
         sampler.check_length(len(dataset))
-
-
-def _plain(label: Any) -> Any:
-    """Convert a tensor or array of one number to that number: tensors are never equal as dict keys."""
-    return label.item() if getattr(label, "ndim", None) == 0 else label

@@ -95,13 +95,19 @@ class Waits:
         """Record what this process is doing; return an error if it and another process are deadlocked."""
         if stand != self._stand or not stand.waits:
             self._stand, self._since = stand, now
-        self._note(now, stand)
+        waits_long = stand.waits and now - self._since >= _NOTED_S
+        if waits_long != self._has_noted:
+            self._has_noted = waits_long
+            note = {"stand": asdict(stand), "doing": self._describe()} if waits_long else None
+            self._board.post(_WAITING, note)
         notes = self._board.read(_WAITING) if self._board.count > 1 else {}
         waiting = {index: note for index, note in notes.items() if note is not None}
         if not waiting:
             self._busy_noted_at, self._apart, self._waiting_since, self._warns_after = None, [], None, _WARNED_S
             return None
-        self._answer(now)
+        if not self._has_noted and (self._busy_noted_at is None or now - self._busy_noted_at >= _NOTED_S):
+            self._busy_noted_at = now
+            self._board.post(_BUSY, self._describe())  # what this process does while others wait
         if self._board.index == 0:
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
             seconds = now - self._waiting_since + _NOTED_S
@@ -116,24 +122,10 @@ class Waits:
         others = {index: note for index, note in waiting.items() if index != self._board.index}
         before = self._apart
         self._apart = [i for i, note in others.items() if stand.can_never_meet(Stand(**note["stand"]))]
-        if (
-            not before or not self._apart
-        ):  # twice, because a message may be a second older than what it is compared with
+        # Twice, because a message may be a second older than what it is compared with.
+        if not before or not self._apart:
             return None
         return ModuleContractError(explain_apart({index: note["doing"] for index, note in sorted(waiting.items())}))
-
-    def _note(self, now: float, stand: Stand) -> None:
-        waits_long = stand.waits and now - self._since >= _NOTED_S
-        if waits_long != self._has_noted:
-            self._has_noted = waits_long
-            note = {"stand": asdict(stand), "doing": self._describe()} if waits_long else None
-            self._board.post(_WAITING, note)
-
-    def _answer(self, now: float) -> None:
-        """Report from time to time what this process is doing while others wait."""
-        if not self._has_noted and (self._busy_noted_at is None or now - self._busy_noted_at >= _NOTED_S):
-            self._busy_noted_at = now
-            self._board.post(_BUSY, self._describe())
 
 
 def _list(doing: Mapping[int, str]) -> str:
@@ -351,15 +343,12 @@ class Watch:
                 if self._previous_fd is not None and self._previous_fd >= 0:
                     os.write(self._previous_fd, numbers)
                 for number in numbers:
-                    self._hear(number)
+                    if number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) and self._interruption.is_listening:
+                        self._interruption.request(Reason.of_signal(number))
             try:
                 self._look()
             except (RuntimeError, OSError):  # the process with the store has exited: collectives will fail
                 return
-
-    def _hear(self, number: int) -> None:
-        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) and self._interruption.is_listening:
-            self._interruption.request(Reason.of_signal(number))
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -66,7 +66,8 @@ class EvaluationMetric(Metric):
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
         """Return the numbers that the metric computes; a single number gets this metric's name."""
         result = self._module.compute(predictions=predictions, references=references)
-        numbers = {name: as_float(value) for name, value in _read(result).items()}
+        found = {name: find_scalar(value) for name, value in result.items()} if isinstance(result, Mapping) else {}
+        numbers = {name: as_float(scalar) for name, scalar in found.items() if scalar is not None}
         if self.main_metric not in numbers and len(numbers) == 1:
             return {self.main_metric: next(iter(numbers.values()))}
         if self.main_metric not in numbers:
@@ -74,11 +75,6 @@ class EvaluationMetric(Metric):
             do = f"use the name of an entry: metrics={{{next(iter(numbers), 'accuracy')!r}: ...}}"
             raise metric_error(self.name, f"compute returned the entries {list(numbers)}", expected, do)
         return numbers
-
-
-def _read(result: Any) -> dict[str, Any]:
-    found = {name: find_scalar(value) for name, value in result.items()} if isinstance(result, Mapping) else {}
-    return {name: scalar for name, scalar in found.items() if scalar is not None}
 
 
 BUILTIN: dict[str, Callable[..., Metric]] = {

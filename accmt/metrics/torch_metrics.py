@@ -335,13 +335,9 @@ def _reduce(metric: torchmetrics.Metric, name: str, states: list[Any]) -> Any:
         return states[0].to(metric.device)
     stacked = torch.stack(states).to(metric.device)
     if reduction is dim_zero_mean:
-        return _require_equal(metric, name, stacked)
+        if not bool((stacked == stacked[0]).all()):
+            got = f"the state {name!r} is averaged over processes (dist_reduce_fx='mean') without sample weights"
+            do = "use a sum and a count as states, each with dist_reduce_fx='sum'"
+            raise MetricError(explain(f"metric {type(metric).__name__}", got, "states that can be joined exactly", do))
+        return stacked[0]
     return stacked if reduction is None else reduction(stacked)
-
-
-def _require_equal(metric: torchmetrics.Metric, name: str, stacked: torch.Tensor) -> torch.Tensor:
-    if not bool((stacked == stacked[0]).all()):
-        got = f"the state {name!r} is averaged over processes (dist_reduce_fx='mean') without sample weights"
-        do = "use a sum and a count as states, each with dist_reduce_fx='sum'"
-        raise MetricError(explain(f"metric {type(metric).__name__}", got, "states that can be joined exactly", do))
-    return stacked[0]

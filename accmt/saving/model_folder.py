@@ -216,7 +216,7 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
     """
     import yaml
 
-    parts = [f"---\n{yaml.safe_dump(hide(dict(head)), sort_keys=False)}---", CARD_MARK, f"# {_name(folder)}"]
+    parts = [f"---\n{yaml.safe_dump(hide(dict(head)), sort_keys=False)}---", CARD_MARK, f"# {folder.resolve().name}"]
     parts += [f"## {heading}\n\n{_write_section(hide(content))}" for heading, content in sections.items() if content]
     return _replace_own(folder / CARD_NAME, CARD_MARK, hide_text("\n\n".join(parts) + "\n"))
 
@@ -275,10 +275,6 @@ def _can_be_written(value: Any) -> bool:
         return bool(json.loads(dumps(value)) == value)  # infinity would be read back as a string
     except TypeError:
         return False
-
-
-def _name(folder: Path) -> str:
-    return folder.resolve().name
 
 
 def _write_section(content: Mapping[str, Any] | str) -> str:

@@ -307,7 +307,8 @@ class ShardedState:
             Exception: Any error of the action, on every process.
         """
         if not is_main_process():
-            self._follow()
+            while (name := _announce(_END)) != _END:
+                make_whole(self._own[name])
 
         def act() -> T:
             try:
@@ -316,10 +317,6 @@ class ShardedState:
                 _announce(_END)
 
         return run_on_main_process(act)
-
-    def _follow(self) -> None:
-        while (name := _announce(_END)) != _END:
-            make_whole(self._own[name])
 
 
 def _announce(name: str) -> str:

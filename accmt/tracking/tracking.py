@@ -193,7 +193,15 @@ class Tracking:
             is_free = lock is None or not lock.is_shared
         except FolderTakenError as error:
             lock, is_free, holder = None, False, str(error)
-        if is_free and (self._resumed is not None or not _is_of_another(folder / HISTORY_FILE, model_path)):
+        history = folder / HISTORY_FILE
+        if is_free and self._resumed is None and history.is_file():
+            # It is another run's if that finished, or trained another model. A job that is restarted before its first
+            # checkpoint starts over in its folder.
+            rows = list(read_rows(history))
+            paths = [row["config"].get("model_path") for row in rows if "config" in row]
+            is_other = _came_to_its_end(history) or paths[-1:] != [model_path]
+            is_free = not (is_other and any("step" in row for row in rows))
+        if is_free:
             self._lock = lock
             return True
         if lock is not None:
@@ -352,18 +360,6 @@ class Tracking:
                 raise MissingPackageError(explain(where, got, expected, do)) from error
             do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {spec.name} out of log_with"
             raise TrackerError(explain(where, got, "a tracker that starts", do)) from error
-
-
-def _is_of_another(history: Path, model_path: Any) -> bool:
-    """Return whether a folder has rows of another run: one that finished, or that trained another model.
-
-    A job that is restarted before its first checkpoint starts over in its folder.
-    """
-    if not history.is_file():
-        return False
-    rows = list(read_rows(history))
-    paths = [row["config"].get("model_path") for row in rows if "config" in row]
-    return any("step" in row for row in rows) and (_came_to_its_end(history) or paths[-1:] != [model_path])
 
 
 def _came_to_its_end(history: Path) -> bool:
