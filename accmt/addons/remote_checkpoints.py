@@ -506,7 +506,7 @@ class RemoteCheckpoints(Feature):
         """Return the checkpoint to resume from: the local one, or a newer one that is downloaded to each disk."""
         options, resume = settings.checkpoints, settings.checkpoints.resume
         folder = settings.checkpoint_folder
-        if isinstance(resume, str) and is_url(resume):
+        if isinstance(resume, str) and "://" in resume:
             found = _bring(resume, folder.with_name(f"{folder.name}.resumed"))
             if found is None:
                 where = f"Trainer(resume={hide_text(resume)!r})"
@@ -577,10 +577,6 @@ class RemoteCheckpoints(Feature):
             if self._uploads is not None:
                 self._uploads.close()
                 self._uploads = None
-
-
-def is_url(value: str) -> bool:
-    return "://" in value
 
 
 def upload_rest(folder: Path, *, url: str | None = None) -> str | None:

@@ -117,13 +117,6 @@ class Parent:
                 kept.append((path, manifest))
         return kept[::-1]
 
-    def find_last_step(self, checkpoints: Sequence[tuple[Path, Manifest]]) -> int:
-        """Return the furthest step that the run is known to have made."""
-        rows = [row["step"] for row in read_history(self.folder) if "step" in row]
-        with suppress(OSError):
-            rows.append(read_goodput(self.folder).step)
-        return max([*rows, *(manifest.step for _, manifest in checkpoints)], default=0)
-
     def choose_checkpoint(self, step: int) -> tuple[Path, Manifest]:
         """Return the newest checkpoint at or before a step.
 
@@ -131,7 +124,10 @@ class Parent:
             ArgumentError: There is none, or the run has not come that far.
         """
         checkpoints = self.find_checkpoints()
-        last = self.find_last_step(checkpoints)
+        known = [row["step"] for row in read_history(self.folder) if "step" in row]
+        with suppress(OSError):
+            known.append(read_goodput(self.folder).step)
+        last = max([*known, *(manifest.step for _, manifest in checkpoints)], default=0)
         if step > last:
             self.fail(f"a run that has made {last} steps", f"a step up to {last}", f"--at {last}, or wait for the step")
         before = [pair for pair in checkpoints if pair[1].step <= step]

@@ -2,7 +2,7 @@
 
 The reference is one process whose step is one large batch. The same samples are then trained on with two processes,
 with accumulation, loader workers, a token budget and an interruption, and evaluated with other batch sizes. Where a
-launch differs, experiments (`experiments.py`) find the cause.
+launch differs, experiments (`causes.py`) find the cause.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from accmt.addons.prove import causes as find
-from accmt.addons.prove.causes import Cause, names_that_differ, relative_error
-from accmt.addons.prove.experiments import Findings, Laboratory
+from accmt.addons.prove.causes import Cause, Findings, Laboratory, names_that_differ, relative_error
 from accmt.addons.prove.launches import (
     Launch,
     Outcome,

@@ -1,14 +1,60 @@
-"""Names the causes of differences between launches."""
+"""Names the causes of differences between launches.
+
+Experiments on the user's step, data and collate function find most of them: they run in a launch of their own, on the
+batches of the reference.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from accmt.addons.prove.experiments import READING_MODIFIES, Findings
+import torch
+
+from accmt.addons.flight_recorder.samples import rows
 from accmt.addons.prove.launches import Launch, Outcome
-from accmt.trainer.digests import changed_attributes
+from accmt.addons.prove.randomness import SameForAllSamples, seed_step
+from accmt.callbacks import Callback
+from accmt.data import find_batch_size
+from accmt.libraries.private_names import is_batch_norm
+from accmt.loop.step_outputs import read_training_output
+from accmt.processes import gather_objects, num_processes
+from accmt.trainer.digests import changed_attributes, digest, digest_attributes
+from accmt.without_trace import without_trace
+
+_READING_MODIFIES = "reading modifies "
+_SAME = 1e-3
+
+
+@dataclass
+class Findings:
+    """What the experiments found; each is a sentence, or "" where there is nothing to report.
+
+    Attributes:
+        data: Reading a sample twice does not give the same sample.
+        data_on_processes: Processes read different samples at an index.
+        collate: The batch of some samples is not a part of the batch of more.
+        repeated: Two calls of the step with one batch differ.
+        batch_norm: The step depends on the statistics of a batch.
+        weight: The loss is a mean over something else than its weight says.
+        padding: The step depends on the padding.
+        compares: The samples of a batch influence one another.
+        on_processes: The step depends on the process.
+        evaluation: Values of the validation step that are not means over its samples.
+    """
+
+    data: str = ""
+    data_on_processes: str = ""
+    collate: str = ""
+    repeated: str = ""
+    batch_norm: str = ""
+    weight: str = ""
+    padding: str = ""
+    compares: str = ""
+    on_processes: str = ""
+    evaluation: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -28,7 +74,7 @@ class Cause:
 
 def find_random(repeated: Outcome, reference: Outcome, findings: Findings) -> list[Cause]:
     """Return why the same launch differs from itself."""
-    if repeated.batches != reference.batches and findings.data.startswith(READING_MODIFIES):
+    if repeated.batches != reference.batches and findings.data.startswith(_READING_MODIFIES):
         return find_in_findings(Findings(data=findings.data))
     if repeated.batches != reference.batches:
         got = "two runs with the same seed read different batches"
@@ -175,3 +221,240 @@ def relative_error(one: float, other: float) -> float:
         return 0.0
     error = abs(one - other) / max(abs(other), 1e-3)
     return error if math.isfinite(error) else math.inf
+
+
+# ---- The experiments
+
+
+class Laboratory(Callback):
+    """Makes the experiments before each training step, and before the first validation step."""
+
+    def __init__(self) -> None:
+        self.findings = Findings()
+        self._is_evaluation_tried = False
+
+    def on_before_training_step(self, batch: Any) -> None:
+        run = self.trainer.run
+        indices = run.train_loader.source.samples_of(self.state.epoch, self.state.train_step)
+        loader = run.train_loader.source.dataloader
+        data = getattr(loader.dataset, "dataset", loader.dataset)
+        collate = getattr(loader.collate_fn, "collate", loader.collate_fn)
+        if num_processes() > 1:
+            self._compare_processes(run, data, collate, gather_objects(indices)[0])
+            return
+        if indices and not self.findings.data:
+            self.findings.data = _read_twice(data, indices[:3])
+        if self.module.uses_manual_optimization:
+            return
+        size = find_batch_size(batch, len(indices) if indices else None) or 0
+        if size < 2:
+            return
+        cut = max(2, size // 3) if size > 3 else 1
+        with without_trace(run.unwrapped_model):
+            whole = self._measure(run, batch)
+            before = digest_attributes(self.module)
+            again = self._measure(run, batch)
+            if abs(again.loss - whole.loss) > 1e-6 * abs(whole.loss) or _differ(whole.gradients, again.gradients):
+                changed = changed_attributes(before, digest_attributes(self.module))
+                self.findings.repeated = ", ".join(f"self.{name}" for name in changed) or "nothing visible"
+            split = rows(batch, size, range(cut)), rows(batch, size, range(cut, size))
+            by_rows = [self._measure(run, part) for part in split]
+            halves = by_rows
+            if indices and len(indices) == size:
+                seed_step("collate", self.state.global_step)
+                parts = [collate([data[index] for index in some]) for some in (indices[:cut], indices[cut:])]
+                if not self.findings.collate and not all(map(_begins_like, split, parts)):
+                    self.findings.collate = (
+                        "the collate function changes a sample's values depending on the rest of its batch"
+                    )
+                halves = [self._measure(run, run.place(part)) for part in parts]
+            if _is_mean(whole, halves):
+                return
+            if any(is_batch_norm(layer) and layer.training for layer in run.unwrapped_model.modules()):
+                names = [name for name, layer in run.unwrapped_model.named_modules() if is_batch_norm(layer)]
+                for layer in run.unwrapped_model.modules():
+                    if is_batch_norm(layer):
+                        layer.eval()
+                whole, *both = (self._measure(run, part) for part in (batch, *split))
+                self.findings.batch_norm = f"{len(names)} batch norm layer(s), first {names[0]}"
+                if _is_mean(whole, both):
+                    return
+                halves = by_rows = both
+            self._explain_halves(split, whole, by_rows, halves)
+
+    def on_before_validation_step(self, batch: Any) -> None:
+        if self._is_evaluation_tried or num_processes() > 1:
+            return
+        self._is_evaluation_tried = True
+        run = self.trainer.run
+        size = find_batch_size(batch, None) or 0
+        if size < 2:
+            return
+        parts = (batch, rows(batch, size, [0]), rows(batch, size, range(1, size)))
+        with without_trace(run.unwrapped_model), torch.no_grad():
+            key = next(iter(run.val_loaders))  # the first set is evaluated first
+            outputs = []
+            for part in parts:
+                seed_step("evaluation", 0)
+                with SameForAllSamples("evaluation", 0):
+                    outputs.append(run.validation_step(key, part))
+        values = [one if isinstance(one, Mapping) else {"loss": one} for one in outputs]
+        weights = [float(one["weight"]) if "weight" in one else None for one in values]
+        own = (1.0, size - 1.0) if weights[1] is None else (weights[1], weights[2] or 0.0)
+        for name, value in values[0].items():
+            if name == "weight" or not isinstance(value, torch.Tensor | float) or torch.as_tensor(value).numel() != 1:
+                continue
+            one, first, second = (float(each[name]) for each in values)
+            if abs(one - (own[0] * first + own[1] * second) / sum(own)) <= _SAME * max(abs(one), _SAME):
+                continue
+            share = (one - second) / (first - second) if first != second else math.nan
+            named = _name_weight(share, parts[1], parts[2])
+            self.findings.evaluation[name] = f"it is a mean over {named}" if named else "it is not a mean over samples"
+
+    def _measure(self, run: Any, batch: Any) -> _Measured:
+        """Return loss, weight and gradients of a batch, with the weights and random numbers of this step."""
+        model = run.unwrapped_model
+        for weight in model.parameters():
+            weight.grad = None
+        seed_step("step", self.state.global_step)
+        with SameForAllSamples("step", self.state.global_step):
+            outputs = run.features.call_training_step(run.training_step, batch, read=batch)
+            output = read_training_output(outputs)
+            given = output.weight
+            if given is None and run.features.weigh:
+                given = run.features.find_weight(output.loss, is_given=False)
+            if given is None:
+                own = run.module.get_batch_size(batch) if run.counts_own_samples else None
+                given = own if own is not None else find_batch_size(batch, None)
+            torch.autograd.backward(output.loss)
+        gradients = [
+            weight.grad.detach().to_dense().double().flatten()
+            for weight in model.parameters()
+            if weight.grad is not None
+        ]
+        return _Measured(
+            float(output.loss.detach()), float(given or 0), torch.cat(gradients), output.weight is not None
+        )
+
+    def _explain_halves(
+        self, split: tuple[Any, Any], whole: _Measured, by_rows: list[_Measured], halves: list[_Measured]
+    ) -> None:
+        if halves is not by_rows and _is_mean(whole, by_rows):
+            self.findings.padding = "a sample's loss changes with the padding of its batch"
+            return
+        first, second = by_rows
+        difference = first.gradients - second.gradients
+        if not _differ(whole.gradients, first.gradients + second.gradients):
+            self.findings.weight = "the loss is a sum over samples, not a mean"
+            return
+        square = float(difference @ difference)
+        share = float((whole.gradients - second.gradients) @ difference) / square if square else math.nan
+        fits = not _differ(whole.gradients, second.gradients + share * difference)
+        if fits and 0 < share < 1:
+            named = _name_weight(share, *split)
+            says = "a weight that the step returns" if whole.is_given else "the number of samples"
+            self.findings.weight = (
+                f"the loss is a mean over {named or 'something else'}, and its weight in a step is {says}"
+            )
+        else:
+            self.findings.compares = "the gradient of a batch is not the mean of the gradients of its parts"
+
+    def _compare_processes(self, run: Any, data: Any, collate: Any, indices: list[int]) -> None:
+        """Give all processes the same samples, and compare what they read and compute."""
+        if not indices:
+            return
+        samples = [data[index] for index in indices]
+        if len(set(gather_objects(digest(samples)))) > 1:
+            self.findings.data_on_processes = "processes read different samples at the same index"
+            return
+        if self.module.uses_manual_optimization:
+            return
+        seed_step("collate", self.state.global_step)
+        batch = run.place(collate(samples))
+        with without_trace(run.unwrapped_model), run.engine.unreduced():
+            measured = self._measure(run, batch)
+        every = gather_objects((measured.loss, measured.weight, measured.gradients))
+        for rank, (loss, weight, gradients) in enumerate(every):
+            if loss != every[0][0] or weight != every[0][1] or _differ(every[0][2], gradients):
+                got = f"process 0 has a loss of {every[0][0]:.6g} for a batch, process {rank} {loss:.6g}"
+                self.findings.on_processes = got if loss != every[0][0] else "the gradients of the same batch differ"
+
+
+@dataclass(frozen=True)
+class _Measured:
+    loss: float
+    weight: float
+    gradients: torch.Tensor
+    is_given: bool
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return True
+    size = max(float(one.norm()), float(other.norm()))
+    return not float((one - other).norm()) <= _SAME * size
+
+
+def _is_mean(whole: _Measured, parts: list[_Measured]) -> bool:
+    """Return whether the gradient of a batch is the mean of those of its parts, by the weights that count."""
+    total = sum(part.weight for part in parts)
+    if not total or len({part.gradients.shape for part in (whole, *parts)}) > 1:
+        return False
+    mean = sum((part.weight / total * part.gradients for part in parts), torch.zeros_like(whole.gradients))
+    return not _differ(whole.gradients, mean)
+
+
+def _read_twice(data: Any, indices: list[int]) -> str:
+    for index in indices:
+        before = digest_attributes(data)
+        first = digest(data[index])
+        middle = digest_attributes(data)
+        if digest(data[index]) != first:
+            changed = changed_attributes(before, middle)
+            names = ", ".join(f"self.{name}" for name in changed)
+            return _READING_MODIFIES + names if names else "no visible attribute changes"
+    return ""
+
+
+def _tensors(value: Any, name: str = "the batch") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"`{key}`")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"batch[{index}]")
+
+
+def _begins_like(longer: Any, shorter: Any) -> bool:
+    """Return whether tensors of a batch begin like those of another one, which may have more padding."""
+    for (_, one), (_, other) in zip(_tensors(longer), _tensors(shorter), strict=False):
+        if one.ndim != other.ndim or one.dtype != other.dtype or not one.ndim:
+            continue
+        common = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
+        if not torch.equal(one[common], other[common].to(one.device)):
+            return False
+    return True
+
+
+def _name_weight(share: float, first: Any, second: Any) -> str:
+    """Return what a loss is a mean over, if the first part has this share of it."""
+    for (name, one), (_, other) in zip(_tensors(first), _tensors(second), strict=False):
+        counts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            f"the entries of {name} that are not -100": lambda t: (t != -100).sum(),
+            f"the entries of {name} that are not -100, without the first of each row": lambda t: (
+                t[:, 1:] != -100
+            ).sum(),
+            f"the entries of {name} that are not 0": lambda t: (t != 0).sum(),
+            f"the sum of {name}": lambda t: t.double().sum(),
+            f"the entries of {name}": lambda t: torch.tensor(t.numel()),
+        }
+        for what, count in counts.items():
+            if "without" in what and one.ndim < 2:
+                continue
+            mine, theirs = float(count(one)), float(count(other))
+            rows = len(one) / max(1, len(one) + len(other)) if one.ndim else math.nan
+            if mine + theirs > 0 and abs(mine / (mine + theirs) - share) < 1e-3 and abs(rows - share) > 1e-3:
+                return what
+    return ""

@@ -257,17 +257,13 @@ def _find_data(subject: Subject) -> tuple[Any, Any]:
         for name, arguments in (("prepare_data", ()), ("setup", ("fit",))):
             getattr(maker, name, lambda *_: None)(*arguments)
         train = maker.train_dataloader()
-        val = maker.val_dataloader() if defines_method(maker, "val_dataloader") else None
+        loader = getattr(maker, "val_dataloader", None)
+        is_own = not getattr(loader, "__qualname__", "").startswith("DataHooks.")  # that of Lightning's class raises
+        val = loader() if loader is not None and is_own else None
     train = find_train_data(module, train, subject.trainer.hps)
     takes_data = bool(inspect.signature(module.get_validation_dataloader).parameters)
     own = module.get_validation_dataloader(val) if takes_data else module.get_validation_dataloader()
     return train, val if own is None else own
-
-
-def defines_method(owner: Any, name: str) -> bool:
-    """Return whether an object has a method that is not that of Lightning's base class, which raises."""
-    method = getattr(owner, name, None)
-    return method is not None and not getattr(method, "__qualname__", "").startswith("DataHooks.")
 
 
 _LEFT_OUT = (

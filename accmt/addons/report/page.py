@@ -257,9 +257,14 @@ def _write_section(name: str, charts: Sequence[Chart]) -> str:
 def _write_evaluations(run: RunRecord) -> str:
     names = list(dict.fromkeys(name for _, values in run.evaluations for name in values))
     shown = run.evaluations[-MOST_EVALUATIONS:]
-    rows = [
-        [f"{step:,}", *(_write_result(run, step, name, values.get(name)) for name in names)] for step, values in shown
-    ]
+    rows, best = [], run.best
+    for step, values in shown:
+        cells = [f"{step:,}"]
+        for name in names:
+            text = f"{values[name]:.5g}" if name in values else ""
+            is_best = name in values and best.get(name) == (step, values[name])
+            cells.append(f"<b>{text}</b>" if is_best else text)
+        rows.append(cells)
     more = f" (the last {len(shown)} of {len(run.evaluations)})" if len(shown) < len(run.evaluations) else ""
     return f"<h3>{escape(run.name)}{more}</h3>" + _write_table(["step", *map(escape, names)], rows)
 
@@ -268,12 +273,6 @@ def _write_goodput(runs: Sequence[RunRecord]) -> str:
     of_runs = {run.name: run.goodput.describe(run.goodput.price_per_hour) for run in runs if run.goodput is not None}
     tables = "".join(f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in of_runs.items())
     return f'<section id="Goodput"><h2>Goodput</h2>{tables}</section>' if tables else ""
-
-
-def _write_result(run: RunRecord, step: int, name: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"<b>{value:.5g}</b>" if (step, value) == run.best.get(name) else f"{value:.5g}"
 
 
 def _write_config(runs: Sequence[RunRecord]) -> str:

@@ -275,12 +275,12 @@ class SweepStudy:
                     return True
         return False
 
-    def end_paused(self) -> bool:
-        """Prune the trials that stay paused, as nothing will let them continue; return whether there were any."""
-        paused = [(trial, outcome) for trial in self.trials() if (outcome := self.paused(trial)) is not None]
-        for trial, outcome in paused:
-            self.finish(trial.number, {**outcome, "state": "pruned"})
-        return bool(paused)
+    def end_paused(self) -> None:
+        """Prune the trials that stay paused, as nothing will let them continue."""
+        for trial in self.trials():
+            outcome = self.paused(trial)
+            if outcome is not None:
+                self.finish(trial.number, {**outcome, "state": "pruned"})
 
     def evolve(self, prepare: Callable[[int], None], fork: Callable[[int, int], None]) -> bool:
         """Replace the worst members of a population by forks of the best, once all have paused; return whether it did.

@@ -151,6 +151,13 @@ def trial_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     options = changed["tracker_options"]
     options = {} if options is None else dict(options) if isinstance(options, Mapping) else options.to_dict()
     config = {**(options.get("config") or {}), "sweep": plan.sweep, "trial": plan.number}
+    tracker_kwargs = dict(changed["tracker_kwargs"])
+    for spec in find_specs(changed["log_with"]):  # one group for the sweep in W&B, and a tag in MLflow
+        given = {**spec.init_kwargs, **tracker_kwargs.get(spec.name, {})}
+        if spec.name == "wandb":
+            tracker_kwargs["wandb"] = {"group": plan.sweep, **given}
+        elif spec.name == "mlflow":
+            tracker_kwargs["mlflow"] = {**given, "tags": {"sweep": plan.sweep, **(given.get("tags") or {})}}
     changed.update(
         track_name=changed["track_name"] or Path(model_path).name,
         model_path=f"{model_path}/{plan.title}" if "://" in model_path else plan.folder / "model",
@@ -160,25 +167,13 @@ def trial_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         logging_dir=logging_dir if "://" in logging_dir else plan.sweep_folder / "logs",
         seed=plan.seed if changed["seed"] is None else changed["seed"],
         tracker_options={**options, "config": config},
-        tracker_kwargs=_group_runs(changed, plan),
+        tracker_kwargs=tracker_kwargs,
         callbacks=[
             *(own if isinstance(own, list | tuple) else [] if own is None else [own]),
             *([TrialReports(plan)] if is_trial else []),
         ],
     )
     return changed
-
-
-def _group_runs(arguments: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the keywords of trackers with one group for the sweep in W&B, and a tag in MLflow."""
-    kwargs = dict(arguments["tracker_kwargs"])
-    for spec in find_specs(arguments["log_with"]):
-        own = {**spec.init_kwargs, **kwargs.get(spec.name, {})}
-        if spec.name == "wandb":
-            kwargs["wandb"] = {"group": plan.sweep, **own}
-        elif spec.name == "mlflow":
-            kwargs["mlflow"] = {**own, "tags": {"sweep": plan.sweep, **(own.get("tags") or {})}}
-    return kwargs
 
 
 def _set_in(value: Any, keys: list[str], new: Any) -> Any:
