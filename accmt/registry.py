@@ -88,7 +88,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     },
     HPS_SECTIONS: {
         "evaluation": "accmt.addons.generation:read_evaluation_section",
-        "model": "accmt.addons.model_section:read_model_section",
+        "model": "accmt.addons.model_from_hps:read_model_section",
         "sft": "accmt.addons.sft.section:read_sft_section",
         "prefer": "accmt.addons.prefer.section:read_prefer_section",
         "data": "accmt.addons.mix.section:read_data_section",

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accmt import AcceleratorModule, Trainer
 from accmt.addons.flight_recorder.samples import WatchedMaker
-from accmt.addons.mix.interleaving import Interleaving, Stretch, whole_parts
+from accmt.addons.mix.order import Interleaving, Stretch, whole_parts
 from accmt.addons.mix.section import read_data_section
 from accmt.addons.mix.sources import Mixture
 from accmt.data import ByCount, Shard, SourceOptions, build_source

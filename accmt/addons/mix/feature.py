@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accmt.addons.mix.interleaving import Array
+from accmt.addons.mix.order import Array
 from accmt.addons.mix.sources import MixedStream, Mixture
 from accmt.data import MicroBatch
 from accmt.errors import ModuleContractError, explain

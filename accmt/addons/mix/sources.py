@@ -13,8 +13,17 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader
 
-from accmt.addons.mix.interleaving import Array, Interleaving, Stretch, whole_parts
-from accmt.addons.mix.order import EpochCut, MixOrder, Stage, files_of, methods_of
+from accmt.addons.mix.order import (
+    Array,
+    EpochCut,
+    Interleaving,
+    MixOrder,
+    Stage,
+    Stretch,
+    files_of,
+    methods_of,
+    whole_parts,
+)
 from accmt.addons.mix.section import MixSection
 from accmt.data import is_stream
 from accmt.data.fetching import only_holds
