@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -78,29 +79,23 @@ class _SetPrediction(SetPass):
         """Return the predictions to keep."""
         if not self._keeps:
             return None
-        _require_one_each(self._run, micro_batch, batch, _count_predictions("predictions", output))
+        run, count = self._run, _count_predictions("predictions", output)
+        if micro_batch.places is not None and count != len(micro_batch.places):
+            got = f"{count} predictions for {len(micro_batch.places)} samples, which max_tokens has grouped by length"
+            _reject(got, "return one per sample, so that the order of the data can be restored; or remove max_tokens")
+        said = run.module.get_batch_size(batch) if run.counts_own_samples else None
+        with suppress(DataError):  # the number of samples in the batch is unknown
+            held = find_batch_size(batch, micro_batch.own_samples)
+            numbers = {number for number in (micro_batch.own_samples, held, said) if number is not None}
+            if numbers and count not in numbers:
+                got = f"{count} predictions for a batch of {' or '.join(map(str, sorted(numbers)))} samples"
+                _reject(got, _KEEP_SAMPLES)
         return micro_batch.places or micro_batch.index, output
 
     def after_batch(self, taken: _Placed | None) -> None:
         """Keep predictions on the CPU: as normal tensors, since this is outside of inference mode."""
         if taken is not None:
             self.kept.append((taken[0], to_cpu(taken[1])))
-
-
-def _require_one_each(run: EvaluationRun, micro_batch: MicroBatch, batch: Any, count: int) -> None:
-    """Check that the number of predictions is that of the samples in the batch, or of the collated samples."""
-    try:
-        held = find_batch_size(batch, micro_batch.own_samples)
-    except DataError:  # unknown
-        return
-    said = run.module.get_batch_size(batch) if run.counts_own_samples else None
-    numbers = {number for number in (micro_batch.own_samples, held, said) if number is not None}
-    if micro_batch.places is not None and count != len(micro_batch.places):
-        got = f"{count} predictions for {len(micro_batch.places)} samples, which max_tokens has grouped by length"
-        _reject(got, "return one per sample, so that the order of the data can be restored; or remove max_tokens")
-    if numbers and count not in numbers:
-        got = f"{count} predictions for a batch of {' or '.join(map(str, sorted(numbers)))} samples"
-        _reject(got, _KEEP_SAMPLES)
 
 
 def _count_predictions(what: str, output: Any) -> int:

@@ -121,7 +121,12 @@ def _explain_consequence(watch: Watch, error: BaseException) -> BaseException:
 
 def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
     """Save the last step snapshot if a handler requests it; errors here do not hide the original one."""
-    if not _is_handled(run, error):
+    handlers = run.settings.handling.kinds
+    if isinstance(error, KeyboardInterrupt | Preempted):
+        is_handled = run.settings.checkpoints.every is not None or Handler.KEYBOARD in handlers
+    else:
+        is_handled = bool(handlers & _kinds_of(run.watch, error))
+    if run.interruption.left_at_once or not is_handled:
         return
     if not run.snapshot.can_be_saved:
         warn(
@@ -145,15 +150,6 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
                 run.checkpoints.save_snapshot(run, is_alone=True)
     except Exception as own:  # noqa: BLE001 - the error that ends the run has priority
         warn(f"could not write the emergency checkpoint, the newest one is kept: {own}")
-
-
-def _is_handled(run: Run, error: BaseException) -> bool:
-    if run.interruption.left_at_once:
-        return False
-    handlers = run.settings.handling.kinds
-    if isinstance(error, KeyboardInterrupt | Preempted):
-        return run.settings.checkpoints.every is not None or Handler.KEYBOARD in handlers
-    return bool(handlers & _kinds_of(run.watch, error))
 
 
 def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:

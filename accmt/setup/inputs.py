@@ -65,12 +65,24 @@ def check_inputs(
     if settings.saving.model_saving is not None or trainer.registered_savings:
         require_writable_folder(settings.model_folder, "model_path")
     metrics = metrics_of_sets(settings.evaluation.metrics, list(val_sets) or [""])
+    saving, sets, got = settings.saving, list(val_sets), "no validation data"
+    rule = saving.rule if sets else without_validation(saving.rule)
+    if rule != saving.rule:
+        say_once(f"{got}: models are saved by best_train_loss")
+    selection = _selection_of(settings, rule, metrics, trainer.registered_savings, sets=sets)
+    if selection.needs_validation and not sets:
+        do = "pass validation data to fit, or model_saving='best_train_loss'"
+        raise ArgumentError(explain(f"Trainer(model_saving={rule!r})", got, "validation data", do))
+    patience = _patience_of(settings, rule, metrics, sets=sets)
+    if patience is not None and patience.needs_validation and not sets:
+        do = "pass validation data to fit, or patience={'train_loss': 3}"
+        raise ArgumentError(explain(f"Trainer(patience={saving.patience!r})", got, "validation data", do))
     return Inputs(
         train_data=train,
         val_data=val_sets,
         metrics=metrics,
-        selection=_build_selection(settings, metrics, list(val_sets), trainer.registered_savings),
-        patience=_build_patience(settings, metrics, list(val_sets)),
+        selection=selection,
+        patience=patience,
         tracking=trainer.chosen_tracking or _build_tracking(settings, resumed),
     )
 
@@ -185,33 +197,6 @@ def _selection_of(
 def _patience_of(settings: Settings, rule: Any, metrics: _Metrics, *, sets: Sequence[str] | None) -> Patience | None:
     patience = settings.saving.patience_evaluations
     return None if patience is None else Patience(patience, rule, _directions(settings, metrics, sets), sets=sets)
-
-
-def _rule(settings: Settings, sets: Sequence[str]) -> Any:
-    rule = settings.saving.rule
-    return rule if sets else without_validation(rule)
-
-
-def _build_selection(
-    settings: Settings, metrics: _Metrics, sets: Sequence[str], registered: Sequence[RegisteredSaving]
-) -> Selection:
-    rule = _rule(settings, sets)
-    if rule != settings.saving.rule:
-        say_once("no validation data: models are saved by best_train_loss")
-    selection = _selection_of(settings, rule, metrics, registered, sets=sets)
-    if selection.needs_validation and not sets:
-        do = "pass validation data to fit, or model_saving='best_train_loss'"
-        raise ArgumentError(explain(f"Trainer(model_saving={rule!r})", "no validation data", "validation data", do))
-    return selection
-
-
-def _build_patience(settings: Settings, metrics: _Metrics, sets: Sequence[str]) -> Patience | None:
-    patience = _patience_of(settings, _rule(settings, sets), metrics, sets=sets)
-    if patience is not None and patience.needs_validation and not sets:
-        do = "pass validation data to fit, or patience={'train_loss': 3}"
-        got = "no validation data"
-        raise ArgumentError(explain(f"Trainer(patience={settings.saving.patience!r})", got, "validation data", do))
-    return patience
 
 
 def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
