@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import BatchEncoding
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
-from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport
-from accmt.addons.flight_recorder.samples import rows
+from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport, rows
 from tests.toys import Linear, logged, make_points, make_trainer
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accmt import AcceleratorModule, Trainer
-from accmt.addons.flight_recorder.samples import WatchedMaker
+from accmt.addons.flight_recorder.examiner import WatchedMaker
 from accmt.addons.mix.order import Interleaving, Stretch, whole_parts
 from accmt.addons.mix.section import read_data_section
 from accmt.addons.mix.sources import Mixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accmt.addons.flight_recorder.samples import rows
+from accmt.addons.flight_recorder.examiner import rows
 from accmt.addons.prove.launches import Launch, Outcome
 from accmt.addons.prove.randomness import SameForAllSamples, seed_step
 from accmt.callbacks import Callback
