@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from accmt.addons.model_from_hps import build_from_hps
     from accmt.errors import ArgumentError, explain
     from accmt.huggingface import build_empty
+    from accmt.messages import align
     from accmt.optimization import build_optimizer
     from accmt.options import HyperParameters
     from accmt.options.command_line import HPS_FLAGS
@@ -52,9 +53,8 @@ def run(options: argparse.Namespace) -> int:
     optimizer = build_optimizer(hps, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     rows = [_row(group, number, optimizer, names) for number, group in enumerate(optimizer.param_groups)]
-    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
-    for number, row in enumerate([_HEAD, *rows]):
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for number, line in enumerate(align([_HEAD, *rows])):
+        print(line)
         for parameter in optimizer.param_groups[number - 1]["params"] if options.names and number else ():
             print(f"    {names[parameter]}")
     return 0

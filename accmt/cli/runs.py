@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.report import read_run
+    from accmt.messages import align
 
     folder = options.folder
     places = [place for place in find_run_folders(folder) if (place / HISTORY_FILE).stat().st_size]
@@ -37,9 +38,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(explain(f"accmt runs {folder}", got, "a folder with runs: <track_name>/<run_name>", do))
     runs = sorted(map(read_run, places), key=lambda one: one.began)
     rows = list(_draw_tree(runs, folder)) if options.tree else [_describe(one, _name(one, folder)) for one in runs]
-    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
-    for row in (_HEAD, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(*align([_HEAD, *rows]), sep="\n")
     return 0
 
 

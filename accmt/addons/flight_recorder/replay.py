@@ -28,6 +28,7 @@ from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, explain
 from accmt.files import current_folder, dumps
+from accmt.messages import align
 from accmt.recovery.restart import Restart
 from accmt.registry import FIT_VARIABLE
 
@@ -90,14 +91,14 @@ class Replay:
                 for one in step.samples[:top]
             ]
             if rows:
-                lines += _align([("sample", "loss", "gradient", "tokens", f"of {len(step.samples)} samples"), *rows])
+                lines += _indent([("sample", "loss", "gradient", "tokens", f"of {len(step.samples)} samples"), *rows])
             if step.why_not_split:
                 lines.append(f"  samples cannot be separated: {step.why_not_split}")
             layers = [(name, f"{norm:.4g}") for name, norm in step.layers[:top]]
-            lines += _align([("layer", "gradient"), *layers]) if layers else []
+            lines += _indent([("layer", "gradient"), *layers]) if layers else []
         if self.curve:
             without = ", ".join(map(str, self.without))
-            lines += ["", *_align([("step", "recorded loss", f"without {without}"), *map(_format, self.curve)])]
+            lines += ["", *_indent([("step", "recorded loss", f"without {without}"), *map(_format, self.curve)])]
         return "\n".join(lines)
 
 
@@ -111,11 +112,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}..."
 
 
-def _align(rows: list[Any]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+def _indent(rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"  {line}" for line in align(rows)]
 
 
 def replay(

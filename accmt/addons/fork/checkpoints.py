@@ -69,7 +69,8 @@ def fork_checkpoint(source: Path, folder: Path, *, run_name: str) -> Path:
         if fault is not None:
             raise _damaged(source, fault)
         state = staged / STATE_FILE
-        content: dict[str, Any] = json.loads(state.read_text(encoding="utf-8"))  # not decoded: digit by digit as it is
+        # By `json`, not by our `loads`: everything else stays as it is, digit by digit.
+        content: dict[str, Any] = json.loads(state.read_text(encoding="utf-8"))
         others = content["others"]
         others["run_name"], others["run_id"] = run_name, secrets.token_hex(8)
         others["parts"].pop("tracking", None)  # a new run in all trackers

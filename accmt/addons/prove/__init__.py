@@ -211,7 +211,7 @@ class _Comparison:
                 return rows, find.find_random(outcome, self._reference, self._experiment(1))
         for launch, outcome, row in differing:
             say(f"prove: looking for what differs in: {launch.name}")
-            causes += [one for one in self._explain(launch, outcome, row, causes) if one not in causes]
+            causes += [one for one in self._explain(launch, outcome, row) if one not in causes]
         return rows, causes
 
     def _compare(self, launch: Launch, outcome: Outcome) -> Row:
@@ -239,7 +239,7 @@ class _Comparison:
             first = f"the {what} of {found[1]} at step {found[0]}"
         return Row(launch.name, max(outcome.gradient, min(outcome.weight, 1e9)), value, first)
 
-    def _explain(self, launch: Launch, outcome: Outcome, row: Row, known: list[Cause]) -> list[Cause]:
+    def _explain(self, launch: Launch, outcome: Outcome, row: Row) -> list[Cause]:
         if row.error:
             return [_cause_of_error(outcome)]
         reference = self._reference

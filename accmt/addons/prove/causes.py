@@ -454,7 +454,7 @@ def _name_weight(share: float, first: Any, second: Any) -> str:
             if "without" in what and one.ndim < 2:
                 continue
             mine, theirs = float(count(one)), float(count(other))
-            rows = len(one) / max(1, len(one) + len(other)) if one.ndim else math.nan
-            if mine + theirs > 0 and abs(mine / (mine + theirs) - share) < 1e-3 and abs(rows - share) > 1e-3:
+            of_rows = len(one) / max(1, len(one) + len(other)) if one.ndim else math.nan
+            if mine + theirs > 0 and abs(mine / (mine + theirs) - share) < 1e-3 and abs(of_rows - share) > 1e-3:
                 return what
     return ""

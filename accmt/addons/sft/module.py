@@ -35,6 +35,7 @@ from accmt.data.token_budget import DocumentPacker
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.huggingface.losses import weigh_tokens
 from accmt.huggingface.model_kinds import begins_with_prompt
+from accmt.messages import align
 from accmt.module import HuggingFaceModule
 
 if TYPE_CHECKING:
@@ -301,7 +302,5 @@ def _table(rows: Mapping[str, TokenizedRows], used: list[int]) -> Iterator[str]:
         )
         kinds = Counter(kind for _, row in read for kind in {problem.kind for problem in row.problems})
         problems += [f"{name or 'all'}: {count} of {len(read)} rows {kind}" for kind, count in kinds.items()]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    yield from align(table)
     yield from problems

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.addons.sweep.spec import SweepSpec
 from accmt.errors import MissingPackageError, explain
-from accmt.messages import say, speaking
+from accmt.messages import align, say, speaking
 
 if TYPE_CHECKING:
     import optuna
@@ -105,9 +105,7 @@ def _write_rows(result: SweepResult, top: int) -> list[str]:
     has_forks = any(one.parent is not None for one in result.trials)
     rows = [["trial", "state", *names, "step", *keys, *(["fork of"] if has_forks else [])]]
     rows += [_row(one, names, keys) + ([format_value(one.parent)] if has_forks else []) for one in shown[:top]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, *([f"... and {len(shown) - top} more"] if len(shown) > top else [])]
+    return [*align(rows), *([f"... and {len(shown) - top} more"] if len(shown) > top else [])]
 
 
 def _row(one: TrialResult, names: Sequence[str], keys: Sequence[str]) -> list[str]:

@@ -261,7 +261,7 @@ class Sweep:
         with claims.suggesting():
             # First: while others decide below, another worker's trial may pause.
             are_waiting = all(trial.state.is_finished() or study.paused(trial) is not None for trial in study.trials())
-            if study.promote():
+            if study.promote():  # and another worker may take the promoted trial
                 waiting = (trial.number for trial in study.trials() if study.has_to_run(trial))
                 return next((number for number in waiting if number not in self._running and claims.take(number)), None)
             if not self._has_budget(study):
