@@ -29,8 +29,7 @@ from accmt.huggingface.pretrained import (
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
 from accmt.options.checks import is_empty, is_off
-from accmt.options.grouping import read_patterns
-from accmt.options.optimizer_and_scheduler_arguments import annotation_of, fits_as_written
+from accmt.options.optimizer_and_scheduler_arguments import annotation_of, fits_as_written, read_patterns
 from accmt.options.yaml_reader import Fault, KeyPath, describe, names_like, suggest
 from accmt.saving.weights import ADAPTER_CONFIG
 
@@ -132,17 +131,13 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     for name in _TEXTS:
         if name in values and not isinstance(values[name], str):
             found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
-    if isinstance(dtype := values.get("dtype"), str):
-        import torch
-
-        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            short = dtype.removeprefix("torch.")
-            if short in _DTYPES:
-                do = f"write `dtype: {_DTYPES[short]}`"
-            else:
-                do = suggest(short, _DTYPES.values(), f"write `{_EXAMPLES['dtype']}`")
-            expected = "auto, or a torch dtype: bfloat16, float16, float32"
-            found.append(Fault(("model", "dtype"), describe(dtype), expected, do))
+    dtype = values.get("dtype")
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        short = dtype.removeprefix("torch.")
+        do = suggest(short, _DTYPES.values(), f"write `{_EXAMPLES['dtype']}`")
+        do = f"write `dtype: {_DTYPES[short]}`" if short in _DTYPES else do
+        expected = "auto, or a torch dtype: bfloat16, float16, float32"
+        found.append(Fault(("model", "dtype"), describe(dtype), expected, do))
     if "gradient_checkpointing" in values:
         do = "write Trainer(gradient_checkpointing=True), or `accmt sft ... --gradient_checkpointing true`"
         place = ("model", "gradient_checkpointing")

@@ -17,8 +17,13 @@ from torch.optim import Optimizer
 from accmt.errors import ArgumentError, HyperParameterError, ModuleContractError, explain
 from accmt.messages import warn_once
 from accmt.options import HyperParameters
-from accmt.options.grouping import Group, Grouping
-from accmt.options.optimizer_and_scheduler_arguments import optimizer_arguments, parameters_of, read_grouping
+from accmt.options.optimizer_and_scheduler_arguments import (
+    Group,
+    Grouping,
+    optimizer_arguments,
+    parameters_of,
+    read_grouping,
+)
 from accmt.options.yaml_reader import Fault, KeyPath, names_like
 from accmt.sharded_tensors import by_mesh, make_whole, mesh_of
 

@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from accmt.errors import HyperParameterError, explain
-from accmt.options.grouping import GROUPING
 from accmt.options.hyperparameters import HyperParameters
-from accmt.options.optimizer_and_scheduler_arguments import optimizer_arguments, parameters_of
+from accmt.options.optimizer_and_scheduler_arguments import GROUPING, optimizer_arguments, parameters_of
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
 from accmt.options.yaml_reader import SECTIONS, Fault
 

@@ -5,8 +5,7 @@ import torch
 
 from accmt.errors import HyperParameterError
 from accmt.options import HyperParameters
-from accmt.options.grouping import Group, Grouping
-from accmt.options.optimizer_and_scheduler_arguments import read_grouping, trains_nothing
+from accmt.options.optimizer_and_scheduler_arguments import Group, Grouping, read_grouping, trains_nothing
 
 YAML = """\
 hps:
