@@ -45,35 +45,32 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
         UnknownArgumentError: A keyword is a hyper-parameter, an argument of another trainer, or misspelled; or there is
             no tracker.
     """
-    known = [*names, *_HPS]
-    found = [_find_mistake(name, extra, known, has_tracker=has_tracker) for name in extra]
-    mistakes = [mistake for mistake in found if mistake is not None]
+    known, mistakes = [*names, *_HPS], []
+    for name, value in extra.items():
+        where, expected = f"Trainer({name}=...)", "an argument of Trainer"
+        if name in _HPS:
+            do = f"put {name} into the hyper-parameters"
+            mistakes.append(explain(where, "a hyper-parameter", expected, do))
+        elif (do := addon("hint_for_replaced")(name, value)) is not None:
+            mistakes.append(explain(where, "replaced by another argument", expected, do))
+        elif (foreign := addon("hint_for_argument")(name, value, extra)) is not None:
+            owner, do = foreign
+            do += f"; to pass it to a tracker: mlflow={{{name!r}: ...}}" if has_tracker else ""
+            mistakes.append(explain(where, f"an argument of {owner}", expected, do))
+        else:
+            meant = nearest(name, known, cutoff=0.8 if has_tracker else 0.7)
+            if not has_tracker:
+                meant = meant or next((other for other in known if other.endswith(f"_{name}")), None)
+                expected += "; keywords for a tracker need log_with"
+            do = "remove it, or add a tracker: log_with=MLFlow"
+            if meant:
+                do = f"did you mean {meant}{', one of the hyper-parameters' if meant in _HPS else ''}?"
+            if meant or not has_tracker:  # else it is for the tracker
+                mistakes.append(explain(where, "an unknown argument", expected, do))
     if len(mistakes) > 1:
         mistakes.insert(0, f"{len(mistakes)} arguments that Trainer does not have")
     if mistakes:
         raise UnknownArgumentError("\n\n".join(mistakes))
-
-
-def _find_mistake(name: str, extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> str | None:
-    where, expected = f"Trainer({name}=...)", "an argument of Trainer"
-    if name in _HPS:
-        return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters")
-    if (do := addon("hint_for_replaced")(name, extra[name])) is not None:
-        return explain(where, "replaced by another argument", expected, do)
-    if (foreign := addon("hint_for_argument")(name, extra[name], extra)) is not None:
-        owner, do = foreign
-        do += f"; to pass it to a tracker: mlflow={{{name!r}: ...}}" if has_tracker else ""
-        return explain(where, f"an argument of {owner}", expected, do)
-    meant = nearest(name, names, cutoff=0.8 if has_tracker else 0.7)
-    if not has_tracker and not meant:
-        meant = next((known for known in names if known.endswith(f"_{name}")), None)
-    if has_tracker and not meant:
-        return None
-    do = "remove it, or add a tracker: log_with=MLFlow"
-    if meant:
-        do = f"did you mean {meant}{', one of the hyper-parameters' if meant in _HPS else ''}?"
-    expected += "" if has_tracker else "; keywords for a tracker need log_with"
-    return explain(where, "an unknown argument", expected, do)
 
 
 @dataclass(frozen=True, kw_only=True)

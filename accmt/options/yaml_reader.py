@@ -277,27 +277,14 @@ class _NodeReader:
 
         self.lines.setdefault(path, _line(node))
         self._count(node)
-        if isinstance(node, yaml.MappingNode):
-            return self._read_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self._read(item, (*path, index)) for index, item in enumerate(node.value)]
-        number = number_in(node.value)
-        try:
-            return self._loader.construct_object(node) if number is None else number
-        except ValueError as error:  # an invalid date, or a number with thousands of digits
-            raise _fault(node, str(error), "correct this value, or quote it to keep it as a string") from None
-
-    def _count(self, node: yaml.Node) -> None:
-        """Reject nested aliases that would grow without bound: a few hundred bytes could fill the memory."""
-        if id(node) in self._seen:
-            self._num_repeated += 1
-        self._seen.add(id(node))
-        if self._num_repeated > _MAX_REPEATED:
-            raise _fault(node, f"aliases that repeat more than {_MAX_REPEATED:,} values", "use fewer aliases (*name)")
-
-    def _read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        import yaml
-
+        if not isinstance(node, yaml.MappingNode):
+            number = number_in(node.value)
+            try:
+                return self._loader.construct_object(node) if number is None else number
+            except ValueError as error:  # an invalid date, or a number with thousands of digits
+                raise _fault(node, str(error), "correct this value, or quote it to keep it as a string") from None
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _fault(key_node, "a key that is a list or a mapping", "write each key as a single word")
@@ -317,6 +304,14 @@ class _NodeReader:
             self.lines[(*path, key)] = _line(key_node)
             values[key] = self._read(value_node, (*path, key))
         return values
+
+    def _count(self, node: yaml.Node) -> None:
+        """Reject nested aliases that would grow without bound: a few hundred bytes could fill the memory."""
+        if id(node) in self._seen:
+            self._num_repeated += 1
+        self._seen.add(id(node))
+        if self._num_repeated > _MAX_REPEATED:
+            raise _fault(node, f"aliases that repeat more than {_MAX_REPEATED:,} values", "use fewer aliases (*name)")
 
 
 def _fault(node: yaml.Node, got: str, do: str) -> yaml.MarkedYAMLError:
