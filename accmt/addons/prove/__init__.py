@@ -23,13 +23,13 @@ from accmt.addons.prove.launches import (
     Launch,
     Outcome,
     Subject,
-    has_batch_norm,
     run_forked,
     run_launch,
     train_as,
 )
 from accmt.callbacks import build_callbacks
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import is_batch_norm
 from accmt.messages import say, speaking
 from accmt.processes import num_processes
 from accmt.setup.module_checks import require_module
@@ -168,14 +168,15 @@ def prove(
 
 
 def _uses_batch_norm(module: Any, folder: Path) -> bool:
-    if getattr(module, "model", None) is not None:
-        return has_batch_norm(module.model)
+    is_built = getattr(module, "model", None) is not None
 
-    def body() -> dict[str, Any]:
-        module.configure_model()
-        return {"found": has_batch_norm(module.model)}
+    def search() -> dict[str, Any]:
+        if not is_built:
+            module.configure_model()
+        return {"found": any(map(is_batch_norm, module.model.modules()))}
 
-    return bool(run_forked(1, body, folder).get("found"))  # the reference reports an error
+    found = search() if is_built else run_forked(1, search, folder)
+    return bool(found.get("found"))  # an error is reported by the reference
 
 
 class _Comparison:

@@ -339,11 +339,6 @@ def _arguments(subject: Subject, launch: Launch) -> dict[str, Any]:
     }
 
 
-def has_batch_norm(model: torch.nn.Module) -> bool:
-    """Return whether a layer uses the statistics of a batch."""
-    return any(map(is_batch_norm, model.modules()))
-
-
 class Observer(Callback):
     """Measures a launch; after each step it sets the weights of the reference, so that errors do not add up."""
 

@@ -95,9 +95,6 @@ class Objective:
     name: str
     maximizes: bool
 
-    def is_better(self, new: float, old: float) -> bool:
-        return new > old if self.maximizes else new < old
-
 
 @dataclass(frozen=True)
 class Halving:
