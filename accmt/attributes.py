@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import itertools
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -16,20 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from accmt.callbacks import Callback, MainProcessCallback, name_by_class
 from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.state_dicts import describe_kind, encode, find_kind, split_tensors
 from accmt.errors import CheckpointError, explain
-from accmt.libraries.private_names import buffers_of, children_of, count_writes, is_made_of_tensors
+from accmt.libraries.private_names import buffers_of, children_of, count_writes, is_made_of_tensors, is_saved
 from accmt.messages import warn_once
 from accmt.module import OF_RUN, AcceleratorModule
 from accmt.sharded_tensors import is_expanded, write_into
@@ -38,6 +39,14 @@ _LARGEST_HASHED = 1 << 22
 """Bytes of a tensor whose bits are all compared at each checkpoint."""
 _NUM_HASHED = 1 << 16
 """Entries that are compared of a larger one."""
+_LARGEST_ARRAY = 1 << 28
+"""Bytes of a NumPy array, whose writes are not counted, of which all bits are compared."""
+_MOST_SAMPLES = 100
+"""Of a collection in a dataset that are compared with all that they contain."""
+_LARGEST_OF_LAYER = 1 << 20
+"""Bytes of a tensor that a layer sets in training and that is still taken for a state."""
+
+T = TypeVar("T")
 
 
 def name_owners(module: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -48,6 +57,27 @@ def name_owners(module: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
     own = (one for one in callbacks if type(one).state_dict is Callback.state_dict)
     of_users = (one for one in own if not type(one).__module__.startswith("accmt."))
     return {"self": module} | name_by_class(one for one in of_users if not isinstance(one, MainProcessCallback))
+
+
+def find_datasets(data: Any) -> dict[str, Any]:
+    """Return the training dataset, and those within it, whose attributes are state: labels, weights, a difficulty.
+
+    Streams and datasets with a `state_dict` resume by themselves, and the tables of `datasets` do not change.
+    """
+    found, left = {}, [("train_data", data)]
+    while left:
+        path, one = left.pop()
+        inner = getattr(one, "dataset", None), *(getattr(one, "datasets", None) or ())
+        left += [(f"{path}.{number or 'dataset'}", part) for number, part in enumerate(inner) if part is not None]
+        is_left_out = isinstance(one, DataLoader | IterableDataset) or hasattr(one, "state_dict")
+        if hasattr(one, "__dict__") and not is_left_out and _has_state(one, ("torch", "torchvision", "torchaudio")):
+            found[path] = one
+    return found
+
+
+def _has_state(one: Any, libraries: tuple[str, ...]) -> bool:
+    kinds = [kind for kind in type(one).__mro__ if kind is not object]
+    return type(one).__module__.partition(".")[0] in libraries or any(map(is_user_class, kinds))
 
 
 class Captured(NamedTuple):
@@ -71,14 +101,24 @@ class Attributes:
 
     Args:
         owners: The objects by the names that they have in a checkpoint.
-        model: The model, whose parts are left out.
+        model: The model. Its weights and saved buffers are left out.
         device: The device of the run.
+        datasets: The datasets whose attributes are state, by name.
     """
 
-    def __init__(self, owners: Mapping[str, Any], model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, owners: Mapping[str, Any], model: nn.Module, device: torch.device, datasets: Mapping[str, Any]
+    ) -> None:
         self._owners = owners
+        self._model = model
         self._device = device
-        self._of_model = {id(part): part for part in (*model.modules(), *model.parameters(), *model.buffers())}
+        self._datasets = datasets
+        self._parts: dict[str, Any] = {}
+        self._begun_with: set[str] = set()
+        self._names: dict[str, tuple[int, list[str]]] = {}
+        self._set_by_reading: set[str] | None = None if datasets else set()
+        buffers = [one for layer in model.modules() for name, one in buffers_of(layer).items() if is_saved(layer, name)]
+        self._of_model = {id(part): part for part in (*model.modules(), *model.parameters(), *buffers)}
         self._tensors: dict[int, tuple[nn.Module, list[Tensor]]] = {}
         self._restored: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
@@ -90,10 +130,15 @@ class Attributes:
         They have been restored before, but hooks of the start may have set them again.
         """
         self._restore(is_last=True)
-        values = self._find()
+        values = {**self._find_numbers(), **self._find()}
         self._tensors = {id(one): (one, self._tensors_of(one)) for one in values.values() if isinstance(one, nn.Module)}
-        before = {name: (self._fingerprint(value), self._count_writes(value)) for name, value in values.items()}
-        self._digests = {name: found for name, value in values.items() if (found := self._digest(value)) is not None}
+        before = {
+            name: (self._fingerprint_of(name, value), self._count_writes(value)) for name, value in values.items()
+        }
+        self._begun_with = {name for name, value in values.items() if isinstance(value, Tensor)}
+        parts = {*self._parts, "self.model"}  # buffers are on another device if the run resumes there
+        digests = {n: self._digest(value) for n, value in values.items() if n.rpartition(".")[0] not in parts}
+        self._digests = {name: digest for name, digest in digests.items() if digest is not None}
         saved = {path: packed["value"] for path, packed in self._restored.items() if _is_digest(packed)}
         for name, digest in saved.items():
             if name in self._digests and self._digests[name] != digest:
@@ -129,10 +174,25 @@ class Attributes:
         self._restore(is_last=True)
         self._restored = {}
 
+    def noting_reads(self, windows: Iterator[T]) -> Iterator[T]:
+        """Leave out what reading the first window changes in a dataset, such as a cache, unless it is a number."""
+        if self._set_by_reading is not None:
+            return windows
+        before, first = self._fingerprints_of_data(), list(itertools.islice(windows, 1))
+        after = self._fingerprints_of_data()
+        self._set_by_reading = {name for name, value in after.items() if before.get(name) != value}
+        return itertools.chain(first, windows)
+
+    def _fingerprints_of_data(self) -> dict[str, object]:
+        values = self._find().items()
+        return {n: self._fingerprint_of(n, v) for n, v in values if self._is_of_data(n) and type(v) not in NUMBERS}
+
     def collect_all(self) -> dict[str, Any]:
         """Return all attributes that a checkpoint can contain, whether or not training has changed them."""
         state = {}
         for name, value in self._find().items():
+            if self._is_of_data(name):  # shared by the runs that are compared
+                continue
             with suppress(CheckpointError):
                 state[name] = pack(value, self._named_tensors)
         return state
@@ -142,18 +202,20 @@ class Attributes:
         if self._before is None:
             return self._restored
         state = {}
-        for name, value in values.items():
-            if name in self._before and self._fingerprint(value) == self._before[name][0]:
+        for name, value in {**self._find_numbers(), **values}.items():
+            if name in self._before and self._fingerprint_of(name, value) == self._before[name][0]:
                 if name in self._digests:
                     state[name] = {"kind": DIGEST, "value": self._digests[name]}
                 continue
-            if self._is_of_model(value):
+            if self._is_of_model(value) or (self._is_of_layer(name) and self._is_output(name, value)):
                 continue
             try:
                 state[name] = pack(value, self._named_tensors)
                 encode(split_tensors(state[name])[1])
             except CheckpointError:
                 state.pop(name, None)
+                if self._is_of_layer(name):  # a cache by device, for example
+                    continue
                 what = (
                     f"{name} has changed since training began, but a checkpoint cannot contain {describe_value(value)}"
                 )
@@ -182,7 +244,56 @@ class Attributes:
             for name, value in _attributes_of(one).items():
                 if name not in _LEFT_OUT and id(value) not in self._of_model and may_change(value):
                     found[f"{owner}.{name}"] = value
-        return found
+        for path, one in self._parts.items():
+            own, buffers = vars(one), buffers_of(one) if isinstance(one, nn.Module) else {}
+            size, names = self._names.get(path, (0, []))
+            if len(own) + len(buffers) != size:  # looked up again only if there are more: this is part of each step
+                unsaved = (name for name in buffers if not is_saved(one, name))
+                names = [*(name for name in own if name not in _OF_LAYERS), *unsaved]
+                self._names[path] = len(own) + len(buffers), names
+            for name in names:
+                value = own[name] if name in own else buffers.get(name)
+                if is_plain(value) and id(value) not in self._of_model:
+                    found[f"{path}.{name}"] = value
+        return (
+            {n: value for n, value in found.items() if n not in self._set_by_reading} if self._set_by_reading else found
+        )
+
+    def _find_numbers(self) -> dict[str, Any]:
+        """Return what hooks may change in torch's own layers, such as the rate of a dropout."""
+        return {
+            f"self.model.{path}.{name}".replace("..", "."): value
+            for path, layer in self._model.named_modules()
+            if type(layer).__module__.startswith("torch.")
+            for name, value in vars(layer).items()
+            if name not in _OF_LAYERS and type(value) in NUMBERS
+        }
+
+    def _find_parts(self) -> dict[str, Any]:
+        """Return the datasets, and the layers of the user's classes in the model and in attributes, by their names."""
+        held = {
+            f"{owner}.{name}": value
+            for owner, one in self._owners.items()
+            for name, value in _attributes_of(one).items()
+            if isinstance(value, nn.Module) and name not in _LEFT_OUT
+        }
+        layers = {
+            f"{path}.{name}".rstrip("."): layer
+            for path, module in {"self.model": self._model, **held}.items()
+            for name, layer in module.named_modules()
+            if _has_state(layer, ("torchmetrics",))
+        }
+        return {**layers, **self._datasets}
+
+    def _is_of_data(self, name: str) -> bool:
+        return name.rpartition(".")[0] in self._datasets
+
+    def _is_of_layer(self, name: str) -> bool:
+        return name.rpartition(".")[0] in self._parts and not self._is_of_data(name)
+
+    def _is_output(self, name: str, value: Any) -> bool:
+        """Return whether an attribute of a layer is what it has computed last, such as its attention."""
+        return isinstance(value, Tensor) and value.nbytes > _LARGEST_OF_LAYER and name not in self._begun_with
 
     def _is_of_model(self, value: Any) -> bool:
         """Return whether a value is a part of the model, or a collection of some, such as a list of its parameters."""
@@ -213,6 +324,13 @@ class Attributes:
         last = id(value[-1]) if isinstance(value, list | deque) and value else None
         return len(value), last, [self._count_writes(one) for one in few_items(value)]
 
+    def _fingerprint_of(self, name: str, value: Any) -> object:
+        """Return a value that changes with the attribute; of a dataset's many samples, without looking deep."""
+        if not self._is_of_data(name) or type(value) not in COLLECTIONS or len(value) <= _MOST_SAMPLES:
+            return self._fingerprint(value)
+        items = (*value, *value.values()) if isinstance(value, dict) else value
+        return len(value), hash(tuple(map(_shallow_hash, items)))
+
     def _fingerprint(self, value: Any, depth: int = 0) -> object:
         """Return a value that changes with the attribute."""
         if isinstance(value, nn.Module):
@@ -230,7 +348,8 @@ class Attributes:
                 return len(value), hash(tuple(map(id, items)))
         try:
             found, rest = split_tensors(pack(value, self._named_tensors))
-            return encode(rest), [checksum(tensor) for tensor in found.values()]
+            largest = _LARGEST_ARRAY if type(value) is np.ndarray else _LARGEST_HASHED
+            return encode(rest), [(_writes(tensor), _checksum(tensor, largest)) for tensor in found.values()]
         except CheckpointError:
             return describe_value(value), len(value) if type(value) in COLLECTIONS else None
 
@@ -244,14 +363,17 @@ class Attributes:
         return xxhash.xxh3_64_hexdigest(repr(sums).encode())
 
     def _restore(self, *, is_last: bool) -> None:
+        self._parts = self._find_parts()
+        layers = {f"self.model.{name}".rstrip("."): layer for name, layer in self._model.named_modules()}
+        owners = {**layers, **self._parts, **self._owners}
         written: dict[int, Any] = {
             memory_of(part): part for part in self._of_model.values() if isinstance(part, Tensor)
         }
         # A tensor that becomes an attribute is a copy, because steps before `begin` may write into it.
         state = self._restored if is_last else copy.deepcopy(self._restored)
         for path, packed in state.items():
-            owner, _, name = path.partition(".")
-            one = self._owners.get(owner)
+            owner, _, name = path.rpartition(".")
+            one = owners.get(owner)
             if one is None or _is_digest(packed):
                 continue
             now = _attributes_of(one).get(name)
@@ -276,7 +398,16 @@ class Attributes:
             write_into(tensor, value)
 
 
-_LEFT_OUT = frozenset({"model", "module", *OF_RUN, *vars(nn.Module())})
+_OF_LAYERS = frozenset(vars(nn.Module()))
+_LEFT_OUT = frozenset({"model", "module", *OF_RUN, *_OF_LAYERS})
+
+
+def _shallow_hash(sample: Any) -> int:
+    try:
+        values = sample.values() if isinstance(sample, dict) else sample
+        return hash(tuple(values) if isinstance(sample, dict | list) else values)
+    except TypeError:  # it contains lists, for example
+        return id(sample)
 
 
 def _is_digest(packed: Any) -> bool:
@@ -295,19 +426,23 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
     return found
 
 
-def _checksum(tensor: Tensor) -> object:
+def _checksum(tensor: Tensor, largest: int = _LARGEST_HASHED) -> object:
     """Return a checksum of a tensor, or of entries of a large one: what writes only few counts them as writes."""
     try:
         split_tensors(tensor)
     except CheckpointError:
         return None
-    is_large = tensor.nbytes > _LARGEST_HASHED and tensor.is_contiguous() and not is_made_of_tensors(tensor)
+    is_large = tensor.nbytes > largest and tensor.is_contiguous() and not is_made_of_tensors(tensor)
     return checksum(tensor.detach().view(-1)[:: tensor.numel() // _NUM_HASHED] if is_large else tensor)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     is_plain = not is_made_of_tensors(tensor) and tensor.layout == torch.strided
-    return tensor.data_ptr() if is_plain else 0, -1 if tensor.is_inference() else count_writes(tensor)
+    return tensor.data_ptr() if is_plain else 0, _writes(tensor)
+
+
+def _writes(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else count_writes(tensor)
 
 
 # ---- How a checkpoint stores the value of an attribute: as JSON values and tensors, and restored in place.
@@ -362,15 +497,26 @@ def is_object(value: Any) -> bool:
     return (hasattr(value, "__dict__") or hasattr(kind, "__slots__")) and _is_of_user(kind)
 
 
-@functools.cache
 def _is_of_user(kind: Any) -> bool:
     """Return whether the attributes of an object are state: its class is the user's, and not one of data."""
     others = (AcceleratorModule, Callback, Dataset, Sampler, DataLoader, nn.Module, Tensor, type, BaseException)
     if issubclass(kind, (*others, Enum, tuple, list, dict, set, int, float, str)):
         return False
+    return is_user_class(kind) or hasattr(kind, "partial_fit")  # an estimator of scikit-learn learns from batches
+
+
+@functools.cache
+def is_user_class(kind: Any) -> bool:
+    """Return whether a class is neither Python's, accmt's nor an installed library's."""
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
     is_of_library = kind.__module__ in ("builtins", *sys.builtin_module_names) or kind.__module__.startswith("accmt.")
     return not (is_of_library or (path is not None and path.startswith(_LIBRARIES)))
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a string, a tensor, an array or a collection."""
+    kind = type(value)
+    return kind in NUMBERS or kind in COLLECTIONS or kind in (Tensor, np.ndarray) or isinstance(value, np.generic)
 
 
 def parts_of(value: Any) -> dict[str, Any]:

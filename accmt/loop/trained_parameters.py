@@ -64,6 +64,8 @@ class TrainedParameters:
         self._parameters = list(engine.unwrapped_model.parameters())
         self._flags = self._at_start = self._look()
         self._saved: dict[str, bool] = {}
+        self._saved_modes: dict[str, bool] = {}
+        self._modes_at_start: set[str] | None = None
         self._groups = optimizer.param_groups
         self._may_have_new = False
         self._warn_if_not_in_optimizer()
@@ -79,6 +81,11 @@ class TrainedParameters:
             if name in self._saved:
                 parameter.requires_grad_(self._saved[name])
         self._saved = {}
+        self._modes_at_start = self._look_at_modes()
+        if self._saved_modes and not self._unwrapped_model.training:
+            self._unwrapped_model.train()
+        for name, layer in self._unwrapped_model.named_modules():
+            layer.training = self._saved_modes.get(name, layer.training)
 
     @contextmanager
     def noting_new_layers(self) -> Iterator[None]:
@@ -110,6 +117,7 @@ class TrainedParameters:
             ModuleContractError: A new parameter is not in the optimizer, so it would not be trained.
         """
         self._may_have_new = False
+        self.modes()
         before = dict(zip(self._parameters, zip(self._flags, self._at_start, strict=True), strict=True))
         parameters = list(self._unwrapped_model.parameters())
         if len(parameters) == len(before) and all(parameter in before for parameter in parameters):
@@ -219,9 +227,20 @@ class TrainedParameters:
         changed = {name: item.requires_grad for name, item in named if began.get(item) is not item.requires_grad}
         return {"changed": {**self._saved, **changed}}
 
+    def modes(self) -> dict[str, bool]:
+        """Return the layers that hooks have set to evaluation mode (False) or back since the run began, by name."""
+        before, now = self._modes_at_start, self._look_at_modes()
+        if before is not None and self._unwrapped_model.training:  # not within an evaluation
+            self._saved_modes = {name: name in before for name in before ^ now}
+        return self._saved_modes
+
+    def _look_at_modes(self) -> set[str]:
+        model = self._unwrapped_model
+        return {name for name, layer in model.named_modules() if not layer.training} if model.training else set()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore state from `state_dict`; it takes effect in `begin`."""
-        self._saved = dict(state["changed"])
+        self._saved, self._saved_modes = dict(state["changed"]), dict(state.get("modes", {}))
 
     def _look(self) -> list[bool]:
         return list(map(_REQUIRES_GRAD, self._parameters))

@@ -90,6 +90,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     place, parts = local.pop("place"), dict(local["parts"])
     for name in ("running_averages", "attributes"):
         parts[name] = parts[name].state_dict()
+    parts["trained"] = {**parts["trained"], "modes": run.trained.modes()}
     if run.accelerator.scaler is not None:
         parts["scaler"] = run.accelerator.scaler.state_dict()
     # The user's callbacks that run on every process, where they may have another state each.

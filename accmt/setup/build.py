@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accmt.attributes import Attributes, name_owners
+from accmt.attributes import Attributes, find_datasets, name_owners
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary, ProgressBar, is_notebook
 from accmt.callbacks.monitor import build_monitor
@@ -134,6 +134,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
     optimizer, own_model = prepared.stepper.optimizer, prepared.unwrapped_model
     compares = num_processes() > 1 and settings.failures.compare_replicas
+    datasets = {} if settings.data.reload_epochs else find_datasets(inputs.train_data)  # else they are built again
     run = Run(
         **vars(prepared),
         **watch,
@@ -164,7 +165,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         checkpoints=Checkpoints(settings, prepared.model, optimizer),
         snapshot=StepSnapshot(own_model, is_kept=saves),
         recovery=recovery,
-        attributes=Attributes(name_owners(module, callbacks), own_model, accelerator.device),
+        attributes=Attributes(name_owners(module, callbacks), own_model, accelerator.device, datasets),
         trained=TrainedParameters(module, engine, optimizer, watch["watch"]),
         replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
     )

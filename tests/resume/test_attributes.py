@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import SGDClassifier
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torchmetrics import MeanMetric
 
 from accmt import AcceleratorModule, Callback
 from tests.resume.unbroken import make
@@ -424,3 +428,158 @@ def test_what_the_constructor_draws_anew_is_named(caplog: pytest.LogCaptureFixtu
     train("out/a", Projected(seed=2), resume=True)
     assert caplog.text.count("self.projection is not what it was in the saved run") == 1
     assert "self.random_net" not in caplog.text
+
+
+class Labelled(Dataset[Any]):
+    """Has what programs change in a dataset, and what reading changes: a cache of a kind that cannot be stored."""
+
+    def __init__(self) -> None:
+        self.points = torch.tensor([[index / 24, 1.0, 0.0] for index in range(24)])
+        self.labels, self.weights, self.strength = self.points.sum(1, keepdim=True), np.ones(24, np.float32), 1.0
+        self.reads, self.cache = 0, [None] * 24
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        self.cache[index] = self.cache[index] or object()  # type: ignore[call-overload]
+        factor = self.strength * float(self.weights[index]) + self.reads / 99
+        return self.points[index] * factor, self.labels[index]
+
+
+class Labelling(AcceleratorModule):
+    """Changes its dataset in each step and at the end of each epoch, as self-training does."""
+
+    def __init__(self, data: Labelled, fails_at: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.model, self.data, self.fails_at = nn.Linear(3, 1), data, fails_at
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.data.weights[self.state.global_step] += 0.5
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+    def on_update_end(self) -> None:
+        self.data.strength *= 0.9
+
+    def on_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.data.labels[12:] = self.model(self.data.points[12:])
+
+    on_after_backward = Collecting.on_after_backward
+
+
+@pytest.mark.parametrize(("handlers", "fails_at"), [(None, 3), (None, 8), ("any", 8)])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: DataLoader(ConcatDataset([data]), 4)])
+def test_what_training_changes_in_the_dataset_goes_on(
+    wrap: Any, handlers: Any, fails_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(folder: str, data: Labelled, **settings: Any) -> Labelling:
+        module = Labelling(data, settings.pop("fails_at", None))
+        hps = {"epochs": 2, "batch_size": 4, "scheduler": None, "optim": {"type": "SGD", "lr": 0.05}}
+        make(folder, hps, model_saving=None, **settings).fit(module, wrap(data))
+        return module
+
+    whole = run("out/a", Labelled())
+    with pytest.raises(Stop):
+        run("out/b", Labelled(), handlers=handlers, fails_at=fails_at)
+    text = next(Path("out/checkpoint-b").glob("step-*/state.json")).read_text()
+    assert ".strength" in text
+    assert ".points" not in text
+    rest = run("out/b", Labelled(), resume=True)
+    torch.testing.assert_close(rest.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(rest.data.labels, whole.data.labels, rtol=0, atol=0)
+    assert rest.data.weights.tolist() == whole.data.weights.tolist()
+    assert "cannot contain" not in caplog.text
+
+
+class Annealed(nn.Module):
+    """Keeps state in attributes, in a buffer that is not saved, and the last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau, self.is_begun, self.center = 2.0, False, torch.zeros(1)
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+        self.last: Any = None
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.training:
+            self.tau, self.is_begun = max(0.5, self.tau * 0.9), True
+            self.center = 0.9 * self.center + 0.1 * values.detach().mean()
+            self.count += 1
+        self.last = values.repeat(1, 1 << 17)
+        return (values - self.center) / (self.tau + self.count)
+
+
+class InLayers(AcceleratorModule):
+    """Its layers change by themselves and by hooks: rates, and a batch norm that is frozen in the second epoch."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1), Annealed())
+        self.criterion, self.mean, self.fails_at = Annealed(), MeanMetric(), fails_at
+        self.means: list[float] = []
+
+    def training_step(self, batch: Any) -> Tensor:
+        outputs = self.model(batch[0])
+        loss = nn.functional.mse_loss(self.criterion(outputs), batch[1])
+        self.mean.update(loss.detach())
+        return loss
+
+    def on_epoch_start(self) -> None:
+        if self.state.epoch == 1:
+            self.model[1].eval()
+
+    def on_epoch_end(self) -> None:
+        self.model[1].momentum *= 0.5
+        self.model[2].p += 0.1
+        self.means.append(float(self.mean.compute()))
+        self.mean.reset()
+
+    on_after_backward = Collecting.on_after_backward
+
+
+@pytest.mark.parametrize(("handlers", "fails_at"), [(None, 8), (None, 14), ("any", 14)])
+def test_what_training_changes_in_layers_goes_on(
+    handlers: Any, fails_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    hps = {"epochs": 3, "batch_size": 4, "scheduler": None}
+    settings: dict[str, Any] = {"model_saving": None}
+    points = make_points(2 * STEPS)
+    whole, rest = InLayers(), InLayers()
+    make("out/a", hps, **settings).fit(whole, points)
+    with pytest.raises(Stop):
+        make("out/b", hps, **settings, handlers=handlers).fit(InLayers(fails_at), points)
+    make("out/b", hps, **settings, resume=True).fit(rest, points)
+    torch.testing.assert_close(rest.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    assert rest.means == whole.means
+    for name in ("tau", "is_begun", "center", "count"):
+        assert getattr(rest.model[4], name) == getattr(whole.model[4], name)
+        assert getattr(rest.criterion, name) == getattr(whole.criterion, name)
+    assert (rest.model[1].training, rest.model[2].p) == (False, whole.model[2].p)
+    assert "cannot contain" not in caplog.text
+    sizes = [path.stat().st_size for path in Path("out/checkpoint-b").glob("step-*/*.safetensors")]
+    assert max(sizes) < 1 << 20  # without the last outputs
+
+
+def test_an_estimator_that_learns_from_batches_goes_on_or_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaling(Collecting):
+        def __init__(self, fails_at: int | None = None) -> None:
+            super().__init__(fails_at=fails_at)
+            self.scaler, self.classifier, self.unused = StandardScaler(), SGDClassifier(), SGDClassifier()
+
+        def training_step(self, batch: Any) -> Tensor:
+            inputs = batch[0].numpy()
+            scaled = torch.tensor(self.scaler.partial_fit(inputs).transform(inputs))
+            self.classifier.partial_fit(inputs, np.arange(len(inputs)) % 2, classes=[0, 1])
+            return super().training_step((scaled, batch[1]))
+
+    whole = train("out/a", Scaling())
+    with pytest.raises(Stop):
+        train("out/b", Scaling(fails_at=8))
+    rest = train("out/b", Scaling(), resume=True)
+    assert rest.scaler.mean_.tolist() == whole.scaler.mean_.tolist()
+    torch.testing.assert_close(rest.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    named = "self.classifier has changed since training began, but a checkpoint cannot contain a SGDClassifier"
+    assert named in caplog.text
+    assert "self.unused" not in caplog.text

@@ -89,11 +89,11 @@ def test_a_buffer_that_is_not_saved_is_found():
         def __init__(self):
             super().__init__()
             self.inner = nn.Linear(3, 1)
-            self.register_buffer("count", torch.zeros(()), persistent=False)
+            self.inner.register_buffer("count", torch.zeros(()), persistent=False)
 
         def forward(self, inputs):
-            self.count += 1
-            return self.inner(inputs) * self.count
+            self.inner.count += 1
+            return self.inner(inputs) * self.inner.count
 
     class Module(Fragile):
         def __init__(self):
