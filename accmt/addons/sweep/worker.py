@@ -264,11 +264,18 @@ class Sweep:
             if study.promote():  # and another worker may take the promoted trial
                 waiting = (trial.number for trial in study.trials() if study.has_to_run(trial))
                 return next((number for number in waiting if number not in self._running and claims.take(number)), None)
-            if not self._has_budget(study):
+            trials, spec = study.trials(), self.spec
+            outcomes = [study.spent(trial) for trial in trials]
+            budget = (
+                (sum(parent_of(trial) is None for trial in trials), spec.trials),
+                (sum(one.get("steps", 0) for one in outcomes), spec.max_steps),
+                (sum(one.get("seconds", 0.0) for one in outcomes) / 3600, spec.max_hours),
+            )
+            if any(limit is not None and used >= limit for used, limit in budget):
                 if are_waiting and not study.evolve(self._set_aside, self._fork):
                     study.end_paused()
                 return None
-            number = len(study.trials())
+            number = len(trials)
             if not claims.holds(number):
                 self._set_aside(number)
             if not claims.take(number):
@@ -292,16 +299,6 @@ class Sweep:
             got, do = f"no checkpoint in {source}", "Trainer(checkpoint_every=...), in a local folder"
             raise ArgumentError(explain(f"the fork of trial {parent}", got, "a checkpoint to fork", do))
         fork_checkpoint(published[-1], folder, run_name=f"{self.spec.name}-{child:04d}")
-
-    def _has_budget(self, study: SweepStudy) -> bool:
-        trials, spec = study.trials(), self.spec
-        if spec.trials is not None and sum(parent_of(trial) is None for trial in trials) >= spec.trials:
-            return False
-        outcomes = [study.spent(trial) for trial in trials]
-        if spec.max_steps is not None and sum(one.get("steps", 0) for one in outcomes) >= spec.max_steps:
-            return False
-        seconds = sum(one.get("seconds", 0.0) for one in outcomes)
-        return spec.max_hours is None or seconds < spec.max_hours * 3600
 
     # ---- One trial
 
