@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accmt.data.batches import MicroBatch
-from accmt.data.fetching import Fetched, WorkerStart, collate_or_explain
+from accmt.data.collate import collate_or_explain
+from accmt.data.fetching import Fetched, WorkerStart
 from accmt.data.fingerprints import Rows, compare
 from accmt.data.lengths import StreamGroups
 from accmt.data.samplers import Plan, Shard

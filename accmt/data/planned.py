@@ -25,6 +25,7 @@ from accmt.data.base import (
     require_same_rows,
 )
 from accmt.data.batches import MicroBatch
+from accmt.data.collate import keeps_number
 from accmt.data.fetching import (
     BadSample,
     CollateFetched,
@@ -32,7 +33,6 @@ from accmt.data.fetching import (
     SeededDataset,
     WorkerStart,
     end_workers,
-    keeps_number,
     note_dead_worker,
     start_reading,
 )

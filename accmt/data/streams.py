@@ -31,7 +31,8 @@ from accmt.data.base import (
     say_not_compared,
 )
 from accmt.data.batches import MicroBatch
-from accmt.data.fetching import Collate, Fetched, end_workers, keeps_number, note_dead_worker, start_reading
+from accmt.data.collate import Collate, keeps_number
+from accmt.data.fetching import Fetched, end_workers, note_dead_worker, start_reading
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.samplers import Plan, Shard, UserRandomness
 from accmt.data.seeding import call_first, derive_seed, seed_generators

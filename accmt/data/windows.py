@@ -26,18 +26,11 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from accmt.data.base import Source
 from accmt.data.batches import Cut, MicroBatch
-from accmt.data.fetching import Collate, keeps_number
+from accmt.data.collate import Collate, keeps_number
 from accmt.data.lengths import find_length
+from accmt.data.packing import count_targets, pack_by_tokens, packed_tokens
 from accmt.data.seeding import call_first, derive_seed, seed_generators
-from accmt.data.token_budget import (
-    Groups,
-    TokenBudget,
-    count_targets,
-    cut_by_tokens,
-    pack_by_tokens,
-    packed_tokens,
-    padded_tokens,
-)
+from accmt.data.token_budget import Groups, TokenBudget, cut_by_tokens, padded_tokens
 from accmt.errors import DataError, explain
 from accmt.libraries.private_names import pin_memory
 from accmt.messages import warn_once

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accmt.callbacks import Callback
-from accmt.callbacks.console import ProgressBar
+from accmt.callbacks.progress import ProgressBar
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.messages import warn_once
 from accmt.metrics.averages import LoggedValues, combine

@@ -13,15 +13,8 @@ from accmt.saving.model_folder import (
     write_status,
     write_trainer_config,
 )
-from accmt.saving.selection import (
-    TRAIN_LOSS,
-    VALID_LOSS,
-    Patience,
-    Selection,
-    may_stop,
-    name_by_rules,
-    without_validation,
-)
+from accmt.saving.patience import Patience, may_stop
+from accmt.saving.selection import TRAIN_LOSS, VALID_LOSS, Selection, name_by_rules, without_validation
 from accmt.saving.weights import SavedWeights, require_storable, save_weights
 
 __all__ = [

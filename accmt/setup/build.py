@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.attributes import Attributes, find_datasets, name_owners
 from accmt.callbacks import Callback, Hooks, build_callbacks
-from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary, ProgressBar, is_notebook
+from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary
 from accmt.callbacks.monitor import build_monitor
+from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.data.seeding import seed_with_global
 from accmt.engine.accelerator import build_accelerator

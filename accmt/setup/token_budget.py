@@ -22,9 +22,9 @@ from accmt.data import (
     known_lengths,
     take_apart,
 )
-from accmt.data.fetching import collate_or_explain
+from accmt.data.collate import collate_or_explain
 from accmt.data.lengths import LargestBatch, find_largest, find_length
-from accmt.data.token_budget import DocumentPacker
+from accmt.data.packing import DocumentPacker
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.libraries.private_names import attention_of, is_batch_norm
 from accmt.messages import say_once, warn_once

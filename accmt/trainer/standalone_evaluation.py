@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accmt.callbacks.averaging import WeightAverage
-from accmt.callbacks.console import draw_batches
+from accmt.callbacks.progress import draw_batches
 from accmt.checkpoint.contents import load_state
 from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.engine.accelerator import build_accelerator

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from accmt.addons.notebook import MOST_POINTS, Curve, NotebookView, draw
-from accmt.callbacks.console import is_notebook
+from accmt.callbacks.progress import is_notebook
 from accmt.setup.build import make_builtin_callbacks
 from accmt.state import TrainingState
 from tests.toys import logged, make_points, make_trainer

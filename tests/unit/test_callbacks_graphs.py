@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accmt import AcceleratorModule, Trainer
-from accmt.data.fetching import CollateChain, in_buckets
+from accmt.data.collate import CollateChain, in_buckets
 from accmt.errors import ArgumentError
 from tests.unit.test_loop_token_budget import LENGTHS, Break, BrokenError, Texts
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accmt.callbacks.callback import find_hooks
-from accmt.callbacks.console import ProgressBar, draw_batches
+from accmt.callbacks.progress import ProgressBar, draw_batches
 from accmt.state import TrainingState
 from tests.slow import Ticks
 from tests.toys import Numbers, Scripted, make_trainer
@@ -102,7 +102,7 @@ def test_without_a_terminal_a_line_is_logged_every_so_often(monkeypatch, caplog)
     """After 10 seconds, after 30, and then once a minute; never more often, however quick the steps are."""
     caplog.set_level("INFO", "accmt")
     clock = Ticks()
-    monkeypatch.setattr("accmt.callbacks.console.perf_counter", clock)
+    monkeypatch.setattr("accmt.callbacks.progress.perf_counter", clock)
     bar = make(io.StringIO(), total=10**6)
     bar.on_fit_start()
     bar.on_log(values={"train_loss": 1.25})
@@ -226,7 +226,7 @@ def test_stderr_is_looked_up_when_the_run_starts(capsys):
 
 def test_speed_is_measured_over_samples_and_leaves_evaluations_out(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("accmt.callbacks.console.perf_counter", lambda: now[0])
+    monkeypatch.setattr("accmt.callbacks.progress.perf_counter", lambda: now[0])
     stream = Terminal()
     bar = make(stream)
 
@@ -317,7 +317,7 @@ def test_several_optimizers_show_no_single_lr():
 
 def test_it_draws_ten_times_a_second(monkeypatch):
     clock = Ticks()
-    monkeypatch.setattr("accmt.callbacks.console.perf_counter", clock)
+    monkeypatch.setattr("accmt.callbacks.progress.perf_counter", clock)
     stream = Terminal()
     bar = make(stream, total=10**6)
     bar.on_fit_start()
@@ -340,7 +340,7 @@ def test_it_starts_no_thread():
 
 def test_an_update_that_draws_nothing_costs_a_look_at_the_clock(monkeypatch):
     looks = []
-    monkeypatch.setattr("accmt.callbacks.console.perf_counter", lambda: looks.append(None) or 0.0)
+    monkeypatch.setattr("accmt.callbacks.progress.perf_counter", lambda: looks.append(None) or 0.0)
     bar = make(Terminal())
     bar.on_fit_start()
     train(bar, 1)

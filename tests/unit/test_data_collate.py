@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening, DefaultDataCollator, defaul
 from accmt import AcceleratorModule
 from accmt.data import DataCollatorForLongestSequence, build_collate
 from accmt.data.base import SourceOptions
-from accmt.data.fetching import collate_or_explain, keeps_number, stack_tuples
+from accmt.data.collate import collate_or_explain, keeps_number, stack_tuples
 from accmt.errors import ArgumentError, DataError
 from tests.tables import each
 from tests.toys import make_trainer

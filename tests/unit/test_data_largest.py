@@ -7,7 +7,8 @@ import random
 import numpy as np
 
 from accmt.data.lengths import find_largest
-from accmt.data.token_budget import TokenBudget, cut_by_tokens, pack_by_tokens, packed_tokens, padded_tokens
+from accmt.data.packing import pack_by_tokens, packed_tokens
+from accmt.data.token_budget import TokenBudget, cut_by_tokens, padded_tokens
 from tests.tables import each
 
 STEP = 32

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from accmt.data.token_budget import DocumentPacker, TokenBudget, count_targets, pack_by_tokens
+from accmt.data.packing import DocumentPacker, count_targets, pack_by_tokens
+from accmt.data.token_budget import TokenBudget
 from accmt.errors import DataError
 from tests.tables import each
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accmt import AcceleratorModule, Callback
-from accmt.callbacks.console import ProgressBar
+from accmt.callbacks.progress import ProgressBar
 from accmt.errors import ArgumentError, ModuleContractError
 from accmt.loop.logging import Logs
 from accmt.metrics.averages import LoggedValues, combine

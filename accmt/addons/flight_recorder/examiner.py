@@ -259,7 +259,7 @@ def measuring(run: Run) -> Iterator[Any]:
     Processes: collective; all call it with the same batches.
     """
     from accmt.addons.prove.randomness import SameForAllSamples, seed_step
-    from accmt.data.token_budget import count_targets
+    from accmt.data.packing import count_targets
     from accmt.loop.logging import SilentLogs
     from accmt.loop.step_outputs import read_training_output
     from accmt.precision import autocast

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accmt.addons.goodput.records import SECONDS_BETWEEN_LINES, GoodputFile, Totals, read_goodput
-from accmt.callbacks.console import is_notebook
+from accmt.callbacks.progress import is_notebook
 from accmt.checkpoint.manifest import STEP
 from accmt.features.hooks import Activity, Feature
 from accmt.files import current_folder

@@ -36,7 +36,7 @@ from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import TokenizedRows, padding_id
 from accmt.checkpoint.frozen import digest_of
 from accmt.data import is_stream
-from accmt.data.token_budget import DocumentPacker
+from accmt.data.packing import DocumentPacker
 from accmt.engine.accelerator import current_accelerator
 from accmt.engine.meta_device import building_for
 from accmt.errors import ArgumentError, CheckpointError, DataError, explain, nearest

@@ -29,9 +29,9 @@ from accmt.addons.sft.rows import (
     padding_id,
 )
 from accmt.data import is_stream
+from accmt.data.packing import DocumentPacker
 from accmt.data.samplers import Order
 from accmt.data.seeding import seeded_generators
-from accmt.data.token_budget import DocumentPacker
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.huggingface.losses import weigh_tokens
 from accmt.huggingface.model_kinds import begins_with_prompt

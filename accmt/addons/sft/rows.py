@@ -25,8 +25,8 @@ from accmt.addons.sft.chat import (
     mask_row,
 )
 from accmt.addons.sft.images import ImageReader
+from accmt.data.packing import DocumentPacker
 from accmt.data.samplers import call_set_epoch
-from accmt.data.token_budget import DocumentPacker
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.messages import say_once, warn_once

@@ -1,0 +1,181 @@
+"""Collate functions: how one is chosen, combined, and padded to a multiple."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate, get_worker_info
+
+from accmt.errors import ArgumentError, DataError, explain
+from accmt.libraries.private_names import stacks_tensors_as_torch
+from accmt.libraries.versions import require
+from accmt.options.checks import find_returns_of_none
+
+Collate = Callable[[Any], Any]
+
+
+class CollateChain:
+    """Applies several collate functions in order, each to the result of the previous one."""
+
+    def __init__(self, functions: Sequence[Collate]) -> None:
+        self.functions = tuple(functions)
+
+    def __call__(self, samples: Any) -> Any:
+        for function in self.functions:
+            samples = function(samples)
+        return samples
+
+
+class DataCollatorForLongestSequence:
+    """Pads inputs to the longest of the batch, and stacks the targets.
+
+    A sample is a pair `(inputs, target)`, or just the inputs. Inputs are token ids, or a dict with "input_ids", as a
+    tokenizer returns. transformers' collate functions expect the target among the inputs instead.
+
+    Shapes:
+        `input_ids` and `attention_mask` `[samples, longest]`; targets `[samples, ...]`.
+
+    Args:
+        tokenizer: Defines the padding token and the padding side.
+        torch_stack: Whether targets are stacked into tensors, which requires one shape; otherwise they stay a list.
+    """
+
+    def __init__(self, tokenizer: Any, *, torch_stack: bool = True) -> None:
+        require("transformers", type(self).__name__)
+        from transformers import DataCollatorWithPadding
+
+        self.pad_to_multiple_of: int | None = None
+        self._pad = DataCollatorWithPadding(tokenizer)
+        self._stack = torch_stack
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return `(inputs, targets)`, or just the inputs if the samples have no targets."""
+        self._pad.pad_to_multiple_of = self.pad_to_multiple_of
+        if not isinstance(samples[0], tuple):
+            return self._pad([_as_named(one) for one in samples])
+        inputs, targets = map(list, zip(*samples, strict=True))
+        return self._pad([_as_named(one) for one in inputs]), default_collate(targets) if self._stack else targets
+
+
+def _as_named(inputs: Any) -> dict[str, Any]:
+    return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+
+
+def keeps_number(collate: Collate) -> bool:
+    """Return whether a collate function is known to keep the number of samples.
+
+    Those of torch and transformers do, except the one that packs samples into one row. A custom one may drop or split
+    samples.
+    """
+    if isinstance(collate, partial):
+        return keeps_number(collate.func)
+    if isinstance(collate, CollateChain):
+        return all(map(keeps_number, collate.functions))
+    kind = collate if isinstance(collate, FunctionType) else type(collate)
+    is_known = kind.__module__.partition(".")[0] in ("torch", "transformers", "accmt")
+    return is_known and kind.__name__ != "DataCollatorWithFlattening"
+
+
+def build_collate(value: Any) -> Collate | None:
+    """Return the collate function for the user's value: None, a function, or a list of functions."""
+    if value is None:
+        return None
+    functions = list(value) if isinstance(value, list | tuple) else [value]
+    if not functions or not all(callable(function) for function in functions):
+        expected = "a function that takes a list of samples, or a list of such functions"
+        raise ArgumentError(explain("Trainer(collate_fn=...)", repr(value), expected, "collate_fn=my_function"))
+    return functions[0] if len(functions) == 1 else CollateChain(functions)
+
+
+def require_batches(collate: Any) -> None:
+    """Reject a collate function that returns nothing: all its batches would be skipped.
+
+    One that returns None for some samples skips them on purpose.
+    """
+    if isinstance(collate, partial):
+        require_batches(collate.func)
+    elif isinstance(collate, CollateChain):
+        for function in collate.functions:
+            require_batches(function)
+    elif callable(collate):
+        is_function = hasattr(collate, "__code__") or hasattr(collate, "__wrapped__")
+        nones = find_returns_of_none(collate if is_function else type(collate).__call__)
+        if nones and all(nones):
+            name = getattr(collate, "__qualname__", type(collate).__name__)
+            got = f"{name}, which returns None for all samples: it has no `return batch`"
+            raise DataError(explain("collate_fn", got, "a function that returns a batch", "return the batch"))
+
+
+def collate_or_explain(samples: list[Any]) -> Any:
+    """Stack samples as torch does, with a helpful error if their lengths differ."""
+    try:
+        stacked = stack_tuples(samples)
+        return default_collate(samples) if stacked is None else stacked
+    except RuntimeError as error:
+        if "equal size" not in str(error):
+            raise
+        expected = "samples of equal shape, or a collate function that pads them"
+        # Samples with a label for each token need a function that pads the labels too.
+        labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
+        has_label_lists = isinstance(labels, list) or getattr(labels, "ndim", 0) > 0
+        collator = "DataCollatorForSeq2Seq" if has_label_lists else "DataCollatorWithPadding"
+        do = f"Trainer(collate_fn={collator}(tokenizer)) for text, or your own function"
+        raise DataError(explain("making a batch", str(error), expected, do)) from error
+
+
+def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
+    """Do what `default_collate` does with tuples of plain tensors, without inspecting each sample.
+
+    Returns:
+        The stacked tensors; None for other samples, or if a worker stacks them in shared memory.
+    """
+    if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) != 1 or get_worker_info() is not None:
+        return None
+    if not stacks_tensors_as_torch():
+        return None
+    columns = list(zip(*samples, strict=True))
+    for column in columns:
+        if set(map(type, column)) != {torch.Tensor} or column[0].layout is not torch.strided or column[0].is_nested:
+            return None
+    try:
+        return list(map(torch.stack, columns))
+    except RuntimeError:  # e.g. unequal shapes: `default_collate` raises it again, with an explanation
+        return None
+
+
+# ---- Padding to a multiple, so that a compiled model sees few different lengths
+
+
+def in_buckets(collate: Any, bucket: int) -> Collate:
+    """Return a copy of a collate function that pads to multiples of a length.
+
+    Args:
+        collate: The user's function, with an attribute `pad_to_multiple_of`, as in transformers. None is torch's.
+        bucket: The length.
+
+    Raises:
+        ArgumentError: It has no such attribute, or a different length.
+    """
+    if isinstance(collate, CollateChain):
+        able = [one for one in collate.functions if hasattr(one, "pad_to_multiple_of")][:1]
+        functions = [in_buckets(one, bucket) if one in able else one for one in collate.functions]
+        return CollateChain(functions) if able else _reject("functions without `pad_to_multiple_of`", bucket)
+    if not hasattr(collate, "pad_to_multiple_of"):
+        name = "none" if collate is None else getattr(collate, "__qualname__", type(collate).__name__)
+        return _reject(f"{name}, which has no `pad_to_multiple_of`", bucket)
+    if collate.pad_to_multiple_of not in (None, bucket):
+        return _reject(f"pad_to_multiple_of={collate.pad_to_multiple_of}", bucket)
+    changed = copy.copy(collate)
+    changed.pad_to_multiple_of = bucket
+    rounded: Collate = changed
+    return rounded
+
+
+def _reject(got: str, bucket: int) -> Collate:
+    where, expected = f'Trainer(compile={{"buckets": {bucket}}}): the collate function', "one that pads to a multiple"
+    raise ArgumentError(explain(where, got, expected, "for example, collate_fn=DataCollatorWithPadding(tokenizer)"))

@@ -1,0 +1,135 @@
+"""Early stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accmt.options.saving import PatienceOptions
+from accmt.saving.selection import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
+from accmt.state import Counters
+
+_PATIENCE = Argument("patience")
+_MODEL_SAVING = Argument("model_saving")
+
+
+class Patience:
+    """Counts consecutive evaluations without a better value.
+
+    "Better" means the same as for saving: a non-finite value never is, and an equal value only where the metric
+    compares with >= or <=. Thresholds for saving are ignored.
+
+    Args:
+        patience: Consecutive evaluations without a better value before training ends. A number counts evaluations in
+            which no rule of `rule` has a new best. A dict counts each value separately, such as `{"accuracy": 3}`; the
+            first that is exhausted ends training. Use `PatienceOptions` instead of a number for more options.
+
+    Attributes:
+        best: The best values so far, as in `Selection`.
+    """
+
+    def __init__(
+        self,
+        patience: int | Mapping[str, int | PatienceOptions | Mapping[str, Any]],
+        rule: str | Sequence[str] | None,
+        directions: Mapping[str, IsBetter],
+        *,
+        sets: Sequence[str] | None = None,
+    ) -> None:
+        quantities = Quantities(directions, sets)
+        self._is_by_name = isinstance(patience, Mapping)
+        if isinstance(patience, Mapping):
+            options = [_read_options(patience, value) for value in patience.values()]
+            groups = [[quantities.read_rule(name, _PATIENCE)] for name in patience]
+        else:
+            options = [_read_options(patience, patience)]
+            groups = [[one for one in quantities.read_rules(rule, _MODEL_SAVING) if one.quantities]]
+        _check(patience, groups)
+        self._watched = {", ".join(rule.name for rule in rules): rules for rules in groups}
+        self._options = dict(zip(self._watched, options, strict=True))
+        self._without_better = dict.fromkeys(self._watched, 0)
+        self._ended_by: dict[str, str] = {}
+        self.best: dict[str, float] = {}
+
+    @property
+    def is_exhausted(self) -> bool:
+        return 0 in self._left.values() or bool(self._ended_by)
+
+    def describe_exhausted(self) -> str:
+        spent = [name for name, left in self._left.items() if left == 0]
+        lines = [f"{name} has not improved for {self._options[name].evaluations} evaluation(s)" for name in spent]
+        return "; ".join([*(f"{name} {why}" for name, why in self._ended_by.items()), *lines])
+
+    @property
+    def left(self) -> int | dict[str, int]:
+        """Evaluations without a better value that are still allowed; by rule name if a dict was passed."""
+        return self._left if self._is_by_name else next(iter(self._left.values()))
+
+    @property
+    def needs_validation(self) -> bool:
+        return any(quantity.key != TRAIN_LOSS for rule in self._rules for quantity in rule.quantities)
+
+    def consider(self, values: Mapping[str, float]) -> None:
+        """Record an evaluation, unless a watched value is missing; not for the one before training."""
+        self.require(values)
+        for name, rules in self._watched.items():
+            options = self._options[name]
+            is_better = [rule.update(self.best, values, min_delta=options.min_delta) for rule in rules]
+            self._without_better[name] = 0 if any(is_better) else self._without_better[name] + 1
+            for quantity in (quantity for rule in rules for quantity in rule.quantities):
+                value, threshold = quantity.read(values), options.stopping_threshold
+                if options.check_finite and not math.isfinite(value):
+                    self._ended_by[name] = f"is {value}"
+                elif threshold is not None and quantity.sign * value >= quantity.sign * threshold:
+                    self._ended_by[name] = f"has reached {threshold:g}: {value:.6g}"
+
+    def require(self, values: Mapping[str, float]) -> None:
+        """Check that all watched values are among the results of an evaluation."""
+        for rule in self._rules:
+            rule.require(values, _PATIENCE)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"without_better": dict(self._without_better), "best": dict(self.best)}
+        return {**state, "ended_by": dict(self._ended_by)} if self._ended_by else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`; values that were not watched start over, and the patience is that of this run."""
+        for name in self._without_better:
+            self._without_better[name] = state["without_better"].get(name, 0)
+        keys = {key for rule in self._rules for key in rule.keys}
+        self.best = {key: value for key, value in state["best"].items() if key in keys}
+        may_end = {name for name, options in self._options.items() if options.may_end}
+        self._ended_by = {name: why for name, why in state.get("ended_by", {}).items() if name in may_end}
+
+    @property
+    def _rules(self) -> list[Rule]:
+        return [rule for rules in self._watched.values() for rule in rules]
+
+    @property
+    def _left(self) -> dict[str, int]:
+        allowed = {name: options.evaluations for name, options in self._options.items()}
+        return {name: max(0, most - self._without_better[name]) for name, most in allowed.items() if most is not None}
+
+
+def _read_options(patience: Any, value: Any) -> PatienceOptions:
+    """Return the early-stopping options for one value: a number of evaluations, or options."""
+    if isinstance(value, Mapping | PatienceOptions):
+        return PatienceOptions.read("patience", value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
+    return PatienceOptions(patience=value)
+
+
+def _check(patience: Any, groups: list[list[Rule]]) -> None:
+    rules = [rule for group in groups for rule in group]
+    if not rules or not all(rule.quantities for rule in rules):
+        do = 'patience={"valid_loss": 3}, for example'
+        _PATIENCE.reject(repr(patience), "a value to watch; model_saving alone provides none", do)
+    if len({rule.name for rule in rules}) != len(rules):
+        _PATIENCE.reject(repr(patience), "each value once", "remove one of the two spellings")
+
+
+def may_stop(state: Counters, *, min_epochs: int | None, min_steps: int | None) -> bool:
+    """Return whether training has reached its minimum length, before which early stopping and stop requests wait."""
+    return state.epoch >= (min_epochs or 0) and state.global_step >= (min_steps or 0)
