@@ -116,6 +116,7 @@ class Attributes:
         self._parts: dict[str, Any] = {}
         self._begun_with: set[str] = set()
         self._names: dict[str, tuple[int, list[str]]] = {}
+        self._counts_of_reads: set[str] = set()
         self._set_by_reading: set[str] | None = None if datasets else set()
         buffers = [one for layer in model.modules() for name, one in buffers_of(layer).items() if is_saved(layer, name)]
         self._of_model = {id(part): part for part in (*model.modules(), *model.parameters(), *buffers)}
@@ -179,13 +180,18 @@ class Attributes:
         if self._set_by_reading is not None:
             return windows
         before, first = self._fingerprints_of_data(), list(itertools.islice(windows, 1))
-        after = self._fingerprints_of_data()
-        self._set_by_reading = {name for name, value in after.items() if before.get(name) != value}
+        changed = {name for name, value in self._fingerprints_of_data().items() if before.get(name) != value}
+        self._counts_of_reads = {name for name, value in self._find().items() if type(value) in NUMBERS} & changed
+        self._set_by_reading = changed - self._counts_of_reads
         return itertools.chain(first, windows)
 
+    def digests_of_data(self, state: Mapping[str, Any]) -> dict[str, object]:
+        """Return digests of what training has changed in the datasets, from `state_dict`."""
+        names = (name for name in state if self._is_of_data(name) and name not in self._counts_of_reads)
+        return {name: _text(state[name]) for name in names}
+
     def _fingerprints_of_data(self) -> dict[str, object]:
-        values = self._find().items()
-        return {n: self._fingerprint_of(n, v) for n, v in values if self._is_of_data(n) and type(v) not in NUMBERS}
+        return {name: self._fingerprint_of(name, v) for name, v in self._find().items() if self._is_of_data(name)}
 
     def collect_all(self) -> dict[str, Any]:
         """Return all attributes that a checkpoint can contain, whether or not training has changed them."""
@@ -612,7 +618,13 @@ def pack(value: Any, tensors_of: Callable[[nn.Module], dict[str, Tensor]], depth
         content = torch.from_numpy(dense.reshape(-1).view(np.uint8))
         return {"kind": "ndarray", "value": content, "dtype": value.dtype.str, "shape": list(value.shape)}
     if kind in COLLECTIONS:
-        items = [[pack_one(key), pack_one(one)] for key, one in value.items()] if kind in _DICTS.values() else None
+        items = None
+        if kind in _DICTS.values():  # weights as keys are found by their place
+            keys = [
+                {"kind": "place", "value": n} if isinstance(key, Tensor) else pack_one(key)
+                for n, key in enumerate(value)
+            ]
+            items = [list(entry) for entry in zip(keys, map(pack_one, value.values()), strict=True)]
         packed = {"kind": kind.__name__, "value": [pack_one(one) for one in value] if items is None else items}
         return {**packed, "maxlen": value.maxlen} if kind is deque else packed
     if _is_namedtuple(kind):
@@ -737,9 +749,9 @@ class Unpacking:
 
     def _dict(self, kind: Any, saved: Sequence[Any], now: Any) -> Any:
         by_key = now if isinstance(now, dict) else {}
-        entries = {}
+        keys, entries = list(by_key) if len(by_key) == len(saved) else [], {}
         for packed_key, one in saved:
-            key = self.unpack(packed_key, None)
+            key = self._key(packed_key, keys)
             entries[key] = self.unpack(one, by_key.get(key))
         if type(now) is not kind or not self._is_first(id(now), saved):
             made = kind()
@@ -749,6 +761,13 @@ class Unpacking:
             now.clear()
         now.update(entries)
         return now
+
+    def _key(self, packed: Any, keys: Sequence[Any]) -> Any:
+        if not (isinstance(packed, dict) and packed["kind"] == "place"):
+            return self.unpack(packed, None)
+        if packed["value"] >= len(keys) or not isinstance(keys[packed["value"]], Tensor):
+            raise MissingError("the checkpoint contains values by tensor, which it does not have now")
+        return keys[packed["value"]]
 
     def _require_first(self, now: Any, saved: Any) -> None:
         if not self._is_first(id(now), saved):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accmt.callbacks import Callback, MainProcessCallback, name_by_class
 from accmt.callbacks.callback import find_hooks
@@ -24,10 +25,11 @@ from accmt.libraries.private_names import (
     is_saved,
     note_optimizer_step,
 )
-from accmt.messages import say, warn
+from accmt.messages import say, warn, warn_once
+from accmt.module import defines
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
-from accmt.processes import num_processes, process_index
+from accmt.processes import gather_objects, num_processes, process_index
 from accmt.recovery.resume import Resumed, with_features
 from accmt.run import Run
 from accmt.secrets import hide
@@ -91,6 +93,8 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     for name in ("running_averages", "attributes"):
         parts[name] = parts[name].state_dict()
     parts["trained"] = {**parts["trained"], "modes": run.trained.modes()}
+    _warn_of_optimizers(run)
+    _warn_of_data(run, parts["attributes"])
     if run.accelerator.scaler is not None:
         parts["scaler"] = run.accelerator.scaler.state_dict()
     # The user's callbacks that run on every process, where they may have another state each.
@@ -122,6 +126,34 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
             "callbacks": {name: state for name, state in callbacks.items() if name in own},
         },
     }
+
+
+def _warn_of_optimizers(run: Run) -> None:
+    """Warn about optimizers in attributes that have stepped and whose state no checkpoint contains."""
+    module, optimizer = run.module, run.stepper.optimizer
+    if module.uses_manual_optimization or defines(module, "state_dict"):  # which look for them, or return their state
+        return
+    own = {optimizer, *getattr(optimizer, "optimizers", ())}
+    known = {id(one) for used in own for one in (used, *vars(used).values())}  # one may hold another
+    for name, value in vars(module).items():
+        held = [value, *(value.values() if type(value) is dict else value if type(value) in (list, tuple) else ())]
+        if any(isinstance(one, Optimizer) and one.state and id(one) not in known for one in held):
+            what = f"self.{name} has an optimizer that get_optimizer did not return, so its state is not in checkpoints"
+            do = "return its state_dict from the module's `state_dict`, and restore it in load_state_dict"
+            warn_once(f"{what}: {do}", about=f"optimizer {name}")
+
+
+def _warn_of_data(run: Run, attributes: Mapping[str, Any]) -> None:
+    """Warn about a dataset that processes share and that each of them changes in another way."""
+    if num_processes() == 1 or run.train_loader.source.shard.count == 1:
+        return
+    own = run.attributes.digests_of_data(attributes)
+    every = gather_objects(own)
+    for name in sorted({name for one in every for name in one}):
+        if any(one.get(name) != own.get(name) for one in every):
+            what = f"{name} differs between processes, which share the samples but each change their own copy of it"
+            do = "gather what each process writes (self.accelerator.gather), and write it on all of them"
+            warn_once(f"{what}, so results depend on the number of processes: {do}", about=f"data {name}")
 
 
 class LocalState:

@@ -58,3 +58,8 @@ def test_a_line_search_decides_alike_on_all_processes_and_as_one_process_does(
     assert first == second
     alone = train(ByLBFGS(), folder / "alone", 1, shuffle_train=False).model.weight
     torch.testing.assert_close(torch.tensor(first), alone.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_dataset_that_each_process_changes_in_another_way_is_named(outcomes: dict[str, Any]) -> None:
+    assert len(outcomes["dataset"]) == 1
+    assert outcomes["dataset"][0].startswith("train_data.losses differs between processes, which share the samples")

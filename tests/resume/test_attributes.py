@@ -583,3 +583,52 @@ def test_an_estimator_that_learns_from_batches_goes_on_or_is_named(caplog: pytes
     named = "self.classifier has changed since training began, but a checkpoint cannot contain a SGDClassifier"
     assert named in caplog.text
     assert "self.unused" not in caplog.text
+
+
+def test_an_optimizer_in_an_attribute_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class InBackward(Collecting):
+        """Steps in backward, to save the memory of the gradients."""
+
+        def __init__(self, *, is_own: bool = True) -> None:
+            super().__init__()
+            self.used = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+            self.unused = torch.optim.Adam(self.model.parameters())
+            if is_own:
+                self.each = {weight: torch.optim.Adam([weight], 1e-5) for weight in self.model.parameters()}
+                for weight in self.model.parameters():
+                    weight.register_post_accumulate_grad_hook(lambda weight: self.each[weight].step())
+
+        def get_optimizer(self) -> torch.optim.Optimizer:
+            return self.used
+
+    train("out/a", InBackward(is_own=False))
+    assert "optimizer" not in caplog.text
+    train("out/a", InBackward())
+    assert caplog.text.count("self.each has an optimizer that get_optimizer did not return") == 1
+    assert "self.used" not in caplog.text
+    assert "self.unused" not in caplog.text
+
+
+def test_values_by_parameter_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Importance(Collecting):
+        """Sums squared gradients, as elastic weight consolidation does."""
+
+        def __init__(self, fails_at: int | None = None) -> None:
+            super().__init__(fails_at=fails_at)
+            self.sums = {weight: torch.zeros_like(weight) for weight in self.model.parameters()}
+            self.later: dict[Any, int] = {}
+
+        def on_before_optimizer_step(self) -> None:
+            for weight, total in self.sums.items():
+                total += weight.grad.detach() ** 2
+            self.later[next(self.model.parameters())] = self.state.global_step
+
+    whole = train("out/a", Importance())
+    with pytest.raises(Stop):
+        train("out/b", Importance(fails_at=8))
+    rest = train("out/b", Importance(), resume=True)
+    assert list(rest.sums) == list(rest.model.parameters())
+    torch.testing.assert_close(list(rest.sums.values()), list(whole.sums.values()), rtol=0, atol=0)
+    assert (
+        "self.later: the checkpoint contains values by tensor, which it does not have now: it is ignored" in caplog.text
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
 from accmt.processes import gather_objects, is_main_process, process_index
@@ -22,14 +22,14 @@ def make_points(count: int = 24) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def train(module: Any, path: Path, epochs: int, **settings: Any) -> Any:
+def train(module: Any, path: Path, epochs: int, data: Any = None, **settings: Any) -> Any:
     hps = {
         "epochs": epochs,
         "batch_size": 8 // int(os.environ.get("WORLD_SIZE", 1)),
         "optim": {"type": "SGD", "lr": 0.05},
     }
     Trainer(hps, path, seed=0, verbose=False, model_saving=None, checkpoint_every="epoch", **settings).fit(
-        module, make_points()
+        module, make_points() if data is None else data
     )
     return module
 
@@ -142,9 +142,53 @@ def lbfgs(folder: Path) -> Any:
     return gather_objects(module.model.weight.tolist())
 
 
+class Losses(Dataset[Any]):
+    """Remembers the loss of each sample, which one process knows, and a difficulty, which all know."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = make_points().tensors
+        self.losses, self.difficulty, self.reads = torch.ones(24), 1.0, 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1 + process_index()
+        return self.inputs[index] * self.difficulty, self.targets[index], self.losses[index], index
+
+
+class Weighted(AcceleratorModule):
+    def __init__(self, data: Losses) -> None:
+        torch.manual_seed(0)
+        self.model, self.data = nn.Linear(3, 1), data
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        inputs, targets, weights, indices = batch
+        losses = (self.model(inputs) - targets).pow(2)[:, 0]
+        self.data.losses[indices] = losses.detach()
+        return (weights * losses).mean()
+
+    def on_update_end(self) -> None:
+        self.data.difficulty *= 0.9
+
+
+def dataset(folder: Path) -> Any:
+    """Return what is said about a dataset that each process changes."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("accmt")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    data = Losses()
+    train(Weighted(data), folder / "dataset", 2, data)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.ERROR)
+    return said
+
+
 def main(result: str, folder: str) -> None:
     logging.getLogger("accmt").setLevel(logging.ERROR)
-    outcomes = {case.__name__: case(Path(folder)) for case in (carried, views, lbfgs)}
+    outcomes = {case.__name__: case(Path(folder)) for case in (carried, views, lbfgs, dataset)}
     if is_main_process():
         Path(result).write_text(json.dumps(outcomes))
 
