@@ -97,7 +97,9 @@ def _find_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linea
         base = layer.get_base_layer() if hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer") else layer
         if isinstance(base, nn.Linear) and base not in inner:
             inner.add(base)
-            if type(base.weight).__module__.startswith(("bitsandbytes.", "torchao.")):
+            # Reading the weight of a parametrized layer computes it, and changes the buffers of a spectral norm.
+            weight = dict(base.named_parameters(recurse=False)).get("weight")
+            if type(weight).__module__.startswith(("bitsandbytes.", "torchao.")):
                 yield name, layer, base
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,22 @@ def test_a_validation_before_the_first_step_changes_no_weight_under_spectral_nor
     for module, steps in zip(modules, (0, 2), strict=True):
         make_trainer(num_sanity_val_steps=steps).fit(module, make_points(), make_points(6))
     assert all(torch.equal(*both) for both in zip(*(module.model.parameters() for module in modules), strict=True))
+
+
+def test_only_training_iterates_the_power_method_of_a_parametrized_layer() -> None:
+    module = SpectralNorm()
+    torch.manual_seed(0)
+    module.model[0] = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
+    by_hand = copy.deepcopy(module.model)
+    points, optimizer = make_points(8), torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    hps = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}, "scheduler": None}
+    make_trainer(hps, shuffle_train=False).fit(module, points, make_points(6))
+    for begin in (0, 4):
+        inputs, targets = torch.utils.data.default_collate([points[index] for index in range(begin, begin + 4)])
+        optimizer.zero_grad()
+        mse_loss(by_hand(inputs), targets).backward()
+        optimizer.step()
+    torch.testing.assert_close(module.model.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
 
 
 class GoesAroundTheWrapper(Linear):
