@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from accmt.callbacks import Callback, MainProcessCallback, name_by_class
 from accmt.callbacks.callback import find_hooks
@@ -129,16 +130,22 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def _warn_of_optimizers(run: Run) -> None:
-    """Warn about optimizers in attributes that have stepped and whose state no checkpoint contains."""
-    module, optimizer = run.module, run.stepper.optimizer
-    if module.uses_manual_optimization or defines(module, "state_dict"):  # which look for them, or return their state
+    """Warn about optimizers and schedulers in attributes that have stepped and whose state no checkpoint contains."""
+    module, optimizer, scheduler = run.module, run.stepper.optimizer, run.scheduler
+    if defines(module, "state_dict"):  # which may return their state
         return
-    own = {optimizer, *getattr(optimizer, "optimizers", ())}
-    known = {id(one) for used in own for one in (used, *vars(used).values())}  # one may hold another
+    own = [optimizer, *getattr(optimizer, "optimizers", ()), *([] if scheduler is None else [scheduler])]
+    parts = [part for used in own for part in vars(used).values()]  # one may hold others
+    known = {id(one) for part in [own, parts, *parts] if isinstance(part, list | tuple) for one in part}
     for name, value in vars(module).items():
         held = [value, *(value.values() if type(value) is dict else value if type(value) in (list, tuple) else ())]
-        if any(isinstance(one, Optimizer) and one.state and id(one) not in known for one in held):
-            what = f"self.{name} has an optimizer that get_optimizer did not return, so its state is not in checkpoints"
+        unknown = [one for one in held if id(one) not in known]
+        kind = "scheduler" if any(isinstance(one, LRScheduler) and one.last_epoch > 0 for one in unknown) else ""
+        if not module.uses_manual_optimization and any(isinstance(one, Optimizer) and one.state for one in unknown):
+            kind = "optimizer"  # of which manual optimization warns itself
+        if kind:
+            what = f"self.{name} has a{'n' * (kind == 'optimizer')} {kind} that get_{kind} did not return"
+            what += ", so its state is not in checkpoints"
             do = "return its state_dict from the module's `state_dict`, and restore it in load_state_dict"
             warn_once(f"{what}: {do}", about=f"optimizer {name}")
 

@@ -632,3 +632,18 @@ def test_values_by_parameter_go_on(caplog: pytest.LogCaptureFixture) -> None:
     assert (
         "self.later: the checkpoint contains values by tensor, which it does not have now: it is ignored" in caplog.text
     )
+
+
+def test_a_scheduler_in_an_attribute_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Scheduling(Collecting):
+        def on_fit_start(self) -> None:
+            self.decay = torch.optim.lr_scheduler.StepLR(self.optimizer, 4)
+            self.same = self.scheduler
+
+        def on_update_end(self) -> None:
+            super().on_update_end()
+            self.decay.step()
+
+    make("out/a", {"epochs": 1, "batch_size": 4}, model_saving=None).fit(Scheduling(), make_points(2 * STEPS))
+    assert caplog.text.count("self.decay has a scheduler that get_scheduler did not return") == 1
+    assert "self.same" not in caplog.text
