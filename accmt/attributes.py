@@ -104,10 +104,16 @@ class Attributes:
         model: The model. Its weights and saved buffers are left out.
         device: The device of the run.
         datasets: The datasets whose attributes are state, by name.
+        samplers: The samplers of the training data, which draw an order at the start of each epoch.
     """
 
     def __init__(
-        self, owners: Mapping[str, Any], model: nn.Module, device: torch.device, datasets: Mapping[str, Any]
+        self,
+        owners: Mapping[str, Any],
+        model: nn.Module,
+        device: torch.device,
+        datasets: Mapping[str, Any],
+        samplers: Iterable[Any] = (),
     ) -> None:
         self._owners = owners
         self._model = model
@@ -116,6 +122,8 @@ class Attributes:
         self._parts: dict[str, Any] = {}
         self._begun_with: set[str] = set()
         self._names: dict[str, tuple[int, list[str]]] = {}
+        self._samplers = [one for one in samplers if not (hasattr(one, "state_at") or hasattr(one, "set_epoch"))]
+        self._drawn: dict[str, object] | None = None
         self._counts_of_reads: set[str] = set()
         self._set_by_reading: set[str] | None = None if datasets else set()
         buffers = [one for layer in model.modules() for name, one in buffers_of(layer).items() if is_saved(layer, name)]
@@ -177,13 +185,29 @@ class Attributes:
 
     def noting_reads(self, windows: Iterator[T]) -> Iterator[T]:
         """Leave out what reading the first window changes in a dataset, such as a cache, unless it is a number."""
+        self._warn_of_samplers()
+        before = self._fingerprints_of_data() if self._set_by_reading is None else {}
+        first = list(itertools.islice(windows, 1))
+        self._drawn = self._fingerprints_of_samplers()
         if self._set_by_reading is not None:
-            return windows
-        before, first = self._fingerprints_of_data(), list(itertools.islice(windows, 1))
+            return itertools.chain(first, windows)
         changed = {name for name, value in self._fingerprints_of_data().items() if before.get(name) != value}
         self._counts_of_reads = {name for name, value in self._find().items() if type(value) in NUMBERS} & changed
         self._set_by_reading = changed - self._counts_of_reads
         return itertools.chain(first, windows)
+
+    def _warn_of_samplers(self) -> None:
+        """Warn about a sampler that steps or hooks have changed since it drew the last epoch."""
+        now = self._fingerprints_of_samplers()
+        changed = [name for name, value in (self._drawn or now).items() if now.get(name) != value]
+        if changed:
+            what = f"{', '.join(changed)} of the sampler has changed in training, and is not in checkpoints"
+            do = "weight the losses of samples instead, for example by what the dataset returns"
+            warn_once(f"{what}, so a resumed run may draw another order: {do}", about="sampler")
+
+    def _fingerprints_of_samplers(self) -> dict[str, object]:
+        values = [item for one in self._samplers for item in vars(one).items()]
+        return {name: self._fingerprint(one) for name, one in values if is_plain(one) and type(one) not in NUMBERS}
 
     def digests_of_data(self, state: Mapping[str, Any]) -> dict[str, object]:
         """Return digests of what training has changed in the datasets, from `state_dict`."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import Sampler
 
 from accmt.attributes import Attributes, find_datasets, name_owners
 from accmt.callbacks import Callback, Hooks, build_callbacks
@@ -135,6 +136,9 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
     optimizer, own_model = prepared.stepper.optimizer, prepared.unwrapped_model
     compares = num_processes() > 1 and settings.failures.compare_replicas
+    data, options = inputs.train_data, settings.data
+    given = options.sampler_of("train"), options.data_options.batch_sampler, getattr(data, "batch_sampler", None)
+    samplers = [one for one in (*given, getattr(data, "sampler", None)) if isinstance(one, Sampler)]
     datasets = {} if settings.data.reload_epochs else find_datasets(inputs.train_data)  # else they are built again
     run = Run(
         **vars(prepared),
@@ -166,7 +170,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         checkpoints=Checkpoints(settings, prepared.model, optimizer),
         snapshot=StepSnapshot(own_model, is_kept=saves),
         recovery=recovery,
-        attributes=Attributes(name_owners(module, callbacks), own_model, accelerator.device, datasets),
+        attributes=Attributes(name_owners(module, callbacks), own_model, accelerator.device, datasets, samplers),
         trained=TrainedParameters(module, engine, optimizer, watch["watch"]),
         replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import shutil
 from collections import defaultdict, deque, namedtuple
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ import torch
 from sklearn.linear_model import SGDClassifier
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, WeightedRandomSampler
 from torchmetrics import MeanMetric
 
 from accmt import AcceleratorModule, Callback
-from tests.resume.unbroken import make
+from tests.resume.unbroken import Fragile, make
 from tests.toys import make_points
 
 STEPS = 12
@@ -647,3 +648,42 @@ def test_a_scheduler_in_an_attribute_is_named(caplog: pytest.LogCaptureFixture) 
     make("out/a", {"epochs": 1, "batch_size": 4}, model_saving=None).fit(Scheduling(), make_points(2 * STEPS))
     assert caplog.text.count("self.decay has a scheduler that get_scheduler did not return") == 1
     assert "self.same" not in caplog.text
+
+
+class InPlace(Sampler[int]):
+    """Shuffles what it has, and counts, whenever it draws."""
+
+    def __init__(self) -> None:
+        self.order, self.draws = list(range(24)), 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Any:
+        self.draws += 1
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_a_sampler_that_learns_is_named(in_loader: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Learning(Fragile):
+        sampler: Any = None
+
+        def on_epoch_end(self) -> None:
+            if self.sampler is not None:
+                self.sampler.weights = self.sampler.weights * 0.9
+
+    def run(module: Any, sampler: Any) -> None:
+        points: Any = make_points(24)
+        data, given = (DataLoader(points, 4, sampler=sampler), None) if in_loader else (points, sampler)
+        hps = {"epochs": 3, "batch_size": 4, "scheduler": None}
+        make("out/a", hps, model_saving=None, sampler=given, checkpoint_every="epoch").fit(module, data)
+
+    run(Learning(), InPlace())
+    run(Learning(), WeightedRandomSampler([1.0] * 24, 24))
+    assert "of the sampler" not in caplog.text
+    module = Learning()
+    module.sampler = WeightedRandomSampler([1.0] * 24, 24)
+    run(module, module.sampler)
+    assert caplog.text.count("weights of the sampler has changed in training, and is not in checkpoints") == 1
