@@ -30,6 +30,7 @@ LAYERS = [
     {"options", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {
+        "attribute_values",
         "attributes",
         "module",
         "module_log",
