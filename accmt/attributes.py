@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accmt.attribute_values import (
     COLLECTIONS,
@@ -95,6 +95,13 @@ def find_datasets(data: Any) -> dict[str, Any]:
     return found
 
 
+def find_samplers(data: Any, *given: Any) -> list[Sampler[Any]]:
+    """Return the samplers of the training data, given or in a DataLoader, that cannot restore their state."""
+    every = (*given, getattr(data, "batch_sampler", None), getattr(data, "sampler", None))
+    samplers = [one for one in every if isinstance(one, Sampler)]
+    return [one for one in samplers if not (hasattr(one, "state_at") or hasattr(one, "set_epoch"))]
+
+
 def _has_state(one: Any, libraries: tuple[str, ...]) -> bool:
     kinds = [kind for kind in type(one).__mro__ if kind is not object]
     return type(one).__module__.partition(".")[0] in libraries or any(map(is_user_class, kinds))
@@ -124,7 +131,7 @@ class Attributes:
         model: The model. Its weights and saved buffers are left out.
         device: The device of the run.
         datasets: The datasets whose attributes are state, by name.
-        samplers: The samplers of the training data, which draw an order at the start of each epoch.
+        samplers: The samplers of the training data whose attributes steps may change.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ class Attributes:
         self._parts: dict[str, Any] = {}
         self._begun_with: set[str] = set()
         self._names: dict[str, tuple[int, list[str]]] = {}
-        self._samplers = [one for one in samplers if not (hasattr(one, "state_at") or hasattr(one, "set_epoch"))]
+        self._samplers = tuple(samplers)
         self._drawn: dict[str, object] | None = None
         self._counts_of_reads: set[str] = set()
         self._set_by_reading: set[str] | None = None if datasets else set()
@@ -312,9 +319,9 @@ class Attributes:
                 value = own[name] if name in own else buffers.get(name)
                 if is_plain(value) and id(value) not in self._of_model:
                     found[f"{path}.{name}"] = value
-        return (
-            {n: value for n, value in found.items() if n not in self._set_by_reading} if self._set_by_reading else found
-        )
+        for name in self._set_by_reading or ():
+            found.pop(name, None)
+        return found
 
     def _find_numbers(self) -> dict[str, Any]:
         """Return what hooks may change in torch's own layers, such as the rate of a dropout."""

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import Sampler
 
-from accmt.attributes import Attributes, find_datasets, name_owners
+from accmt.attributes import Attributes, find_datasets, find_samplers, name_owners
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary
 from accmt.callbacks.monitor import build_monitor
@@ -136,9 +135,8 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
     optimizer, own_model = prepared.stepper.optimizer, prepared.unwrapped_model
     compares = num_processes() > 1 and settings.failures.compare_replicas
-    data, options = inputs.train_data, settings.data
-    given = options.sampler_of("train"), options.data_options.batch_sampler, getattr(data, "batch_sampler", None)
-    samplers = [one for one in (*given, getattr(data, "sampler", None)) if isinstance(one, Sampler)]
+    given = settings.data.sampler_of("train"), settings.data.data_options.batch_sampler
+    samplers = find_samplers(inputs.train_data, *given)
     datasets = {} if settings.data.reload_epochs else find_datasets(inputs.train_data)  # else they are built again
     run = Run(
         **vars(prepared),
