@@ -287,6 +287,8 @@ class Attributes:
 
     def has_changed(self, name: str, value: Any, writes: object) -> bool:
         """Return whether a captured value that is shared has changed since, or may have."""
+        if name in (self._set_by_reading or ()):
+            return False
         fingerprint, first_writes = (self._before or {}).get(name, (None, None))
         if self._is_of_data(name) and not isinstance(value, Tensor):  # if it changes at all, it may have changed now
             return self._before is not None and self._fingerprint_of(name, value) != fingerprint

@@ -135,9 +135,8 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
     optimizer, own_model = prepared.stepper.optimizer, prepared.unwrapped_model
     compares = num_processes() > 1 and settings.failures.compare_replicas
+    data = None if settings.data.reload_epochs else inputs.train_data  # otherwise, they are built again
     given = settings.data.sampler_of("train"), settings.data.data_options.batch_sampler
-    samplers = find_samplers(inputs.train_data, *given)
-    datasets = {} if settings.data.reload_epochs else find_datasets(inputs.train_data)  # else they are built again
     run = Run(
         **vars(prepared),
         **watch,
@@ -168,7 +167,13 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         checkpoints=Checkpoints(settings, prepared.model, optimizer),
         snapshot=StepSnapshot(own_model, is_kept=saves),
         recovery=recovery,
-        attributes=Attributes(name_owners(module, callbacks), own_model, accelerator.device, datasets, samplers),
+        attributes=Attributes(
+            name_owners(module, callbacks),
+            own_model,
+            accelerator.device,
+            find_datasets(data),
+            find_samplers(data, *given),
+        ),
         trained=TrainedParameters(module, engine, optimizer, watch["watch"]),
         replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
     )
