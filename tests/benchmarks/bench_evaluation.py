@@ -249,7 +249,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    torch.empty(1 << 24)  # as in a process that trains: glibc keeps freed memory, once something large was freed
     contests = {"small network": (build_model(), options.batches), "larger network": (build_larger_model(), 200)}
     samples = make_samples(options.batches * BATCH_SIZE - 1)
     with tempfile.TemporaryDirectory() as name:
