@@ -85,12 +85,18 @@ def find_datasets(data: Any) -> dict[str, Any]:
     Streams and datasets with a `state_dict` resume by themselves, and the tables of `datasets` do not change.
     """
     found, left = {}, [("train_data", data)]
+    seen: set[int] = set()
     while left:
         path, one = left.pop()
-        inner = getattr(one, "dataset", None), *(getattr(one, "datasets", None) or ())
+        if id(one) in seen or not hasattr(one, "__dict__"):
+            continue
+        seen.add(id(one))
+        held = vars(one)  # a property may fail, or make another dataset each time
+        several = held.get("datasets")
+        inner = held.get("dataset"), *(several if isinstance(several, list | tuple) else ())
         left += [(f"{path}.{number or 'dataset'}", part) for number, part in enumerate(inner) if part is not None]
         is_left_out = isinstance(one, DataLoader | IterableDataset) or hasattr(one, "state_dict")
-        if hasattr(one, "__dict__") and not is_left_out and _has_state(one, ("torch", "torchvision", "torchaudio")):
+        if not is_left_out and _has_state(one, ("torch", "torchvision", "torchaudio")):
             found[path] = one
     return found
 
@@ -318,9 +324,9 @@ class Attributes:
                 names = [*(name for name in own if name not in _OF_LAYERS), *unsaved]
                 self._names[path] = len(own) + len(buffers), names
             for name in names:
-                value = own[name] if name in own else buffers.get(name)
-                if is_plain(value) and id(value) not in self._of_model:
-                    found[f"{path}.{name}"] = value
+                held = own if name in own else buffers
+                if name in held and is_plain(held[name]) and id(held[name]) not in self._of_model:
+                    found[f"{path}.{name}"] = held[name]
         for name in self._set_by_reading or ():
             found.pop(name, None)
         return found

@@ -494,6 +494,28 @@ def test_what_training_changes_in_the_dataset_goes_on(
     assert "cannot contain" not in caplog.text
 
 
+class Endless(Labelled):
+    """Makes another dataset each time, refers to itself, and has a method with the name of what holds several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["dataset"] = self
+
+    @property
+    def dataset(self) -> Any:
+        return Endless()
+
+    def datasets(self) -> list[str]:
+        return ["points"]
+
+
+def test_a_dataset_that_makes_up_others_is_trained_on() -> None:
+    hps = {"epochs": 1, "batch_size": 4, "scheduler": None}
+    data = Endless()
+    make("out/a", hps, model_saving=None).fit(Labelling(data), data)
+    assert data.weights.sum() == 24 + 6 * 0.5
+
+
 class Annealed(nn.Module):
     """Keeps state in attributes, in a buffer that is not saved, and the last output."""
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, SFTModule, Trainer
+from accmt.addons.generation import _MAX_NEW_TOKENS
 from accmt.errors import ArgumentError, HyperParameterError, MetricError
 from accmt.metrics import ExactMatch
 from accmt.tracking.history import read_history
@@ -239,8 +240,9 @@ def test_texts_that_are_not_as_many_as_expected_are_an_error() -> None:
         ExactMatch().compute(["a"], ["a", "b"])
 
 
-def test_a_limit_of_none_is_the_default() -> None:
+def test_a_limit_of_none_is_the_default(caplog: pytest.LogCaptureFixture) -> None:
     train(make_module(), rows=ROWS[:2], val_rows=ROWS[:2], evaluation={"generate": {"max_new_tokens": None}})
+    assert f"cut off before they ended (max_new_tokens={_MAX_NEW_TOKENS})" in caplog.text
 
 
 def test_texts_that_do_not_end_are_counted(caplog: pytest.LogCaptureFixture) -> None:
