@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import xxhash
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from accmt.data.seeding import (
     BatchIndices,
@@ -122,11 +122,7 @@ class UserRandomness:
     def __init__(self, *parts: Any) -> None:
         inner = [getattr(part, "sampler", None) for part in parts]
         self._parts = [part for part in (*parts, *inner) if part is not None]
-        named = [getattr(part, "generator", None) for part in self._parts]
-        held = find_generators(
-            *(part for part in self._parts if not isinstance(part, DataLoader)), through_streams=True
-        )
-        generators = dict.fromkeys([*(g for g in named if isinstance(g, torch.Generator)), *held])
+        generators = dict.fromkeys(chain(*map(find_generators, self._parts)))
         self._seeds = {generator: broadcast_object(user_seed(generator)) for generator in generators}
 
     def call_set_epoch(self, epoch: int) -> None:
