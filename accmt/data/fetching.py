@@ -173,7 +173,7 @@ class CollateFetched:
             error.add_note(where)
             return
         name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
-        if str(getattr(self.collate, "__module__", "")).startswith("accmt."):
+        if self.collate is collate_or_explain:
             name = "torch's default_collate"
         expected, do = f"samples that {name} can collate", "check these samples, or pass a different collate_fn"
         first = next((sample for sample in samples if isinstance(sample, Mapping)), {})

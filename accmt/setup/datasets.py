@@ -294,7 +294,7 @@ def name_sets(data: Any) -> dict[str, Any]:
 
 def _is_dataset(one: Any) -> bool:
     """Return whether an element of a list is a dataset, rather than a sample."""
-    if isinstance(one, Dataset | DataLoader) or type(one).__module__.partition(".")[0] == "datasets":
+    if isinstance(one, Dataset | DataLoader) or hasattr(one, "column_names"):  # as those of `datasets` have
         return True
     # Samples can have a length and indices, too: sequences, arrays, and what is read by key, such as a graph.
     is_sample = isinstance(one, list | tuple | str | bytes | bytearray | range) or any(

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,45 +135,6 @@ def test_a_fault_of_accmt_keeps_its_traceback(monkeypatch):
     with pytest.raises(TypeError) as failure:  # the signature differs
         make_trainer().fit(Linear(), make_points())
     assert len(files_of_accmt(failure.value)) > 2
-
-
-@pytest.mark.parametrize(
-    ("command", "is_told"),
-    [
-        ("accelerate launch --num_processes 2 train.py", True),
-        ("accelerate launch --num-processes=2 --cpu train.py", True),
-        ("accelerate launch train.py --num_processes 2", False),
-        ("accelerate launch --num_processes 1 train.py --num_processes 2", False),
-        ("bash run.sh", False),
-    ],
-)
-def test_only_what_stands_before_the_script_is_the_launchers(command, is_told, monkeypatch, caplog):
-    parent = SimpleNamespace(cmdline=command.split)
-    monkeypatch.setattr(accelerator.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
-    environment = {"ACCELERATE_MIXED_PRECISION": "no"}
-    monkeypatch.setattr(accelerator, "os", SimpleNamespace(environ=environment))
-    monkeypatch.setattr("accmt.messages._said", set())
-    accelerator._warn_of_ignored_processes()
-    assert ("was asked for 2 processes" in caplog.text) is is_told
-
-
-SCRIPT = """
-from tests.toys import Linear, make_points, make_trainer
-make_trainer(verbose=True).fit(Linear(), make_points())
-"""
-
-
-@pytest.mark.parametrize(
-    ("number", "cpu"),
-    [(2, ["--cpu"]), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["--cpu"]), (2, [])))],
-)
-def test_accelerate_that_ignores_the_number_of_processes_is_told(number, cpu, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *cpu, "--num_machines", "1"]
-    launch += ["--num_processes", str(number), "--mixed_precision", "no", "--dynamo_backend", "no"]
-    done = subprocess.run([*launch, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert ("was asked for 2 processes but starts one" in done.stderr) is (number == 2)
 
 
 CELL = """

@@ -21,7 +21,7 @@ from accmt.data import first_dimension
 from accmt.libraries.private_names import is_batch_norm
 from accmt.loop.step_outputs import read_training_output
 from accmt.processes import gather_objects, num_processes
-from accmt.trainer.digests import changed_attributes, digest, digest_attributes
+from accmt.recovery.digests import changed_attributes, digest, digest_attributes
 from accmt.without_trace import without_trace
 
 _READING_MODIFIES = "reading modifies "
