@@ -228,35 +228,9 @@ class Hooks:
             not pass.
     """
 
-    on_fit_start: tuple[Hook, ...]
-    on_fit_end: tuple[Hook, ...]
-    on_epoch_start: tuple[Hook, ...]
-    on_epoch_end: tuple[Hook, ...]
-    on_before_training_step: tuple[Hook, ...]
-    on_after_training_step: tuple[Hook, ...]
-    on_before_backward: tuple[Hook, ...]
-    on_after_backward: tuple[Hook, ...]
-    on_before_optimizer_step: tuple[Hook, ...]
-    on_after_optimizer_step: tuple[Hook, ...]
-    on_before_scheduler_step: tuple[Hook, ...]
-    on_after_scheduler_step: tuple[Hook, ...]
-    on_before_zero_grad: tuple[Hook, ...]
-    on_after_zero_grad: tuple[Hook, ...]
-    on_update_end: tuple[Hook, ...]
-    on_log: tuple[Hook, ...]
-    on_evaluation_start: tuple[Hook, ...]
-    on_evaluation_end: tuple[Hook, ...]
-    on_validation_start: tuple[Hook, ...]
-    on_validation_end: tuple[Hook, ...]
-    on_before_validation_step: tuple[Hook, ...]
-    on_after_validation_step: tuple[Hook, ...]
-    on_save_model: tuple[Hook, ...]
-    on_save_checkpoint: tuple[Hook, ...]
-    on_resume: tuple[Hook, ...]
-    on_keyboard_interrupt: tuple[Hook, ...]
-    on_cuda_out_of_memory: tuple[Hook, ...]
-    on_runtime_error: tuple[Hook, ...]
-    on_exception: tuple[Hook, ...]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, hook: str) -> tuple[Hook, ...]: ...
 
     def __init__(
         self,

@@ -10,7 +10,15 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import xxhash
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from accmt.data.seeding import (
     BatchIndices,
@@ -103,11 +111,15 @@ def call_set_epoch(part: Any, epoch: int) -> None:
         part.set_epoch(epoch)
 
 
+_OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+_OF_FIXED_LENGTH = (*_OF_TORCH, list, tuple, range, torch.Tensor)
+
+
 def is_user_class(sampler: Any) -> bool:
-    """Return whether a sampler, or the one inside a batch sampler, is user-defined."""
+    """Return whether a sampler, or the one inside a batch sampler, is user-defined: its epochs may differ in length."""
     if type(sampler) is BatchSampler:
         return is_user_class(sampler.sampler)
-    return type(sampler).__module__.partition(".")[0] not in ("torch", "accmt", "builtins")
+    return type(sampler) not in _OF_FIXED_LENGTH and not isinstance(sampler, TensorSampler)
 
 
 class UserRandomness:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -184,13 +185,21 @@ class _Seeded:
 
 def seed_with_global(*owners: Any) -> None:
     """Seed the generators of objects together with the global ones until `keeping_generators` ends."""
-    known = {id(seeded.generator) for seeded in OWN}
     for owner in owners:
-        kind = getattr(owner, "__qualname__", type(owner).__qualname__)
-        for number, generator in enumerate(find_generators(owner)):
-            if id(generator) not in known:
-                known.add(id(generator))
-                OWN.append(_Seeded(generator, f"generator {number} of {kind}"))
+        _seed_all(find_generators(owner), getattr(owner, "__qualname__", type(owner).__qualname__))
+
+
+def seed_parts_with_global(whole: Any, parts: Iterable[Any]) -> None:
+    """Do the same for the parts of an object, such as the datasets of a mixture; each draws different numbers."""
+    _seed_all(list(chain.from_iterable(map(find_generators, parts))), type(whole).__qualname__)
+
+
+def _seed_all(generators: Iterable[Any], kind: str) -> None:
+    known = {id(seeded.generator) for seeded in OWN}
+    for number, generator in enumerate(generators):
+        if id(generator) not in known:
+            known.add(id(generator))
+            OWN.append(_Seeded(generator, f"generator {number} of {kind}"))
 
 
 @contextmanager

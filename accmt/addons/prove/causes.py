@@ -18,7 +18,7 @@ from accmt.addons.prove.launches import Launch, Outcome
 from accmt.addons.prove.randomness import SameForAllSamples, seed_step
 from accmt.callbacks import Callback
 from accmt.data import first_dimension
-from accmt.libraries.private_names import is_batch_norm
+from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.loop.step_outputs import read_training_output
 from accmt.processes import gather_objects, num_processes
 from accmt.recovery.digests import changed_attributes, digest, digest_attributes

@@ -27,9 +27,10 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from accmt.addons.prove.randomness import SameForAllSamples, first_samples, seed_step
 from accmt.callbacks import Callback, build_callbacks
+from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import AccmtError
 from accmt.files import dumps, loads
-from accmt.libraries.private_names import forget_accelerator, is_batch_norm
+from accmt.libraries.private_names import forget_accelerator
 from accmt.options import Settings
 from accmt.recovery.digests import digest, digest_attributes
 
