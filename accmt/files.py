@@ -44,15 +44,11 @@ def staging_folder(folder: Path, purpose: str) -> Iterator[Path]:
 
 
 def current_folder() -> Path:
-    """Return the current folder; if it was deleted, its former path."""
+    """Return the current folder; if it was deleted while a run trains, the root: its paths are absolute then."""
     try:
         return Path.cwd()
     except FileNotFoundError:
-        try:
-            place = str(Path("/proc/self/cwd").readlink()).removesuffix(" (deleted)")
-        except OSError:  # not Linux
-            place = os.environ.get("PWD", os.sep)
-        return Path(place)
+        return Path(os.sep)
 
 
 def is_current(folder: Path) -> bool:

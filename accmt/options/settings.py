@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accmt.errors import ArgumentError, HyperParameterError, UnknownArgumentError, explain, nearest
-from accmt.files import current_folder, is_current
+from accmt.files import is_current
 from accmt.options.checks import Options, raise_faults, read_arguments
 from accmt.options.data import DataSettings
 from accmt.options.evaluation import EvaluationSettings
@@ -99,7 +97,7 @@ class Settings:
     data: DataSettings
     running: RunningSettings
     handling: FailureSettings
-    home: Path = field(default_factory=current_folder, compare=False)
+    home: Path = field(default_factory=Path.cwd, compare=False)
 
     GROUPS: ClassVar[dict[str, type]] = {
         "saving": SavingSettings,
@@ -129,15 +127,6 @@ class Settings:
         every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
         values = read_arguments(values, every)
         remember(values)
-        if not current_folder().is_dir():
-            # It was deleted: import the part of torch that needs it, which optimizers use, from elsewhere.
-            here = os.open(".", os.O_RDONLY)
-            try:
-                os.chdir(os.sep)
-                importlib.import_module("torch._dynamo")
-            finally:
-                os.fchdir(here)
-                os.close(here)
         faults, parts = _Faults(), dict[str, Any]()
         with faults.collecting():
             names = values.keys() - {"tracker_kwargs"}

@@ -188,6 +188,13 @@ class Regression(AcceleratorModule):
         return {"loss": loss, "weight": weight} if self.weighted else loss
 
 
+class CountedRegression(Regression):
+    """Counts the samples of a batch, where the collate function drops or adds some."""
+
+    def get_batch_size(self, batch: Any) -> int:
+        return len(batch["inputs"])
+
+
 class GradientRecorder(Callback):
     """Writes down the gradient and the learning rate of each update."""
 
@@ -239,7 +246,8 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
         verbose=False,
         **settings,
     )
-    module = Regression(weighted=case.weighted)
+    kind = CountedRegression if case.data in COLLATED else Regression
+    module = kind(weighted=case.weighted)
     state = trainer.fit(module, make_data(case))
     weights = torch.cat([make_whole(p.detach()).flatten() for p in module.model.parameters()]).tolist()
     every = gather_objects((recorder.gradients, state.state_dict(), weights))
