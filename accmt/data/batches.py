@@ -108,9 +108,9 @@ def count_samples(batch: Any, collated: int | None) -> int:
     samples = first_dimension(batch)
     if samples is not None and collated in (None, samples):
         return samples
-    got = "a batch without tensors or lists" if samples is None else f"a batch whose first tensor has {samples} rows"
+    got = "a batch without tensors or lists" if samples is None else f"a first dimension of {samples}"
     if collated is not None:
-        got += f", made from {collated} samples"
+        got += f", in a batch of {collated} collated samples"
     raise DataError(
         explain(
             "the number of samples in a batch, which weights its loss",

@@ -75,7 +75,9 @@ def images(*channels):
     ],
 )
 def test_a_batch_that_contradicts_what_was_collated_is_an_error_that_names_the_method_to_define(batch):
-    with pytest.raises(DataError, match=r"whose first tensor has \d rows, made from 4(.|\n)*define get_batch_size"):
+    with pytest.raises(
+        DataError, match=r"a first dimension of \d, in a batch of 4 collated samples(.|\n)*define get_batch_size"
+    ):
         count_samples(batch, 4)
 
 

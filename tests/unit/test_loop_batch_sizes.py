@@ -82,7 +82,9 @@ class Counting(Linear):
 def test_a_collate_function_that_drops_samples_needs_a_module_that_counts_them(source):
     make, settings = SOURCES[source]
     if source != "DataLoader of a stream":  # whose DataLoader is the only one to know what it collated
-        with pytest.raises(DataError, match=r"2 rows, made from 4 samples(.|\n)*define get_batch_size"):
+        with pytest.raises(
+            DataError, match=r"a first dimension of 2, in a batch of 4 collated samples(.|\n)*define get_batch_size"
+        ):
             fit(make(), **settings)
     state, gradients = fit(make(), Counting(), **settings)
     assert state.samples_seen == 13
@@ -108,7 +110,7 @@ def test_where_the_step_gives_weights_samples_are_only_counted():
 
 @pytest.mark.feature("T22", "A25")
 def test_a_dataset_that_fetches_fewer_than_it_was_asked_for_is_an_error():
-    with pytest.raises(DataError, match="2 rows, made from 4 samples"):
+    with pytest.raises(DataError, match="a first dimension of 2, in a batch of 4 collated samples"):
         fit(FewerAtOnce())
 
 
