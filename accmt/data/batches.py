@@ -127,6 +127,9 @@ def first_dimension(batch: Any) -> int | None:
     Returns:
         The number; None if the batch has neither.
     """
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch
+    if type(first) is torch.Tensor and first.ndim:  # as in most batches: without a further call
+        return first.size(0)
     rows = _rows_of_first_tensor(batch)
     return _length_of_first_list(batch) if rows is None else rows
 

@@ -23,7 +23,7 @@ import xxhash
 
 _TORCH_DEFAULT = 67280421310721  # torch's initial seed until one is set
 _MAX_SEED = 2**63
-_RANDOM: Any = getattr(random.seed, "__self__")  # noqa: B009 - the generator of the module's functions
+_RANDOM: Any = random.seed.__self__  # type: ignore[attr-defined]  # of the module's functions
 _seed_random = super(random.Random, _RANDOM).seed  # what `random.seed` does for a whole number, without its checks
 
 
@@ -121,7 +121,7 @@ class BatchIndices(list[int]):
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _GLOBAL: tuple[Any, ...] = (
     torch.default_generator,
-    getattr(np.random.get_state, "__self__"),  # noqa: B009, NPY002 - the generators of the modules' functions
+    np.random.get_state.__self__,  # type: ignore[attr-defined]  # noqa: NPY002 - the generator of its functions
     _RANDOM,
 )
 _DRAWN_BY_SYSTEM = 2**64  # numpy's generators without a seed draw 128 bits, others at each start

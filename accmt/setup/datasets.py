@@ -300,7 +300,7 @@ def _is_dataset(one: Any) -> bool:
     is_sample = isinstance(one, list | tuple | str | bytes | bytearray | range) or any(
         hasattr(one, name) for name in ("keys", "__array__")
     )
-    return hasattr(one, "__len__") and hasattr(one, "__getitem__") and not is_sample
+    return not (is_sample or is_stream(one))
 
 
 def _ask(method: Callable[..., Any], user_data: Any) -> Any:

@@ -68,7 +68,7 @@ def check_module(module: Any) -> None:
 def check_untrained_module(module: Any, function: Function) -> None:
     """Check what a module needs for training and evaluation."""
     require_module(module, function)
-    _reject_foreign_methods(module)
+    addon("reject_foreign_methods")(module)
     _check_spelling(module)
     model = getattr(module, "model", None)
     if model is None:
@@ -215,27 +215,6 @@ def _check_spelling(module: AcceleratorModule) -> None:
                 f"a method {name}, but no {meant}",
                 f"rename it to {meant} (or to a less similar name)",
             )
-
-
-def _reject_foreign_methods(module: AcceleratorModule) -> None:
-    """Reject methods that only other trainers call: here they would silently be ignored."""
-    expected = "methods of an AcceleratorModule, or others that its own methods call"
-    faults = [
-        explain(
-            f"{type(module).__name__}.{name}",
-            f"a method of {owner}, which accmt never calls",
-            expected,
-            f"{do}; or rename it, if it is called elsewhere",
-        )
-        for name, owner, do in addon("hints_for_unused_methods")(type(module))
-    ]
-    if faults:
-        raise ModuleContractError("\n\n".join(faults))
-    is_manual = getattr(module, "automatic_optimization", True) is False
-    if is_manual and not module.uses_manual_optimization:
-        where, got = f"{type(module).__name__}.automatic_optimization", "False, which has no effect"
-        do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"
-        raise ModuleContractError(explain(where, got, "an ExtendedAcceleratorModule, which steps manually", do))
 
 
 def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accmt.data import (
     ByPackedRows,
@@ -19,6 +19,7 @@ from accmt.data import (
     Grouping,
     TokenBudget,
     in_buckets,
+    is_stream,
     known_lengths,
     take_apart,
 )
@@ -123,8 +124,8 @@ class TokenBatcher:
         )
 
     def _draw_lengths(self, step: int) -> list[int] | None:
-        data = self.data.dataset if isinstance(self.data, DataLoader) else self.data
-        if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        data: Any = self.data.dataset if isinstance(self.data, DataLoader) else self.data
+        if is_stream(data):
             return None
         number = min(step * max(1, min(_STEPS, _SAMPLES // step)), max(step, len(data)))
         chosen = torch.randint(len(data), (number - number % step,), generator=torch.Generator().manual_seed(0))
@@ -228,8 +229,7 @@ def make_largest(
         size: Samples of a micro-batch without a token budget; None if sizes vary.
     """
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
-    has_samples = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or not has_samples:
+    if is_stream(dataset):
         return "the data are a stream"
     budget = None if batcher is None else batcher.training_budget
     collate = (collate or collate_or_explain) if batcher is None else batcher.training_options["collate"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
-from accmt.errors import explain
+from accmt.errors import ModuleContractError, explain
 
 _OPTIMIZER_AND_SCHEDULER = "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler"
 _EVALUATION = "def validation_step(self, batch), and on_evaluation_end(self, metrics) for code after the evaluation"
@@ -159,6 +159,31 @@ def describe_missing(module: object, name: str) -> str:
         return f"{type(module).__name__!r} object has no attribute {name!r}"
     got, expected = "an attribute of another trainer's module", "an attribute of an AcceleratorModule"
     return explain(f"self.{name}", got, expected, here if here.startswith("leave ") else f"write {here}")
+
+
+def reject_foreign_methods(module: Any) -> None:
+    """Reject methods that only other trainers call: here they would silently be ignored.
+
+    Raises:
+        ModuleContractError: The module has some.
+    """
+    name = type(module).__name__
+    expected = "methods of an AcceleratorModule, or others that its own methods call"
+    faults = [
+        explain(
+            f"{name}.{method}",
+            f"a method of {owner}, which accmt never calls",
+            expected,
+            f"{do}; or rename it, if it is called elsewhere",
+        )
+        for method, owner, do in find_unused_foreign_methods(type(module))
+    ]
+    if faults:
+        raise ModuleContractError("\n\n".join(faults))
+    if getattr(module, "automatic_optimization", True) is False and not module.uses_manual_optimization:
+        where, got = f"{name}.automatic_optimization", "False, which has no effect"
+        do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"
+        raise ModuleContractError(explain(where, got, "an ExtendedAcceleratorModule, which steps manually", do))
 
 
 _LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
