@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import xxhash
 
+from accmt.sharded_tensors import bytes_of
+
 _OF_RUN = {
     "trainer", "state", "model", "teacher", "accelerator", "optimizer", "scheduler", "tracker", "device", "module",
 }  # fmt: skip
@@ -18,8 +20,7 @@ _OF_RUN = {
 def digest(value: Any) -> str:
     """Return a digest of a value's bits, or the name of its type if it has none."""
     if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
+        return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(bytes_of(value))}"
     if isinstance(value, Mapping):
         return digest([(str(key), digest(item)) for key, item in value.items()])
     if isinstance(value, list | tuple):
