@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parameter import is_lazy
 
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.state_dicts import SIMPLE, copy_state, encode, is_namedtuple, map_leaves, split_tensors
+from accmt.checkpoint.state_dicts import copy_state, encode, is_namedtuple, map_leaves, split_tensors
 from accmt.errors import CheckpointError, explain
+from accmt.glances import digest_glance, digest_text
 from accmt.libraries.private_names import buffers_of, children_of
 from accmt.messages import warn_once
 from accmt.module import OF_RUN
@@ -33,10 +32,6 @@ _LARGEST_STORED = 1 << 30
 """Bytes of an attribute that a checkpoint contains."""
 _LARGEST_COPIES = 1 << 20
 """Bytes of all attributes that are copied after each step, for an emergency checkpoint."""
-_NUM_SEEN = 10_000
-"""Values that are compared in an attribute that cannot be stored, or of data."""
-
-T = TypeVar("T")
 
 # How a checkpoint stores values that are not plain data.
 _MODULE, _OBJECT, _OF_RUN = "$module", "$object", "$of_run"
@@ -68,7 +63,6 @@ class Attributes:
         model: The model, which checkpoints contain anyway.
         device: The device of the run.
         objects: The run's own objects, such as its optimizer and data, which checkpoints contain elsewhere.
-        data: The training data by name, if no checkpoint contains what training changes in them.
     """
 
     def __init__(
@@ -77,12 +71,8 @@ class Attributes:
         model: nn.Module,
         device: torch.device,
         objects: Iterable[Any],
-        data: Mapping[str, Any],
     ) -> None:
         self._owners = owners
-        self._data = data
-        self._data_before: dict[str, str] = {}
-        self._set_by_reading: set[str] = set()
         names = {f"{name}.{attribute}" for name, owner in owners.items() for attribute in owner.process_state}
         self.of_process = _ProcessAttributes(self, names) if names else None
         self._process_names = names
@@ -99,7 +89,6 @@ class Attributes:
         """Restore the checkpoint's values, which hooks of the start may have set again, and begin to compare."""
         self._restore(self._loaded["values"])
         self._before = self._latest = self._look_at_all()
-        self._data_before = self._look_at_data()
         self._changed = self._loaded["values"].keys() & self._before.keys()
         for name, digest in self._loaded["digests"].items():
             # A projection that the constructor draws without a seed is another one after each start.
@@ -150,7 +139,6 @@ class Attributes:
         if self._before is None:
             return self._loaded
         self.compare()
-        self._name_changed_data()
         looks = self._latest.items()
         digests = {name: look.digest for name, look in looks if look.has_tensors and name not in self._changed}
         return {"values": self.collect(self._changed - self._process_names), "digests": digests}
@@ -220,9 +208,9 @@ class Attributes:
             size = len(text) + sum(tensor.nbytes for tensor in tensors.values())
             content = f"{text} {[checksum(tensor) for tensor in tensors.values()]}"
             is_sharded = any(map(is_dtensor, tensors.values()))
-            return _Look(_digest_of_text(content), size, size <= _LARGEST_STORED, bool(tensors), is_sharded)
+            return _Look(digest_text(content), size, size <= _LARGEST_STORED, bool(tensors), is_sharded)
         except CheckpointError:
-            return _Look(_digest_of_glance(value))
+            return _Look(digest_glance(value))
 
     def _to_state(self, value: Any) -> Any:
         """Return a value with plain data in place of modules and objects; tensors are shared."""
@@ -245,28 +233,6 @@ class Attributes:
     def _tensors_of(self, module: nn.Module) -> dict[str, Tensor]:
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return {name: part for name, part in named.items() if id(part) not in self._of_run and not is_lazy(part)}
-
-    def _look_at_data(self) -> dict[str, str]:
-        return {
-            f"{data_name}.{name}": _digest_of_glance(value)
-            for data_name, data in self._data.items()
-            for name, value in getattr(data, "__dict__", {}).items()
-            if not name.startswith("_")
-        }
-
-    def leaving_out_reads(self, windows: Iterator[T]) -> Iterator[T]:
-        """Do not name what reading the first window of an epoch changes in the data, such as a cache."""
-        before = self._look_at_data()
-        first = list(islice(windows, 1))
-        self._set_by_reading |= {name for name, digest in self._look_at_data().items() if before.get(name) != digest}
-        return chain(first, windows)
-
-    def _name_changed_data(self) -> None:
-        for name, digest in self._look_at_data().items():
-            if name not in self._set_by_reading and self._data_before.get(name) != digest:
-                what = f"{name} has changed since training began, and checkpoints contain no attributes of data"
-                do = "if samples depend on it, define state_dict and load_state_dict in the dataset"
-                warn_once(f"{what}: {do}", about=f"attribute {name}")
 
     def _name_unstorable(self, name: str, value: Any) -> None:
         size = f" of more than {_LARGEST_STORED >> 30} GiB" if self._latest[name].size else ""
@@ -422,31 +388,4 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 def digest_of(state: Any) -> str:
     """Return a digest of what a checkpoint contains of a state."""
     tensors, rest = split_tensors(state)
-    return _digest_of_text(f"{encode(rest)} {[checksum(tensor) for tensor in tensors.values()]}")
-
-
-def _digest_of_text(text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
-
-
-def _digest_of_glance(value: Any) -> str:
-    return _digest_of_text(repr(list(islice(_glance(value), _NUM_SEEN))))
-
-
-def _glance(value: Any, depth: int = 3) -> Iterator[object]:
-    """Yield what is visible of a value that cannot be stored, to notice a change: types, public attributes, items."""
-    yield type(value).__qualname__
-    if type(value) in SIMPLE:
-        yield value
-    elif isinstance(value, Tensor | np.ndarray):
-        yield repr(value)
-    elif depth and not isinstance(value, type):
-        if isinstance(value, Mapping):
-            parts: Iterable[Any] = chain.from_iterable(value.items())
-        elif isinstance(value, list | tuple | deque | set | frozenset):
-            parts = value
-        else:
-            attributes = getattr(value, "__dict__", {}).items()
-            parts = chain.from_iterable((name, item) for name, item in attributes if not name.startswith("_"))
-        for part in parts:
-            yield from _glance(part, depth - 1)
+    return digest_text(f"{encode(rest)} {[checksum(tensor) for tensor in tensors.values()]}")

@@ -148,7 +148,7 @@ def _train_epoch(run: Run) -> bool:
     windows = run.loaders.train.windows(state.epoch, first=state.train_step)
     for reading in run.features.reading:
         windows = reading(windows)
-    for window in run.attributes.leaving_out_reads(windows):
+    for window in windows:
         has_ended = steps.train(window)
         is_used_up = state.now.is_last_training_batch
         if has_ended and finish_step(run):

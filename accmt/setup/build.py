@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.attributes import Attributes
@@ -178,7 +177,6 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
             own_model,
             accelerator.device,
             _objects_of(prepared, inputs),
-            {name: value for name, value in loaders.inputs_with_state().items() if not isinstance(value, Stateful)},
         ),
         trained=TrainedParameters(module, engine, optimizer, watch["watch"]),
         replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,

@@ -30,10 +30,9 @@ LAYERS = [
     {"options", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {
-        "attribute_values",
         "attributes",
+        "glances",
         "module",
-        "module_log",
         "huggingface",
         "engine",
         "without_trace",
