@@ -114,6 +114,8 @@ class Attributes:
             return None
         if compares or self._latest is self._before:
             self.compare()
+        if not self._changed:
+            return {}
         names = [name for name in self._changed if name in self._latest and self._latest[name].is_storable]
         if sum(self._latest[name].size for name in names) > _LARGEST_COPIES:
             return {}

@@ -129,7 +129,7 @@ def finish_step(run: Run) -> bool:
     """
     if run.replicas is not None and run.replicas.is_new:
         run.require_equal_replicas()
-    run.snapshot.capture(run, AFTER_STEP)
+    run.snapshot.capture(run, AFTER_STEP, after_step=True)
     return _finish_step(run)
 
 

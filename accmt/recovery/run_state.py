@@ -23,6 +23,7 @@ from accmt.errors import CheckpointError, explain
 from accmt.huggingface import AdaLoraRanks
 from accmt.libraries.private_names import buffers_of, count_writes, has_running_statistics, note_optimizer_step
 from accmt.messages import say, warn, warn_once
+from accmt.module import defines
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
 from accmt.processes import gather_objects, num_processes
@@ -77,7 +78,9 @@ def list_parts(run: Run) -> list[Part]:
 def _user_owners(run: Run) -> dict[str, Stateful]:
     """Return the user's objects that define `state_dict` and `load_state_dict`, by their names in a checkpoint."""
     owners: dict[str, Any] = {f"callbacks.{name}": callback for name, callback in _stateful_callbacks(run).items()}
-    if not isinstance(run.module, nn.Module):  # whose own `state_dict` has the model again; it has attributes
+    # The `state_dict` of `nn.Module` would contain the model again; the other parts of such a module are attributes.
+    kind: Any = type(run.module)
+    if defines(run.module, "state_dict") and kind.state_dict is not nn.Module.state_dict:
         owners["module"] = run.module
     owners |= {name: value for name, value in run.loaders.inputs_with_state().items() if isinstance(value, Stateful)}
     return owners
@@ -161,6 +164,10 @@ def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
         warn_once(f"{what}; if the next step needs it, {do}", about=f"difference {name}")
 
 
+_CHANGED_BY_STAGES = ("selection", "tracking", "trained", "patience")
+"""Parts that change in the stages after a step and at the start of an epoch, but not in a step."""
+
+
 class LocalState:
     """The part of a run's state that changes between optimizer steps, read without waiting for device or processes.
 
@@ -174,17 +181,24 @@ class LocalState:
         # The scaler changes only with the optimizer, and reading it would wait for the device.
         for name in ("scaler", "features", "running_averages", "attributes", "process_attributes"):
             owners.pop(name, None)
+        self._stage_parts = {name: owners.pop(name) for name in _CHANGED_BY_STAGES if name in owners}
+        self._of_stages: dict[str, Any] = {}
         self._parts = owners
 
-    def collect(self, *, compares: bool = False, copies: bool = False) -> dict[str, Any]:
+    def collect(self, *, after_step: bool = False, compares: bool = False, copies: bool = False) -> dict[str, Any]:
         """Return a copy of that state; running averages are copied as an object, without reading their values.
 
         Args:
+            after_step: Whether nothing but a step was made since the last call.
             compares: Whether attributes may have changed that did not change before.
             copies: Whether to copy the attributes that are known to change.
         """
         run, state = self._run, self._run.state
-        parts: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
+        if not (after_step and self._of_stages):
+            self._of_stages = {name: part.state_dict() for name, part in self._stage_parts.items()}
+        parts = dict(self._of_stages)
+        for name, part in self._parts.items():
+            parts[name] = part.state_dict()
         for name, part in self._user_parts.items():
             parts[name] = copy_structure(part.state_dict())
         parts["running_averages"] = run.running_averages.copy()
@@ -338,12 +352,13 @@ class StepSnapshot:
         self._buffers = _Buffers(model)
         self._weights = _Weights()
 
-    def capture(self, run: Run, next_stage: int, *, compares: bool = False) -> None:
+    def capture(self, run: Run, next_stage: int, *, after_step: bool = False, compares: bool = False) -> None:
         """Copy the current state of the run.
 
         Args:
             run: The run.
             next_stage: The next stage.
+            after_step: Whether nothing but a step was made since the last capture.
             compares: Whether attributes of the user's objects may have changed that did not change before.
         """
         self.next_stage, self._is_valid = next_stage, True
@@ -355,7 +370,7 @@ class StepSnapshot:
             # accmt's own hooks, such as the progress bar's, change nothing in a checkpoint.
             users = (*run.callbacks, run.module)
             self.may_change_in_step_hooks = any("on_update_end" in find_hooks(user) for user in users)
-        self.state = self._local_state.collect(compares=compares, copies=True)
+        self.state = self._local_state.collect(after_step=after_step, compares=compares, copies=True)
         self._weights.capture()
         if compares or self._num_captures < _NUM_FIRST:  # layers may register buffers in their first calls
             self._buffers.find()
