@@ -23,7 +23,6 @@ from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.state_dicts import copy_state, encode, is_namedtuple, map_leaves, split_tensors
 from accmt.errors import CheckpointError, explain
 from accmt.glances import digest_glance, digest_text
-from accmt.libraries.private_names import buffers_of, children_of
 from accmt.messages import warn_once
 from accmt.module import OF_RUN
 from accmt.sharded_tensors import is_dtensor, is_expanded, write_into
@@ -66,11 +65,7 @@ class Attributes:
     """
 
     def __init__(
-        self,
-        owners: Mapping[str, Any],
-        model: nn.Module,
-        device: torch.device,
-        objects: Iterable[Any],
+        self, owners: Mapping[str, Any], model: nn.Module, device: torch.device, objects: Iterable[Any]
     ) -> None:
         self._owners = owners
         names = {f"{name}.{attribute}" for name, owner in owners.items() for attribute in owner.process_state}
@@ -248,13 +243,10 @@ class Attributes:
         merge = _Merge(self._device, self._tensors_of)
         for path, saved in values.items():
             owner_name, _, name = path.rpartition(".")
-            owner = self._owners.get(owner_name)
-            if owner is None:
-                continue
-            value = merge.into(current.get(path), saved, path)
-            if value is not current.get(path):
-                registered = (held for held in _registries_of(owner) if name in held)
-                next(registered, vars(owner))[name] = value
+            if owner_name in self._owners:
+                value = merge.into(current.get(path), saved, path)
+                if value is not current.get(path):
+                    setattr(self._owners[owner_name], name, value)
 
 
 class _ProcessAttributes:
@@ -300,16 +292,16 @@ class _Merge:
     def _into_dict(self, current: Any, saved: dict[Any, Any], path: str) -> Any:
         if _OF_RUN in saved:
             return current
-        if _MODULE in saved and isinstance(current, nn.Module) and self._may_write(current, saved):
-            self._into_module(current, saved[_MODULE], path)
-            return current
-        if _OBJECT in saved and isinstance(current, Stateful) and self._may_write(current, saved):
-            current.load_state_dict(saved[_OBJECT])
-            return current
         if _MODULE in saved or _OBJECT in saved:
-            what = f"{path}: the checkpoint contains the state of an object, which is a {type(current).__name__} now"
-            do = "create it in __init__ or on_fit_start, and another one for each name"
-            warn_once(f"{what}: it is ignored; {do}", about=f"attribute {path}")
+            is_same_kind = isinstance(current, nn.Module if _MODULE in saved else Stateful)
+            if not is_same_kind or not self._may_write(current, saved):
+                what = f"{path}: the checkpoint contains the state of an object, which is {type(current).__name__} now"
+                do = "create it in __init__ or on_fit_start, and another one for each name"
+                warn_once(f"{what}: it is ignored; {do}", about=f"attribute {path}")
+            elif _OBJECT in saved:
+                current.load_state_dict(saved[_OBJECT])
+            else:
+                self._into_module(current, saved[_MODULE], path)
             return current
         by_key = current if isinstance(current, dict) else {}
         entries = {key: self.into(by_key.get(key), value, path) for key, value in saved.items()}
@@ -373,17 +365,12 @@ def _memory_of(tensor: Tensor) -> int:
     return tensor.data_ptr() if is_plain else id(tensor)
 
 
-def _registries_of(owner: Any) -> list[dict[str, Any]]:
-    """Return where a module that is also an `nn.Module` keeps what is not in its `__dict__`."""
-    if not isinstance(owner, nn.Module):
-        return []
-    return [buffers_of(owner), children_of(owner), dict(owner.named_parameters(recurse=False))]
-
-
 def _attributes_of(owner: Any) -> dict[str, Any]:
     attributes = dict(vars(owner))
-    for registry in _registries_of(owner):
-        attributes.update(registry)
+    if isinstance(owner, nn.Module):  # a module may be both
+        attributes.update(owner.named_children())
+        attributes.update(owner.named_buffers(recurse=False))
+        attributes.update(owner.named_parameters(recurse=False))
     return attributes
 
 

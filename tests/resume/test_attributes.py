@@ -367,7 +367,7 @@ def test_a_module_in_objects_of_a_later_step_is_named(caplog: pytest.LogCaptureF
         train("out/b", Later(fails_at=8))
     with caplog.at_level(logging.WARNING):
         train("out/b", Later(), resume=True)
-    assert "self.old: the checkpoint contains the state of an object, which is a NoneType now" in caplog.text
+    assert "self.old: the checkpoint contains the state of an object, which is NoneType now" in caplog.text
 
 
 def test_two_names_of_one_module_that_differ_in_the_checkpoint_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -384,7 +384,7 @@ def test_two_names_of_one_module_that_differ_in_the_checkpoint_are_named(caplog:
         train("out/b", Swapping(fails_at=8))
     with caplog.at_level(logging.WARNING):
         train("out/b", Swapping(), resume=True)
-    assert "the checkpoint contains the state of an object, which is a Sequential now" in caplog.text
+    assert "the checkpoint contains the state of an object, which is Sequential now" in caplog.text
 
 
 class AlsoTorch(nn.Module, AcceleratorModule):
