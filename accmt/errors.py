@@ -8,7 +8,6 @@ Only `Preempted` is not an `AccmtError`, because it is not an `Exception`.
 
 from __future__ import annotations
 
-import dis
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _LONGEST_VALUE = 300
-_RAISING = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
 
 
 class AccmtError(Exception):
@@ -172,18 +170,12 @@ def describe_value(value: object) -> str:
     return f"{text} ({kind})" if len(text) <= _LONGEST_VALUE and "\n" not in text else f"an object of type {kind}"
 
 
-def place_of(error: BaseException) -> tuple[str, bool]:
-    """Return the file where an error was raised, and whether a Python `raise` statement raised it, not compiled code.
-
-    For an error that was never raised, the file is "".
-    """
+def file_of(error: BaseException) -> str:
+    """Return the file whose code raised an error, or called the compiled code that did; "" if it was never raised."""
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next
-    if step is None:
-        return "", True
-    code = step.tb_frame.f_code
-    return code.co_filename, code.co_code[step.tb_lasti] in _RAISING
+    return "" if step is None else step.tb_frame.f_code.co_filename
 
 
 def is_out_of_memory(error: BaseException) -> bool:

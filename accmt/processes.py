@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import reduce, wraps
 from operator import add
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -86,10 +86,9 @@ _disk_managers: tuple[int, ...] = ()  # of each process; empty if all share a di
 _index_after_leaving = 0
 _host_group: tuple[Any, dist.ProcessGroup] | None = None  # the default group, and another one for host memory
 _serving: list[str] = []  # the Trainer's methods that are running, which every process has to call
-_tags: dict[tuple[CodeType, str], int] = {}
 names_of_threads: set[str] = set()
 """The groups in which threads other than the main one communicate."""
-_TAG = struct.Struct("qq")  # the number of a call, and how many bytes it sends
+_TAG = struct.Struct("qq")  # the number of the user's call, and how many bytes are sent
 _INLINE = 112
 _LONGEST = 400
 
@@ -236,13 +235,14 @@ def _group_of_host() -> dist.ProcessGroup:
 def _gather_bytes(own: bytes, group: dist.ProcessGroup | None, *, source: int | None = None) -> list[bytes]:
     """Return the bytes of every process, or only those of `source`; all processes have to be in the same call.
 
-    A header is sent first: the call's number, the size, and the bytes themselves if there are few, as is usual. This
-    detects mismatched calls before one receives the other's data.
+    A header is sent first: the number of the user's call, the size, and the bytes themselves if there are few, as is
+    usual. This detects mismatched calls of the Trainer's methods before one receives the other's data.
 
     Raises:
         ModuleContractError: Another process is in another call.
     """
-    tag = _tag_of_caller(_serving[-1] if _serving and group is None else "")  # other groups belong to other threads
+    call = _serving[-1] if _serving and group is None else ""  # other groups belong to other threads
+    tag = zlib.crc32(call.encode())
     group = group or _group_of_host()
     is_sent = source is None or source == process_index()
     sent = own if is_sent else b""
@@ -272,18 +272,6 @@ def _all_gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
     every = [torch.empty_like(tensor) for _ in range(num_processes())]
     dist.all_gather(every, tensor, group=group)
     return [one.numpy().tobytes() for one in every]
-
-
-def _tag_of_caller(call: str) -> int:
-    """Return a number for the function that calls into this module, on behalf of a call of the user."""
-    own: CodeType = _tag_of_caller.__code__
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename == own.co_filename and frame.f_back is not None:
-        frame = frame.f_back
-    key = frame.f_code, call
-    if key not in _tags:
-        _tags[key] = zlib.crc32(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname} {call}".encode())
-    return _tags[key]
 
 
 @contextmanager

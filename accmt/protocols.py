@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 
+class ModelOwner(Protocol):
+    """What engines see of a module."""
+
+    model: Any
+
+
 class CallbackProtocol(Protocol):
     """The type of the callbacks that `module.get_callbacks` returns: `accmt.Callback`."""
 

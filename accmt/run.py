@@ -16,15 +16,14 @@ from torch import nn
 from accmt.attributes import Attributes
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.callback import find_hooks
-from accmt.data import Loader, MicroBatch, find_batch_size
+from accmt.data import Loader, MicroBatch, count_samples
 from accmt.engine.base import Engine
 from accmt.engine.replicas import Replicas
-from accmt.errors import DataError, ReplicasDifferError, explain
+from accmt.errors import ReplicasDifferError
 from accmt.features.hooks import Feature, Features
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
-from accmt.messages import say_once, warn_once
 from accmt.metrics import Metric, RunningAverages
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
@@ -71,20 +70,6 @@ class Actions:
             pick(trainer.do_opt_step, stepper.step),
             pick(trainer.do_zero_grad, stepper.zero_grad),
         )
-
-
-def require_planned(micro_batch: MicroBatch, samples: int) -> None:
-    """Check that a batch has the planned number of samples, on which the weights of all batches depend.
-
-    Raises:
-        DataError: It has more or fewer.
-    """
-    if samples != micro_batch.own_samples:
-        got = (
-            f"a batch of {samples} samples, collated from {micro_batch.own_samples}, although batch weights are planned"
-        )
-        do = "define get_batch_size(self, batch) in the module, or use a custom collate_fn, whose batches are counted"
-        raise DataError(explain("the training data", got, "as many samples in a batch as were collated", do))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,32 +147,14 @@ class EvaluationRun:
             has_weight: Whether the step returned the weight of the batch, so that its samples are only counted.
 
         Raises:
-            DataError: The number cannot be found, and the batch has no other weight.
+            DataError: The batch does not show the number of samples that were collated, and has no other weight.
         """
         if micro_batch.cut is not None and micro_batch.cut.num_targets is not None:
             return micro_batch.own_samples or 0  # not visible in the shape of a packed row
         samples = self.module.get_batch_size(batch) if self.counts_own_samples else None
-        if samples is not None:
-            return samples
-        try:
-            samples = find_batch_size(batch, micro_batch.own_samples)
-        except DataError:
-            if not has_weight:
-                raise
+        if samples is None and has_weight:
             samples = micro_batch.own_samples
-            what = "the batch size cannot be read from the shapes of a batch, so samples_seen counts collated samples"
-            say_once(f"{what}; to change this, define get_batch_size(self, batch) in the module")
-        if samples is None:
-            what = "the number of samples in a batch is unknown, so each batch has weight 1"
-            say_once(f"{what}; define get_batch_size(self, batch) in the module")
-            return 1
-        if micro_batch.own_samples not in (None, samples):
-            warn_once(
-                f"the batch size is read from the batch: here {samples}, but {micro_batch.own_samples} samples were "
-                "collated; to change this, define get_batch_size(self, batch) in the module",
-                about="samples of batches",
-            )
-        return samples
+        return count_samples(batch, micro_batch.own_samples) if samples is None else samples
 
 
 # Protocols for parts of a run whose methods take a run, so that their modules import this one.

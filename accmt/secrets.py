@@ -56,13 +56,6 @@ _IN_URL = re.compile(
     re.IGNORECASE,
 )
 _PARAMETER = re.compile(r"""([?&#;])([^\s=&#?;"'<>]{1,80})=([^\s&#;"'<>]+)""")
-_ASSIGNED = re.compile(
-    r"""([A-Za-z][\w-]*)(["']?[^\S\n]*[=:][^\S\n]*)("[^"\n]*"|'[^'\n]*'|[^\s,;()'"\[\]{}]+)""",
-)
-_AUTHORIZATION = re.compile(
-    r"""(?i)(\bauthorization["']?\s*[=:]\s*["']?(?:(?:basic|bearer|digest|token)\s+)?|\bbearer\s+(?=\S*\d))[^\s"',;]+"""
-    r"""|(\bcookie["']?\s*:\s*["']?)[^\n"']+"""
-)
 _PEM = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)")
 _TOKENS = re.compile(
     r"(?<![\w-])(?:"
@@ -194,9 +187,8 @@ def _hide_text(text: str, known: Sequence[str]) -> str:
         text = _IN_URL.sub(_hide_user, text)
     if "PRIVATE KEY" in text:
         text = _PEM.sub(rf"\1{HIDDEN}\2", text)
-    text = _AUTHORIZATION.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}", text)
-    if "=" in text or ":" in text:
-        text = _ASSIGNED.sub(_hide_assigned, _PARAMETER.sub(_hide_parameter, text))
+    if "=" in text:
+        text = _PARAMETER.sub(_hide_parameter, text)
     return _TOKENS.sub(HIDDEN, text)
 
 
@@ -210,21 +202,6 @@ def _hide_parameter(found: re.Match[str]) -> str:
     name = unquote(found[2])
     is_secret = is_secret_name(name) or name.lower().endswith(("sig", "signature"))  # grants access to the URL
     return f"{found[1]}{found[2]}={HIDDEN}" if is_secret else found[0]
-
-
-def _hide_assigned(found: re.Match[str]) -> str:
-    """Hide values assigned to a secret's name; if the name is ambiguous, only values that look like a secret."""
-    name, sign, value = found.groups()
-    bare = value.strip("\"'")
-    is_done = name.lower() in ("authorization", "cookie") or bare in ("", HIDDEN, "None", "True", "False", "...")
-    if is_done or not is_secret_name(name):
-        return found[0]
-    is_sure = _is_surely_secret([part.lower() for part in _PART.findall(name)])
-    is_key = "=" in sign or sign[0] in "\"'"  # not "the key: ..." of a sentence
-    looks_random = len(bare) >= _SHORTEST_VALUE and re.search(r"\d", bare) and re.search(r"[A-Za-z]", bare)
-    if not is_sure and not (is_key and looks_random):
-        return found[0]
-    return f"{name}{sign}{value.replace(bare, HIDDEN)}"
 
 
 def _known() -> list[str]:

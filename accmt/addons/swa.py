@@ -12,8 +12,8 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 from accmt.callbacks.averaging import WeightAverage, copy_into
 from accmt.data import derive_seed, seed_generators
 from accmt.data.planned import PlannedSource
+from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import ArgumentError, explain
-from accmt.libraries.private_names import is_batch_norm
 from accmt.loop.evaluation import in_evaluation_mode
 from accmt.loop.logging import SilentLogs
 from accmt.messages import warn

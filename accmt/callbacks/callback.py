@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -235,48 +234,23 @@ class Hooks:
             not pass.
     """
 
-    on_fit_start: tuple[Hook, ...]
-    on_fit_end: tuple[Hook, ...]
-    on_epoch_start: tuple[Hook, ...]
-    on_epoch_end: tuple[Hook, ...]
-    on_before_training_step: tuple[Hook, ...]
-    on_after_training_step: tuple[Hook, ...]
-    on_before_backward: tuple[Hook, ...]
-    on_after_backward: tuple[Hook, ...]
-    on_before_optimizer_step: tuple[Hook, ...]
-    on_after_optimizer_step: tuple[Hook, ...]
-    on_before_scheduler_step: tuple[Hook, ...]
-    on_after_scheduler_step: tuple[Hook, ...]
-    on_before_zero_grad: tuple[Hook, ...]
-    on_after_zero_grad: tuple[Hook, ...]
-    on_update_end: tuple[Hook, ...]
-    on_log: tuple[Hook, ...]
-    on_evaluation_start: tuple[Hook, ...]
-    on_evaluation_end: tuple[Hook, ...]
-    on_validation_start: tuple[Hook, ...]
-    on_validation_end: tuple[Hook, ...]
-    on_before_validation_step: tuple[Hook, ...]
-    on_after_validation_step: tuple[Hook, ...]
-    on_save_model: tuple[Hook, ...]
-    on_save_checkpoint: tuple[Hook, ...]
-    on_resume: tuple[Hook, ...]
-    on_keyboard_interrupt: tuple[Hook, ...]
-    on_cuda_out_of_memory: tuple[Hook, ...]
-    on_runtime_error: tuple[Hook, ...]
-    on_exception: tuple[Hook, ...]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, hook: str) -> tuple[Hook, ...]: ...
 
     def __init__(
         self,
         callbacks: Sequence[object],
         *,
+        builtin: Sequence[object] = (),
         is_main_process: bool = True,
         seed: Callable[[str], None] | None = None,
     ) -> None:
-        acting = [c for c in callbacks if is_main_process or not isinstance(c, MainProcessCallback)]
+        acting = [c for c in (*callbacks, *builtin) if is_main_process or not isinstance(c, MainProcessCallback)]
         found: dict[str, list[Hook]] = {name: [] for name in HOOKS}
         self.callbacks = tuple(sorted(acting, key=_order_of))
         for callback in self.callbacks:
-            is_users = not type(callback).__module__.startswith("accmt.") or isinstance(callback, LambdaCallback)
+            is_users = not any(callback is known for known in builtin)
             for name, methods in find_hooks(callback).items():
                 where = f"{type(callback).__qualname__}.{name}"
                 if seed is not None and is_users and name not in ONCE_PER_BATCH:
@@ -288,7 +262,7 @@ class Hooks:
     def _noticing(self, name: str, where: str, method: Hook) -> Hook:
         """Wrap a hook so that its first call warns about an ignored return value; later calls use the hook directly."""
         keyword = next((one for one in HOOKS[name] if one in _CHANGED_IN_PLACE), None)
-        if keyword is None or not _may_return(method):
+        if keyword is None:
             return method
 
         def first(**data: Any) -> None:
@@ -299,19 +273,6 @@ class Hooks:
                 warn_once(explain(where, got, f"a hook that changes the {keyword} in place", do), about=where)
 
         return first
-
-
-def _may_return(method: Hook) -> bool:
-    """Return whether a function can return something other than None, judging by its bytecode."""
-    method = inspect.unwrap(method)
-    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
-    before = None
-    for instruction in dis.get_instructions(code) if code is not None else ():
-        is_none = instruction.argval is None if instruction.opname == "RETURN_CONST" else before == ("LOAD_CONST", None)
-        if instruction.opname in ("RETURN_VALUE", "RETURN_CONST") and not is_none:
-            return True
-        before = instruction.opname, instruction.argval
-    return False
 
 
 def _seeding(seed: Callable[[str], None], purpose: str) -> Hook:

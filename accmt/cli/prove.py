@@ -56,8 +56,8 @@ class _Proven(BaseException):
 def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) -> _Proven:
     """Run a script with a `Trainer.fit` that proves instead, and return the first proof."""
     from accmt.addons.prove import prove
+    from accmt.setup.fit_argument import as_module
     from accmt.trainer import Trainer
-    from accmt.trainer.calls import as_module
 
     original: Any = Trainer.fit
     reached: list[str] = []

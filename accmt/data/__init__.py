@@ -3,11 +3,11 @@
 from accmt.data.base import Source as Source
 from accmt.data.base import SourceOptions as SourceOptions
 from accmt.data.batches import MicroBatch as MicroBatch
-from accmt.data.batches import find_batch_size as find_batch_size
+from accmt.data.batches import count_samples as count_samples
+from accmt.data.batches import first_dimension as first_dimension
 from accmt.data.collate import DataCollatorForLongestSequence as DataCollatorForLongestSequence
 from accmt.data.collate import build_collate as build_collate
 from accmt.data.collate import in_buckets as in_buckets
-from accmt.data.collate import require_batches as require_batches
 from accmt.data.fetching import BadSample as BadSample
 from accmt.data.fetching import note_dead_worker as note_dead_worker
 from accmt.data.lengths import StreamGroups as StreamGroups

@@ -195,12 +195,19 @@ class SourceOptions:
 
 
 def require_batch(batch: Any, options: SourceOptions) -> None:
-    """Check that the collate function made a batch if other processes rely on this one having a batch."""
-    if batch is not None or not options.agrees_each_batch or options.skips_bad:
+    """Check that the collate function made a batch: the weights of all batches count its samples.
+
+    Raises:
+        DataError: It returned None.
+    """
+    if batch is not None or options.skips_bad:
         return
-    got = "None: the collate function returned no batch for this process's samples"
-    do = 'raise an error in __getitem__ and pass failures={"on_bad_sample": "skip"}, or filter the dataset first'
-    raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on every process", do))
+    got = "None from the collate function, which may have no `return batch`"
+    do = (
+        "return the batch; to skip samples that cannot be read, raise an error in __getitem__ and pass "
+        'failures={"on_bad_sample": "skip"}'
+    )
+    raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch of all its samples", do))
 
 
 def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +11,6 @@ import torch
 
 from accmt.data.fetching import BadSample
 from accmt.errors import DataError, explain
-from accmt.messages import warn_once
-
-_ARRAYS = (torch.Tensor, np.ndarray)
-_MAX_SHAPES = 6
-_COUNT_YOURSELF = "if the collate function drops or adds samples, define get_batch_size in the module"
 
 
 class Cut(NamedTuple):
@@ -45,8 +40,7 @@ class MicroBatch:
         index: Its index in the epoch, from 0; for a split one, that of the first batch of its window.
         batch: This process's batch; None if it has none.
         num_samples: Samples over all processes; None if only the batches show it.
-        own_samples: Samples collated into this process's batch; None if only the batch shows it. The batch may hold a
-            different number: see `find_batch_size`.
+        own_samples: Samples collated into this process's batch; None if only the batch shows it.
         is_last: Whether the epoch ends with this micro-batch.
         is_partial: Whether some process has no batch; the same on every process.
         bad: Samples of this process that were skipped because they could not be read.
@@ -98,133 +92,71 @@ class MicroBatch:
         return None if self.cut is None else self.cut.places
 
 
-def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
+def count_samples(batch: Any, collated: int | None) -> int:
     """Return the number of samples in a batch.
 
-    This is the first dimension of its tensors and arrays, or else the length of its lists; for another class, that of
-    its attributes. If a collate function drops or adds samples, the number in the batch counts. `collated` identifies
-    batches whose first dimension is something else, such as time. A warning is logged if `collated` is used although
-    the batch does not confirm it.
+    accmt knows how many samples were collated, but a collate function may drop or split samples. So the first
+    dimension of the first tensor has to confirm the number.
 
     Args:
         batch: The batch.
-        collated: The number of samples it was made from; None if unknown.
-
-    Returns:
-        The number of samples; None if neither the batch nor `collated` shows it.
+        collated: The number of samples it was made from; None if unknown, as for a batch that a stream yields whole.
 
     Raises:
-        DataError: The batch contradicts itself or `collated`.
+        DataError: The batch does not confirm `collated`, or shows no number.
     """
-    sizes: set[int] = set()
-    _add_sizes(batch, sizes)
-    if len(sizes) == 1 and (collated is None or collated in sizes):
-        return sizes.pop()
-    if not sizes:  # no tensors or arrays
-        lengths = list(_lengths_of_lists(batch))
-        if lengths:
-            return collated if collated in lengths else lengths[0]
-        if hasattr(batch, "__dict__") and not isinstance(batch, Mapping):  # an object with tensors as attributes
-            return find_batch_size(vars(batch), collated)
-        if collated is not None:
-            warn_once(
-                "the batch size cannot be read from a batch, so the number of collated samples is used (here "
-                f"{collated}); {_COUNT_YOURSELF}",
-                about="samples that no batch shows",
-            )
-        return collated
-    if collated is not None and (collated in sizes or _is_list_of(batch, collated, sizes)):
-        # Other first dimensions are not those of samples, or samples were dropped.
-        others = {len(array) for array in _arrays_in(batch) if collated not in array.shape[:2]}
-        if others and not _is_list_of(batch, collated, set()):
-            warn_once(
-                f"the number of collated samples is used as batch size (here {collated}), although the batch has "
-                f"tensors with a first dimension of {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; "
-                f"{_COUNT_YOURSELF}",
-                about="samples beside other first dimensions",
-            )
-        return collated
-    if len(sizes) > 1 or _may_be_other_than_samples(batch, collated):
-        shapes = [list(array.shape) for array in _arrays_in(batch)]
-        shown = ", ".join(map(str, shapes[:_MAX_SHAPES])) + (", ..." if len(shapes) > _MAX_SHAPES else "")
-        made = "" if collated is None else f", made from {collated} samples"
-        raise DataError(
-            explain(
-                "the number of samples in a batch, which weights its loss",
-                f"a batch of shapes {shown}{made}",
-                "the samples as the first dimension of every tensor",
-                "define get_batch_size(self, batch) in the module, for example with `return batch[1].shape[0]`",
-            )
+    samples = first_dimension(batch)
+    if samples is not None and collated in (None, samples):
+        return samples
+    got = "a batch without tensors or lists" if samples is None else f"a batch whose first tensor has {samples} rows"
+    if collated is not None:
+        got += f", made from {collated} samples"
+    raise DataError(
+        explain(
+            "the number of samples in a batch, which weights its loss",
+            got,
+            "the samples as the first dimension of the first tensor, as many as were collated",
+            "define get_batch_size(self, batch) in the module, for example with `return len(batch[1])`",
         )
-    return sizes.pop()
+    )
 
 
-def _add_sizes(batch: Any, sizes: set[int]) -> None:
-    """Add the first dimensions of all tensors and arrays; called for each batch, so not a generator, for speed."""
-    if isinstance(batch, _ARRAYS):
-        if batch.ndim:
-            sizes.add(len(batch))
-        return
-    for value in _values_of(batch) if type(batch) not in (list, tuple) else batch:
-        if type(value) is torch.Tensor and value.ndim:  # as in most batches: without a further call
-            sizes.add(value.size(0))  # a nested tensor has no shape
-        else:
-            _add_sizes(value, sizes)
+def first_dimension(batch: Any) -> int | None:
+    """Return the first dimension of the first tensor or array in a batch; without any, the length of its first list.
+
+    Returns:
+        The number; None if the batch has neither.
+    """
+    rows = _rows_of_first_tensor(batch)
+    return _length_of_first_list(batch) if rows is None else rows
 
 
-def _arrays_in(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, _ARRAYS):
-        if batch.ndim:
-            yield batch
-        return
+def _rows_of_first_tensor(batch: Any) -> int | None:
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.ndim else None  # a nested tensor has no shape
+    if isinstance(batch, np.ndarray):
+        return len(batch) if batch.ndim else None
     for value in _values_of(batch):
-        yield from _arrays_in(value)
+        rows = _rows_of_first_tensor(value)
+        if rows is not None:
+            return rows
+    return None
+
+
+def _length_of_first_list(batch: Any) -> int | None:
+    """Return the length of the first list that contains no other collection, such as a list of strings."""
+    for value in _values_of(batch):
+        length = _length_of_first_list(value)
+        if length is not None:
+            return length
+    return len(batch) if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) and batch else None
 
 
 def _values_of(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, (list, tuple)):
-        return batch
     if isinstance(batch, Mapping):
         return batch.values()
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
         return batch
     if is_dataclass(batch) and not isinstance(batch, type):
-        return [getattr(batch, one.name) for one in fields(batch)]
+        return [getattr(batch, part.name) for part in fields(batch)]
     return ()
-
-
-def _lengths_of_lists(batch: Any) -> Iterator[int]:
-    """Yield the lengths of the innermost lists."""
-    found = False
-    for value in _values_of(batch):
-        for length in _lengths_of_lists(value):
-            found = True
-            yield length
-    if not found and isinstance(batch, Sequence) and not isinstance(batch, str | bytes) and batch:
-        yield len(batch)
-
-
-def _is_list_of(batch: Any, collated: int, sizes: set[int]) -> bool:
-    """Return whether the samples are in a list: the batch itself, or one of its parts.
-
-    A pair of inputs and targets is not a list of two samples: their tensors share a first dimension.
-    """
-    parts = [value for value in _values_of(batch) if isinstance(value, list | tuple)]
-    is_pair = len(sizes) == 1 and any(isinstance(value, _ARRAYS) for value in _values_of(batch))
-    is_list_of_samples = isinstance(batch, list) and not is_pair
-    return any(len(part) == collated for part in parts) or (is_list_of_samples and len(batch) == collated)
-
-
-def _may_be_other_than_samples(batch: Any, collated: int | None) -> bool:
-    """Return whether the only first dimension may not be that of samples.
-
-    It may be time, with samples as the second dimension; one row that packs all samples; or the channels of images in
-    a list.
-    """
-    arrays = list(_arrays_in(batch))
-    if all(array.ndim > 1 and array.shape[1] == collated for array in arrays):
-        return True
-    widths = {array.shape[1] if array.ndim > 1 else 1 for array in arrays}
-    is_one_row = arrays[0].shape[0] == 1 and len(widths) == 1 and widths.pop() > 1
-    are_images = isinstance(batch, list) and len(batch) == collated and all(array.ndim > 2 for array in arrays)
-    return is_one_row or are_images

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch.utils.data import default_collate, get_worker_info
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.libraries.private_names import stacks_tensors_as_torch
 from accmt.libraries.versions import require
-from accmt.options.checks import find_returns_of_none
 
 Collate = Callable[[Any], Any]
 
@@ -66,21 +63,6 @@ def _as_named(inputs: Any) -> dict[str, Any]:
     return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
 
 
-def keeps_number(collate: Collate) -> bool:
-    """Return whether a collate function is known to keep the number of samples.
-
-    Those of torch and transformers do, except the one that packs samples into one row. A custom one may drop or split
-    samples.
-    """
-    if isinstance(collate, partial):
-        return keeps_number(collate.func)
-    if isinstance(collate, CollateChain):
-        return all(map(keeps_number, collate.functions))
-    kind = collate if isinstance(collate, FunctionType) else type(collate)
-    is_known = kind.__module__.partition(".")[0] in ("torch", "transformers", "accmt")
-    return is_known and kind.__name__ != "DataCollatorWithFlattening"
-
-
 def build_collate(value: Any) -> Collate | None:
     """Return the collate function for the user's value: None, a function, or a list of functions."""
     if value is None:
@@ -90,25 +72,6 @@ def build_collate(value: Any) -> Collate | None:
         expected = "a function that takes a list of samples, or a list of such functions"
         raise ArgumentError(explain("Trainer(collate_fn=...)", repr(value), expected, "collate_fn=my_function"))
     return functions[0] if len(functions) == 1 else CollateChain(functions)
-
-
-def require_batches(collate: Any) -> None:
-    """Reject a collate function that returns nothing: all its batches would be skipped.
-
-    One that returns None for some samples skips them on purpose.
-    """
-    if isinstance(collate, partial):
-        require_batches(collate.func)
-    elif isinstance(collate, CollateChain):
-        for function in collate.functions:
-            require_batches(function)
-    elif callable(collate):
-        is_function = hasattr(collate, "__code__") or hasattr(collate, "__wrapped__")
-        nones = find_returns_of_none(collate if is_function else type(collate).__call__)
-        if nones and all(nones):
-            name = getattr(collate, "__qualname__", type(collate).__name__)
-            got = f"{name}, which returns None for all samples: it has no `return batch`"
-            raise DataError(explain("collate_fn", got, "a function that returns a batch", "return the batch"))
 
 
 def collate_or_explain(samples: list[Any]) -> Any:

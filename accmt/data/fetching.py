@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import wait
 from types import FrameType
@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from accmt.data.collate import collate_or_explain, stack_tuples
 from accmt.data.seeding import (
     BatchIndices,
-    call_first,
     derive_seed,
     find_generators,
     reseed,
@@ -83,7 +82,6 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         self._skips_bad = skips_bad
         self._fetch_many = getattr(dataset, "__getitems__", None)
         self._only_holds = only_holds(dataset)
-        self._is_first = True
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
@@ -95,9 +93,6 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
             fetched.seed = indices.seed
             return fetched
         seed_generators(indices.seed)
-        if self._is_first:
-            self._is_first = False
-            return call_first(self._fetch, indices, self.dataset)
         return self._fetch(indices)
 
     def _fetch(self, indices: BatchIndices) -> Fetched:
@@ -148,7 +143,6 @@ class CollateFetched:
 
     collate: Callable[[Any], Any]
     skips_bad: bool = False
-    _is_first: bool = field(default=True, init=False)
 
     def __call__(self, fetched: Fetched) -> Any:
         batch, samples = None, fetched.samples
@@ -158,8 +152,7 @@ class CollateFetched:
             if batch is None and (samples or not self.skips_bad):
                 if fetched.seed is not None:
                     seed_generators(fetched.seed)
-                is_first, self._is_first = self._is_first, False
-                batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
+                batch = self.collate(samples)
             return Kept(batch, fetched.bad) if self.skips_bad else batch
         except Exception as error:
             if not _is_out_of_memory(error):
@@ -180,7 +173,7 @@ class CollateFetched:
             error.add_note(where)
             return
         name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
-        if str(getattr(self.collate, "__module__", "")).startswith("accmt."):
+        if self.collate is collate_or_explain:
             name = "torch's default_collate"
         expected, do = f"samples that {name} can collate", "check these samples, or pass a different collate_fn"
         first = next((sample for sample in samples if isinstance(sample, Mapping)), {})
@@ -277,7 +270,7 @@ class WorkerStart:
         if info is not None and isinstance(info.dataset, SeededDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo rejects assignment
         if info is not None and isinstance(info.dataset, IterableDataset):
-            for generator in find_generators(info.dataset, through_streams=True):
+            for generator in find_generators(info.dataset):
                 reseed(generator, derive_seed(info.seed, "generator", user_seed(generator)))
         if self.user_function is not None:
             self.user_function(worker_id)

@@ -25,7 +25,6 @@ from accmt.data.base import (
     require_same_rows,
 )
 from accmt.data.batches import MicroBatch
-from accmt.data.collate import keeps_number
 from accmt.data.fetching import (
     BadSample,
     CollateFetched,
@@ -92,7 +91,6 @@ class PlannedSource:
         self._reading: Iterator[Any] = iter(())
         self._arrange(0, 0, size)
         self._seeded = SeededDataset(dataset, skips_bad=options.skips_bad)
-        self._knows_samples = keeps_number(torch_options["collate_fn"])
         collate = CollateFetched(torch_options["collate_fn"], options.skips_bad)
         torch_options = {**torch_options, "batch_sampler": self._sampler, "collate_fn": collate}
         self.dataloader: DataLoader[Any] = DataLoader(self._seeded, **torch_options)
@@ -127,9 +125,7 @@ class PlannedSource:
         if not self._options.skips_bad:
             return read
         is_whole_epoch = first == 0
-        return without_bad_samples(
-            read, self._options, is_whole_epoch=is_whole_epoch, knows_samples=self._knows_samples
-        )
+        return without_bad_samples(read, self._options, is_whole_epoch=is_whole_epoch)
 
     def _read_micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         plan = self._begin(epoch, first)
@@ -157,7 +153,6 @@ class PlannedSource:
             own_samples = len(own) if count is None else count(epoch, own)
             is_last, is_partial = index == last, len(everywhere) < num_processes
             indices = order[own.start : own.stop]
-            num_samples = num_samples if self._knows_samples else None
             yield MicroBatch(index, batch, num_samples, own_samples, is_last, is_partial, indices=indices)
 
     def _read(self) -> Iterator[Any]:
@@ -169,7 +164,7 @@ class PlannedSource:
         return map(collate, map(self._seeded.__getitems__, self._sampler))
 
     def samples_in(self, first: int, last: int) -> int | None:
-        if self._options.skips_bad or not self._knows_samples:
+        if self._options.skips_bad:
             return None
         positions = range(self._plan.samples_before(first), self._plan.samples_before(last))
         return self._order.num_samples(self._epoch, positions)
@@ -362,7 +357,7 @@ class BadSamples:
 
 
 def without_bad_samples(
-    micro_batches: Iterator[MicroBatch], options: SourceOptions, *, is_whole_epoch: bool, knows_samples: bool
+    micro_batches: Iterator[MicroBatch], options: SourceOptions, *, is_whole_epoch: bool
 ) -> Iterator[MicroBatch]:
     """Unpack the `Kept` batches of micro-batches, and set the sample counts of the micro-batches.
 
@@ -376,7 +371,7 @@ def without_bad_samples(
         own_read = (micro_batch.own_samples or 0) - len(micro_batch.bad)
         micro_batch.own_samples = 0 if micro_batch.batch is None else own_read
         num_read = _count(micro_batch, options)
-        micro_batch.num_samples = num_read if knows_samples else None
+        micro_batch.num_samples = num_read
         has_any |= num_read != 0
         unread = 0 if num_read != 0 else unread + micro_batch.num_bad
         if unread >= _TOO_MANY or (micro_batch.is_last and not has_any):

@@ -12,7 +12,15 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 import xxhash
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from accmt.data.seeding import (
     BatchIndices,
@@ -105,11 +113,15 @@ def call_set_epoch(part: Any, epoch: int) -> None:
         part.set_epoch(epoch)
 
 
+_OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+_OF_FIXED_LENGTH = (*_OF_TORCH, list, tuple, range, torch.Tensor)
+
+
 def is_user_class(sampler: Any) -> bool:
-    """Return whether a sampler, or the one inside a batch sampler, is user-defined."""
+    """Return whether a sampler, or the one inside a batch sampler, is user-defined: its epochs may differ in length."""
     if type(sampler) is BatchSampler:
         return is_user_class(sampler.sampler)
-    return type(sampler).__module__.partition(".")[0] not in ("torch", "accmt", "builtins")
+    return type(sampler) not in _OF_FIXED_LENGTH and not isinstance(sampler, TensorSampler)
 
 
 class UserRandomness:
@@ -124,11 +136,7 @@ class UserRandomness:
     def __init__(self, *parts: Any) -> None:
         inner = [getattr(part, "sampler", None) for part in parts]
         self._parts = [part for part in (*parts, *inner) if part is not None]
-        named = [getattr(part, "generator", None) for part in self._parts]
-        held = find_generators(
-            *(part for part in self._parts if not isinstance(part, DataLoader)), through_streams=True
-        )
-        generators = dict.fromkeys([*(g for g in named if isinstance(g, torch.Generator)), *held])
+        generators = dict.fromkeys(chain(*map(find_generators, self._parts)))
         self._seeds = {generator: broadcast_object(user_seed(generator)) for generator in generators}
 
     def call_set_epoch(self, epoch: int) -> None:

@@ -10,17 +10,16 @@ import copy
 import random
 import struct
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from itertools import chain
+from types import MethodType
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 _TORCH_DEFAULT = 67280421310721  # torch's initial seed until one is set
 _MAX_SEED = 2**63
@@ -111,81 +110,33 @@ class BatchIndices(list[int]):
         return type(self), (list(self), self.seed)
 
 
-# ---- Generators in the user's objects: a `torch.Generator` in a collate function, `self.rng` in a dataset
+# ---- Generators of the user: direct attributes of data, collate functions, samplers, the module and callbacks
 #
 # No checkpoint has their state. Like the global generators, they are seeded by the run's seed and the position in
 # training, regardless of the user's seed, and restored after the run. Samplers and streams draw an order while they are
-# iterated: their generators are seeded for each epoch, also by the user's seed (`samplers.py`).
+# iterated: their generators are seeded for each epoch, also by the user's seed (`samplers.py`). All other generators
+# are the user's to seed.
 
-
-T = TypeVar("T")
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _GLOBAL: tuple[Any, ...] = (
     torch.default_generator,
     getattr(np.random.get_state, "__self__"),  # noqa: B009, NPY002 - the generators of the modules' functions
-    getattr(random.seed, "__self__"),  # noqa: B009
+    _RANDOM,
 )
-_READ_THROUGH = (IterableDataset, Sampler, DataLoader)
-_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor, np.ndarray)
-_LIBRARIES = ("accmt", "datasets", "numpy", "pandas", "pyarrow", "PIL", "tokenizers", "torch", "builtins", "logging")
-_OPEN_PARTS = ("accmt.data", "accmt.huggingface", "accmt.addons.curricula", "accmt.addons.mix", "torch.utils.data")
-_MAX_OBJECTS = 2000
-_MAX_ITEMS = 256
 _DRAWN_BY_SYSTEM = 2**64  # numpy's generators without a seed draw 128 bits, others at each start
 
 
-def find_generators(*owners: Any, through_streams: bool = False) -> list[Any]:
-    """Return the generators in objects, at any depth, and those that their functions use as global variables.
-
-    Args:
-        owners: The objects.
-        through_streams: Whether to look into streams, samplers and loaders in them. Those draw an order while they are
-            iterated, so they are seeded for each epoch, not for each batch.
-    """
-    found: list[Any] = []
-    seen: set[int] = set()
-    left = deque(owners)
-    while left and len(seen) < _MAX_OBJECTS:
-        one = left.popleft()  # the nearest first
-        if id(one) in seen or isinstance(one, _LEAVES) or not through_streams and isinstance(one, _READ_THROUGH):
-            continue
-        seen.add(id(one))
-        if isinstance(one, _GENERATORS):
-            if not (any(one is own for own in _GLOBAL) or isinstance(one, random.SystemRandom)):
-                found.append(one)
-            continue
-        left += _parts_of(one)
-    return found
-
-
-def _parts_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping | list | tuple | set):
-        if type(value) in (dict, list, tuple, set) and len(value) <= _MAX_ITEMS:
-            yield from value.values() if isinstance(value, dict) else value
-        return
-    if isinstance(value, partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # an empty cell
-                yield cell.cell_contents
-        yield from value.__defaults__ or ()
-        used = (value.__globals__.get(name) for name in value.__code__.co_names)
-        yield from (one for one in used if isinstance(one, _GENERATORS))
-    else:
-        name = type(value).__module__
-        if name.partition(".")[0] in _LIBRARIES and not name.startswith(_OPEN_PARTS):
-            return
-        with suppress(Exception):  # a proxy of an object that is not there raises whatever it likes
-            yield from list(vars(value).values())
-        for kind in (kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _LIBRARIES):
-            for slot in getattr(kind, "__slots__", ()):
-                with suppress(Exception):
-                    yield getattr(value, slot)
-            yield from (function for function in vars(kind).values() if isinstance(function, FunctionType))
+def find_generators(owner: Any) -> list[Any]:
+    """Return the generators that are direct attributes of an object, or of the object of a bound method."""
+    owner = owner.__self__ if isinstance(owner, MethodType) else owner
+    attributes = getattr(owner, "__dict__", {})
+    generators = [value for value in attributes.values() if isinstance(value, _GENERATORS)]
+    return [
+        generator
+        for generator in generators
+        if not (any(generator is known for known in _GLOBAL) or isinstance(generator, random.SystemRandom))
+    ]
 
 
 def user_seed(generator: Any) -> int:
@@ -232,23 +183,23 @@ class _Seeded:
         reseed(self.generator, derive_seed(seed, self._name))
 
 
-def seed_with_global(*owners: Any) -> list[_Seeded]:
-    """Seed the generators in objects together with the global ones until `keeping_generators` ends.
-
-    Returns:
-        The newly added generators.
-    """
-    known = {id(own.generator) for own in OWN}
-    new: list[_Seeded] = []
+def seed_with_global(*owners: Any) -> None:
+    """Seed the generators of objects together with the global ones until `keeping_generators` ends."""
     for owner in owners:
-        # Named by the owner's class: a generator made at the first call keeps its name in the next run.
-        kind = getattr(owner, "__qualname__", type(owner).__qualname__)
-        for number, generator in enumerate(find_generators(owner)):
-            if id(generator) not in known:
-                known.add(id(generator))
-                new.append(_Seeded(generator, f"generator {number} of {kind}"))
-    OWN.extend(new)
-    return new
+        _seed_all(find_generators(owner), getattr(owner, "__qualname__", type(owner).__qualname__))
+
+
+def seed_parts_with_global(whole: Any, parts: Iterable[Any]) -> None:
+    """Do the same for the parts of an object, such as the datasets of a mixture; each draws different numbers."""
+    _seed_all(list(chain.from_iterable(map(find_generators, parts))), type(whole).__qualname__)
+
+
+def _seed_all(generators: Iterable[Any], kind: str) -> None:
+    known = {id(seeded.generator) for seeded in OWN}
+    for number, generator in enumerate(generators):
+        if id(generator) not in known:
+            known.add(id(generator))
+            OWN.append(_Seeded(generator, f"generator {number} of {kind}"))
 
 
 @contextmanager
@@ -261,32 +212,3 @@ def keeping_generators() -> Iterator[None]:
         for own in OWN[first:]:
             own.restore()
         del OWN[first:]
-
-
-def call_first(function: Callable[[Any], T], argument: Any, owner: Any) -> T:
-    """Call a function for the first time in this process; it may create a generator, as transformers' collators do.
-
-    If so, the generator is seeded and the function called again with a copy of its original argument, so that the first
-    call draws the same as a later one would.
-
-    Args:
-        function: Reads or collates samples under torch's current seed.
-        argument: Its argument.
-        owner: The object that may hold the generator.
-    """
-    seed = torch.initial_seed()
-    for own in seed_with_global(owner):
-        own.seed(seed)
-    try:
-        copied = copy.deepcopy(argument)
-    except Exception:  # noqa: BLE001 - samples that cannot be copied are collated once
-        return function(argument)
-    states = [state_of(generator) for generator in (*_GLOBAL, *(own.generator for own in OWN))]
-    result = function(argument)
-    if not (new := seed_with_global(owner)):
-        return result
-    for restore in states:
-        restore()
-    for own in new:
-        own.seed(seed)
-    return function(copied)

@@ -31,11 +31,11 @@ from accmt.data.base import (
     say_not_compared,
 )
 from accmt.data.batches import MicroBatch
-from accmt.data.collate import Collate, keeps_number
+from accmt.data.collate import Collate
 from accmt.data.fetching import Fetched, end_workers, note_dead_worker, start_reading
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.samplers import Plan, Shard, UserRandomness
-from accmt.data.seeding import call_first, derive_seed, seed_generators
+from accmt.data.seeding import derive_seed, seed_generators
 from accmt.errors import DataError, explain
 from accmt.libraries.private_names import is_shuffle_buffer, steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
@@ -390,7 +390,6 @@ class StreamSource(SequentialSource):
     def _make_dataloader(self, data: IterableDataset[Any], options: SourceOptions) -> DataLoader[Any]:
         torch_options = options.torch_options(data)
         torch_options["persistent_workers"] = False  # each epoch's workers start with the epoch's seed
-        self._knows_samples = keeps_number(torch_options["collate_fn"])
         torch_options["collate_fn"] = _CollateShard(options.batch_size, options.shard, torch_options["collate_fn"])
         return DataLoader(data, batch_size=self._global_batch_size, drop_last=options.drop_last, **torch_options)
 
@@ -445,10 +444,9 @@ class StreamSource(SequentialSource):
                     self._own_positions.append((index, indices))
                 if own:
                     require_batch(batch, self._options)
-                num_samples = size if self._knows_samples else None
                 position = {**fixed, "samples": consumed, **self._state.take()}
                 is_partial = size < shard.count
-                yield MicroBatch(index, batch, num_samples, own, is_partial=is_partial, indices=indices), position
+                yield MicroBatch(index, batch, size, own, is_partial=is_partial, indices=indices), position
 
     def _compare_first(self, read: Iterator[tuple[_OfAll, int]], start: EpochStart) -> Iterator[tuple[_OfAll, int]]:
         """Compare the first batch between processes that share the stream, and with the one read before.
@@ -553,8 +551,7 @@ class _CollateShard:
         rows = rows_of_samples(samples) if is_first else {}
         positions = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
         own = samples[positions.start : positions.stop]
-        collate = partial(call_first, self.collate, owner=self.collate) if is_first else self.collate
-        return _OfAll(collate(own) if own else None, len(samples), rows)
+        return _OfAll(self.collate(own) if own else None, len(samples), rows)
 
 
 class _Workers:
@@ -715,6 +712,6 @@ class _CollateAndCount:
 
     def __call__(self, samples: list[Any]) -> _Counted:
         is_first, self.is_first = self.is_first, False
-        batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
+        batch = self.collate(samples)
         rows = rows_of_samples(samples) if is_first else {}
         return _Counted(batch, len(samples), rows)

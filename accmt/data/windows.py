@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from accmt.data.base import Source
 from accmt.data.batches import Cut, MicroBatch
-from accmt.data.collate import Collate, keeps_number
+from accmt.data.collate import Collate
 from accmt.data.lengths import find_length
 from accmt.data.packing import count_targets, pack_by_tokens, packed_tokens
-from accmt.data.seeding import call_first, derive_seed, seed_generators
+from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.token_budget import Groups, TokenBudget, cut_by_tokens, padded_tokens
 from accmt.errors import DataError, explain
 from accmt.libraries.private_names import pin_memory
@@ -310,7 +310,6 @@ class _TokenCut:
         self._purpose = f"collate {purpose}"
         self._pins_memory = pins_memory
         self._rejects_long = rejects_long
-        self._is_first = True
 
     def _fill(self, micro_batch: MicroBatch, epoch: int, samples: list[Any], lengths: list[int]) -> MicroBatch:
         """Set a micro-batch's batch, collated under its own seed."""
@@ -319,8 +318,7 @@ class _TokenCut:
         seed_generators(derive_seed(self._seed, self._purpose, epoch, *micro_batch.place, data_index()))
         longest = max(lengths)
         try:
-            is_first, self._is_first = self._is_first, False
-            batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
+            batch = self.collate(samples)
         except Exception as error:
             error.add_note(f"This happened while collating {len(samples)} samples of up to {longest} tokens.")
             raise
@@ -371,7 +369,6 @@ class ByTokens(_TokenCut):
     def __init__(self, budget: TokenBudget, *, collate: Collate, grouping: Grouping, **others: Any) -> None:
         super().__init__(budget, collate=collate, purpose="train", **others)
         self.real_tokens = self.padded_tokens = 0
-        self._knows_samples = keeps_number(collate)
         self._grouping = grouping
 
     cut = staticmethod(cut_by_tokens)
@@ -401,13 +398,13 @@ class ByTokens(_TokenCut):
                 positions = cut[data_index()][number] if sizes[data_index()] else []
                 known = [index for position in positions if (index := indices[position]) is not None]
                 micro_batch = _make_micro_batch(batches, number, num_parts, samples=known or None)
-                micro_batch.num_samples = sum(sizes) if self._knows_samples else None
+                micro_batch.num_samples = sum(sizes)
                 micro_batch.own_samples = len(positions)
                 micro_batch.is_partial = 0 in sizes
                 own_samples = groups[number] if positions else []
                 yield self._fill(micro_batch, epoch, own_samples, [lengths[position] for position in positions])
 
-        return Window(make_micro_batches(), num_parts, len(lengths) if self._knows_samples else None)
+        return Window(make_micro_batches(), num_parts, len(lengths))
 
 
 class ByPackedRows(ByTokens):

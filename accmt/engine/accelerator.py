@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -125,8 +123,6 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     require_effect(accelerator, parallelism)
     if accelerator.device.type == "cpu":
         _warn_of_unused_gpu(user_accelerator)
-    if accelerator.num_processes == 1:
-        _warn_of_ignored_processes()
     with explaining_device():
         touch(accelerator.device)
     if accelerator.device.type == "cpu":  # with several processes Accelerate calls it cpu:0, and torch then copies
@@ -246,28 +242,6 @@ def _warn_of_unused_gpu(user_accelerator: Any) -> None:
         why = f"torch (for CUDA {torch.version.cuda}) finds none that it can use"
         do = "update the driver, which may be too old for that CUDA version, or check `nvidia-smi`"
     warn_once(f"the machine has an NVIDIA GPU, but the run uses the CPU: {why}; {do}", about="unused GPU")
-
-
-def _warn_of_ignored_processes() -> None:
-    """Warn that `accelerate launch` started only one process although more were requested.
-
-    It does so on machines without a GPU, unless `--multi_gpu` or several machines are specified, and the process itself
-    cannot see it: only the command that started it shows it.
-    """
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ or "WORLD_SIZE" in os.environ:
-        return
-    try:
-        parent = psutil.Process().parent()
-        command = "" if parent is None else " ".join(parent.cmdline())
-    except psutil.Error:  # it has exited, or is hidden
-        return
-    asked = re.search(r"launch (?:(?!\.py\b).)*--num[-_]processes[ =](\d+)", command)  # before the script's arguments
-    if asked and int(asked[1]) > 1:
-        warn_once(
-            f"`accelerate launch` was asked for {asked[1]} processes but starts one: on CPUs use "
-            f"`accmt launch --cpu -N {asked[1]}`, or pass --multi_gpu to accelerate instead of --cpu",
-            about="ignored processes",
-        )
 
 
 def _check_engine(accelerator: Accelerator) -> None:

@@ -12,16 +12,16 @@ from torch import nn
 from accmt.checkpoint.frozen import find_read_only
 from accmt.data import MicroBatch
 from accmt.engine.meta_device import fill
+from accmt.engine.quantized import try_quantized_layers
 from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_container, require_same_tensors
 from accmt.engine.shards import is_on_meta
 from accmt.engine.sync_batchnorm import restore_batch_norm, synchronized_layers, without_synchronization
 from accmt.errors import ModuleContractError, explain
-from accmt.huggingface import try_quantized_layers
 from accmt.libraries.private_names import buffers_of, forget_prepared, prepare_alone
-from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
 from accmt.processes import num_processes
+from accmt.protocols import ModelOwner
 from accmt.saving.weights import ShardedState, WholeState
 from accmt.sharded_tensors import is_expanded
 
@@ -57,7 +57,7 @@ class Engine:
     notes_trained: bool = False
     inference_mode: type[torch.inference_mode | torch.no_grad] = torch.inference_mode
 
-    def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
+    def __init__(self, module: ModelOwner, accelerator: Accelerator) -> None:
         self._module = module
         self.accelerator = accelerator
         self.model: nn.Module = module.model

@@ -10,16 +10,16 @@ from accmt.engine.sharded import Sharded, Split
 from accmt.engine.shards import is_by_fsdp, is_sharded
 from accmt.engine.tensor_parallel import ranks_of_batch, require_whole_heads, tensor_parallel_size
 from accmt.errors import ArgumentError, explain
-from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.processes import share_batches
+from accmt.protocols import ModelOwner
 from accmt.registry import find
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> Engine:
+def choose_engine(module: ModelOwner, accelerator: Accelerator, settings: Settings) -> Engine:
     """Return the engine for a module's model, and let the processes of a split model share their batches.
 
     Raises:

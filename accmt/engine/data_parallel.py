@@ -31,8 +31,8 @@ from accmt.engine.replicas import reject_renormalization, require_equal_weights
 from accmt.engine.step_collectives import counting_calls, meet, running_borrowed_step, running_step
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import left_out_by_ddp
-from accmt.module import AcceleratorModule
 from accmt.processes import num_processes
+from accmt.protocols import ModelOwner
 from accmt.sharded_tensors import is_expanded
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class DataParallel(Engine):
     of the window. So are the gradients of a micro-batch that does not reach every process.
     """
 
-    def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
+    def __init__(self, module: ModelOwner, accelerator: Accelerator) -> None:
         super().__init__(module, accelerator)
         self._has_others = num_processes() > 1  # a launcher may start a single process, which Accelerate wraps too
         self._wrapper: TransparentWrapper | None = None

@@ -13,6 +13,7 @@ from torch import nn
 from accmt.data import MicroBatch
 from accmt.engine.base import Engine
 from accmt.engine.meta_device import device_of_shards, fill
+from accmt.engine.quantized import reject_sharding_quantized_weights
 from accmt.engine.reduction import is_container, require_same_tensors
 from accmt.engine.replicas import reject_renormalization
 from accmt.engine.shards import (
@@ -27,7 +28,6 @@ from accmt.engine.shards import (
 from accmt.engine.step_collectives import explaining_parts, meet, running_borrowed_step, running_step
 from accmt.engine.tensor_parallel import beginning_anew, partial_gradients, share_weights, split_tensors
 from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.huggingface import reject_sharding_quantized_weights
 from accmt.options import Settings
 from accmt.precision import hold_in_float32
 from accmt.processes import num_processes

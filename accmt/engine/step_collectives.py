@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from accmt.data import MicroBatch
 from accmt.engine.reduction import gather_ragged
-from accmt.errors import ArgumentError, ModuleContractError, explain, place_of
+from accmt.errors import ArgumentError, ModuleContractError, explain, file_of
 from accmt.libraries.private_names import GATHERING, SUMMING, watching_collectives
 from accmt.messages import warn_once
 from accmt.processes import broadcast_object, gather_from_data, gather_objects, num_data_processes, num_processes
@@ -279,8 +279,7 @@ def explaining_parts(model: nn.Module) -> Iterator[list[None]]:
                 got = f"another dtype than the model was sharded with, for example from model.to() in a hook: {error}"
                 expected, do = "the dtype from the start of the run", 'for example Trainer(mixed_precision="bf16")'
                 raise ModuleContractError(explain("self.model", got, expected, do)) from error
-            file, is_raised = place_of(error)
-            if calls or (is_raised and "torch/" not in file):  # raised by the user's own code
+            if calls or "torch/" not in file_of(error):  # raised by the user's own code
                 raise
             got = f"a submodule of self.model, which is sharded, was called instead of self.model itself: {error}"
             expected, do = (

@@ -14,13 +14,18 @@ import torch
 from torch import nn
 
 from accmt.errors import ArgumentError, explain
-from accmt.libraries.private_names import is_batch_norm
 from accmt.messages import warn
 from accmt.options import Settings
 from accmt.processes import num_processes
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _OWN_KIND = "_accmt_own_kind"
 _ARGUMENT = "Trainer(sync_batchnorm=True)"
+
+
+def is_batch_norm(layer: nn.Module) -> bool:
+    """Return whether a layer normalizes with batch statistics."""
+    return isinstance(layer, _BATCH_NORMS)
 
 
 def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accmt.errors import AccmtError, ModuleContractError, Preempted, ProcessFailedError, is_out_of_memory, place_of
+from accmt.errors import AccmtError, ModuleContractError, Preempted, ProcessFailedError, file_of, is_out_of_memory
 from accmt.failures.board import LEFT, Board, Machine, SignsOfLife
 from accmt.failures.interruption import Interruption, Reason
 from accmt.libraries.private_names import count_collectives
@@ -146,6 +146,7 @@ _PROCESS = "process"
 _COLLECTIVES = ("torch/distributed/", "accmt/processes.py")
 _WRAPPER = "torch/nn/parallel/distributed.py"
 _BACKWARD = "torch/autograd/graph.py"
+_TENSORS = "torch/distributed/tensor/"
 _OPERATORS = "torch/_ops.py"
 _FUNCTIONS = "torch/distributed/distributed_c10d.py"
 _NEWEST = 4
@@ -487,8 +488,7 @@ def kind_of(error: BaseException) -> Handler | None:
 def is_consequence(error: BaseException) -> bool | None:
     """Return whether an error only results from the failure of another process; None if that is unknown.
 
-    Does not depend on the message. torch.distributed raises errors of its own types or, from C++, a plain RuntimeError;
-    an error raised by Python code is not one of them.
+    Does not depend on the message. torch.distributed raises errors of its own types or, from C++, a plain RuntimeError.
     """
     if isinstance(error, dist.DistError | ProcessFailedError):
         return True
@@ -497,7 +497,6 @@ def is_consequence(error: BaseException) -> bool | None:
         return True
     if type(error) is not RuntimeError:
         return False
-    file, is_raised = place_of(error)
-    if is_raised:
-        return False
-    return True if any(path in file for path in (*_COLLECTIVES, _WRAPPER)) else None
+    file = file_of(error)
+    is_of_tensors = _TENSORS in file  # which Python code of torch raises about a DTensor's wrong use
+    return True if any(path in file for path in (*_COLLECTIVES, _WRAPPER)) and not is_of_tensors else None

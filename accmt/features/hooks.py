@@ -329,49 +329,9 @@ class Features:
         needs_snapshot: Whether one of them needs step snapshots.
     """
 
-    during: tuple[Callable[[], AbstractContextManager[None]], ...]
-    on_start: tuple[Callable[[], None], ...]
-    on_end: tuple[Callable[[BaseException | None], None], ...]
-    on_training_start: tuple[Callable[[], None], ...]
-    during_activity: tuple[Callable[[Activity], AbstractContextManager[None]], ...]
-    reading: tuple[Callable[[Iterator[Window]], Iterator[Window]], ...]
-    is_checkpoint_due: tuple[Callable[[], bool], ...]
-    why_not_tried: tuple[Callable[[], str], ...]
-    keeps_apart: tuple[Callable[[], bool], ...]
-    skips_window: tuple[Callable[[int], bool], ...]
-    make_steps: tuple[Callable[[], Steps], ...]
-    has_unfinished_step: tuple[Callable[[], bool], ...]
-    has_work_left: tuple[Callable[[], bool], ...]
-    on_training_end: tuple[Callable[[], None], ...]
-    saving_last: tuple[Callable[[], AbstractContextManager[None]], ...]
-    on_checkpoint: tuple[Callable[[Path], None], ...]
-    before_emergency_checkpoint: tuple[Callable[[], None], ...]
-    before_batch: tuple[Callable[[MicroBatch], None], ...]
-    before_forward: tuple[Callable[[Any], None], ...]
-    after_forward: tuple[Callable[[Any], None], ...]
-    on_step_error: tuple[Callable[[Exception, Any], None], ...]
-    weigh: tuple[Callable[..., torch.Tensor | None], ...]
-    on_first_batch: tuple[Callable[..., None], ...]
-    scale_loss: tuple[Callable[[AccumulationWindow, torch.Tensor, Weight], Weight], ...]
-    after_batch: tuple[Callable[[torch.Tensor, Weight, Place], None], ...]
-    recovers_from: tuple[Callable[[Exception], bool], ...]
-    before_optimizer_step: tuple[Callable[[AccumulationWindow], None], ...]
-    on_gradients: tuple[Callable[[], None], ...]
-    allows_step: tuple[Callable[[AccumulationWindow], bool], ...]
-    on_skipped_step: tuple[Callable[[AccumulationWindow], None], ...]
-    after_window: tuple[Callable[..., None], ...]
-    before_use: tuple[Callable[[], None], ...]
-    before_row: tuple[Callable[[], None], ...]
-    exchange: tuple[Callable[[], Rider], ...]
-    add_to_row: tuple[Callable[[dict[str, float]], None], ...]
-    after_row: tuple[Callable[[Mapping[str, float]], None], ...]
-    make_metrics: tuple[Callable[[], Sequence[Metric]], ...]
-    before_set: tuple[Callable[[], None], ...]
-    before_set_batch: tuple[Callable[[MicroBatch], None], ...]
-    before_set_forward: tuple[Callable[[], None], ...]
-    add_to_outputs: tuple[Callable[[str, Any, Any], Any], ...]
-    after_set: tuple[Callable[..., None], ...]
-    add_results: tuple[Callable[[Stage], dict[str, float]], ...]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, hook: str) -> tuple[Callable[..., Any], ...]: ...
 
     def __init__(self, kinds: Sequence[type[Feature]], run: Any) -> None:
         found = (kind.for_run(run) for kind in kinds)

@@ -24,7 +24,7 @@ from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import SeveralSchedulers, needs_closure
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
-from accmt.run import EvaluationRun, Run, require_planned
+from accmt.run import EvaluationRun, Run
 from accmt.state import Place
 
 _FOREIGN = (
@@ -166,7 +166,6 @@ class ManualSteps:
         if micro_batch.num_samples is None or run.counts_own_samples or num_data_processes() == 1:
             samples = int(sum_over_data((float(own),))[0])  # not planned: the sum of what the batches hold
         else:
-            require_planned(micro_batch, own)
             samples = micro_batch.num_samples
         self._factor, self._depth = own * num_data_processes() / samples, 0
         self._last_factor, self._weighs_samples = self._factor, False

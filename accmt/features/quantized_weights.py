@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
+from accmt.engine.quantized import keeping_quantized_weights, repacks_weights
 from accmt.features.hooks import Feature
-from accmt.huggingface.quantized import keeping_quantized_weights, repacks_weights
 from accmt.run import EvaluationRun
 
 

@@ -19,6 +19,3 @@ from accmt.huggingface.pretrained import build_empty as build_empty
 from accmt.huggingface.pretrained import enable_gradient_checkpointing as enable_gradient_checkpointing
 from accmt.huggingface.pretrained import load_pretrained as load_pretrained
 from accmt.huggingface.pretrained import load_pretrained_weights as load_pretrained_weights
-from accmt.huggingface.quantized import reject_sharding_quantized_weights as reject_sharding_quantized_weights
-from accmt.huggingface.quantized import reject_training_quantized_weights as reject_training_quantized_weights
-from accmt.huggingface.quantized import try_quantized_layers as try_quantized_layers

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import has_injected_adapter
 from accmt.libraries.versions import require
 
 _WRAP = "AcceleratorModule.from_functions(model, lambda batch, trainer: loss_fn(trainer.model(batch[0]), batch[1]))"
@@ -126,7 +125,7 @@ def reject_injected_adapters(model: object) -> None:
 
     Its folder would look like that of a model without one.
     """
-    if is_transformers_model(model) and has_injected_adapter(model):
+    if is_transformers_model(model) and hasattr(model, "peft_config"):
         got = "a transformers model with an adapter inside (`add_adapter`, or `from_pretrained` of an adapter's name)"
         do = "self.model = get_peft_model(model, LoraConfig(...)), or PeftModel.from_pretrained(model, adapter)"
         raise ModuleContractError(explain("self.model", got, "a model that PEFT wraps", do))

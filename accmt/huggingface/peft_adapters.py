@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 from accmt.errors import ModuleContractError, WeightsError, explain
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.libraries.versions import require
-from accmt.messages import warn_once
+from accmt.messages import say_once, warn_once
 from accmt.saving.load_weights import read_weights, require_fit
 from accmt.saving.weights import (
     ADAPTER_CONFIG,
@@ -127,39 +126,24 @@ def can_be_merged(kind: type[PeftConfig]) -> bool:
     return any(hasattr(PEFT_TYPE_TO_TUNER_MAPPING[name], "merge_and_unload") for name in names)
 
 
-def reject_unsaved_adapters(model: object, callers: Iterable[object] = ()) -> None:
-    """Reject adapters that would not be trained as configured, or that could not be restored from their folder.
-
-    Args:
-        model: The model.
-        callers: Module and callbacks, whose hooks may call what an adapter needs.
+def reject_unsaved_adapters(model: object) -> None:
+    """Reject adapters that could not be restored from their folder.
 
     Raises:
-        ModuleContractError: Nothing allocates their ranks; or they have changed the base model's weights in a way that
-            loading does not reproduce.
+        ModuleContractError: They have changed the base model's weights in a way that loading does not reproduce.
     """
     for name, config in model.peft_config.items() if is_peft_model(model) else ():
         where, init = f"the adapter {name!r} of self.model", getattr(config, "init_lora_weights", None)
-        if config.peft_type == "ADALORA" and not any(_calls(caller, "update_and_allocate") for caller in callers):
-            got = "AdaLoRA, which needs `update_and_allocate` after each step: nothing calls it, so all ranks are kept"
-            do = "def on_before_zero_grad(self, **_): "
-            do += "self.unwrapped_model.base_model.update_and_allocate(self.state.global_step) in the module; or "
-            do += "LoraConfig(rank_pattern={...}), which sets a rank per layer"
-            raise ModuleContractError(explain(where, got, "an adapter that trains by gradients alone", do))
+        if config.peft_type == "ADALORA":
+            say_once(
+                "AdaLoRA keeps all ranks unless a hook calls `update_and_allocate`: def on_before_zero_grad(self): "
+                "self.unwrapped_model.base_model.update_and_allocate(self.state.global_step)"
+            )
         if isinstance(init, str) and init.startswith(("pissa_niter", "corda", "lora_ga")):
             got = f"init_lora_weights={init!r}, which changes the model's weights depending on random numbers or data"
             expected = "initial weights that are the same when the saved adapter is loaded"
             do = "init_lora_weights='pissa', which is exact, 'olora' or True"
             raise ModuleContractError(explain(where, got, expected, do))
-
-
-def _calls(caller: object, name: str) -> bool:
-    """Return whether a function of an object's class mentions a method by name."""
-    functions = [one for kind in type(caller).__mro__ for one in vars(kind).values() if isinstance(one, FunctionType)]
-    codes = [function.__code__ for function in functions]
-    for code in codes:  # nested functions are appended
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return any(name in code.co_names for code in codes)
 
 
 class AdaLoraRanks:

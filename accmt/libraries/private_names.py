@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - exported
@@ -193,11 +193,6 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's direct children, shared ones under each of their names."""
     return module._modules
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module normalizes with batch statistics, including `SyncBatchNorm`."""
-    return isinstance(module, _BatchNorm)
 
 
 def has_running_statistics(module: nn.Module) -> bool:
@@ -546,23 +541,15 @@ def attention_of(model: Any) -> str | None:
     return implementation
 
 
-def has_injected_adapter(model: PreTrainedModel) -> bool:
-    """Return whether `add_adapter` or `load_adapter` put an adapter into a model."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
 # datasets
 
 
-def steps_of_stream(stream: Any) -> Iterator[Any]:
+def steps_of_stream(stream: Any) -> list[Any]:
     """Return the steps of a streaming dataset (read, filter, shuffle, ...), which contain its state."""
-    return _walk(stream._ex_iterable)
-
-
-def _walk(step: Any) -> Iterator[Any]:
-    yield step
-    for source in [*getattr(step, "ex_iterables", ()), *filter(None, [getattr(step, "ex_iterable", None)])]:
-        yield from _walk(source)
+    steps = [stream._ex_iterable]
+    for step in steps:  # grows meanwhile
+        steps += [*getattr(step, "ex_iterables", ()), *filter(None, [getattr(step, "ex_iterable", None)])]
+    return steps
 
 
 def is_shuffle_buffer(step: Any) -> bool:

@@ -118,7 +118,7 @@ def _require_steps(run: Run) -> None:
         return
     if state.skipped_batches:
         got += f": training_step returned None for {state.skipped_batches} batches"
-    do = "look at why: a collate_fn or training_step that returns None for every batch, losses of weight 0, or losses "
+    do = "look at why: a training_step that returns None for every batch, losses of weight 0, or losses "
     do += "that are not finite"
     raise ModuleContractError(explain("training", got, "at least one step: nothing was trained", do))
 

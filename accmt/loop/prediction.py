@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from accmt.data import MicroBatch, find_batch_size
-from accmt.errors import DataError, ModuleContractError, explain
+from accmt.data import MicroBatch, first_dimension
+from accmt.errors import ModuleContractError, explain
 from accmt.loop.evaluation import SetPass, without_training
 from accmt.metrics.gathering import Position, gather_on_main_process, order_parts, put_in_order, to_cpu
 from accmt.module import defines
@@ -84,12 +83,10 @@ class _SetPrediction(SetPass):
             got = f"{count} predictions for {len(micro_batch.places)} samples, which max_tokens has grouped by length"
             _reject(got, "return one per sample, so that the order of the data can be restored; or remove max_tokens")
         said = run.module.get_batch_size(batch) if run.counts_own_samples else None
-        with suppress(DataError):  # the number of samples in the batch is unknown
-            held = find_batch_size(batch, micro_batch.own_samples)
-            numbers = {number for number in (micro_batch.own_samples, held, said) if number is not None}
-            if numbers and count not in numbers:
-                got = f"{count} predictions for a batch of {' or '.join(map(str, sorted(numbers)))} samples"
-                _reject(got, _KEEP_SAMPLES)
+        collated = first_dimension(batch) if micro_batch.own_samples is None else micro_batch.own_samples
+        if count not in (said, collated) and (said, collated) != (None, None):
+            got = f"{count} predictions for a batch of {collated if said is None else said} samples"
+            _reject(got, _KEEP_SAMPLES)
         return micro_batch.places or micro_batch.index, output
 
     def after_batch(self, taken: _Placed | None) -> None:

@@ -18,7 +18,7 @@ from accmt.messages import say_once
 from accmt.metrics.averages import Weight
 from accmt.precision import autocast, is_reduced
 from accmt.processes import data_index, num_data_processes
-from accmt.run import Run, require_planned
+from accmt.run import Run
 from accmt.state import Place
 
 # ---- The optimizer step: reduce, scale, clip, step, scheduler, zero_grad; each with its hooks
@@ -356,7 +356,5 @@ def _weigh(
         do = 'return {"loss": loss, "weight": weight} for every batch or for none'
         got = f'"weight" in {seen} but not in {other}'
         raise ModuleContractError(explain("training_step", got, "weights for all batches or for none", do))
-    if not (has_weight or window.is_one_batch) and run.weighting.uses_plan(window):
-        require_planned(micro_batch, samples)
     window.add(weight, samples)
     return weight, weight if targets is None else samples

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from accmt.errors import HyperParameterError, explain
 from accmt.options import HyperParameters
 from accmt.options.optimizer_and_scheduler_arguments import parameters_of, watches_a_result
+from accmt.options.optimizer_and_scheduler_names import is_listed
 
 _NEEDS_TOTAL = frozenset({"num_training_steps", "total_steps"})
 
@@ -98,7 +99,7 @@ def _try_step(hps: HyperParameters, optimizer: Optimizer, arguments: dict[str, A
     """
     factory = hps.scheduler_class
     rates = [group["lr"] for group in optimizer.param_groups]
-    if factory is None or None in rates or not factory.__module__.startswith(("torch.", "transformers.")):
+    if factory is None or None in rates or not is_listed(factory):
         return
     groups = [{"params": [torch.nn.Parameter(torch.zeros(()))], "lr": float(rate)} for rate in rates]
     other = torch.optim.SGD(groups, momentum=0.9)

@@ -13,6 +13,8 @@ from math import inf
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from accmt.errors import (
     AccmtError,
     ArgumentError,
@@ -459,5 +461,4 @@ def _read(name: str, value: Any) -> Any:
 
 def to_python(value: Any) -> Any:
     """Return a NumPy scalar, such as the result of a computation, as a Python number, and other values unchanged."""
-    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    return value.item() if is_scalar else value
+    return value.item() if isinstance(value, np.generic) else value

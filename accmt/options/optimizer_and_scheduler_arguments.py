@@ -17,7 +17,7 @@ from accmt.errors import nearest
 from accmt.libraries.versions import without_tensors
 from accmt.messages import warn_once
 from accmt.options.checks import is_number, is_off, number_in, whole
-from accmt.options.optimizer_and_scheduler_names import find_optimizer, name_of
+from accmt.options.optimizer_and_scheduler_names import find_optimizer, is_listed, name_of
 from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
 
 # ---- Parameter groups in `optim`: `groups`, `no_decay` and `layer_decay`
@@ -219,7 +219,7 @@ def trains_nothing(
     of_scheduler: Mapping[str, Any],
 ) -> bool:
     """Return whether every learning rate is 0 and no scheduler raises it."""
-    if scheduler is not None and scheduler.__module__.partition(".")[0] not in ("torch", "transformers"):
+    if scheduler is not None and not is_listed(scheduler):
         return False  # a custom scheduler may set any rate
     grouping, _ = read_grouping(optimizer_class, values)
     default = values.get("lr", standard_rate(optimizer_class))
@@ -271,7 +271,7 @@ def _check_call(
     call = _Call(path, optimizer_class)
     beside = beside or {}
     arguments, faults = call.check(values, known=beside)
-    if faults or not optimizer_class.__module__.startswith(("torch.", "transformers.")):
+    if faults or not is_listed(optimizer_class):
         return arguments, faults
     # Build the optimizer for one weight, to find values that it rejects, and the argument that causes it.
     refusal = _refusal(optimizer_class, {**beside, **arguments})

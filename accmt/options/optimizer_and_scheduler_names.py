@@ -196,6 +196,11 @@ def find_scheduler(value: Any) -> SchedulerFactory | Fault:
     return Fault(_SCHEDULERS.path, describe(value), expected, _SCHEDULERS.instead)
 
 
+def is_listed(factory: Callable[..., Any]) -> bool:
+    """Return whether an optimizer class or a scheduler has a short name: its behavior is known."""
+    return "." not in name_of(factory)
+
+
 def name_of(factory: Callable[..., Any]) -> str:
     """Return the short name of an optimizer class or scheduler, or its import path."""
     module, name = factory.__module__, factory.__name__

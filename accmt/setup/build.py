@@ -131,7 +131,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     seed_with_global(module)
     seed_with_global(*callbacks)
     builtin = make_builtin_callbacks(settings, inputs.tracking, saver)
-    hooks = connect_hooks(trainer, module, [*callbacks, *builtin], seed=seed, device=accelerator.device)
+    hooks = connect_hooks(trainer, module, callbacks, builtin, seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)
     length = _place(trainer, module, loaders, cadence, resumed)
     prepared = prepare(module, engine, settings, cadence, length, callbacks)
@@ -310,6 +310,7 @@ def connect_hooks(
     trainer: TrainerProtocol,
     module: AcceleratorModule,
     callbacks: Sequence[Callback],
+    builtin: Sequence[Callback] = (),
     *,
     seed: int,
     device: torch.device,
@@ -325,6 +326,6 @@ def connect_hooks(
     def seed_for(hook: str) -> None:
         seed_generators(derive_seed(seed, hook, state.epoch, state.global_step), device)
 
-    for callback in callbacks:
+    for callback in (*callbacks, *builtin):
         callback.trainer, callback.module, callback.state = trainer, module, trainer.state
-    return Hooks([*callbacks, module], is_main_process=is_main_process(), seed=seed_for)
+    return Hooks([*callbacks, module], builtin=builtin, is_main_process=is_main_process(), seed=seed_for)

@@ -24,9 +24,9 @@ from accmt.data import (
     in_buckets,
     is_stream,
     keep_samples,
-    require_batches,
     require_readable,
 )
+from accmt.data.collate import CollateChain
 from accmt.data.lengths import LargestBatch
 from accmt.data.seeding import seed_with_global
 from accmt.engine.base import Engine
@@ -294,7 +294,7 @@ def name_sets(data: Any) -> dict[str, Any]:
 
 def _is_dataset(one: Any) -> bool:
     """Return whether an element of a list is a dataset, rather than a sample."""
-    if isinstance(one, Dataset | DataLoader) or type(one).__module__.partition(".")[0] == "datasets":
+    if isinstance(one, Dataset | DataLoader) or hasattr(one, "column_names"):  # as those of `datasets` have
         return True
     # Samples can have a length and indices, too: sequences, arrays, and what is read by key, such as a graph.
     is_sample = isinstance(one, list | tuple | str | bytes | bytearray | range) or any(
@@ -451,7 +451,13 @@ def _seed_own_generators(data: Any, collate: Any) -> None:
     """Seed the generators of data and collate function for each batch, so that its random numbers are reproducible."""
     is_loader = isinstance(data, DataLoader)
     source, collate = (data.dataset, data.collate_fn) if is_loader else (data, collate)
-    seed_with_global(collate, *([] if is_stream(source) else [source]))
+    functions: Iterable[Any] = collate.functions if isinstance(collate, CollateChain) else [collate]
+    for function in functions:
+        if hasattr(function, "create_rng") and function.seed is not None:
+            function.create_rng()  # transformers' collate functions create their generator in the first call
+        seed_with_global(function)
+    if not is_stream(source):
+        seed_with_global(source)
 
 
 def end_workers(loaders: Iterable[Loader]) -> None:
@@ -474,7 +480,6 @@ def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Li
     collate = getattr(module, f"collate_fn_{phase}") or module.collate_fn
     if collate is None:
         collate = build_collate(settings.data.collate_fn_of(phase))
-    require_batches(data.collate_fn if isinstance(data, DataLoader) else collate)
     return collate if bucket is None or isinstance(data, DataLoader) else in_buckets(collate, bucket)
 
 

@@ -14,12 +14,12 @@ from accmt.data import Source
 from accmt.engine.accelerator import as_trained
 from accmt.engine.base import Engine
 from accmt.engine.meta_device import building_for
+from accmt.engine.quantized import reject_training_quantized_weights
 from accmt.engine.sync_batchnorm import synchronize_if_asked
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import (
     enable_gradient_checkpointing,
     reject_injected_adapters,
-    reject_training_quantized_weights,
     reject_unsaved_adapters,
     require_library,
 )
@@ -143,7 +143,7 @@ def prepare(
     Args:
         callbacks: The callbacks of the run: some PEFT models require one.
     """
-    reject_unsaved_adapters(module.model, (module, *callbacks))
+    reject_unsaved_adapters(module.model)
     require_library(module.model)
     reject_injected_adapters(module.model)
     reject_training_quantized_weights(module.model)

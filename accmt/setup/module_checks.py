@@ -34,7 +34,6 @@ _CONTRACT = tuple(
 
 _DEEPEST, _MOST = 3, 1000  # depth to which containers are searched for parameters
 
-_LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
 
 STEPS: dict[str, tuple[str, ...]] = {
     "training_step": ("training_step", "step"),
@@ -220,7 +219,6 @@ def _check_spelling(module: AcceleratorModule) -> None:
 
 def _reject_foreign_methods(module: AcceleratorModule) -> None:
     """Reject methods that only other trainers call: here they would silently be ignored."""
-    kinds = {kind: vars(kind) for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES}
     expected = "methods of an AcceleratorModule, or others that its own methods call"
     faults = [
         explain(
@@ -229,7 +227,7 @@ def _reject_foreign_methods(module: AcceleratorModule) -> None:
             expected,
             f"{do}; or rename it, if it is called elsewhere",
         )
-        for name, owner, do in addon("hints_for_unused_methods")(kinds)
+        for name, owner, do in addon("hints_for_unused_methods")(type(module))
     ]
     if faults:
         raise ModuleContractError("\n\n".join(faults))

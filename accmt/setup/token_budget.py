@@ -25,8 +25,9 @@ from accmt.data import (
 from accmt.data.collate import collate_or_explain
 from accmt.data.lengths import LargestBatch, find_largest, find_length
 from accmt.data.packing import DocumentPacker
+from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import ArgumentError, DataError, explain
-from accmt.libraries.private_names import attention_of, is_batch_norm
+from accmt.libraries.private_names import attention_of
 from accmt.messages import say_once, warn_once
 from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings

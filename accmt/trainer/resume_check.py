@@ -15,8 +15,8 @@ from accmt.errors import CheckpointError, explain
 from accmt.messages import say, speaking
 from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
+from accmt.recovery.digests import changed_attributes, digest, digest_attributes
 from accmt.recovery.run_state import collect_others, list_parts
-from accmt.trainer.digests import changed_attributes, digest, digest_attributes
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule

@@ -1,4 +1,4 @@
-"""Measures the source: files and lines by package, private functions used once, import cycles.
+"""Measures the source: files, lines and nodes by package, private functions used once, import cycles.
 
     python tests/benchmarks/measure_code.py
 
@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
+OUTSIDE_THE_CORE = ("addons", "cli")
 
 
 def read_modules() -> dict[str, ast.Module]:
@@ -40,6 +41,30 @@ def count_code(module: str, tree: ast.Module) -> int:
     docs = {line for node in documented for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
     lines = enumerate(lines_of(module), 1)
     return sum(bool(line.strip()) and not line.strip().startswith("#") and number not in docs for number, line in lines)
+
+
+def count_nodes(tree: ast.Module) -> int:
+    """Count the nodes of the syntax tree without docstrings: neither dense nor airy lines change the number."""
+    nodes = list(ast.walk(tree))
+    strings = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return len(nodes) - 2 * sum(isinstance(constant.value, str) for constant in strings)
+
+
+def nodes_of_core() -> int:
+    """Count the nodes of all packages but add-ons and the command line."""
+    modules = read_modules().items()
+    return sum(count_nodes(tree) for module, tree in modules if package_of(module) not in OUTSIDE_THE_CORE)
+
+
+def cycles_of_packages() -> list[set[str]]:
+    """Return the groups of packages that import one another."""
+    modules = read_modules()
+    imports: dict[str, set[str]] = defaultdict(set)
+    for module, tree in modules.items():
+        packages = set(map(package_of, imports_of(tree, modules)))
+        imports[package_of(module)] |= packages - {package_of(module), "accmt"}
+    del imports["accmt"]  # it only lists the public names
+    return find_cycles(imports)
 
 
 def imports_of(tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
@@ -87,16 +112,19 @@ def main() -> None:
     modules = read_modules()
     packages: dict[str, Counter[str]] = defaultdict(Counter)
     for module, tree in modules.items():
-        packages[package_of(module)].update(files=1, lines=len(lines_of(module)), code=count_code(module, tree))
+        packages[package_of(module)].update(
+            files=1, lines=len(lines_of(module)), code=count_code(module, tree), nodes=count_nodes(tree)
+        )
     total = sum(packages.values(), Counter())
-    print("| package | files | lines | code |\n|---|---|---|---|")
+    print("| package | files | lines | code | nodes |\n|---|---|---|---|---|")
     for package, counts in sorted(packages.items(), key=lambda item: -item[1]["lines"]):
-        print(f"| {package} | {counts['files']} | {counts['lines']:,} | {counts['code']:,} |")
-    print(f"| all | {total['files']} | {total['lines']:,} | {total['code']:,} |\n")
+        print(f"| {package} | {counts['files']} | {counts['lines']:,} | {counts['code']:,} | {counts['nodes']:,} |")
+    print(f"| all | {total['files']} | {total['lines']:,} | {total['code']:,} | {total['nodes']:,} |\n")
     cycles = find_cycles({module: imports_of(tree, modules) - {module} for module, tree in modules.items()})
     once, passed, functions = used_once(modules.values())
     print(f"private functions used once: {once} of {functions} functions ({once / functions:.1%}), {passed} not called")
-    print(f"import cycles: {[len(cycle) for cycle in cycles]}")
+    print(f"import cycles: {[len(cycle) for cycle in cycles]} modules, {list(map(sorted, cycles_of_packages()))}")
+    print(f"nodes of the core (without {' and '.join(OUTSIDE_THE_CORE)}): {nodes_of_core():,}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from accmt import AcceleratorModule, Callback, ChainedOptimizer, ExtendedAcceler
 from accmt.addons.prove import Proof
 from accmt.cli.main import main
 from accmt.processes import process_index
-from accmt.trainer.digests import digest
+from accmt.recovery.digests import digest
 from tests.faults.prove_examples import prove_example
 from tests.toys import Linear, make_points, make_trainer
 

@@ -11,38 +11,30 @@ from typing import Any
 PACKAGE = Path(__file__).parents[2] / "accmt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
+RUN = {"run", "features", "recovery", "loop", "setup"}
+"""The packages that import one another."""
+
 LAYERS = [
-    {
-        "errors",
-        "files",
-        "activity",
-        "processes",
-        "state",
-        "messages",
-        "version",
-        "installation",
-        "precision",
-        "sharded_tensors",
-        "libraries",
-        "secrets",
-        "registry",
-    },
+    {"registry", "secrets", "sharded_tensors", "state", "version"},
+    {"errors"},
+    {"installation", "libraries", "processes"},
+    {"messages", "precision"},
+    {"files"},
     {"options", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
-    {
-        "attributes",
-        "glances",
-        "module",
-        "huggingface",
-        "engine",
-        "without_trace",
-    },
-    {"run", "features", "recovery", "loop", "setup"},
+    {"without_trace"},
+    {"engine"},
+    {"huggingface"},
+    {"module"},
+    {"glances"},
+    {"attributes"},
+    RUN,
     {"trainer"},
     {"addons", "compat"},
     {"cli"},
 ]
-PARTS = LAYERS[2]
+"""Each package imports only from layers above its own in this list; those of a run also import one another."""
+
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 
@@ -87,11 +79,7 @@ def imported_rooms(tree: ast.AST) -> set[str]:
 
 
 def may_import(importer: str, imported: str) -> bool:
-    if importer == imported:
-        return True
-    if importer in PARTS and imported in PARTS:
-        return False
-    return LEVEL[imported] <= LEVEL[importer]
+    return importer == imported or {importer, imported} <= RUN or LEVEL[imported] < LEVEL[importer]
 
 
 def upward_imports(path: Path) -> list[str]:
@@ -113,6 +101,11 @@ def test_rooms_import_only_downward_and_every_folder_is_a_package() -> None:
     assert [path for path in {path.parent for path in FILES} if not (path / "__init__.py").is_file()] == []
 
 
+def test_each_package_is_in_one_layer() -> None:
+    assert sorted(LEVEL) == sorted({room_of(path) for path in FILES} - {"__init__"})
+    assert sum(map(len, LAYERS)) == len(LEVEL)
+
+
 def test_the_check_of_layers_sees_imports_inside_functions_and_skips_those_for_types() -> None:
     source = """
 from typing import TYPE_CHECKING
@@ -125,7 +118,9 @@ def load():
     assert imported_rooms(ast.parse(source)) == {"huggingface", "loop"}
     assert not may_import("module", "loop")
     assert not may_import("data", "metrics")
+    assert not may_import("engine", "module")
     assert may_import("loop", "data")
+    assert may_import("loop", "features")
 
 
 OUTSIDE_THE_CORE = {"addons", "compat"}

@@ -37,7 +37,7 @@ OF_OTHERS = {
 
 
 def test_every_hook_of_the_table_is_an_attribute_of_the_dispatch():
-    assert set(Hooks.__annotations__) == set(HOOKS)
+    assert {name for name in vars(Hooks([])) if name.startswith("on_")} == set(HOOKS)
     hooks = Hooks([])
     assert {name: getattr(hooks, name) for name in HOOKS} == dict.fromkeys(HOOKS, ())
 

@@ -1,14 +1,12 @@
 import random
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import Dataset, Sampler
 
 from accmt import Callback
-from accmt.data.seeding import OWN, call_first, find_generators, keeping_generators, seed_generators, seed_with_global
+from accmt.data.seeding import OWN, find_generators, keeping_generators, seed_generators, seed_with_global
 from tests.tables import each
 from tests.toys import Linear, make_trainer
 
@@ -35,63 +33,31 @@ class Holder:
         return None
 
 
-class Slotted:
-    __slots__ = ("generator",)
+@each("place", ["attribute", "bound method"])
+def test_a_generator_is_a_direct_attribute(place):
+    holder = Holder(rng=np.random.default_rng())
+    assert find_generators(holder if place == "attribute" else holder.draw) == [holder.rng]
 
 
-of_the_file = np.random.default_rng(0)
-
-
-class UsesGlobal:
-    def __getitem__(self, index):
-        return of_the_file.random()
-
-
-def nested(generator):
-    slotted = Slotted()
-    slotted.generator = generator
-    default = Holder()
-    default.itself = default
-    default.rng = generator
+@each("place", ["another object", "list", "closure", "default"])
+def test_a_generator_elsewhere_is_the_users_to_seed(place):
+    rng = np.random.default_rng()
 
     def closure():
-        return generator
+        return rng
 
-    return {
-        "attribute": Holder(rng=generator),
-        "list": Holder(parts=[1, (None, {"a": {"b": generator}})]),
-        "partial": partial(print, rng=generator),
-        "bound": Holder(inner=Holder(rng=generator)).draw,
+    holders = {
+        "another object": Holder(inner=Holder(rng=rng)),
+        "list": Holder(rngs=[rng]),
         "closure": closure,
-        "default": lambda x=generator: x,
-        "slots": slotted,
-        "circle": default,
-        "subset": Subset(Holder(rng=generator), [0]),
+        "default": lambda x=rng: x,
     }
+    assert find_generators(holders[place]) == []
 
 
-@each("place", list(nested(None)))
-def test_a_generator_is_found_wherever_it_is_held(place):
-    generator = np.random.default_rng()
-    assert find_generators(nested(generator)[place]) == [generator]
-
-
-def test_a_generator_of_the_file_is_found_where_a_method_or_a_function_uses_it():
-    assert find_generators(UsesGlobal()) == find_generators(lambda: of_the_file.random()) == [of_the_file]
-
-
-def test_global_generators_large_containers_and_what_is_read_through_are_left_out():
-    class Stream(IterableDataset):
-        def __init__(self):
-            self.rng = np.random.default_rng()
-
-        def __iter__(self):
-            return iter(())
-
-    stream = Stream()
-    left_out = [torch.default_generator, random.SystemRandom(), [np.random.default_rng()] * 1000, torch.ones(1), stream]
-    assert find_generators(Holder(parts=left_out)) == []
-    assert find_generators(stream, through_streams=True) == [stream.rng]
+def test_global_generators_and_those_of_the_system_are_left_out():
+    assert find_generators(Holder(rng=torch.default_generator, system=random.SystemRandom())) == []
+    assert find_generators(3) == []
 
 
 @each("kind", KINDS)
@@ -100,8 +66,9 @@ def test_they_are_seeded_with_the_global_ones_and_given_back(kind):
     holder = Holder(rng=generator)
     drawn = []
     with keeping_generators():
-        assert len(seed_with_global(holder)) == 1
-        assert seed_with_global(holder) == []
+        seed_with_global(holder)
+        seed_with_global(holder)
+        assert len(OWN) == 1
         for seed in (1, 2, 1):
             seed_generators(seed)
             drawn.append(draw(generator))
@@ -111,43 +78,27 @@ def test_they_are_seeded_with_the_global_ones_and_given_back(kind):
         assert draw(generator) == draw(untouched)
 
 
-class MadeWhenCalled:
-    """Makes its generator when it is first called, as transformers' collators do, and takes samples apart."""
-
-    generator = None
-
-    def __call__(self, samples):
-        if self.generator is None:
-            self.generator = torch.Generator().manual_seed(42)
-        popped = [sample.pop() for sample in samples]
-        return popped, draw(self.generator), random.random()
-
-
-def test_a_generator_that_is_made_at_the_first_call_draws_as_in_a_later_one():
-    def call(collate, *, is_first):
-        seed_generators(5)
-        return call_first(collate, [[1], [2]], collate) if is_first else collate([[1], [2]])
-
-    with keeping_generators():
-        collate = MadeWhenCalled()
-        assert call(collate, is_first=True) == call(collate, is_first=False)
-        assert call(MadeWhenCalled(), is_first=True) == call(collate, is_first=False)
-
-
 class Drawing(Dataset):
-    """Noise from generators that nobody saves: one at hand, one that is made when it is first needed."""
-
-    late = None
+    """Noise from a generator that nobody saves."""
 
     def __init__(self, make):
-        self.rng, self.make = make(), make
+        self.rng = make()
 
     def __getitem__(self, index):
-        self.late = self.late or self.make()
-        return torch.full((3,), index + draw(self.rng)), torch.tensor([draw(self.late)])
+        return torch.full((3,), index + draw(self.rng)), torch.tensor([draw(self.rng)])
 
     def __len__(self):
         return 12
+
+
+class Noisy:
+    """A collate function with a generator."""
+
+    def __init__(self, make):
+        self.rng = make()
+
+    def __call__(self, samples):
+        return [torch.stack(parts) + draw(self.rng) for parts in zip(*samples, strict=True)]
 
 
 class InOrderOf(Sampler):
@@ -189,11 +140,6 @@ class Shaken(Callback):
 def test_a_resumed_run_draws_what_an_uninterrupted_one_does(kind, sampler):
     make = KINDS[kind]
 
-    rng = make()
-
-    def collate(samples):
-        return [torch.stack(parts) + draw(rng) for parts in zip(*samples, strict=True)]
-
     def fit(path, stop=None, **settings):
         module = WithNoise(make)
         own = {"sampler": InOrderOf(make)} if sampler else {}
@@ -201,7 +147,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_does(kind, sampler):
         settings = {
             "checkpoint_every": "1 step",
             "checkpoint_options": {"async_checkpointing": False},
-            "collate_fn": collate,
+            "collate_fn": Noisy(make),
             **own,
             **settings,
         }
@@ -223,24 +169,7 @@ def test_workers_draw_the_same(kind):
 
     def seen(workers):
         module = WithNoise(make)
-        make_trainer(dataloader_num_workers=workers, collate_fn=CollateWithLate(make)).fit(module, Drawing(make))
+        make_trainer(dataloader_num_workers=workers, collate_fn=Noisy(make)).fit(module, Drawing(make))
         return module.seen
 
     assert seen(0) == seen(1) == seen(2)
-
-
-class CollateWithLate:
-    rng = None
-
-    def __init__(self, make):
-        self.make = make
-
-    def __call__(self, samples):
-        self.rng = self.rng or self.make()
-        return [torch.stack(parts) + draw(self.rng) for parts in zip(*samples, strict=True)]
-
-
-def test_a_model_with_thousands_of_parts_costs_no_search_without_end():
-    module = Holder(model=nn.Sequential(*(nn.Linear(1, 1) for _ in range(3000))), rng=np.random.default_rng())
-    assert find_generators(module) == [module.rng]
-    assert find_generators(DataLoader([1])) == []

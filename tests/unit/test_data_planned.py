@@ -73,22 +73,6 @@ def in_global_order(loaders, epoch=0, first=0):
     return samples
 
 
-@each("count", [1, 2])
-@each("given", [False, True])
-def test_what_a_collate_function_of_the_user_makes_of_samples_is_not_known_beforehand(count, given):
-    def keep_first(samples):
-        return torch.tensor(samples[:1])
-
-    def make():
-        data = Counted(8)
-        return DataLoader(data, 2, collate_fn=keep_first) if given else data
-
-    for loader in build_all(make, count, collate=keep_first):
-        assert loader.samples_in(0, loader.num_micro_batches) is None
-        for one in loader.micro_batches(0):
-            assert (one.num_samples, one.own_samples, len(one.batch)) == (None, 2, 1)
-
-
 @each("drop_last", [False, True])
 @each("count", [1, 2])
 def test_the_batches_of_a_dataloader_are_those_that_torch_cuts(count, drop_last):

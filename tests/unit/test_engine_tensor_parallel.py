@@ -143,7 +143,7 @@ def test_samples_that_one_process_of_a_group_could_read_are_an_error(
     def read() -> list[MicroBatch]:
         own = MicroBatch(0, (None, [BadSample(7, "gone")]), own_samples=1)
         options = SourceOptions(purpose="validate", batch_size=1)
-        return list(without_bad_samples(iter([own]), options, is_whole_epoch=True, knows_samples=True))
+        return list(without_bad_samples(iter([own]), options, is_whole_epoch=True))
 
     monkeypatch.setattr("accmt.data.planned.gather_objects", lambda value: [[], [], value, value])
     assert [micro_batch.num_bad for micro_batch in read()] == [1]

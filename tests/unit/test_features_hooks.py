@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from accmt.callbacks import callback
 from accmt.features.hooks import HOOKS, Feature, Features
 from accmt.features.listed import all_features
 
@@ -60,6 +61,20 @@ def test_the_order_of_features() -> None:
 def test_every_feature_defines_a_hook_and_nothing_that_looks_like_one() -> None:
     for feature in every_feature():
         assert any(hook in vars(kind) for kind in feature.__mro__[:-2] for hook in HOOKS), feature
+
+
+@pytest.mark.parametrize(
+    ("owner", "known"),
+    [("features", {*HOOKS, *vars(Features([], None)), *dir(Features)}), ("hooks", {*callback.HOOKS, "callbacks"})],
+)
+def test_the_hooks_that_are_called_exist(owner: str, known: set[str]) -> None:
+    called = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and getattr(node.value, "attr", None) == owner:
+                called.add(node.attr)
+    assert len(called) > 5
+    assert called <= known
 
 
 def names_in(source: str) -> set[str]:

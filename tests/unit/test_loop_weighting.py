@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt import AcceleratorModule, Callback
-from accmt.errors import ModuleContractError
+from accmt.errors import DataError, ModuleContractError
 from tests.toys import Linear, Numbers, logged, make_points, make_trainer
 
 
@@ -66,14 +66,12 @@ def test_the_module_may_say_how_many_samples_a_batch_has():
 
 
 @pytest.mark.feature("T22")
-def test_a_batch_that_shows_no_samples_weighs_1_and_says_so(caplog):
+def test_a_batch_that_shows_no_samples_is_an_error_until_the_module_counts_them():
     class Opaque(Linear):
         def training_step(self, batch):
             return self.step(batch.points)
 
     class Points:
-        __slots__ = ("points",)  # no attributes that could be looked at
-
         def __init__(self, points):
             self.points = points
 
@@ -81,9 +79,13 @@ def test_a_batch_that_shows_no_samples_weighs_1_and_says_so(caplog):
         def __iter__(self):
             return map(Points, DataLoader(make_points(8), batch_size=2))
 
-    state = make_trainer(verbose=True).fit(Opaque(), DataLoader(Batches(), batch_size=None))
-    assert state.samples_seen == 4
-    assert caplog.text.count("each batch has weight 1") == 1
+    class Counted(Opaque):
+        def get_batch_size(self, batch):
+            return len(batch.points[0])
+
+    with pytest.raises(DataError, match="define get_batch_size"):
+        make_trainer().fit(Opaque(), DataLoader(Batches(), batch_size=None))
+    assert make_trainer().fit(Counted(), DataLoader(Batches(), batch_size=None)).samples_seen == 8
 
 
 @pytest.mark.feature("A25", "L15")

@@ -345,15 +345,18 @@ def test_a_last_batch_of_one_that_is_squeezed_is_not_taken_for_many_samples():
         make_trainer().predict(module, Numbers(5))
 
 
-@pytest.mark.parametrize("keep", [1, 2, 8])
-def test_predictions_may_be_of_the_samples_that_a_batch_was_made_of_or_that_it_holds(keep):
+def test_predictions_are_of_the_samples_that_were_read_or_that_the_module_counts():
     def cut(samples):
-        return torch.stack(samples)[:keep]
+        return torch.stack(samples)[:1]
 
-    module = Predicting(lambda batch: batch.clone())
-    assert len(make_trainer(collate_fn=cut).predict(module, Numbers(4))) == min(4, 2 * keep)
-    module = Predicting(lambda batch: torch.zeros(2))
-    assert len(make_trainer(collate_fn=cut).predict(module, Numbers(4))) == 4
+    class Counted(Predicting):
+        def get_batch_size(self, batch):
+            return len(batch)
+
+    with pytest.raises(ModuleContractError, match="1 predictions for a batch of 2 samples"):
+        make_trainer(collate_fn=cut).predict(Predicting(lambda batch: batch.clone()), Numbers(4))
+    assert len(make_trainer(collate_fn=cut).predict(Counted(lambda batch: batch.clone()), Numbers(4))) == 2
+    assert len(make_trainer(collate_fn=cut).predict(Predicting(lambda batch: torch.zeros(2)), Numbers(4))) == 4
 
 
 def test_batches_that_forward_does_not_take_need_a_predict_step():

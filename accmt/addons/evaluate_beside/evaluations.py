@@ -51,6 +51,7 @@ from accmt.saving import read_status
 from accmt.saving.model_folder import STATUS_NAME
 from accmt.setup.build import build_run
 from accmt.setup.datasets import UserData
+from accmt.setup.fit_argument import as_module
 from accmt.setup.inputs import check_metrics
 from accmt.setup.model import detach_run
 from accmt.setup.same_on_processes import reporting_failed_setup
@@ -60,7 +61,6 @@ from accmt.tracking import Tracking, resolve_trackers, sync_run
 from accmt.tracking.delivery_state import DeliveryFile
 from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, read_rows
 from accmt.tracking.tracking import RunStatus
-from accmt.trainer.calls import as_module
 
 STATE_FILE = "evaluated.json"
 

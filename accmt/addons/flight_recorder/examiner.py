@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accmt.data import ByPackedRows, MicroBatch, Window, derive_seed, find_batch_size, seed_generators
+from accmt.data import ByPackedRows, MicroBatch, Window, derive_seed, first_dimension, seed_generators
 from accmt.data.fetching import Fetched
 from accmt.data.lengths import find_length
 from accmt.data.windows import unpack
@@ -466,8 +466,10 @@ def number_samples(
     batch = micro_batch.batch
     if batch is None:
         size = 0
+    elif not maker.keeps_batches:
+        size = len(unpack(batch))
     else:
-        size = (find_batch_size(batch, micro_batch.own_samples) if maker.keeps_batches else len(unpack(batch))) or 0
+        size = (first_dimension(batch) or 0) if micro_batch.own_samples is None else micro_batch.own_samples
     every = gather_from_data(size)
     first = num_before + sum(every[: data_index()])
     return list(range(first, first + size)), sum(every)

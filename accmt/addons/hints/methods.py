@@ -161,13 +161,13 @@ def describe_missing(module: object, name: str) -> str:
     return explain(f"self.{name}", got, expected, here if here.startswith("leave ") else f"write {here}")
 
 
-def find_unused_foreign_methods(kinds: Mapping[type, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, trainer and hint for each method of another trainer that these classes do not call themselves.
+_LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
 
-    Args:
-        kinds: The user's classes with their attributes.
-    """
-    every = [(name, value) for defined in kinds.values() for name, value in sorted(defined.items())]
+
+def find_unused_foreign_methods(kind: type) -> Iterator[tuple[str, str, str]]:
+    """Yield name, trainer and hint for each method of another trainer that a module's class does not call itself."""
+    of_user = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in _LIBRARIES]
+    every = [(name, value) for base in of_user for name, value in sorted(vars(base).items())]
     for name, value in every:
         foreign = find_foreign_method(name)
         if foreign is None:

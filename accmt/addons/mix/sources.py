@@ -29,7 +29,7 @@ from accmt.data import is_stream
 from accmt.data.fetching import only_holds
 from accmt.data.lengths import find_length, known_lengths
 from accmt.data.samplers import call_set_epoch, draw_permutation
-from accmt.data.seeding import derive_seed, preserve_generators
+from accmt.data.seeding import derive_seed, preserve_generators, seed_parts_with_global
 from accmt.errors import ArgumentError, DataError, explain, nearest
 from accmt.messages import say_once
 from accmt.module import defines
@@ -120,6 +120,7 @@ class Mixture(ConcatDataset[Any]):
             ArgumentError: Something else sets the order too, or the run has no end.
             DataError: `unit: tokens`, and a source has no target tokens.
         """
+        seed_parts_with_global(self, self.datasets)
         max_steps, samples = plan_steps(module, settings, self._section, num_shards)
         section = self._section
         factors = self._mean_tokens(module) if section.unit == "tokens" else [Fraction(1)] * len(self.names)

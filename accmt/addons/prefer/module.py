@@ -39,9 +39,9 @@ from accmt.data import is_stream
 from accmt.data.packing import DocumentPacker
 from accmt.engine.accelerator import current_accelerator
 from accmt.engine.meta_device import building_for
+from accmt.engine.quantized import keeping_quantized_weights
 from accmt.errors import ArgumentError, CheckpointError, DataError, explain, nearest
 from accmt.huggingface.model_kinds import is_peft_model
-from accmt.huggingface.quantized import keeping_quantized_weights
 from accmt.messages import say_once
 from accmt.metrics import Metric
 from accmt.precision import autocast

@@ -28,8 +28,8 @@ from accmt.addons.prove.launches import (
     train_as,
 )
 from accmt.callbacks import build_callbacks
+from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import ArgumentError, explain
-from accmt.libraries.private_names import is_batch_norm
 from accmt.messages import say, speaking
 from accmt.processes import num_processes
 from accmt.setup.module_checks import require_module

@@ -17,11 +17,11 @@ from accmt.addons.flight_recorder.examiner import rows
 from accmt.addons.prove.launches import Launch, Outcome
 from accmt.addons.prove.randomness import SameForAllSamples, seed_step
 from accmt.callbacks import StatelessCallback
-from accmt.data import find_batch_size
-from accmt.libraries.private_names import is_batch_norm
+from accmt.data import first_dimension
+from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.loop.step_outputs import read_training_output
 from accmt.processes import gather_objects, num_processes
-from accmt.trainer.digests import changed_attributes, digest, digest_attributes
+from accmt.recovery.digests import changed_attributes, digest, digest_attributes
 from accmt.without_trace import without_trace
 
 _READING_MODIFIES = "reading modifies "
@@ -246,8 +246,8 @@ class Laboratory(StatelessCallback):
             self.findings.data = _read_twice(data, indices[:3])
         if self.module.uses_manual_optimization:
             return
-        size = find_batch_size(batch, len(indices) if indices else None) or 0
-        if size < 2:
+        size = first_dimension(batch) or 0
+        if size < 2 or (indices and len(indices) != size):
             return
         cut = max(2, size // 3) if size > 3 else 1
         with without_trace(run.unwrapped_model):
@@ -287,7 +287,7 @@ class Laboratory(StatelessCallback):
             return
         self._is_evaluation_tried = True
         run = self.trainer.run
-        size = find_batch_size(batch, None) or 0
+        size = first_dimension(batch) or 0
         if size < 2:
             return
         parts = (batch, rows(batch, size, [0]), rows(batch, size, range(1, size)))
@@ -325,7 +325,7 @@ class Laboratory(StatelessCallback):
                 given = run.features.find_weight(output.loss, is_given=False)
             if given is None:
                 own = run.module.get_batch_size(batch) if run.counts_own_samples else None
-                given = own if own is not None else find_batch_size(batch, None)
+                given = own if own is not None else first_dimension(batch)
             torch.autograd.backward(output.loss)
         gradients = [
             weight.grad.detach().to_dense().double().flatten()

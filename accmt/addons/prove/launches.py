@@ -27,11 +27,12 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from accmt.addons.prove.randomness import SameForAllSamples, first_samples, seed_step
 from accmt.callbacks import Callback, build_callbacks
+from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import AccmtError
 from accmt.files import dumps, loads
-from accmt.libraries.private_names import forget_accelerator, is_batch_norm
+from accmt.libraries.private_names import forget_accelerator
 from accmt.options import Settings
-from accmt.trainer.digests import digest, digest_attributes
+from accmt.recovery.digests import digest, digest_attributes
 
 EXACT, REDUCED = 1e-3, 5e-2
 """Relative errors up to which gradients count as equal: of float32 weights, and of bfloat16 and float16 ones."""
