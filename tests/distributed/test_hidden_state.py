@@ -45,6 +45,12 @@ def test_on_another_number_of_processes_such_a_run_cannot_go_on(outcomes: dict[s
         train(Carried(), folder / "part", 3, resume=True, callbacks=Counting())
 
 
+def test_replicas_that_differ_on_purpose_are_saved_for_each_process(outcomes: dict[str, Any]) -> None:
+    first, second = outcomes["replicas"]["whole"]
+    assert first != second
+    assert outcomes["replicas"]["resumed"] == outcomes["replicas"]["whole"]
+
+
 @pytest.mark.parametrize("kind", ["same", "view", "expanded"])
 def test_buffers_that_share_memory_stay_so_on_two_processes_and_after_a_resume(
     outcomes: dict[str, Any], kind: str

@@ -143,9 +143,36 @@ def lbfgs(folder: Path) -> Any:
     return gather_objects(module.model.weight.tolist())
 
 
+class Local(ExtendedAcceleratorModule):
+    """Trains a replica on each process, without averaging."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+
+    def get_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=0.05)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.unwrapped_model(batch[0]), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def replicas(folder: Path) -> Any:
+    """Return the weights of each process's replica, of a whole and of a resumed run."""
+    settings: dict[str, Any] = {"failures": {"compare_replicas": False}}
+    whole = train(Local(), folder / "local-a", 2, **settings).model.weight.tolist()
+    train(Local(), folder / "local-b", 1, **settings)
+    resumed = train(Local(), folder / "local-b", 2, resume=True, **settings).model.weight.tolist()
+    return {"whole": gather_objects(whole), "resumed": gather_objects(resumed)}
+
+
 def main(result: str, folder: str) -> None:
     logging.getLogger("accmt").setLevel(logging.ERROR)
-    outcomes = {case.__name__: case(Path(folder)) for case in (carried, views, lbfgs)}
+    outcomes = {case.__name__: case(Path(folder)) for case in (carried, views, lbfgs, replicas)}
     if is_main_process():
         Path(result).write_text(json.dumps(outcomes))
 
