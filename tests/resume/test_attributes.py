@@ -664,3 +664,40 @@ def test_a_tensor_of_a_module_and_a_buffer_may_be_resized() -> None:
             return super().training_step((batch[0] + self.noise, batch[1]))
 
     assert train("out/a", Sized(), handlers="any").state.global_step == STEPS
+
+
+class Observed(nn.Module):
+    """Observes in evaluation mode, too, as quantization-aware training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.largest.lerp_(inputs.detach().abs().max(), 0.1)
+        return inputs / self.largest
+
+
+def test_the_evaluation_before_training_leaves_no_trace() -> None:
+    class Counting(AcceleratorModule):
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            self.model = nn.Sequential(Observed(), nn.Linear(3, 1))
+            self.validated, self.seen = 0, []
+
+        def training_step(self, batch: Any) -> Tensor:
+            return nn.functional.mse_loss(self.model(batch[0]), batch[1]) / (1 + self.validated + len(self.seen))
+
+        def validation_step(self, batch: Any) -> Tensor:
+            self.validated += 1
+            self.seen.append(len(batch[0]))
+            return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+    weights = []
+    for num_steps in (0, 2):
+        module = Counting()
+        hps = {"max_steps": 3, "batch_size": 4, "scheduler": None, "optim": {"type": "SGD", "lr": 0.1}}
+        trainer = make(f"out/{num_steps}", hps, model_saving=None, num_sanity_val_steps=num_steps)
+        trainer.fit(module, make_points(24), make_points(8))
+        weights.append(module.model.state_dict())
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
