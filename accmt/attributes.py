@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.state_dicts import copy_state, encode, is_namedtuple, map_leaves, split_tensors
 from accmt.errors import CheckpointError, explain
-from accmt.glances import digest_glance, digest_text
+from accmt.glances import digest_glance, digest_state, digest_text
 from accmt.messages import warn_once
 from accmt.module import OF_RUN
 from accmt.sharded_tensors import is_dtensor, is_expanded, write_into
@@ -33,7 +33,7 @@ _LARGEST_COPIES = 1 << 20
 """Bytes of all attributes that are copied after each step, for an emergency checkpoint."""
 
 # How a checkpoint stores values that are not plain data.
-_MODULE, _OBJECT, _OF_RUN = "$module", "$object", "$of_run"
+_MODULE, _OBJECT, _ON_DEVICE, _OF_RUN = "$module", "$object", "$on_device", "$of_run"
 
 
 class _Look(NamedTuple):
@@ -62,6 +62,10 @@ class Attributes:
         model: The model, which checkpoints contain anyway.
         device: The device of the run.
         objects: The run's own objects, such as its optimizer and data, which checkpoints contain elsewhere.
+
+    Attributes:
+        changed: The names of attributes that training has changed, at the last comparison.
+        of_process: Those that each process has for itself; None if none is declared.
     """
 
     def __init__(
@@ -78,16 +82,16 @@ class Attributes:
         self._copies: Mapping[str, Any] = {}
         self._before: dict[str, _Look] | None = None
         self._latest: dict[str, _Look] = {}
-        self._changed: set[str] = set()
+        self.changed: set[str] = set()
 
     def begin(self) -> None:
         """Restore the checkpoint's values, which hooks of the start may have set again, and begin to compare."""
         self._restore(self._loaded["values"])
         self._before = self._latest = self._look_at_all()
-        self._changed = self._loaded["values"].keys() & self._before.keys()
-        for name, digest in self._loaded["digests"].items():
+        self.changed = self._loaded["values"].keys() & self._before.keys()
+        for name, digest in self._loaded["digests"].get(self._device.type, {}).items():
             # A projection that the constructor draws without a seed is another one after each start.
-            if name in self._before and self._before[name].digest != digest and name not in self._changed:
+            if name in self._before and self._before[name].digest != digest and name not in self.changed:
                 do = "if the constructor draws it at random, call accmt.set_seed before building the module"
                 warn_once(f"{name} is not what it was in the saved run: {do}", about=f"attribute {name}")
 
@@ -95,7 +99,7 @@ class Attributes:
         """Find out what training has changed."""
         before = self._before or {}
         self._latest = self._look_at_all()
-        self._changed |= {
+        self.changed |= {
             name for name, look in self._latest.items() if name not in before or before[name].digest != look.digest
         }
 
@@ -109,9 +113,9 @@ class Attributes:
             return None
         if compares or self._latest is self._before:
             self.compare()
-        if not self._changed:
+        if not self.changed:
             return {}
-        names = [name for name in self._changed if name in self._latest and self._latest[name].is_storable]
+        names = [name for name in self.changed if name in self._latest and self._latest[name].is_storable]
         if sum(self._latest[name].size for name in names) > _LARGEST_COPIES:
             return {}
         values = self._find()
@@ -137,8 +141,9 @@ class Attributes:
             return self._loaded
         self.compare()
         looks = self._latest.items()
-        digests = {name: look.digest for name, look in looks if look.has_tensors and name not in self._changed}
-        return {"values": self.collect(self._changed - self._process_names), "digests": digests}
+        digests = {name: look.digest for name, look in looks if look.has_tensors and name not in self.changed}
+        values = self.collect(self.changed - self._process_names)
+        return {"values": values, "digests": {self._device.type: digests}}  # other devices compute other digests
 
     def collect(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the values of attributes as a checkpoint contains them; those that it cannot contain are named."""
@@ -152,13 +157,9 @@ class Attributes:
                 self._name_unstorable(name, values[name])
         return state
 
-    def changed_of(self, names: set[str]) -> dict[str, Any]:
-        """Return what training has changed of these attributes."""
-        return self.collect(self._changed & names)
-
     def digests_of_changed(self) -> dict[str, str]:
         """Return digests of what a checkpoint contains for all processes, which should be the same on each."""
-        shared = self._changed - self._process_names
+        shared = self.changed - self._process_names
         looks = ((name, look) for name, look in self._latest.items() if name in shared)
         return {name: look.digest for name, look in looks if look.is_storable and not look.is_sharded}
 
@@ -182,7 +183,7 @@ class Attributes:
         """Restore the attributes that training has changed afterwards; with `unchanged`, the others as well."""
         values = self.collect_all()
         if not unchanged:
-            values = {name: value for name, value in values.items() if name in self._changed}
+            values = {name: value for name, value in values.items() if name in self.changed}
         copies = copy_state(values)
         yield
         self._restore(copies)
@@ -217,7 +218,7 @@ class Attributes:
         if id(value) in self._of_run:
             return {_OF_RUN: True}
         if isinstance(value, Tensor):
-            return value
+            return value if value.device.type == "cpu" else {_ON_DEVICE: value}
         if isinstance(value, nn.Module):
             return {_MODULE: self._tensors_of(value)}
         try:
@@ -256,7 +257,7 @@ class _ProcessAttributes:
         self._attributes, self._names = attributes, names
 
     def state_dict(self) -> dict[str, Any]:
-        return self._attributes.changed_of(self._names)
+        return self._attributes.collect(self._attributes.changed & self._names)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._attributes.load_also(state)
@@ -278,7 +279,7 @@ class _Merge:
         if type(saved) is dict:
             return self._into_dict(current, saved, path)
         if isinstance(saved, Tensor):
-            return self._into_tensor(current, saved)
+            return self._into_tensor(current, saved, torch.device("cpu"))
         if isinstance(saved, np.ndarray):
             is_same_kind = type(current) is np.ndarray and (current.shape, current.dtype) == (saved.shape, saved.dtype)
             if is_same_kind and current.flags.writeable and self._may_write(current, saved):
@@ -292,6 +293,8 @@ class _Merge:
     def _into_dict(self, current: Any, saved: dict[Any, Any], path: str) -> Any:
         if _OF_RUN in saved:
             return current
+        if _ON_DEVICE in saved:
+            return self._into_tensor(current, saved[_ON_DEVICE], self._device)
         if _MODULE in saved or _OBJECT in saved:
             is_same_kind = isinstance(current, nn.Module if _MODULE in saved else Stateful)
             if not is_same_kind or not self._may_write(current, saved):
@@ -307,8 +310,7 @@ class _Merge:
         entries = {key: self.into(by_key.get(key), value, path) for key, value in saved.items()}
         if not isinstance(current, dict) or not self._may_write(current, saved):
             return entries
-        if current.keys() != entries.keys():
-            current.clear()
+        current.clear()
         current.update(entries)
         return current
 
@@ -324,15 +326,12 @@ class _Merge:
             write_into(tensor, value)
             self._written[_memory_of(tensor)] = value
 
-    def _into_tensor(self, current: Any, saved: Tensor) -> Any:
+    def _into_tensor(self, current: Any, saved: Tensor, device: torch.device) -> Any:
         is_same_kind = isinstance(current, Tensor) and (current.shape, current.dtype) == (saved.shape, saved.dtype)
-        if not is_same_kind:
-            return saved.to(self._device) if isinstance(current, Tensor) and current.device == self._device else saved
-        if current.is_inference() or is_expanded(current) or current.layout != torch.strided:
-            return saved.to(current.device)
+        if not is_same_kind or current.is_inference() or is_expanded(current) or current.layout != torch.strided:
+            return saved.to(device)
         if self._written.setdefault(_memory_of(current), saved) is not saved:  # by another name
-            is_equal = torch.equal(current.detach().cpu(), saved.cpu())
-            return current if is_equal else saved.to(current.device)
+            return current if torch.equal(current.detach().cpu(), saved.cpu()) else saved.to(device)
         write_into(current, saved)
         return current
 
@@ -354,7 +353,7 @@ class _Merge:
     def _may_write(self, current: Any, saved: Any) -> bool:
         """Return whether an object was not written yet, or gets the same content under another name."""
         written = self._written.setdefault(id(current), saved)
-        return written is saved or digest_of(written) == digest_of(saved)
+        return written is saved or digest_state(written) == digest_state(saved)
 
 
 _LEFT_OUT = frozenset({"model", "module", *OF_RUN, *vars(nn.Module())})
@@ -372,9 +371,3 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
         attributes.update(owner.named_buffers(recurse=False))
         attributes.update(owner.named_parameters(recurse=False))
     return attributes
-
-
-def digest_of(state: Any) -> str:
-    """Return a digest of what a checkpoint contains of a state."""
-    tensors, rest = split_tensors(state)
-    return digest_text(f"{encode(rest)} {[checksum(tensor) for tensor in tensors.values()]}")

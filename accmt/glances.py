@@ -1,4 +1,4 @@
-"""What a quick look sees of a value that a checkpoint cannot contain, to notice that training has changed it."""
+"""Digests of states, and of what a quick look sees of a value that a checkpoint cannot contain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from accmt.checkpoint.state_dicts import SIMPLE
+from accmt.checkpoint.frozen import checksum
+from accmt.checkpoint.state_dicts import SIMPLE, encode, split_tensors
 
 _NUM_SEEN = 10_000
 _DEEPEST = 3
@@ -23,6 +24,12 @@ def digest_glance(value: Any) -> str:
     Objects within objects are not opened: a logger, for example, refers to all other loggers.
     """
     return digest_text(repr(list(islice(_look(value, _DEEPEST, opens_objects=True), _NUM_SEEN))))
+
+
+def digest_state(state: Any) -> str:
+    """Return a digest of what a checkpoint contains of a state."""
+    tensors, rest = split_tensors(state)
+    return digest_text(f"{encode(rest)} {[checksum(tensor) for tensor in tensors.values()]}")
 
 
 def digest_text(text: str) -> str:

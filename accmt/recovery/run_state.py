@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from accmt.attributes import digest_of
 from accmt.callbacks import Callback, name_by_class
 from accmt.callbacks.callback import find_hooks
 from accmt.checkpoint.contents import load_state, rejecting_other_forms
@@ -20,6 +19,7 @@ from accmt.checkpoint.state_dicts import copy_state
 from accmt.data import UnshardedSource
 from accmt.data.planned import PlannedSource
 from accmt.errors import CheckpointError, explain
+from accmt.glances import digest_state
 from accmt.huggingface import AdaLoraRanks
 from accmt.libraries.private_names import buffers_of, count_writes, has_running_statistics, note_optimizer_step
 from accmt.messages import say, warn, warn_once
@@ -151,7 +151,7 @@ def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
     if num_processes() == 1:
         return
     digests = run.attributes.digests_of_changed()
-    digests |= {name: digest_of(states[name]) for name in _user_owners(run)}
+    digests |= {name: digest_state(states[name]) for name in _user_owners(run)}
     every = gather_objects(digests)
     for name in sorted({name for digests in every for name in digests}):
         if len({digests.get(name) for digests in every}) == 1:

@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "state: an emergency checkpoint has half a step",
-        "names = [name for name in self._changed if name in self._latest and self._latest[name].is_storable]",
+        "names = [name for name in self.changed if name in self._latest and self._latest[name].is_storable]",
         "names = []",
         "resume/test_attributes.py -k emergency",
     ),
