@@ -1,519 +1,373 @@
-"""The attributes of the user's objects, such as a queue, a counter or a moving average of the model.
+"""The attributes of the module and of callbacks that training changes, such as a queue, a counter or an average.
 
-These are the module and callbacks, the layers of the user's classes, and the training dataset.
-
-accmt neither trains nor moves them. But what training changes in them belongs to the checkpoint: otherwise, a resumed
-run would continue with the values that the constructor sets.
+accmt neither trains nor moves them, but they belong to the checkpoint: otherwise, a resumed run would continue with the
+values that the constructor sets. What counts is what an attribute holds, whatever its name: tensors, NumPy arrays,
+numbers, strings, modules, objects with `state_dict` and `load_state_dict`, and collections of these. Whether training
+has changed it is decided by digests of what a checkpoint would contain, when one is written.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from accmt.attribute_values import (
-    COLLECTIONS,
-    DEEPEST,
-    DIGEST,
-    LARGEST_COPY,
-    MOST_VALUES,
-    NUMBERS,
-    MissingError,
-    ObjectCopy,
-    Unpacking,
-    copy_value,
-    describe_value,
-    few_items,
-    is_object,
-    is_plain,
-    is_user_class,
-    may_change,
-    memory_of,
-    pack,
-    parts_of,
-    text_of,
-)
-from accmt.callbacks import Callback, MainProcessCallback, name_by_class
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.state_dicts import encode, split_tensors
+from accmt.checkpoint.state_dicts import copy_state, encode, is_namedtuple, map_leaves, split_tensors
 from accmt.errors import CheckpointError, explain
-from accmt.libraries.private_names import buffers_of, children_of, count_writes, is_made_of_tensors, is_saved
+from accmt.glances import digest_glance, digest_state, digest_text
 from accmt.messages import warn_once
 from accmt.module import OF_RUN
-from accmt.sharded_tensors import write_into
+from accmt.sharded_tensors import is_dtensor, is_expanded, write_into
 
-_LARGEST_HASHED = 1 << 22
-"""Bytes of a tensor whose bits are all compared at each checkpoint."""
-_NUM_HASHED = 1 << 16
-"""Entries that are compared of a larger one."""
-_LARGEST_ARRAY = 1 << 28
-"""Bytes of a NumPy array, whose writes are not counted, of which all bits are compared."""
-_MOST_SAMPLES = 100
-"""Of a collection in a dataset that are compared with all that they contain."""
-_MOST_COMPARED = 1 << 18
-"""Samples of a dataset that are compared if they are dicts, lists or objects."""
-_LARGEST_OF_LAYER = 1 << 20
-"""Bytes of a tensor that a layer sets in training and that is still taken for a state."""
+_LARGEST_STORED = 1 << 30
+"""Bytes of an attribute that a checkpoint contains."""
+_LARGEST_COPIES = 1 << 20
+"""Bytes of all attributes that are copied after each step, for an emergency checkpoint."""
 
-T = TypeVar("T")
+# How a checkpoint stores values that are not plain data.
+_MODULE, _OBJECT, _ON_DEVICE, _OF_RUN = "$module", "$object", "$on_device", "$of_run"
 
 
-def name_owners(module: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Return the objects of a user whose attributes are state: the module, and callbacks without a `state_dict`.
+class _Look(NamedTuple):
+    """What is known of an attribute.
 
-    Callbacks that run only on the main process are left out: processes save and restore the same.
+    Attributes:
+        digest: A digest of what a checkpoint would contain.
+        size: The bytes that it takes there.
+        is_storable: Whether a checkpoint can contain it.
+        has_tensors: Whether there are tensors in it.
+        is_sharded: Whether each process holds a part of one.
     """
-    own = (one for one in callbacks if type(one).state_dict is Callback.state_dict)
-    of_users = (one for one in own if not type(one).__module__.startswith("accmt."))
-    return {"self": module} | name_by_class(one for one in of_users if not isinstance(one, MainProcessCallback))
 
-
-def find_datasets(data: Any) -> dict[str, Any]:
-    """Return the training dataset, and those within it, whose attributes are state: labels, weights, a difficulty.
-
-    Streams and datasets with a `state_dict` resume by themselves, and the tables of `datasets` do not change.
-    """
-    found, left = {}, [("train_data", data)]
-    seen: set[int] = set()
-    while left:
-        path, one = left.pop()
-        if id(one) in seen or not hasattr(one, "__dict__"):
-            continue
-        seen.add(id(one))
-        held = vars(one)  # a property may fail, or make another dataset each time
-        several = held.get("datasets")
-        inner = held.get("dataset"), *(several if isinstance(several, list | tuple) else ())
-        left += [(f"{path}.{number or 'dataset'}", part) for number, part in enumerate(inner) if part is not None]
-        is_left_out = isinstance(one, DataLoader | IterableDataset) or hasattr(one, "state_dict")
-        if not is_left_out and _has_state(one, ("torch", "torchvision", "torchaudio")):
-            found[path] = one
-    return found
-
-
-def find_samplers(data: Any, *given: Any) -> list[Sampler[Any]]:
-    """Return the samplers of the training data, given or in a DataLoader, that cannot restore their state."""
-    every = (*given, getattr(data, "batch_sampler", None), getattr(data, "sampler", None))
-    samplers = [one for one in every if isinstance(one, Sampler)]
-    return [one for one in samplers if not (hasattr(one, "state_at") or hasattr(one, "set_epoch"))]
-
-
-def _has_state(one: Any, libraries: tuple[str, ...]) -> bool:
-    kinds = [kind for kind in type(one).__mro__ if kind is not object]
-    return type(one).__module__.partition(".")[0] in libraries or any(map(is_user_class, kinds))
-
-
-class Captured(NamedTuple):
-    """The attributes after an optimizer step: collections are copies, but tensors and modules are shared."""
-
-    of: Attributes
-    values: dict[str, Any]
-    writes: dict[str, object]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what training has changed, as JSON values and tensors."""
-        return self.of.describe(self.values)
-
-    def find_changed(self) -> list[str]:
-        """Return the names of shared values that have changed since, or may have."""
-        return [name for name, writes in self.writes.items() if self.of.has_changed(name, self.values[name], writes)]
+    digest: str
+    size: int = 0
+    is_storable: bool = False
+    has_tensors: bool = False
+    is_sharded: bool = False
 
 
 class Attributes:
-    """The attributes of a user's objects during a run, and which of them training has changed.
+    """The attributes of the module and of callbacks during a run, and which of them training has changed.
 
     Args:
-        owners: The objects by the names that they have in a checkpoint.
-        model: The model. Its weights and saved buffers are left out.
+        owners: The module and callbacks by the names that they have in a checkpoint.
+        model: The model, which checkpoints contain anyway.
         device: The device of the run.
-        datasets: The datasets whose attributes are state, by name.
-        samplers: The samplers of the training data whose attributes steps may change.
+        objects: The run's own objects, such as its optimizer and data, which checkpoints contain elsewhere.
+
+    Attributes:
+        changed: The names of attributes that training has changed, at the last comparison.
+        of_process: Those that each process has for itself; None if none is declared.
     """
 
     def __init__(
-        self,
-        owners: Mapping[str, Any],
-        model: nn.Module,
-        device: torch.device,
-        datasets: Mapping[str, Any],
-        samplers: Iterable[Any] = (),
+        self, owners: Mapping[str, Any], model: nn.Module, device: torch.device, objects: Iterable[Any]
     ) -> None:
         self._owners = owners
-        self._model = model
+        names = {f"{name}.{attribute}" for name, owner in owners.items() for attribute in owner.process_state}
+        self.of_process = _ProcessAttributes(self, names) if names else None
+        self._process_names = names
         self._device = device
-        self._datasets = datasets
-        self._parts: dict[str, Any] = {}
-        self._begun_with: set[str] = set()
-        self._names: dict[str, tuple[int, list[str]]] = {}
-        self._samplers = tuple(samplers)
-        self._drawn: dict[str, object] | None = None
-        self._counts_of_reads: set[str] = set()
-        self._set_by_reading: set[str] | None = None if datasets else set()
-        buffers = [one for layer in model.modules() for name, one in buffers_of(layer).items() if is_saved(layer, name)]
-        self._of_model = {id(part): part for part in (*model.modules(), *model.parameters(), *buffers)}
-        self._tensors: dict[int, tuple[nn.Module, list[Tensor]]] = {}
-        self._restored: dict[str, Any] = {}
-        self._digests: dict[str, str] = {}
-        self._before: dict[str, tuple[object, object]] | None = None
+        parts = (*model.modules(), *model.parameters(), *model.buffers(), *objects)
+        self._of_run = {id(part): part for part in parts}
+        self._loaded: dict[str, Any] = {"values": {}, "digests": {}}
+        self._copies: Mapping[str, Any] = {}
+        self._before: dict[str, _Look] | None = None
+        self._latest: dict[str, _Look] = {}
+        self.changed: set[str] = set()
 
     def begin(self) -> None:
-        """Note the values with which training begins, after restoring those of a checkpoint.
-
-        They have been restored before, but hooks of the start may have set them again.
-        """
-        self._restore(is_last=True)
-        values = {**self._find_numbers(), **self._find()}
-        self._tensors = {id(one): (one, self._tensors_of(one)) for one in values.values() if isinstance(one, nn.Module)}
-        before = {
-            name: (self._fingerprint_of(name, value), self._count_writes(value)) for name, value in values.items()
-        }
-        self._begun_with = {name for name, value in values.items() if isinstance(value, Tensor)}
-        parts = {*self._parts, "self.model"}  # buffers are on another device if the run resumes there
-        digests = {n: self._digest(value) for n, value in values.items() if n.rpartition(".")[0] not in parts}
-        self._digests = {name: digest for name, digest in digests.items() if digest is not None}
-        saved = {path: packed["value"] for path, packed in self._restored.items() if _is_digest(packed)}
-        for name, digest in saved.items():
-            if name in self._digests and self._digests[name] != digest:
+        """Restore the checkpoint's values, which hooks of the start may have set again, and begin to compare."""
+        self._restore(self._loaded["values"])
+        self._before = self._latest = self._look_at_all()
+        self.changed = self._loaded["values"].keys() & self._before.keys()
+        for name, digest in self._loaded["digests"].get(self._device.type, {}).items():
+            # A projection that the constructor draws without a seed is another one after each start.
+            if name in self._before and self._before[name].digest != digest and name not in self.changed:
                 do = "if the constructor draws it at random, call accmt.set_seed before building the module"
                 warn_once(f"{name} is not what it was in the saved run: {do}", about=f"attribute {name}")
-        self._before = {name: both for name, both in before.items() if name in saved or name not in self._restored}
-        self._restored = {}
 
-    def capture(self) -> Captured:
-        """Return the current attributes, without reading a tensor."""
+    def compare(self) -> None:
+        """Find out what training has changed."""
+        before = self._before or {}
+        self._latest = self._look_at_all()
+        self.changed |= {
+            name for name, look in self._latest.items() if name not in before or before[name].digest != look.digest
+        }
+
+    def capture(self, *, compares: bool) -> dict[str, Any] | None:
+        """Return copies of what is known to change, while it is small; None if nothing was compared so far.
+
+        Args:
+            compares: Whether other attributes may change from here on, as after an evaluation.
+        """
+        if self._before is None:
+            return None
+        if compares or self._latest is self._before:
+            self.compare()
+        if not self.changed:
+            return {}
+        names = [name for name in self.changed if name in self._latest and self._latest[name].is_storable]
+        if sum(self._latest[name].size for name in names) > _LARGEST_COPIES:
+            return {}
         values = self._find()
-        writes: dict[str, object] = {}
-        for name, value in values.items():
-            if type(value) in NUMBERS:
-                continue
-            if self._is_of_data(name) and not isinstance(value, Tensor):
-                writes[name] = None  # not copied after each step: samples are many
-                continue
-            values[name] = copy_value(value)
-            writes[name] = self._count_writes(values[name])
-        return Captured(self, values, writes)
+        return {name: copy_state(self._to_state(values[name])) for name in names if name in values}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what training has changed, as JSON values and tensors."""
-        return self.describe(self._find())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the attributes from `state_dict`."""
-        self._restored = state
-        self._restore(is_last=False)
+    def find_changed(self, copies: Mapping[str, Any] | None) -> list[str]:
+        """Return the attributes without a copy in `capture` that have changed, or may have, since it was made."""
+        if copies is None:
+            return []
+        looks = ((name, look) for name, look in self._look_at_all().items() if look.is_storable and name not in copies)
+        return [name for name, look in looks if look != self._latest.get(name)]
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Restore the attributes that training has changed afterwards."""
-        state = copy.deepcopy(self.state_dict())
+    def at(self, copies: Mapping[str, Any] | None) -> Iterator[None]:
+        """Let `state_dict` return values from `capture` in place of the current ones."""
+        self._copies = copies or {}
         yield
-        self._restored = state
-        self._restore(is_last=True)
-        self._restored = {}
+        self._copies = {}
 
-    def noting_reads(self, windows: Iterator[T]) -> Iterator[T]:
-        """Leave out what reading the first window changes in a dataset, such as a cache, unless it is a number."""
-        self._warn_of_samplers()
-        before = self._fingerprints_of_data() if self._set_by_reading is None else {}
-        first = list(itertools.islice(windows, 1))
-        self._drawn = self._fingerprints_of_samplers()
-        if self._set_by_reading is not None:
-            return itertools.chain(first, windows)
-        changed = {name for name, value in self._fingerprints_of_data().items() if before.get(name) != value}
-        self._counts_of_reads = {name for name, value in self._find().items() if type(value) in NUMBERS} & changed
-        self._set_by_reading = changed - self._counts_of_reads
-        return itertools.chain(first, windows)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what training has changed, and digests of tensors that it has not."""
+        if self._before is None:
+            return self._loaded
+        self.compare()
+        looks = self._latest.items()
+        digests = {name: look.digest for name, look in looks if look.has_tensors and name not in self.changed}
+        values = self.collect(self.changed - self._process_names)
+        return {"values": values, "digests": {self._device.type: digests}}  # other devices compute other digests
 
-    def _warn_of_samplers(self) -> None:
-        """Warn about a sampler that steps or hooks have changed since it drew the last epoch."""
-        now = self._fingerprints_of_samplers()
-        changed = [name for name, value in (self._drawn or now).items() if now.get(name) != value]
-        if changed:
-            what = f"{', '.join(changed)} of the sampler has changed in training, and is not in checkpoints"
-            do = "weight the losses of samples instead, for example by what the dataset returns"
-            warn_once(f"{what}, so a resumed run may draw another order: {do}", about="sampler")
+    def collect(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the values of attributes as a checkpoint contains them; those that it cannot contain are named."""
+        values, state = self._find(), {}
+        for name in sorted(values.keys() & names):
+            if name in self._copies:
+                state[name] = self._copies[name]
+            elif self._latest[name].is_storable:
+                state[name] = self._to_state(values[name])
+            else:
+                self._name_unstorable(name, values[name])
+        return state
 
-    def _fingerprints_of_samplers(self) -> dict[str, object]:
-        values = [item for one in self._samplers for item in vars(one).items()]
-        return {name: self._fingerprint(one) for name, one in values if is_plain(one) and type(one) not in NUMBERS}
+    def digests_of_changed(self) -> dict[str, str]:
+        """Return digests of what a checkpoint contains for all processes, which should be the same on each."""
+        shared = self.changed - self._process_names
+        looks = ((name, look) for name, look in self._latest.items() if name in shared)
+        return {name: look.digest for name, look in looks if look.is_storable and not look.is_sharded}
 
-    def digests_of_data(self, state: Mapping[str, Any]) -> dict[str, object]:
-        """Return digests of what training has changed in the datasets, from `state_dict`."""
-        names = (name for name in state if self._is_of_data(name) and name not in self._counts_of_reads)
-        return {name: text_of(state[name]) for name in names}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the attributes from `state_dict`; `begin` does so again."""
+        self._loaded = {"values": dict(state["values"]), "digests": state["digests"]}
+        self._restore(copy_state(state["values"]))
 
-    def _fingerprints_of_data(self) -> dict[str, object]:
-        return {name: self._fingerprint_of(name, v) for name, v in self._find().items() if self._is_of_data(name)}
+    def load_also(self, values: Mapping[str, Any]) -> None:
+        """Restore further attributes, which each process has for itself."""
+        self._loaded["values"] |= values
+        self._restore(copy_state(values))
 
     def collect_all(self) -> dict[str, Any]:
         """Return all attributes that a checkpoint can contain, whether or not training has changed them."""
-        state = {}
-        for name, value in self._find().items():
-            if self._is_of_data(name):  # shared by the runs that are compared
-                continue
-            with suppress(CheckpointError):
-                state[name] = pack(value, self._named_tensors)
-        return state
+        looks = self._look_at_all()
+        return {name: self._to_state(value) for name, value in self._find().items() if looks[name].is_storable}
 
-    def describe(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the values that training has changed, as JSON values and tensors."""
-        if self._before is None:
-            return self._restored
-        state = {}
-        for name, value in {**self._find_numbers(), **values}.items():
-            if name in self._before and self._fingerprint_of(name, value) == self._before[name][0]:
-                if name in self._digests:
-                    state[name] = {"kind": DIGEST, "value": self._digests[name]}
-                continue
-            if self._is_of_model(value) or (self._is_of_layer(name) and self._is_output(name, value)):
-                continue
-            try:
-                state[name] = pack(value, self._named_tensors)
-                encode(split_tensors(state[name])[1])
-            except CheckpointError:
-                state.pop(name, None)
-                if self._is_of_layer(name):  # a cache by device, for example
-                    continue
-                what = (
-                    f"{name} has changed since training began, but a checkpoint cannot contain {describe_value(value)}"
-                )
-                do = "return it from `state_dict` as numbers and tensors, and restore it in load_state_dict"
-                warn_once(f"{what}: {do}", about=f"attribute {name}")
-        return state
-
-    def has_changed(self, name: str, value: Any, writes: object) -> bool:
-        """Return whether a captured value that is shared has changed since, or may have."""
-        if name in (self._set_by_reading or ()):
-            return False
-        fingerprint, first_writes = (self._before or {}).get(name, (None, None))
-        if self._is_of_data(name) and not isinstance(value, Tensor):  # if it changes at all, it may have changed now
-            return self._before is not None and self._fingerprint_of(name, value) != fingerprint
-        if self._count_writes(value) != writes:
-            return True
-        if self._before is None:
-            return False
-        if isinstance(value, np.ndarray):  # whose writes are not counted; a small one is a copy
-            return value.nbytes > LARGEST_COPY and self._fingerprint(value) != fingerprint
-        holds_module = type(value) in COLLECTIONS and any(isinstance(one, nn.Module) for one in few_items(value))
-        if name not in self._before or not (holds_module or isinstance(value, Tensor | nn.Module)):
-            return False
-        # Writes to `.data` are not counted. If that is how the value changes, its last change may be newer.
-        return writes == first_writes and self._fingerprint(value) != fingerprint
+    @contextmanager
+    def keeping(self, *, unchanged: bool = False) -> Iterator[None]:
+        """Restore the attributes that training has changed afterwards; with `unchanged`, the others as well."""
+        values = self.collect_all()
+        if not unchanged:
+            values = {name: value for name, value in values.items() if name in self.changed}
+        copies = copy_state(values)
+        yield
+        self._restore(copies)
 
     def _find(self) -> dict[str, Any]:
-        found = {}
-        for owner, one in self._owners.items():
-            for name, value in _attributes_of(one).items():
-                if name not in _LEFT_OUT and id(value) not in self._of_model and may_change(value):
-                    found[f"{owner}.{name}"] = value
-        for path, one in self._parts.items():
-            own, buffers = vars(one), buffers_of(one) if isinstance(one, nn.Module) else {}
-            size, names = self._names.get(path, (0, []))
-            if len(own) + len(buffers) != size:  # looked up again only if there are more: this is part of each step
-                unsaved = (name for name in buffers if not is_saved(one, name))
-                names = [*(name for name in own if name not in _OF_LAYERS), *unsaved]
-                self._names[path] = len(own) + len(buffers), names
-            for name in names:
-                held = own if name in own else buffers
-                if name in held and is_plain(held[name]) and id(held[name]) not in self._of_model:
-                    found[f"{path}.{name}"] = held[name]
-        for name in self._set_by_reading or ():
-            found.pop(name, None)
-        return found
-
-    def _find_numbers(self) -> dict[str, Any]:
-        """Return what hooks may change in torch's own layers, such as the rate of a dropout."""
         return {
-            f"self.model.{path}.{name}".replace("..", "."): value
-            for path, layer in self._model.named_modules()
-            if type(layer).__module__.startswith("torch.")
-            for name, value in vars(layer).items()
-            if name not in _OF_LAYERS and type(value) in NUMBERS
+            f"{owner_name}.{name}": value
+            for owner_name, owner in self._owners.items()
+            for name, value in _attributes_of(owner).items()
+            if name not in _LEFT_OUT and id(value) not in self._of_run
         }
 
-    def _find_parts(self) -> dict[str, Any]:
-        """Return the datasets, and the layers of the user's classes in the model and in attributes, by their names."""
-        held = {
-            f"{owner}.{name}": value
-            for owner, one in self._owners.items()
-            for name, value in _attributes_of(one).items()
-            if isinstance(value, nn.Module) and name not in _LEFT_OUT
-        }
-        layers = {
-            f"{path}.{name}".rstrip("."): layer
-            for path, module in {"self.model": self._model, **held}.items()
-            for name, layer in module.named_modules()
-            if _has_state(layer, ("torchmetrics",))
-        }
-        return {**layers, **self._datasets}
+    def _look_at_all(self) -> dict[str, _Look]:
+        return {name: self._look_at(value) for name, value in self._find().items()}
 
-    def _is_of_data(self, name: str) -> bool:
-        return name.rpartition(".")[0] in self._datasets
-
-    def _is_of_layer(self, name: str) -> bool:
-        return name.rpartition(".")[0] in self._parts and not self._is_of_data(name)
-
-    def _is_output(self, name: str, value: Any) -> bool:
-        """Return whether an attribute of a layer is what it has computed last, such as its attention."""
-        return isinstance(value, Tensor) and value.nbytes > _LARGEST_OF_LAYER and name not in self._begun_with
-
-    def _is_of_model(self, value: Any) -> bool:
-        """Return whether a value is a part of the model, or a collection of some, such as a list of its parameters."""
-        if type(value) in COLLECTIONS and len(value):
-            return all(map(self._is_of_model, value.values() if isinstance(value, dict) else value))
-        return id(value) in self._of_model
-
-    def _named_tensors(self, module: nn.Module) -> dict[str, Tensor]:
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return {n: tensor for n, tensor in named.items() if id(tensor) not in self._of_model and not is_lazy(tensor)}
-
-    def _tensors_of(self, module: nn.Module) -> list[Tensor]:
-        known = self._tensors.get(id(module))
-        return list(self._named_tensors(module).values()) if known is None else known[1]
-
-    def _count_writes(self, value: Any) -> object:
-        """Return a value that changes with most writes, without reading a tensor."""
-        if type(value) in NUMBERS:
-            return None
-        if isinstance(value, Tensor):
-            return _place(value)
-        if isinstance(value, nn.Module):
-            return [_place(tensor) for tensor in self._tensors_of(value)]
-        if isinstance(value, ObjectCopy):
-            return [self._count_writes(one) for one in value.values.values()]
-        if type(value) not in COLLECTIONS:
-            return None
-        last = id(value[-1]) if isinstance(value, list | deque) and value else None
-        return len(value), last, [self._count_writes(one) for one in few_items(value)]
-
-    def _fingerprint_of(self, name: str, value: Any) -> object:
-        """Return a value that changes with the attribute; of a dataset's many samples, without looking deep."""
-        if not self._is_of_data(name) or type(value) not in COLLECTIONS or len(value) <= _MOST_SAMPLES:
-            return self._fingerprint(value)
-        items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
-        with suppress(TypeError):
-            return len(value), hash(items)
-        return len(value), hash(tuple(map(_shallow_hash, items[:: 1 + len(items) // _MOST_COMPARED])))
-
-    def _fingerprint(self, value: Any, depth: int = 0) -> object:
-        """Return a value that changes with the attribute."""
-        if isinstance(value, nn.Module):
-            return [(_place(tensor), _checksum(tensor)) for tensor in self._named_tensors(value).values()]
-        if isinstance(value, Tensor):
-            return _place(value), _checksum(value)
-        if isinstance(value, ObjectCopy) or is_object(value):
-            parts = parts_of(value).items() if depth < DEEPEST else ()
-            return [(name, self._fingerprint(one, depth + 1)) for name, one in parts]
-        if type(value) in COLLECTIONS and len(value) > MOST_VALUES:
-            items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
-            try:
-                return len(value), hash(items)
-            except TypeError:  # of lists, for example
-                return len(value), hash(tuple(map(id, items)))
+    def _look_at(self, value: Any) -> _Look:
         try:
-            found, rest = split_tensors(pack(value, self._named_tensors))
-            largest = _LARGEST_ARRAY if type(value) is np.ndarray else _LARGEST_HASHED
-            return encode(rest), [(_writes(tensor), _checksum(tensor, largest)) for tensor in found.values()]
+            tensors, rest = split_tensors(self._to_state(value))
+            text = encode(rest)
+            size = len(text) + sum(tensor.nbytes for tensor in tensors.values())
+            content = f"{text} {[checksum(tensor) for tensor in tensors.values()]}"
+            is_sharded = any(map(is_dtensor, tensors.values()))
+            return _Look(digest_text(content), size, size <= _LARGEST_STORED, bool(tensors), is_sharded)
         except CheckpointError:
-            return describe_value(value), len(value) if type(value) in COLLECTIONS else None
+            return _Look(digest_glance(value))
 
-    def _digest(self, value: Any) -> str | None:
-        """Return a digest of a tensor or module, which the next start compares if training does not change it."""
-        named = self._named_tensors(value) if isinstance(value, nn.Module) else {"": value}
-        tensors = {name: one for name, one in named.items() if isinstance(one, Tensor)}
-        if not tensors:
-            return None
-        sums = [(name, str(one.device.type), tuple(one.shape), _checksum(one)) for name, one in tensors.items()]
-        return xxhash.xxh3_64_hexdigest(repr(sums).encode())
+    def _to_state(self, value: Any) -> Any:
+        """Return a value with plain data in place of modules and objects; tensors are shared."""
+        return map_leaves(value, "", (Tensor, nn.Module, Stateful), self._describe)
 
-    def _restore(self, *, is_last: bool) -> None:
-        self._parts = self._find_parts()
-        layers = {f"self.model.{name}".rstrip("."): layer for name, layer in self._model.named_modules()}
-        owners = {**layers, **self._parts, **self._owners}
-        written: dict[int, Any] = {
-            memory_of(part): part for part in self._of_model.values() if isinstance(part, Tensor)
-        }
-        # A tensor that becomes an attribute is a copy, because steps before `begin` may write into it.
-        state = self._restored if is_last else copy.deepcopy(self._restored)
-        for path, packed in state.items():
-            owner, _, name = path.rpartition(".")
-            one = owners.get(owner)
-            if one is None or _is_digest(packed):
-                continue
-            now = _attributes_of(one).get(name)
-            try:
-                value = Unpacking(self._restore_module, written, self._device, path).unpack(packed, now)
-                if value is not now:
-                    holder = next((held for held in _registered(one) if name in held), vars(one))
-                    holder[name] = value
-            except MissingError as error:
-                if is_last:
-                    warn_once(f"{path}: {error}: it is ignored", about=f"attribute {path}")
+    def _describe(self, value: Any, path: str) -> Any:
+        if id(value) in self._of_run:
+            return {_OF_RUN: True}
+        if isinstance(value, Tensor):
+            return value if value.device.type == "cpu" else {_ON_DEVICE: value}
+        if isinstance(value, nn.Module):
+            return {_MODULE: self._tensors_of(value)}
+        try:
+            return {_OBJECT: self._to_state(value.state_dict())}
+        except Exception as error:
+            # A library's object may need arguments, or be unable to say its state now: it is named if it changes.
+            got, do = f"{type(error).__name__} in state_dict: {error}", "see there"
+            raise CheckpointError(explain(type(value).__name__, got, "a state", do)) from error
 
-    def _restore_module(self, name: str, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        own = self._named_tensors(module)
-        for path, value in saved.items():
-            tensor = own.get(path)
+    def _tensors_of(self, module: nn.Module) -> dict[str, Tensor]:
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {name: part for name, part in named.items() if id(part) not in self._of_run and not is_lazy(part)}
+
+    def _name_unstorable(self, name: str, value: Any) -> None:
+        size = f" of more than {_LARGEST_STORED >> 30} GiB" if self._latest[name].size else ""
+        what = f"{name} has changed since training began, and a checkpoint cannot contain this {type(value).__name__}"
+        do = "return what the next step needs of it from `state_dict`, as numbers and tensors, and restore it in "
+        do += "load_state_dict (of the module, the callback, or the object itself)"
+        warn_once(f"{what}{size}: {do}", about=f"attribute {name}")
+
+    def _restore(self, values: Mapping[str, Any]) -> None:
+        current = self._find()
+        merge = _Merge(self._device, self._tensors_of)
+        for path, saved in values.items():
+            owner_name, _, name = path.rpartition(".")
+            if owner_name in self._owners:
+                value = merge.into(current.get(path), saved, path)
+                if value is not current.get(path):
+                    setattr(self._owners[owner_name], name, value)
+
+
+class _ProcessAttributes:
+    """The attributes that each process has for itself, as their owners declare in `process_state`."""
+
+    def __init__(self, attributes: Attributes, names: set[str]) -> None:
+        self._attributes, self._names = attributes, names
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._attributes.collect(self._attributes.changed & self._names)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._attributes.load_also(state)
+
+
+class _Merge:
+    """Gives the objects of a program the values of a checkpoint, in place where they exist: others may refer to them.
+
+    Two attributes that were the same at the start, as in `self.h = self.c = torch.zeros(4)`, may differ in the
+    checkpoint: only the first is written in place.
+    """
+
+    def __init__(self, device: torch.device, tensors_of: Any) -> None:
+        self._device, self._tensors_of = device, tensors_of
+        self._written: dict[int, Any] = {}
+
+    def into(self, current: Any, saved: Any, path: str) -> Any:
+        """Return the saved value: `current` with other content, or a new object."""
+        if type(saved) is dict:
+            return self._into_dict(current, saved, path)
+        if isinstance(saved, Tensor):
+            return self._into_tensor(current, saved, torch.device("cpu"))
+        if isinstance(saved, np.ndarray):
+            is_same_kind = type(current) is np.ndarray and (current.shape, current.dtype) == (saved.shape, saved.dtype)
+            if is_same_kind and current.flags.writeable and self._may_write(current, saved):
+                current[...] = saved
+                return current
+            return saved
+        if isinstance(saved, list | tuple | deque):
+            return self._into_sequence(current, saved, path)
+        return saved
+
+    def _into_dict(self, current: Any, saved: dict[Any, Any], path: str) -> Any:
+        if _OF_RUN in saved:
+            return current
+        if _ON_DEVICE in saved:
+            return self._into_tensor(current, saved[_ON_DEVICE], self._device)
+        if _MODULE in saved or _OBJECT in saved:
+            is_same_kind = isinstance(current, nn.Module if _MODULE in saved else Stateful)
+            if not is_same_kind or not self._may_write(current, saved):
+                what = f"{path}: the checkpoint contains the state of an object, which is {type(current).__name__} now"
+                do = "create it in __init__ or on_fit_start, and another one for each name"
+                warn_once(f"{what}: it is ignored; {do}", about=f"attribute {path}")
+            elif _OBJECT in saved:
+                current.load_state_dict(saved[_OBJECT])
+            else:
+                self._into_module(current, saved[_MODULE], path)
+            return current
+        by_key = current if isinstance(current, dict) else {}
+        entries = {key: self.into(by_key.get(key), value, path) for key, value in saved.items()}
+        if not isinstance(current, dict) or not self._may_write(current, saved):
+            return entries
+        current.clear()
+        current.update(entries)
+        return current
+
+    def _into_module(self, module: nn.Module, saved: Mapping[str, Tensor], path: str) -> None:
+        tensors = self._tensors_of(module)
+        for name, value in saved.items():
+            tensor = tensors.get(name)
             if tensor is None or tensor.shape != value.shape:
                 got = "nothing of this name" if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
+                expected = f"the checkpoint's tensor of shape {tuple(value.shape)}"
                 do = "build it as in the saved run, or start a new run"
-                where, expected = f"{name}: {path}", f"the checkpoint's tensor of shape {tuple(value.shape)}"
-                raise CheckpointError(explain(where, got, expected, do))
+                raise CheckpointError(explain(f"{path}: {name}", got, expected, do))
             write_into(tensor, value)
+            self._written[_memory_of(tensor)] = value
+
+    def _into_tensor(self, current: Any, saved: Tensor, device: torch.device) -> Any:
+        is_same_kind = isinstance(current, Tensor) and (current.shape, current.dtype) == (saved.shape, saved.dtype)
+        if not is_same_kind or current.is_inference() or is_expanded(current) or current.layout != torch.strided:
+            return saved.to(device)
+        if self._written.setdefault(_memory_of(current), saved) is not saved:  # by another name
+            return current if torch.equal(current.detach().cpu(), saved.cpu()) else saved.to(device)
+        write_into(current, saved)
+        return current
+
+    def _into_sequence(self, current: Any, saved: Any, path: str) -> Any:
+        has_places = isinstance(current, list | tuple | deque) and len(current) == len(saved)
+        places = list(current) if has_places else [None] * len(saved)
+        items = [self.into(place, value, path) for place, value in zip(places, saved, strict=True)]
+        if is_namedtuple(type(saved)):
+            return saved._make(items)
+        if isinstance(saved, tuple):
+            return tuple(items)
+        is_same_kind = type(current) is type(saved) and getattr(current, "maxlen", 0) == getattr(saved, "maxlen", 0)
+        if not is_same_kind or not self._may_write(current, saved):
+            return deque(items, saved.maxlen) if isinstance(saved, deque) else items
+        current.clear()
+        current.extend(items)
+        return current
+
+    def _may_write(self, current: Any, saved: Any) -> bool:
+        """Return whether an object was not written yet, or gets the same content under another name."""
+        written = self._written.setdefault(id(current), saved)
+        return written is saved or digest_state(written) == digest_state(saved)
 
 
-_OF_LAYERS = frozenset(vars(nn.Module()))
-_LEFT_OUT = frozenset({"model", "module", *OF_RUN, *_OF_LAYERS})
+_LEFT_OUT = frozenset({"model", "module", *OF_RUN, *vars(nn.Module())})
 
 
-def _shallow_hash(sample: Any) -> int:
-    try:
-        values = sample.values() if isinstance(sample, dict) else sample
-        return hash(tuple(values) if isinstance(sample, dict | list) else values)
-    except TypeError:  # it contains lists, for example
-        return id(sample)
-
-
-def _is_digest(packed: Any) -> bool:
-    return isinstance(packed, dict) and packed["kind"] == DIGEST
-
-
-def _registered(owner: Any) -> list[dict[str, Any]]:
-    """Return the buffers and modules of a module that is also an `nn.Module`, which are not in its `__dict__`."""
-    return [buffers_of(owner), children_of(owner)] if isinstance(owner, nn.Module) else []
+def _memory_of(tensor: Tensor) -> int:
+    is_plain = tensor.layout == torch.strided and tensor.numel() and type(tensor) in (Tensor, nn.Parameter)
+    return tensor.data_ptr() if is_plain else id(tensor)
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
-    found = dict(vars(owner))
-    for held in _registered(owner):
-        found.update(held)
-    return found
-
-
-def _checksum(tensor: Tensor, largest: int = _LARGEST_HASHED) -> object:
-    """Return a checksum of a tensor, or of entries of a large one: what writes only few counts them as writes."""
-    try:
-        split_tensors(tensor)
-    except CheckpointError:
-        return None
-    is_large = tensor.nbytes > largest and tensor.is_contiguous() and not is_made_of_tensors(tensor)
-    return checksum(tensor.detach().view(-1)[:: tensor.numel() // _NUM_HASHED] if is_large else tensor)
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    is_plain = not is_made_of_tensors(tensor) and tensor.layout == torch.strided
-    return tensor.data_ptr() if is_plain else 0, _writes(tensor)
-
-
-def _writes(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else count_writes(tensor)
+    attributes = dict(vars(owner))
+    if isinstance(owner, nn.Module):  # a module may be both
+        attributes.update(owner.named_children())
+        attributes.update(owner.named_buffers(recurse=False))
+        attributes.update(owner.named_parameters(recurse=False))
+    return attributes

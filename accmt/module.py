@@ -256,12 +256,15 @@ class AcceleratorModule(LogsValues):
         collate_fn: Turns samples into a batch; takes precedence over the Trainer's.
         collate_fn_train: The same for training data only.
         collate_fn_val: The same for validation data only.
+        process_state: The names of attributes that differ between processes, such as hidden states that are carried
+            over batches: a checkpoint contains each process's, and a run resumes on as many processes.
         uses_manual_optimization: Whether `training_step` calls backward and optimizer itself; derive from
             `ExtendedAcceleratorModule` for this.
         wants_sample_losses: During a run that mixes data sets: whether `training_step` may also return the loss of each
             sample as "losses", and their weights as "weights".
     """
 
+    process_state: ClassVar[tuple[str, ...]] = ()
     uses_manual_optimization: ClassVar[bool] = False
     wants_sample_losses: bool = False
 
@@ -401,10 +404,9 @@ class AcceleratorModule(LogsValues):
     def state_dict(self) -> dict[str, Any]:
         """Return further state to checkpoint: JSON values and tensors.
 
-        Model, optimizer, scheduler and attributes of simple types that training changes are in the checkpoint anyway.
-
-        A checkpoint contains the state of each process, if they differ. A run that resumes on another number of
-        processes starts from the main process's.
+        Model, optimizer and scheduler are in the checkpoint anyway, and so are attributes that hold plain data, tensors
+        or modules and that training changes. The main process's state is saved; name attributes that differ between
+        processes in `process_state`.
         """
         return {}
 

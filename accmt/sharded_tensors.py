@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -112,3 +113,12 @@ def write_into(tensor: Tensor, values: Tensor) -> None:
     """Give a tensor values in place; an expanded one stays the view that it is."""
     with torch.no_grad():
         without_repetition(tensor).copy_(without_repetition(values, tensor))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a dense tensor's bytes, without a copy if it is on the CPU.
+
+    `Tensor.numpy` would mark the memory: torch then refuses to resize the tensor, as `out=` does.
+    """
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return np.from_dlpack(flat).data

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accmt.callbacks.callback import Callback
+from accmt.callbacks.callback import Callback, StatelessCallback
 from accmt.callbacks.monitor import Moment, Stopwatch, StopwatchOfCallbacks
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, write_text
@@ -179,7 +179,7 @@ _FUNCTIONS_SAID = 10
 _FUNCTIONS_KEPT = 100
 
 
-class Profiler(Callback):
+class Profiler(StatelessCallback):
     """Measures a run from start to end, including failed runs, and saves the profile in the run folder.
 
     If a file cannot be written, accmt warns, because the run is more important. `fast_dev_run` writes no files.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from accmt.callbacks import Callback
+from accmt.callbacks import StatelessCallback
 from accmt.errors import ArgumentError, explain, is_out_of_memory
 from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
@@ -147,7 +147,7 @@ def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: A
     return trial.train_step_batch_size == size
 
 
-class _EndIfSmaller(Callback):
+class _EndIfSmaller(StatelessCallback):
     """Ends a trial whose batch size does not fit; it would otherwise continue with ever smaller micro-batches.
 
     Batch norm cannot train on a single sample.
@@ -202,7 +202,7 @@ def suggest_rate(curve: Sequence[tuple[float, float]]) -> float | None:
     return curve[int(np.argmin(slopes)) + width // 2][0]
 
 
-class _Sweep(Callback):
+class _Sweep(StatelessCallback):
     """Increases the learning rate before each step, and records the losses."""
 
     def __init__(self, lowest: float, highest: float, steps: int) -> None:

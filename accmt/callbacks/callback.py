@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import nn
 
@@ -114,17 +114,19 @@ class Callback:
         trainer: The Trainer; set before the first hook.
         module: Your module.
         state: The counters of the run.
+        process_state: The names of attributes that differ between processes: a checkpoint contains each process's.
     """
 
+    process_state: ClassVar[tuple[str, ...]] = ()
     order: float = 0
     trainer: TrainerProtocol
     module: AcceleratorModule
     state: TrainingState
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints: JSON values and tensors. It may differ between processes.
+        """Return the state to save in checkpoints: JSON values and tensors. The main process's is saved.
 
-        Without it, attributes of simple types that training changes are saved.
+        Without it, attributes that hold plain data, tensors or modules and that training changes are saved.
         """
         return {}
 
@@ -147,6 +149,10 @@ class MainProcessCallback(Callback):
 
     It must not communicate with other processes, because they do not run it.
     """
+
+
+class StatelessCallback(Callback):
+    """A callback whose attributes are not in checkpoints, such as a view or a measurement of the current launch."""
 
 
 class LambdaCallback(Callback):

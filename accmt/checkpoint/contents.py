@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accmt.checkpoint.frozen import FrozenWeights, checksum, find_read_only, require_same_frozen
+from accmt.checkpoint.frozen import FrozenWeights, find_read_only, require_same_frozen
 from accmt.checkpoint.several_disks import SpreadReader
 from accmt.checkpoint.state_dicts import (
     State,
@@ -49,10 +48,12 @@ from accmt.checkpoint.state_dicts import (
     local_part,
     model_state,
     optimizer_state,
+    other_buffers,
     referred_tensors,
     require_known,
     restore_model,
     restore_optimizer,
+    restore_other_buffers,
     split_tensors,
 )
 from accmt.errors import AccmtError, CheckpointCorruptError, CheckpointError, explain
@@ -226,12 +227,19 @@ class CollectedState:
 
 
 class StateCollector:
-    """Collects the state of a run, once per checkpoint."""
+    """Collects the state of a run, once per checkpoint.
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    Args:
+        model: The model.
+        optimizers: Its optimizers.
+        has_replicas: Whether each process trains a model of its own, as in local SGD, so that each one is saved.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, has_replicas: bool = False) -> None:
         require_known(model, optimizers)
         self._model = model
         self._optimizers = optimizers
+        self._has_replicas = has_replicas and num_processes() > 1
         self._frozen = FrozenWeights(model)
         self._layout = _model_layout(model_state(model))
         self._planner = PiecePlanner()
@@ -242,8 +250,8 @@ class StateCollector:
         Processes: collective. Model and optimizers may be sharded; no process gathers either of them.
 
         Args:
-            others: Further states by name: JSON values and tensors. The main process's are saved; the state named "own"
-                is saved for each process where they differ.
+            others: Further states by name: JSON values and tensors. The main process's are saved; the state named
+                "process", if there is one on every process, is saved for each of them.
 
         Raises:
             CheckpointError: Something cannot be stored; the message names it.
@@ -264,37 +272,33 @@ class StateCollector:
                 do = "add, replace or prune layers when the module is built, before fit"
             raise CheckpointError(explain("the state of the model", "; ".join(faults[:5]), expected, do))
         model = {name: value for name, value in state.items() if name not in frozen}
-        shared, rest = split_tensors({"model": model, "optimizers": states})
+        weights = {"model": model, "buffers": other_buffers(self._model), "optimizers": states}
+        shared, rest = split_tensors(weights)
         others = dict(others)
-        of_process, every_rest = _collect_own(others.pop("own", None))
-        own, other_rest = split_tensors({"others": others})
-        shared |= {name: tensor for name, tensor in own.items() if is_dtensor(tensor)}
-        own = {name: tensor for name, tensor in own.items() if name not in shared}
-        text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest, **every_rest})
+        process = others.pop("process", None)
+        if self._has_replicas:
+            process = {**(process or {}), **({} if is_main_process() else weights)}
+        of_process, process_rest = _collect_of_processes(process)
+        of_main, other_rest = split_tensors({"others": others})
+        shared |= {name: tensor for name, tensor in of_main.items() if is_dtensor(tensor)}
+        of_main = {name: tensor for name, tensor in of_main.items() if name not in shared}
+        text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest, **process_rest})
+        if self._has_replicas:
+            of_main, shared = of_main | shared, {}
         pieces = self._planner.pieces_of(shared)
-        return CollectedState(pieces | Pieces.whole(own if is_main_process() else of_process), text)
+        return CollectedState(pieces | Pieces.whole({**of_process, **(of_main if is_main_process() else {})}), text)
 
 
-def _collect_own(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Compare a state that each process has for itself, such as hidden states carried over its batches.
+def _collect_of_processes(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return this process's tensors of the state that each process has for itself, and the rest of every process's.
 
-    Processes: collective.
-
-    Returns:
-        This process's tensors, and the rest of the state of every process except the main one, by process index; empty
-        where all processes have the same state.
+    Processes: collective, unless there is no such state.
     """
-    if num_processes() == 1:
+    if state is None:
         return {}, {}
-    tensors, rest = split_tensors({"own": state})
-    if any(map(is_dtensor, tensors.values())):  # already collective across processes
-        tensors, rest = {}, {}
-    sums = [checksum(tensor) for tensor in tensors.values()]
-    if len(set(gather_objects(xxhash.xxh3_64_hexdigest(f"{encode(rest)} {sums}".encode())))) == 1:
-        return {}, {}
-    named, rest = split_tensors({"own": {str(process_index()): state}})
-    every = [decode(text)["own"] for text in gather_objects(encode(rest))]
-    return named, {"own": {number: own for one in every[1:] for number, own in one.items()}}
+    tensors, rest = split_tensors({"process": {str(process_index()): state}})
+    rests = [decode(text)["process"] for text in gather_objects(encode(rest))]
+    return tensors, {"process": {number: state for rest in rests for number, state in rest.items()}}
 
 
 def _reject_stateful_hooks(model: nn.Module) -> None:
@@ -319,7 +323,7 @@ def require_numbers(collected: CollectedState) -> None:
     Uses the norm of each tensor: one pass, no extra memory. Infinite entries, as in masks, are allowed.
     """
     for name, tensor in collected.pieces.tensors.items():
-        if name.startswith(("others.", "own.")) or not tensor.is_floating_point() or tensor.element_size() == 1:
+        if name.startswith(("others.", "process.")) or not tensor.is_floating_point() or tensor.element_size() == 1:
             continue
         if torch.isnan(torch.linalg.vector_norm(tensor)):
             do = "find the step where a loss or gradient became NaN or infinite"
@@ -406,9 +410,8 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     saved = _read_rest(folder)
     if optimizers is None:
         optimizers, saved = [], {**saved, "optimizers": []}
-    if "own" in saved:
-        own = {index: state for index, state in saved["own"].items() if index == str(process_index())}
-        saved = {**saved, "own": own}
+    if "process" in saved:
+        saved = _select_process(saved, resets_optimizers=optimizers == [])
     require_known(model, optimizers)
     reader = _open(folder, saved)
     stored = _read_metadata(reader, saved, folder)
@@ -439,12 +442,31 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
             )
             raise CheckpointError(explain("the model", got, "the values of the checkpoint", do))
     restore_model(model, loaded["model"])
+    restore_other_buffers(model, loaded["buffers"])
     for optimizer, state in zip(optimizers, loaded["optimizers"], strict=True):
         restore_optimizer(model, optimizer, state)
     others: dict[str, Any] = loaded["others"]
-    if "own" in loaded:
-        others["own"] = {"num_processes": len(saved["files"]), "states": loaded["own"]}
+    if "process" in loaded:
+        others["process"] = loaded["process"]
     return others
+
+
+def _select_process(saved: State, *, resets_optimizers: bool) -> State:
+    """Return a saved state with what this process had in place of what every process had for itself.
+
+    Raises:
+        CheckpointError: There were other processes.
+    """
+    num_saved = len(saved["files"])
+    if num_saved != num_processes():
+        got = f"{num_processes()} processes, and a checkpoint with a separate state for each of {num_saved}"
+        do = f"launch {num_saved} processes; or start a new run without `process_state` and with equal replicas"
+        raise CheckpointError(explain("resuming", got, "as many processes as in the saved run", do))
+    process = dict(saved["process"][str(process_index())])
+    weights = {name: process.pop(name) for name in ("model", "buffers", "optimizers") if name in process}
+    if resets_optimizers:
+        weights.pop("optimizers", None)
+    return {**saved, **weights, "process": process}
 
 
 def _read_rest(folder: Path) -> State:

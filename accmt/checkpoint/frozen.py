@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accmt.checkpoint.state_dicts import kept_buffers, local_part, model_state, plain_parameter_names, plain_parts
 from accmt.errors import CheckpointError, explain
 from accmt.processes import gather_objects
-from accmt.sharded_tensors import make_whole
+from accmt.sharded_tensors import bytes_of, make_whole
 
 _MAPS = Path("/proc/self/maps")  # on Linux
 _SHOWN = 3
@@ -151,9 +151,8 @@ def digest_of(weight: Tensor) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     digest = xxhash.xxh3_64(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    digest.update(data)
+    digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,18 @@ from accmt.sharded_tensors import is_expanded, write_into
 # | `(1, 2)` | `{"$tuple": [1, 2]}` |
 # | `{0: "a"}`, or a dict with a key that starts with `$` | `{"$dict": [[0, "a"]]}` |
 # | `Counter({3: 1})`, as `MultiStepLR` keeps | `{"$counter": [[3, 1]]}` |
+# | `{1, 2}`, `frozenset({1})`, `deque([1], 3)` | `{"$set": [1, 2]}`, `{"$frozenset": [1]}`, `{"$deque": [[1], 3]}` |
+# | a named tuple | `{"$namedtuple": ["replay:Transition", [0.5, 1]]}` |
+# | `b"a"`, `1j`, `np.float32(0.5)` | `{"$bytes": "61"}`, `{"$complex": "1j"}`, `{"$scalar": ["<f4", 0.5]}` |
+# | a NumPy array, stored as a tensor of bytes | `{"$array": {"content": ..., "dtype": "<f4", "shape": ...}}` |
 # | `inf`, `-inf`, `nan` | `{"$float": "inf"}` |
 # | an int of more than 53 bits, which other readers would round | `{"$int": "0x20000000000001"}` |
 # | a tensor, stored elsewhere under a name | `{"$tensor": "model.weight"}` |
 # | a tensor subclass that wraps other tensors | `{"$wrapped": {"kind": "torchao...", "parts": ...}}` |
 # | `torch.Size([2])`, `torch.float32` | `{"$size": [2]}`, `{"$dtype": "float32"}` |
 #
-# None, booleans, strings, lists, other floats (in their shortest exact form) and ints are written as plain JSON.
+# None, booleans, strings, lists, other floats (in their shortest exact form) and ints are written as plain JSON. A
+# defaultdict and an `OrderedDict` are written as a dict.
 
 
 _EXACT_BITS = 53
@@ -68,6 +74,30 @@ class WrappedTensor:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class ArrayContent:
+    """A NumPy array in a state.
+
+    Attributes:
+        content: Its bytes.
+        dtype: Its dtype, as `np.lib.format.dtype_to_descr` returns it.
+    """
+
+    content: Any
+    dtype: Any
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: np.ndarray[Any, Any]) -> ArrayContent:
+        """Return a copy of an array's content."""
+        content = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.nbytes else torch.empty(0)
+        return cls(content.view(torch.uint8), np.lib.format.dtype_to_descr(array.dtype), array.shape)
+
+    def to_array(self) -> np.ndarray[Any, Any]:
+        dtype = np.lib.format.descr_to_dtype(self.dtype)
+        return np.frombuffer(self.content.numpy().tobytes(), dtype).reshape(self.shape).copy()
+
+
 def encode(value: Any, where: str = "state") -> str:
     """Encode a value as typed JSON; `where` names it in error messages. An `OrderedDict` is read back as a dict."""
     return json.dumps(_to_json(value, where), allow_nan=False)
@@ -88,12 +118,14 @@ def decode(text: str) -> Any:
 
 
 def _to_json(value: Any, where: str) -> Any:
-    if isinstance(value, np.generic):  # a scheduler that computes with numpy leaves such values
-        value = value.item()
     write = _WRITERS.get(type(value))
-    if write is None:
-        raise _cannot_store(where, value)
-    return write(value, where)
+    if write is not None:
+        return write(value, where)
+    if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
+        return {"$scalar": [value.dtype.str, _to_json(value.item(), where)]}
+    if is_namedtuple(type(value)):
+        return {"$namedtuple": [describe_kind(type(value)), _write_list(value, where)]}
+    raise _cannot_store(where, value)
 
 
 def _cannot_store(where: str, value: Any) -> CheckpointError:
@@ -102,25 +134,32 @@ def _cannot_store(where: str, value: Any) -> CheckpointError:
         explain(
             where,
             f"a {kind}, which cannot be stored",
-            "None, bool, int, float, str, tensors, and lists, tuples and dicts of them (no subclasses)",
+            "None, numbers, strings, bytes, tensors, NumPy arrays, and lists, tuples, named tuples, dicts, sets and "
+            "deques of them (no subclasses)",
             "convert it in `state_dict` (float(x), list(x), torch.as_tensor(x)) and back in `load_state_dict`",
         )
     )
 
 
-def _write_list(value: Sequence[Any], where: str) -> list[Any]:
+def _write_list(value: Iterable[Any], where: str) -> list[Any]:
+    if set(map(type, value)) <= _PLAIN:  # a long list of strings or flags, in a hundredth of the time
+        return list(value)
     return [_to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
 
 
+def _write_set(value: Iterable[Any], where: str) -> list[Any]:
+    return sorted(_write_list(value, where), key=json.dumps)  # the order of a set differs between processes
+
+
 def _write_dict(value: dict[Any, Any], where: str) -> Any:
-    for key in value:
-        if type(key) not in (str, int):
-            raise _cannot_store(f"a key of {where}: {key!r}", key)
     items = {key: _to_json(item, f"{where}.{key}") for key, item in value.items()}
     if all(type(key) is str and not key.startswith("$") for key in items):
         return items
-    return {"$dict": [[_to_json(key, where), item] for key, item in items.items()]}
+    keys = [_to_json(key, f"a key of {where}: {key!r}") for key in items]
+    return {"$dict": [[key, item] for key, item in zip(keys, items.values(), strict=True)]}
 
+
+_PLAIN = frozenset({bool, str, type(None)})
 
 # Keyed by exact type: a value of a subclass would be read back as its base class.
 _WRITERS: dict[type, Callable[[Any, str], Any]] = {
@@ -133,6 +172,13 @@ _WRITERS: dict[type, Callable[[Any, str], Any]] = {
     tuple: lambda value, where: {"$tuple": _write_list(value, where)},
     dict: _write_dict,
     OrderedDict: _write_dict,
+    defaultdict: _write_dict,
+    set: lambda value, where: {"$set": _write_set(value, where)},
+    frozenset: lambda value, where: {"$frozenset": _write_set(value, where)},
+    deque: lambda value, where: {"$deque": [_write_list(value, where), value.maxlen]},
+    bytes: lambda value, where: {"$bytes": value.hex()},
+    complex: lambda value, where: {"$complex": repr(value)},
+    ArrayContent: lambda value, where: {"$array": _write_dict(vars(value), where)},
     Counter: lambda value, where: {"$counter": [[_to_json(key, where), count] for key, count in value.items()]},
     TensorReference: lambda value, where: {"$tensor": value.name},
     WrappedTensor: lambda value, where: {"$wrapped": _write_dict(vars(value), where)},
@@ -146,6 +192,14 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
     "$dict": dict,
     "$counter": lambda pairs: Counter(dict(pairs)),
+    "$set": set,
+    "$frozenset": frozenset,
+    "$deque": lambda parts: deque(*parts),
+    "$bytes": bytes.fromhex,
+    "$complex": complex,
+    "$scalar": lambda parts: np.dtype(parts[0]).type(parts[1]),
+    "$array": lambda fields: ArrayContent(**fields),
+    "$namedtuple": lambda parts: _make_namedtuple(*parts),
     "$tensor": TensorReference,
     "$wrapped": lambda fields: WrappedTensor(**fields),
     "$size": torch.Size,
@@ -162,6 +216,19 @@ def _unmark(value: dict[str, Any]) -> Any:
         do = "load it with the version of accmt that wrote it (see manifest.json)"
         raise CheckpointError(explain("a checkpoint's state", got, f"one of {', '.join(_READERS)}", do))
     return _READERS[mark](value[mark])
+
+
+def is_namedtuple(kind: Any) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_make")
+
+
+def _make_namedtuple(description: str, items: list[Any]) -> Any:
+    kind = find_kind(description)
+    if kind is None:
+        got, module = f"{description}, which is not defined", description.partition(":")[0]
+        do = f"define it at the top level of {module}, and import that module before fit"
+        raise CheckpointError(explain("a named tuple of the checkpoint", got, "the class that was saved", do))
+    return kind._make(items)
 
 
 # ---- The states of model and optimizers by the parameters' plain names, independent of wrappers.
@@ -197,13 +264,38 @@ def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the persistent buffers by plain name; a shared buffer is listed under each of its names."""
+    return _buffers(model, is_persistent=True)
+
+
+def other_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that the model's `state_dict` leaves out, by plain name, where a file can contain them."""
+    return {name: buffer for name, buffer in _buffers(model, is_persistent=False).items() if _is_storable(buffer)}
+
+
+def _buffers(model: nn.Module, *, is_persistent: bool) -> dict[str, Tensor]:
     wrapped = _wrapped_paths(model)
     return {
         _plain_name(f"{path}.{name}".removeprefix("."), wrapped): buffer
         for path, module in model.named_modules(remove_duplicate=False)
         for name, buffer in buffers_of(module).items()
-        if buffer is not None and is_saved(module, name)
+        if buffer is not None and is_saved(module, name) == is_persistent
     }
+
+
+def restore_other_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Load buffers returned by `other_buffers`; training may have registered or resized some."""
+    wrapped = _wrapped_paths(model)
+    modules = {_plain_name(path, wrapped): module for path, module in model.named_modules(remove_duplicate=False)}
+    for path, value in buffers.items():
+        owner, _, name = path.rpartition(".")
+        if owner not in modules:
+            continue
+        buffer = buffers_of(modules[owner]).get(name)
+        if buffer is not None and buffer.shape == value.shape:
+            write_into(buffer, value)
+        elif buffer is not None or not hasattr(modules[owner], name):
+            weight = next(model.parameters(), value)
+            modules[owner].register_buffer(name, value.to(weight.device), persistent=False)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
@@ -340,7 +432,7 @@ STORABLE = frozenset(
 
 
 def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """Extract every tensor from a state.
+    """Extract every tensor and NumPy array from a state.
 
     A tensor's name is the path to it, joined by dots. Tensors that share memory (tied weights) are extracted once.
     Tensor subclasses that wrap other tensors (such as quantized tensors) are split into the inner tensors.
@@ -354,9 +446,14 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
 
-    def refer(tensor: Tensor, path: str) -> TensorReference | WrappedTensor:
+    def refer(tensor: Any, path: str) -> TensorReference | WrappedTensor | ArrayContent:
+        if isinstance(tensor, np.ndarray):
+            if tensor.dtype.hasobject or type(tensor) is not np.ndarray:
+                raise _cannot_store(path, tensor)
+            array = ArrayContent.of(tensor)
+            return replace(array, content=refer(array.content, path))
         if is_made_of_others(tensor):
-            return _take_apart(tensor, lambda part, name: _replace(part, f"{path}.{name}", Tensor, refer))
+            return _take_apart(tensor, lambda part, name: map_leaves(part, f"{path}.{name}", Tensor, refer))
         _require_storable(tensor, path)
         memory = _memory_of(tensor)
         if memory not in names:
@@ -368,7 +465,7 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
             tensors[name] = tensor.detach()
         return TensorReference(names[memory])
 
-    return tensors, _replace(state, "", Tensor, refer)
+    return tensors, map_leaves(state, "", (Tensor, np.ndarray), refer)
 
 
 def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
@@ -379,7 +476,9 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
         CheckpointError: A tensor subclass is unknown because the module that defines it has not been imported.
     """
 
-    def find(reference: TensorReference | WrappedTensor, path: str) -> Tensor:
+    def find(reference: Any, path: str) -> Any:
+        if isinstance(reference, ArrayContent):
+            return replace(reference, content=find(reference.content, path)).to_array()
         if isinstance(reference, WrappedTensor):
             parts = join_tensors(tensors, reference.parts)
             put_together = getattr(find_kind(reference.kind), "__tensor_unflatten__", None)
@@ -394,16 +493,19 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
         got, do = f"no tensor {reference.name!r}", "resume from another checkpoint"
         raise CheckpointCorruptError(explain(path or "state", got, "the files of one checkpoint", do))
 
-    return _replace(rest, "", (TensorReference, WrappedTensor), find)
+    return map_leaves(rest, "", _PLACEHOLDERS, find)
 
 
 def referred_tensors(rest: Any) -> set[str]:
     names: set[str] = set()
 
-    def note(reference: TensorReference | WrappedTensor, path: str) -> None:
-        names.update({reference.name} if isinstance(reference, TensorReference) else referred_tensors(reference.parts))
+    def note(reference: Any, path: str) -> None:
+        if isinstance(reference, TensorReference):
+            names.add(reference.name)
+        else:
+            names.update(referred_tensors(vars(reference)))
 
-    _replace(rest, "", (TensorReference, WrappedTensor), note)
+    map_leaves(rest, "", _PLACEHOLDERS, note)
     return names
 
 
@@ -452,15 +554,38 @@ def _take_apart(tensor: Tensor, split: Callable[[Tensor, str], Any]) -> WrappedT
     return WrappedTensor(describe_kind(type(tensor)), parts, context, size, stride, tensor.dtype)
 
 
-def _replace(state: Any, path: str, kind: type | tuple[type, ...], replace: Callable[[Any, str], Any]) -> Any:
+_PLACEHOLDERS = (TensorReference, WrappedTensor, ArrayContent)
+SIMPLE = frozenset({bool, int, float, str, type(None)})
+
+
+def map_leaves(state: Any, path: str, kind: type | tuple[type, ...], function: Callable[[Any, str], Any]) -> Any:
+    """Return a copy of a state in which a function of each value of a kind, and of its path, has replaced the value.
+
+    It walks through lists, tuples, named tuples, deques and dicts. `torch.utils._pytree` would take twice as long, and
+    its paths are not names.
+    """
     if isinstance(state, kind):
-        return replace(state, path)
+        return function(state, path)
     begin = f"{path}." if path else ""
-    if isinstance(state, dict) and not isinstance(state, Counter):
-        return {key: _replace(item, f"{begin}{key}", kind, replace) for key, item in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_replace(item, f"{begin}{index}", kind, replace) for index, item in enumerate(state))
-    return state
+    if isinstance(state, dict) and type(state) in (dict, OrderedDict, defaultdict):
+        return {key: map_leaves(item, f"{begin}{key}", kind, function) for key, item in state.items()}
+    if not isinstance(state, list | tuple | deque) or set(map(type, state)) <= SIMPLE:
+        return copy.copy(state) if type(state) in (list, deque, set, Counter) else state
+    items = [map_leaves(item, f"{begin}{index}", kind, function) for index, item in enumerate(state)]
+    if is_namedtuple(type(state)):
+        return type(state)._make(items)  # type: ignore[union-attr]
+    if type(state) is deque:
+        return deque(items, state.maxlen)
+    return type(state)(items) if type(state) in (list, tuple) else state
+
+
+def copy_state(state: Any) -> Any:
+    """Return a copy of a state, with copies of its tensors and arrays."""
+
+    def copy_content(content: Any, path: str) -> Any:
+        return content.detach().clone() if isinstance(content, Tensor) else content.copy()
+
+    return map_leaves(state, "", (Tensor, np.ndarray), copy_content)
 
 
 def _memory_of(tensor: Tensor) -> Any:
@@ -470,13 +595,15 @@ def _memory_of(tensor: Tensor) -> Any:
     return (local.device, local.data_ptr(), local.dtype, tensor.shape, tensor.stride())
 
 
+def _is_storable(tensor: Tensor) -> bool:
+    is_dense = tensor.layout == torch.strided and tensor.dtype in STORABLE
+    if not is_dense or tensor.is_meta or tensor.is_nested:  # a nested tensor may be strided but has no shape
+        return False
+    return not (isinstance(tensor, DTensor) and is_made_of_others(tensor.to_local()))
+
+
 def _require_storable(tensor: Tensor, path: str) -> None:
-    is_dense = (
-        tensor.layout == torch.strided
-        and tensor.dtype in STORABLE
-        and not (tensor.is_meta or tensor.is_nested)  # a nested tensor may be strided but has no shape
-    )
-    if is_dense and not (isinstance(tensor, DTensor) and is_made_of_others(tensor.to_local())):
+    if _is_storable(tensor):
         return
     kind = "nested tensor" if tensor.is_nested else "tensor"
     message = explain(

@@ -82,7 +82,7 @@ class PlannedSource:
         self._dataset = dataset
         self._options = options
         self._order = order
-        self._resumable = order.resumable if isinstance(order, Order) else None
+        self._resumable = order.resumable
         self._sampler = GlobalBatchSampler(order, seed=options.seed, purpose=options.purpose)
         self._multiple = multiple
         self._start = EPOCH_START

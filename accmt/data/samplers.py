@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import xxhash
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -191,7 +193,11 @@ class ResumableSampler(TensorSampler):
 
 
 class UserSampler(Generic[T]):
-    """A user's sampler, drawn once per epoch before any sample is read, so that training does not affect it."""
+    """A user's sampler, drawn once per epoch before any sample is read, so that training does not affect it.
+
+    A sampler with `state_dict` and `load_state_dict` draws an epoch that a run resumes in from the state with which it
+    was drawn at first, and then has the state of the checkpoint. One with `set_epoch` needs no other state.
+    """
 
     def __init__(self, sampler: Iterable[Any], seed: int, read: Callable[[Iterable[Any]], T]) -> None:
         self._sampler = sampler
@@ -199,6 +205,32 @@ class UserSampler(Generic[T]):
         self._read = read
         self._randomness = UserRandomness(sampler)
         self._drawn: tuple[int, T] | None = None
+        parts = (sampler, getattr(sampler, "sampler", None))
+        stateful = (part for part in parts if isinstance(part, Stateful) and not hasattr(part, "set_epoch"))
+        self._stateful = next(stateful, None)
+        self._state_at_draw: dict[str, Any] = {}
+        self._saved: Mapping[str, Any] = {}
+
+    @property
+    def resumable(self) -> UserSampler[T] | None:
+        """The sampler if it has a state."""
+        return None if self._stateful is None else self
+
+    def state_at(self, epoch: int) -> dict[str, Any]:
+        """Return the sampler's state, and that with which an epoch was drawn."""
+        current = self._copy_state()
+        is_drawn = self._drawn is not None and self._drawn[0] == epoch
+        return {"epoch": epoch, "drawn": self._state_at_draw if is_drawn else current, "current": current}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_at` returned, when its epoch is drawn."""
+        self._saved = state
+
+    def continue_after(self, consumed: int) -> None:
+        """Do nothing: the order does not depend on what was consumed."""
+
+    def _copy_state(self) -> dict[str, Any]:
+        return {} if self._stateful is None else deepcopy(self._stateful.state_dict())
 
     def forget(self) -> None:
         """Draw again when an epoch is needed next."""
@@ -206,8 +238,14 @@ class UserSampler(Generic[T]):
 
     def at(self, epoch: int) -> T:
         if self._drawn is None or self._drawn[0] != epoch:
+            is_saved = self._stateful is not None and self._saved.get("epoch") == epoch
+            if self._stateful is not None and is_saved:
+                self._stateful.load_state_dict(deepcopy(self._saved["drawn"]))
+            self._state_at_draw = self._copy_state()
             with self._randomness.of_epoch(epoch), seeded_generators(derive_seed(self._seed, "order", epoch)):
                 self._drawn = epoch, self._read(self._sampler)
+            if self._stateful is not None and is_saved:
+                self._stateful.load_state_dict(deepcopy(self._saved["current"]))
         return self._drawn[1]
 
 
@@ -231,7 +269,7 @@ class Order:
         permute: Draws each permutation; None draws all permutations with equal probability.
 
     Attributes:
-        resumable: The sampler, if its order depends on earlier settings.
+        resumable: The sampler, if its order depends on earlier settings or on a state.
     """
 
     def __init__(
@@ -247,8 +285,10 @@ class Order:
         self._seed = seed
         self._shuffle = shuffle
         self._permute = permute
-        self.resumable = sampler if isinstance(sampler, ResumableSampler) else None
         self._drawn = None if sampler is None else UserSampler(sampler, seed, _read_indices)
+        self.resumable: ResumableSampler | UserSampler[torch.Tensor] | None = None
+        if self._drawn is not None:
+            self.resumable = sampler if isinstance(sampler, ResumableSampler) else self._drawn.resumable
         self._digest: tuple[int, int, str] | None = None
         self._last: tuple[int, int, torch.Tensor] | None = None
 

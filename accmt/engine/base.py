@@ -17,7 +17,7 @@ from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_cont
 from accmt.engine.shards import is_on_meta
 from accmt.engine.sync_batchnorm import restore_batch_norm, synchronized_layers, without_synchronization
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import buffers_of, count_writes, forget_prepared, prepare_alone
+from accmt.libraries.private_names import buffers_of, forget_prepared, prepare_alone
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
 from accmt.processes import num_processes
@@ -260,9 +260,9 @@ class Engine:
         finally:
             self._module.model = wrapped
 
-    def count_writes(self) -> int | None:
-        """Return how often the weights were written in place; None if the engine itself writes them."""
-        return sum(count_writes(weight) for weight in self.unwrapped_model.parameters())
+    def quiet_weights(self) -> list[nn.Parameter]:
+        """Return the weights that nothing but the optimizer and the user's code writes: none if the engine does."""
+        return list(self.unwrapped_model.parameters())
 
     def weights(self) -> WholeState | ShardedState:
         """Return the model's weights for saving: in full, or to be gathered one by one.

@@ -119,8 +119,8 @@ class Sharded(Engine):
         finally:
             reshard(self.unwrapped_model)
 
-    def count_writes(self) -> int | None:
-        return None
+    def quiet_weights(self) -> list[nn.Parameter]:
+        return []
 
     def weights(self) -> WholeState | ShardedState:
         return ShardedState(self.unwrapped_model)

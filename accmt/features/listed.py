@@ -5,6 +5,7 @@ from __future__ import annotations
 from accmt.features.averaged_weights import Averages
 from accmt.features.bad_samples import BadSampleCounts
 from accmt.features.batch_notes import BatchNotes
+from accmt.features.changed_data import ChangedData
 from accmt.features.crash_loop import CrashLoop
 from accmt.features.hooks import Feature
 from accmt.features.loss_guard import LossGuard
@@ -29,6 +30,7 @@ _OF_CORE: tuple[type[Feature], ...] = (
     QuantizedWeights,
     Averages,
     CrashLoop,
+    ChangedData,
 )
 
 

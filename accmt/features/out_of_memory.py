@@ -70,10 +70,9 @@ class OutOfMemory(Feature):
         run.recovery.lessons[self.name] = {"max_micro_batch_size": smaller}
         change = f"continuing with micro-batches of {smaller} samples instead of {size}"
         warn(f"out of memory after step {run.state.global_step}: {change}; the effective batch size does not change")
-        changed = run.snapshot.find_changed()
-        if changed:
-            what = f"{', '.join(changed)} changed in the step that ran out of memory"
-            warn(f"{what}: it is repeated with their current values; change them after the step, in on_update_end")
+        obstacle = run.snapshot.find_obstacle(run)
+        if obstacle is not None:
+            warn(f"{obstacle}: it is repeated with the current values; change them after the step, in on_update_end")
         run.checkpoints.save_snapshot(run)
         run.recovery.is_temporary = run.settings.checkpoints.every is None
         run.recovery.restart(run.checkpoints.newest())

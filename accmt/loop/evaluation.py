@@ -17,6 +17,7 @@ from accmt.callbacks import Callback
 from accmt.callbacks.callback import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.errors import AccmtError, ModuleContractError, explain
+from accmt.libraries.private_names import count_writes
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
@@ -129,7 +130,8 @@ class EvaluationResults(Callback):
     def _count_writes(self) -> int | None:
         """Return how often weights were modified in place; None if an optimizer or sharding modifies them anyway."""
         run = self.trainer.run
-        return None if run.stepper.trains_other_weights else run.engine.count_writes()
+        weights = run.engine.quiet_weights()
+        return None if run.stepper.trains_other_weights or not weights else sum(map(count_writes, weights))
 
 
 def _step_on_plateau(run: Run, results: dict[str, float]) -> None:

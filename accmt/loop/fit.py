@@ -148,7 +148,6 @@ def _train_epoch(run: Run) -> bool:
     windows = run.loaders.train.windows(state.epoch, first=state.train_step)
     for reading in run.features.reading:
         windows = reading(windows)
-    windows = run.attributes.noting_reads(windows)
     for window in windows:
         has_ended = steps.train(window)
         is_used_up = state.now.is_last_training_batch

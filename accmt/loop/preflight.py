@@ -30,7 +30,9 @@ def try_evaluation(run: Run) -> None:
         return
     limit = None if settings.num_sanity_val_steps == -1 else settings.num_sanity_val_steps
     counters = run.state.state_dict()
-    run.saver.check(run, evaluate(run, "sanity_check", max_batches=limit))
+    # Observers of quantization count in evaluation mode, too, and a validation step may change attributes.
+    with without_trace(run.unwrapped_model), run.attributes.keeping(unchanged=True):
+        run.saver.check(run, evaluate(run, "sanity_check", max_batches=limit))
     run.state.load_state_dict(counters)
 
 

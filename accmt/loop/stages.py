@@ -129,7 +129,7 @@ def finish_step(run: Run) -> bool:
     """
     if run.replicas is not None and run.replicas.is_new:
         run.require_equal_replicas()
-    run.snapshot.capture(run, AFTER_STEP)
+    run.snapshot.capture(run, AFTER_STEP, after_step=True)
     return _finish_step(run)
 
 
@@ -167,7 +167,8 @@ def _run_stages(run: Run, end: int) -> bool:
         if following == AFTER_EPOCH and not run.ends_here:  # known only now: hooks or an evaluation may end training
             following = TRAINING
         if has_changed:
-            snapshot.capture(run, following)
+            # Evaluations and the end of an epoch change attributes of the user that steps do not.
+            snapshot.capture(run, following, compares=STAGES[index] not in (_call_step_hooks, _log_step))
         else:
             snapshot.next_stage = following  # the snapshot is still valid
     return run.state.evaluations_done > evaluations

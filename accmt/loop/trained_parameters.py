@@ -240,7 +240,7 @@ class TrainedParameters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore state from `state_dict`; it takes effect in `begin`."""
-        self._saved, self._saved_modes = dict(state["changed"]), dict(state["modes"])
+        self._saved, self._saved_modes = dict(state["changed"]), dict(state.get("modes", {}))
 
     def _look(self) -> list[bool]:
         return list(map(_REQUIRES_GRAD, self._parameters))

@@ -49,7 +49,8 @@ class Checkpoints:
         )  # a program may change its working directory during training
         self._launch = describe_launch()
         self._settings = settings
-        self._collector = StateCollector(model, [optimizer])
+        has_replicas = not settings.failures.compare_replicas
+        self._collector = StateCollector(model, [optimizer], has_replicas=has_replicas)
         self._is_failing = False
         self.is_prepared = False
         self._saved: tuple[dict[str, Any], int] | None = None

@@ -9,17 +9,22 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import nn
+
+from accmt.sharded_tensors import bytes_of
 
 _OF_RUN = {
     "trainer", "state", "model", "teacher", "accelerator", "optimizer", "scheduler", "tracker", "device", "module",
 }  # fmt: skip
 
 
+_OF_LAYERS = frozenset(vars(nn.Module()))
+
+
 def digest(value: Any) -> str:
     """Return a digest of a value's bits, or the name of its type if it has none."""
     if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
+        return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(bytes_of(value))}"
     if isinstance(value, Mapping):
         return digest([(str(key), digest(item)) for key, item in value.items()])
     if isinstance(value, list | tuple):
@@ -31,9 +36,17 @@ def digest(value: Any) -> str:
 
 
 def digest_attributes(owner: Any) -> dict[str, str]:
-    """Return digests of an object's own attributes, without those that a run sets."""
-    mine = getattr(owner, "__dict__", {})
-    return {name: digest(value) for name, value in mine.items() if name not in _OF_RUN and not inspect.isroutine(value)}
+    """Return digests of an object's own attributes, and of those of its model's layers, by their path.
+
+    Attributes that a run sets are left out, and so are parameters, buffers and modes of layers.
+    """
+    attributes = dict(getattr(owner, "__dict__", {}))
+    model = attributes.get("model")
+    attributes = {name: value for name, value in attributes.items() if name not in _OF_RUN}
+    for path, layer in model.named_modules() if isinstance(model, nn.Module) else ():
+        names = vars(layer).keys() - _OF_LAYERS
+        attributes |= {f"model.{path}.{name}".replace("..", "."): vars(layer)[name] for name in names}
+    return {name: digest(value) for name, value in attributes.items() if not inspect.isroutine(value)}
 
 
 def changed_attributes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

@@ -55,7 +55,7 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     hps = settings.hps.to_dict()["hps"]
     with rejecting_other_forms(folder):
         # The data position includes the state that a stream returned.
-        others = with_features(read_others(folder, whole=["data"]))
+        others = read_others(folder, whole=["data"])
         _require_form(others)
         changes = compare(hide(others["hps"]), hide(hps), resets_optimizer=resets_optimizer)
     require_allowed(changes, f"continuing from {folder}")
@@ -65,23 +65,10 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     return resumed
 
 
-def with_features(others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of a checkpoint with features by name, also if it was written before they had names."""
-    if "features" in others:
-        return dict(others)
-    learned, lessons = others["recovery"], {}
-    if learned["careful_until"] or learned["skipped_windows"]:
-        windows, until = learned["skipped_windows"], learned["careful_until"]
-        lessons["loss_guard"] = {"skipped_windows": windows, "check_until": until}
-    if learned["max_micro_batch_size"] is not None:
-        lessons["out_of_memory"] = {"max_micro_batch_size": learned["max_micro_batch_size"]}
-    return {**others, "features": {"loss_guard": others["guard"]}, "lessons": lessons}
-
-
 def _require_form(others: Mapping[str, Any]) -> None:
     """Check the types of what a run is built from, before using it."""
     kinds = {"seed": int, "run_name": str, "run_id": str}
-    kinds |= dict.fromkeys(("hps", "data", "features", "lessons", "parts", "callbacks"), dict)
+    kinds |= dict.fromkeys(("hps", "data", "lessons", "parts"), dict)
     for name, kind in kinds.items():
         if not isinstance(others[name], kind):
             raise TypeError(f"{name} is a {type(others[name]).__name__}, not a {kind.__name__}")

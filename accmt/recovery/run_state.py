@@ -5,106 +5,126 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.distributed.checkpoint.stateful import Stateful
 
-from accmt.callbacks import Callback, MainProcessCallback, name_by_class
+from accmt.callbacks import Callback, name_by_class
 from accmt.callbacks.callback import find_hooks
 from accmt.checkpoint.contents import load_state, rejecting_other_forms
+from accmt.checkpoint.state_dicts import copy_state
 from accmt.data import UnshardedSource
 from accmt.data.planned import PlannedSource
 from accmt.errors import CheckpointError, explain
+from accmt.glances import digest_state
 from accmt.huggingface import AdaLoraRanks
-from accmt.libraries.private_names import (
-    buffers_of,
-    count_writes,
-    has_running_statistics,
-    is_saved,
-    note_optimizer_step,
-)
+from accmt.libraries.private_names import buffers_of, count_writes, has_running_statistics, note_optimizer_step
 from accmt.messages import say, warn, warn_once
 from accmt.module import defines
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
-from accmt.processes import gather_objects, num_processes, process_index
-from accmt.recovery.resume import Resumed, with_features
+from accmt.processes import gather_objects, num_processes
+from accmt.recovery.resume import Resumed
 from accmt.run import Run
 from accmt.secrets import hide
 from accmt.sharded_tensors import write_into
-from accmt.state import Stateful
 
 
-def stateful_parts(run: Run) -> dict[str, Stateful]:
-    """Return the parts of a run besides model, optimizer and scheduler, by their names in a checkpoint."""
-    module: Any = run.module
-    is_mixed = isinstance(module, nn.Module) and type(module).state_dict is nn.Module.state_dict
-    parts: dict[str, Stateful] = {
+class Part(NamedTuple):
+    """A part of a run's state.
+
+    Attributes:
+        name: Its name in a checkpoint.
+        owner: What has the state.
+        scope: "shared": the main process's state is saved and restored on every process; "process": each process's.
+    """
+
+    name: str
+    owner: Stateful
+    scope: Literal["shared", "process"] = "shared"
+
+
+def list_parts(run: Run) -> list[Part]:
+    """Return the parts of a run besides model, optimizer, scheduler and place in the data, in the order of restoring.
+
+    Whatever of the user's has `state_dict` and `load_state_dict` is one: the module, callbacks, the training dataset,
+    its sampler. Attributes of module and callbacks that training changes are another one.
+    """
+    owners = {
         "state": run.state,
         "weighting": run.weighting,
         "running_averages": run.running_averages,
         "selection": run.saver.selection,
         "tracking": run.tracking,
-        "module": _PartsBeside(module) if is_mixed else module,
-        "trained": run.trained,
-        "attributes": run.attributes,
         "clock": run.clock,
+        "trained": run.trained,
+        "patience": run.saver.patience,
+        "scaler": run.accelerator.scaler,
+        "adalora": AdaLoraRanks.of(run.unwrapped_model),
+        "features": run.features,
+        "trainer": _TrainerState(run.module.trainer),
     }
-    if run.saver.patience is not None:
-        parts["patience"] = run.saver.patience
-    if run.accelerator.scaler is not None:
-        parts["scaler"] = run.accelerator.scaler
-    ranks = AdaLoraRanks.of(run.unwrapped_model)
-    if ranks is not None:
-        parts["adalora"] = ranks
+    parts = [Part(name, owner) for name, owner in owners.items() if owner is not None]
+    parts += [Part(name, owner) for name, owner in _user_owners(run).items()]
+    parts.append(Part("attributes", run.attributes))
+    if run.attributes.of_process is not None:
+        parts.append(Part("process_attributes", run.attributes.of_process, "process"))
     return parts
 
 
-class _PartsBeside:
-    """The state of a module that is also an `nn.Module`: buffers and frozen parts besides the model and the teacher.
+def _user_owners(run: Run) -> dict[str, Stateful]:
+    """Return the user's objects that define `state_dict` and `load_state_dict`, by their names in a checkpoint."""
+    owners: dict[str, Any] = {f"callbacks.{name}": callback for name, callback in _stateful_callbacks(run).items()}
+    # The `state_dict` of `nn.Module` would contain the model again; the other parts of such a module are attributes.
+    kind: Any = type(run.module)
+    if defines(run.module, "state_dict") and kind.state_dict is not nn.Module.state_dict:
+        owners["module"] = run.module
+    owners |= {name: value for name, value in run.loaders.inputs_with_state().items() if isinstance(value, Stateful)}
+    return owners
 
-    Its own `state_dict` would contain the model again, under names that depend on the wrapper.
-    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+def _stateful_callbacks(run: Run) -> dict[str, Callback]:
+    """Name each stateful callback by its class and a number, so that the next start finds its state."""
+    default = (Callback.state_dict, Callback.load_state_dict)
+    return name_by_class(
+        callback for callback in run.callbacks if (type(callback).state_dict, type(callback).load_state_dict) != default
+    )
+
+
+class _TrainerState:
+    """The state of a Trainer, to which a subclass may add."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        state = nn.Module.state_dict(self._module)
-        return {name: value for name, value in state.items() if name.split(".")[0] not in ("model", "teacher")}
+        return dict(self._trainer.get_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        nn.Module.load_state_dict(self._module, state, strict=False)
+        self._trainer.update_state(state)
 
 
 def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state of everything besides model and optimizer, after an optimizer step.
 
-    Processes: collective; a checkpoint stores what the main process returns.
+    Processes: collective; a checkpoint stores what the main process returns, and what each returns in "process".
 
     Args:
         at: The state of the step snapshot, if the run has continued since; None to collect the current state.
     """
     run.engine.share_buffers()  # any process may change them, and training continues with the main process's
     local = LocalState(run).collect() if at is None else dict(at)
-    place, parts = local.pop("place"), dict(local["parts"])
-    for name in ("running_averages", "attributes"):
-        parts[name] = parts[name].state_dict()
-    parts["trained"] = {**parts["trained"], "modes": run.trained.modes()}
-    _warn_of_optimizers(run)
-    _warn_of_data(run, parts["attributes"])
-    if run.accelerator.scaler is not None:
-        parts["scaler"] = run.accelerator.scaler.state_dict()
-    # The user's callbacks that run on every process, where they may have another state each.
-    own = {
-        name
-        for name, callback in _named(run.callbacks).items()
-        if not (isinstance(callback, MainProcessCallback) or type(callback).__module__.startswith("accmt."))
-    }
-    callbacks = local["callbacks"] or {}
+    place, states = local.pop("place"), dict(local["parts"])
+    copies = local.pop("attributes")
+    states["running_averages"] = states["running_averages"].state_dict()
+    parts = list_parts(run)
+    with run.attributes.at(copies):
+        states |= {part.name: part.owner.state_dict() for part in parts if part.name not in states}
+    _warn_of_differences(run, states)
+    process = {part.name: states.pop(part.name) for part in parts if part.scope == "process"}
     return {
         "seed": run.seed,
         "run_name": run.tracking.run_name,
@@ -115,52 +135,37 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "plan": run.length.plan(),
         **local,
         "data": run.train_loader.source.position(*place) if local["data"] is None else local["data"],
-        "parts": parts,
-        "features": run.features.state_dict(),
+        "parts": states,
         "lessons": run.recovery.lessons,
         "next_stage": run.snapshot.next_stage,
         "made_step": run.snapshot.made_step,
-        "own": {
-            "module": parts["module"],
-            "attributes": parts["attributes"],
-            "trainer": local["trainer"],
-            "callbacks": {name: state for name, state in callbacks.items() if name in own},
-        },
+        **({"process": process} if process else {}),
     }
 
 
-def _warn_of_optimizers(run: Run) -> None:
-    """Warn about optimizers and schedulers in attributes that have stepped and whose state no checkpoint contains."""
-    module, optimizer, scheduler = run.module, run.stepper.optimizer, run.scheduler
-    if defines(module, "state_dict"):  # which may return their state
+def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
+    """Warn about state of the user's objects that differs between processes: only the main process's is restored.
+
+    Processes: collective, with one small message.
+    """
+    if num_processes() == 1:
         return
-    own = [optimizer, *getattr(optimizer, "optimizers", ()), *([] if scheduler is None else [scheduler])]
-    parts = [part for used in own for part in vars(used).values()]  # one may hold others
-    known = {id(one) for part in [own, parts, *parts] if isinstance(part, list | tuple) for one in part}
-    for name, value in vars(module).items():
-        held = [value, *(value.values() if type(value) is dict else value if type(value) in (list, tuple) else ())]
-        unknown = [one for one in held if id(one) not in known]
-        kind = "scheduler" if any(isinstance(one, LRScheduler) and one.last_epoch > 0 for one in unknown) else ""
-        if not module.uses_manual_optimization and any(isinstance(one, Optimizer) and one.state for one in unknown):
-            kind = "optimizer"  # of which manual optimization warns itself
-        if kind:
-            what = f"self.{name} has a{'n' * (kind == 'optimizer')} {kind} that get_{kind} did not return"
-            what += ", so its state is not in checkpoints"
-            do = "return its state_dict from the module's `state_dict`, and restore it in load_state_dict"
-            warn_once(f"{what}: {do}", about=f"optimizer {name}")
+    digests = run.attributes.digests_of_changed()
+    digests |= {name: digest_state(states[name]) for name in _user_owners(run)}
+    every = gather_objects(digests)
+    for name in sorted({name for digests in every for name in digests}):
+        if len({digests.get(name) for digests in every}) == 1:
+            continue
+        what = f"{name} differs between processes, and checkpoints contain the main process's"
+        attribute = name.rpartition(".")[2]
+        do = f"write process_state = ({attribute!r},) in its class to save and restore each process's"
+        if name in states:  # by a `state_dict`
+            do = "keep what differs in an attribute, and name it in process_state = (...) of the class"
+        warn_once(f"{what}; if the next step needs it, {do}", about=f"difference {name}")
 
 
-def _warn_of_data(run: Run, attributes: Mapping[str, Any]) -> None:
-    """Warn about a dataset that processes share and that each of them changes in another way."""
-    if num_processes() == 1 or run.train_loader.source.shard.count == 1:
-        return
-    own = run.attributes.digests_of_data(attributes)
-    every = gather_objects(own)
-    for name in sorted({name for one in every for name in one}):
-        if any(one.get(name) != own.get(name) for one in every):
-            what = f"{name} differs between processes, which share the samples but each change their own copy of it"
-            do = "gather what each process writes (self.accelerator.gather), and write it on all of them"
-            warn_once(f"{what}, so results depend on the number of processes: {do}", about=f"data {name}")
+_CHANGED_BY_STAGES = ("selection", "tracking", "trained", "patience")
+"""Parts that change in the stages after a step and at the start of an epoch, but not in a step."""
 
 
 class LocalState:
@@ -171,18 +176,32 @@ class LocalState:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._parts = stateful_parts(run)
-        self._parts.pop("scaler", None)  # changes only with the optimizer, and reading it would wait for the device
-        del self._parts["running_averages"], self._parts["attributes"]
-        self._callbacks = _named(run.callbacks)
+        owners = {part.name: part.owner for part in list_parts(run)}
+        self._user_parts = {name: owners.pop(name) for name in (*_user_owners(run), "trainer")}
+        # The scaler changes only with the optimizer, and reading it would wait for the device.
+        for name in ("scaler", "features", "running_averages", "attributes", "process_attributes"):
+            owners.pop(name, None)
+        self._stage_parts = {name: owners.pop(name) for name in _CHANGED_BY_STAGES if name in owners}
+        self._of_stages: dict[str, Any] = {}
+        self._parts = owners
 
-    def collect(self) -> dict[str, Any]:
-        """Return a copy of that state; running averages are copied as an object, without reading their values."""
+    def collect(self, *, after_step: bool = False, compares: bool = False, copies: bool = False) -> dict[str, Any]:
+        """Return a copy of that state; running averages are copied as an object, without reading their values.
+
+        Args:
+            after_step: Whether nothing but a step was made since the last call.
+            compares: Whether attributes may have changed that did not change before.
+            copies: Whether to copy the attributes that are known to change.
+        """
         run, state = self._run, self._run.state
-        parts: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
-        parts["module"] = parts["module"] and copy_structure(parts["module"])
+        if not (after_step and self._of_stages):
+            self._of_stages = {name: part.state_dict() for name, part in self._stage_parts.items()}
+        parts = dict(self._of_stages)
+        for name, part in self._parts.items():
+            parts[name] = part.state_dict()
+        for name, part in self._user_parts.items():
+            parts[name] = copy_structure(part.state_dict())
         parts["running_averages"] = run.running_averages.copy()
-        parts["attributes"] = run.attributes.capture()
         source, position = run.train_loader.source, None
         # Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
         # between two epochs, where the position still refers to the previous epoch. These positions are computed when a
@@ -198,8 +217,7 @@ class LocalState:
             "data": position,
             "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
             "parts": parts,
-            "callbacks": self._callbacks and {n: copy_structure(c.state_dict()) for n, c in self._callbacks.items()},
-            "trainer": copy_structure(run.module.trainer.get_state()),
+            "attributes": run.attributes.capture(compares=compares) if copies else None,
         }
 
 
@@ -230,37 +248,35 @@ def restore(run: Run, resumed: Resumed) -> None:
     with rejecting_other_forms(resumed.folder):
         others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
         built += group_arguments(run.stepper.optimizer)[len(built) :]
-        others = _with_own(with_features(others))
         if not resets_optimizer:
             _restore_scheduler(run, others, built, resumed.changes)
-        callbacks, of_trainer = others["callbacks"], others["trainer"]
-    for name, part in stateful_parts(run).items():
-        if name in others["parts"]:
+        states = {**others["parts"], **others.get("process", {})}
+        run.state.metrics, run.state.best_metrics = others["metrics"], others["best_metrics"]
+    user_owners = _user_owners(run)
+    for part in list_parts(run):
+        if part.name in states:
             # Errors of the user's own `load_state_dict` are raised unchanged.
-            with nullcontext() if part is run.module else rejecting_other_forms(resumed.folder):
-                part.load_state_dict(others["parts"][name])
+            with nullcontext() if part.name in user_owners else rejecting_other_forms(resumed.folder):
+                part.owner.load_state_dict(states[part.name])
+        elif part.name.startswith("callbacks."):
+            name = part.name.removeprefix("callbacks.")
+            say(f"the callback {name} is new in this run: it starts without a state")
+    for name in states.keys() - {part.name for part in list_parts(run)}:
+        if name.startswith("callbacks.") and states[name]:
+            name = name.removeprefix("callbacks.")
+            warn(f"the checkpoint contains the state of a callback {name}, which this run does not have: ignored")
     with rejecting_other_forms(resumed.folder):
         run.saver.forget_missing(run.settings.model_folder, others["run_id"])
         if run.checkpoints.owns(resumed.folder):
             run.saver.run_id = others["run_id"]
-        run.features.load_state_dict(others["features"])
-        run.state.metrics, run.state.best_metrics = others["metrics"], others["best_metrics"]
         run.state.now.is_last_training_batch = others["is_last_batch"]
         run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]
         run.checkpoints.continue_from(resumed.folder)
-    ours = _named(run.callbacks)
-    for name, state in callbacks.items():
-        if name in ours:
-            ours[name].load_state_dict(state)
-        elif state:
-            warn(f"the checkpoint contains the state of a callback {name}, which this run does not have: ignored")
-    for name in ours.keys() - callbacks.keys():
-        say(f"the callback {name} is new in this run: it starts without a state")
-    run.module.trainer.update_state(of_trainer)
-    size, own = run.settings.hps.train_batch_size, run.loaders.user_batch_size
+    size, user_size = run.settings.hps.train_batch_size, run.loaders.user_batch_size
     is_changed = any(change.key == "batch_size" for change in resumed.changes)
-    if is_changed and run.loaders.takes_user_batches and own != size:
-        warn(f"the new batch_size={size} of the hyper-parameters has no effect: the DataLoader has batch_size={own}")
+    if is_changed and run.loaders.takes_user_batches and user_size != size:
+        what = f"the new batch_size={size} of the hyper-parameters has no effect"
+        warn(f"{what}: the DataLoader has batch_size={user_size}")
 
 
 @contextmanager
@@ -269,30 +285,12 @@ def keeping_state(run: Run) -> Iterator[None]:
 
     They ran when the epoch began: a counter that they set to 0 would count only the rest of the epoch.
     """
-    users = (one for one in _named(run.callbacks).values() if not type(one).__module__.startswith("accmt."))
-    owners: list[Stateful] = [stateful_parts(run)["module"], *users]
-    states = [deepcopy(one.state_dict()) for one in owners]
+    owners = _user_owners(run)
+    states = {name: copy_state(owner.state_dict()) for name, owner in owners.items()}
     with run.attributes.keeping():
         yield
-    for one, state in zip(owners, states, strict=True):
-        one.load_state_dict(state)
-
-
-def _with_own(others: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of a checkpoint, with this process's own states if the number of processes is unchanged."""
-    if "own" not in others:
-        return others
-    before = others["own"]["num_processes"]
-    if before != num_processes():
-        what = f"module, callbacks or Trainer had a separate state on each of {before} processes"
-        warn(f"{what}, and there are {num_processes()} now: each starts with the state of process 0")
-        return others
-    own = others["own"]["states"].get(str(process_index()))
-    if own is None:  # the main process
-        return others
-    parts = {**others["parts"], "module": own["module"], "attributes": own["attributes"]}
-    callbacks = {**others["callbacks"], **own["callbacks"]}
-    return {**others, "parts": parts, "callbacks": callbacks, "trainer": own["trainer"]}
+    for name, owner in owners.items():
+        owner.load_state_dict(states[name])
 
 
 def _restore_scheduler(
@@ -319,12 +317,6 @@ def _restore_scheduler(
 
 def _name_of(scheduler: Any) -> str | None:
     return None if scheduler is None else type(scheduler).__qualname__
-
-
-def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Name each stateful callback by its class and a number, so that the next start finds its state."""
-    own = (Callback.state_dict, Callback.load_state_dict)
-    return name_by_class(one for one in callbacks if (type(one).state_dict, type(one).load_state_dict) != own)
 
 
 # ---- The step snapshot: the run after its last optimizer step, for a checkpoint if something fails before the next.
@@ -355,24 +347,34 @@ class StepSnapshot:
         self.state: dict[str, Any] | None = None
         self.may_change_in_step_hooks = False
         self._is_kept = is_kept
+        self._num_captures = 0
         self._local_state: LocalState | None = None
         self._buffers = _Buffers(model)
+        self._weights = _Weights()
 
-    def capture(self, run: Run, next_stage: int) -> None:
+    def capture(self, run: Run, next_stage: int, *, after_step: bool = False, compares: bool = False) -> None:
         """Copy the current state of the run.
 
         Args:
+            run: The run.
             next_stage: The next stage.
+            after_step: Whether nothing but a step was made since the last capture.
+            compares: Whether attributes of the user's objects may have changed that did not change before.
         """
         self.next_stage, self._is_valid = next_stage, True
         if not (self._is_kept or run.features.needs_snapshot):
             return
         if self._local_state is None:
             self._local_state = LocalState(run)
+            self._weights = _Weights(run.engine.quiet_weights())
             # accmt's own hooks, such as the progress bar's, change nothing in a checkpoint.
             users = (*run.callbacks, run.module)
             self.may_change_in_step_hooks = any("on_update_end" in find_hooks(user) for user in users)
-        self.state = self._local_state.collect()
+        self.state = self._local_state.collect(after_step=after_step, compares=compares, copies=True)
+        self._weights.capture()
+        if compares or self._num_captures < _NUM_FIRST:  # layers may register buffers in their first calls
+            self._buffers.find()
+        self._num_captures += 1
         if self._buffers.places:
             self._buffers.copy()
 
@@ -381,25 +383,27 @@ class StepSnapshot:
 
         In the middle of an optimizer step they match neither the snapshot nor the next state.
         """
+        if self._is_valid:
+            self._weights.note_changes()
         self._is_valid = False
 
-    @property
-    def can_be_saved(self) -> bool:
-        """Whether there is a state to save."""
-        return self.state is not None and self._is_valid and not self.find_changed()
-
-    def find_changed(self) -> list[str]:
-        """Return the attributes of module and callbacks that have changed since the last step."""
-        changed: list[str] = self.state["parts"]["attributes"].find_changed() if self.state is not None else []
-        return changed
+    def find_obstacle(self, run: Run) -> str | None:
+        """Return what prevents saving the state after the last step; None if nothing does."""
+        if self.state is None or not self._is_valid:
+            return "the run is in the middle of a step, or its loss is wrong"
+        if run.state.now.stage == "train" and not self._weights.can_be_restored():
+            return "the failed step has changed the model's weights in place"
+        changed = run.attributes.find_changed(self.state["attributes"])
+        return f"{', '.join(changed)} may have changed in the failed step" if changed else None
 
     @contextmanager
     def restored(self, run: Run) -> Iterator[None]:
-        """Restore the snapshot's buffers and learning rates while they are saved."""
+        """Restore the snapshot's weights, buffers and learning rates while they are saved."""
         groups = run.stepper.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, (self.state or {})["lr"], strict=False):  # a group may be new since
             group["lr"] = deepcopy(rate)  # a tensor shared by two owners could not be written
+        self._weights.restore()
         self._buffers.restore()
         try:
             yield
@@ -408,15 +412,63 @@ class StepSnapshot:
                 group["lr"] = rate
 
 
+_VERSION = attrgetter("_version")  # increases with each write in place
+_LARGEST_COPIES = 1 << 20
+"""Bytes of all weights that are copied after each step, if steps change them in place."""
+_NUM_FIRST = 3
+
+
+class _Weights:
+    """The weights after an optimizer step, in case a step of the user's changes them in place and then fails.
+
+    They are copied only if steps have done so before, and if they are small.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter] = ()) -> None:
+        self._weights = weights
+        self._writes: list[int] = []
+        self._are_copied = False
+        self._copies: list[torch.Tensor] = []
+
+    def capture(self) -> None:
+        self._writes = list(map(_VERSION, self._weights))
+        if self._are_copied:
+            self._copies = [weight.detach().clone() for weight in self._weights]
+
+    def note_changes(self) -> None:
+        """Note, before the optimizer writes, whether the step has."""
+        if not self._are_copied and self._have_changed():
+            self._are_copied = sum(weight.nbytes for weight in self._weights) <= _LARGEST_COPIES
+
+    def can_be_restored(self) -> bool:
+        return bool(self._copies) or not self._have_changed()
+
+    def restore(self) -> None:
+        if self._have_changed():
+            for weight, copied in zip(self._weights, self._copies, strict=False):
+                write_into(weight, copied)
+
+    def _have_changed(self) -> bool:
+        return bool(self._writes) and self._writes != list(map(_VERSION, self._weights))
+
+
 class _Buffers:
-    """Copies of the persistent buffers, refreshed only where training has changed them."""
+    """Copies of the buffers, refreshed only where training has changed them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places = [
-            (module, name) for module in model.modules() for name in buffers_of(module) if is_saved(module, name)
-        ]
-        self._copies: list[torch.Tensor | None] = [None] * len(self.places)
-        self._versions: list[tuple[int, int] | None] = [None] * len(self.places)
+        self._model = model
+        self.places: list[tuple[nn.Module, str]] = []
+        self._copies: list[torch.Tensor | None] = []
+        self._versions: list[tuple[int, int] | None] = []
+
+    def find(self) -> None:
+        """Find the buffers again: layers may register some."""
+        places = [(module, name) for module in self._model.modules() for name in buffers_of(module)]
+        if places == self.places:
+            return
+        self.places = places
+        self._copies = [None] * len(places)
+        self._versions = [None] * len(places)
 
     def copy(self) -> None:
         for index, (module, name) in enumerate(self.places):

@@ -128,10 +128,9 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
         is_handled = bool(handlers & _kinds_of(run.watch, error))
     if run.interruption.left_at_once or not is_handled:
         return
-    if not run.snapshot.can_be_saved:
-        warn(
-            "no emergency checkpoint: the run is in the middle of a step, or its loss is wrong; the newest one is kept"
-        )
+    obstacle = run.snapshot.find_obstacle(run)
+    if obstacle is not None:
+        warn(f"no emergency checkpoint: {obstacle}; the newest one is kept")
         return
     if is_out_of_memory(error):
         free_memory(run.stepper.optimizer)

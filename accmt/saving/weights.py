@@ -21,7 +21,7 @@ from accmt.errors import SavingError, WeightsError, explain
 from accmt.files import follow_umask, fsync_file, fsync_folder, staging_folder
 from accmt.libraries.private_names import is_made_of_tensors
 from accmt.processes import broadcast_object, is_main_process, run_on_main_process
-from accmt.sharded_tensors import is_dtensor, make_whole
+from accmt.sharded_tensors import bytes_of, is_dtensor, make_whole
 
 # ---- The names of weight files in a model folder, and which of them a loader would read.
 
@@ -347,10 +347,10 @@ class StreamedFile:
             for name in self._outlines:
                 tensor = fetch(name)
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                data = bytes_of(tensor)
                 for start in range(0, len(data), _CHUNK):
-                    digest.update(data[start : start + _CHUNK].data)
-                    file.write(data[start : start + _CHUNK].data)
+                    digest.update(data[start : start + _CHUNK])
+                    file.write(data[start : start + _CHUNK])
 
     def seal(self, metadata: Mapping[str, str]) -> None:
         """Write the header, which comes before the tensors."""
@@ -568,7 +568,7 @@ def _fingerprint(tensors: Mapping[str, Tensor], split: StateDictSplit, tied: Map
         for name in names:
             tensor = tensors[name]
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accmt.attributes import Attributes, find_datasets, find_samplers, name_owners
-from accmt.callbacks import Callback, Hooks, build_callbacks
+from accmt.attributes import Attributes
+from accmt.callbacks import (
+    Callback,
+    Hooks,
+    MainProcessCallback,
+    StatelessCallback,
+    build_callbacks,
+    name_by_class,
+)
 from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary
 from accmt.callbacks.monitor import build_monitor
 from accmt.callbacks.progress import ProgressBar, is_notebook
@@ -45,8 +52,8 @@ from accmt.registry import addon
 from accmt.run import Actions, Run
 from accmt.saving import Selection
 from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_reloading
-from accmt.setup.inputs import check_inputs, find_monitored
-from accmt.setup.model import attach_run, configure_model, measure_run, prepare
+from accmt.setup.inputs import Inputs, check_inputs, find_monitored
+from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
 from accmt.setup.same_on_processes import find_disks, require_same_settings
 from accmt.state import Counters, TrainingState
@@ -135,8 +142,6 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
     optimizer, own_model = prepared.stepper.optimizer, prepared.unwrapped_model
     compares = num_processes() > 1 and settings.failures.compare_replicas
-    data = None if settings.data.reload_epochs else inputs.train_data  # otherwise, they are built again
-    given = settings.data.sampler_of("train"), settings.data.data_options.batch_sampler
     run = Run(
         **vars(prepared),
         **watch,
@@ -168,11 +173,10 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         snapshot=StepSnapshot(own_model, is_kept=saves),
         recovery=recovery,
         attributes=Attributes(
-            name_owners(module, callbacks),
+            _name_owners(module, callbacks),
             own_model,
             accelerator.device,
-            find_datasets(data),
-            find_samplers(data, *given),
+            _objects_of(prepared, inputs),
         ),
         trained=TrainedParameters(module, engine, optimizer, watch["watch"]),
         replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
@@ -181,6 +185,23 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         restore(run, resumed)
         recovery.clear_up(resumed.folder)
     return run
+
+
+def _name_owners(module: AcceleratorModule, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """Return the objects whose attributes are state: the module, and callbacks without a `state_dict`."""
+    kinds = (MainProcessCallback, StatelessCallback)
+    without = (callback for callback in callbacks if type(callback).state_dict is Callback.state_dict)
+    return {"self": module} | name_by_class(callback for callback in without if not isinstance(callback, kinds))
+
+
+def _objects_of(prepared: Prepared, inputs: Inputs) -> Iterator[Any]:
+    """Yield the run's own objects, whose state checkpoints contain elsewhere: a module may have them in attributes."""
+    yield from (inputs.train_data, *inputs.val_data.values())
+    stepping = (prepared.stepper.optimizer, prepared.scheduler)
+    yield from stepping
+    # A wrapper of an optimizer, or several chained ones, hold others: their state is in the wrapper's.
+    for held in (value for part in stepping if part is not None for value in vars(part).values()):
+        yield from held if isinstance(held, list | tuple) else (held,)
 
 
 def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:

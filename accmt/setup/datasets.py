@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt.data import (
     ByCount,
@@ -566,6 +566,12 @@ class Loaders:
     def user_batch_size(self) -> int | None:
         """The batch size of that DataLoader; None if its sampler decides."""
         return self.train_data.batch_size if self.takes_user_batches else None
+
+    def inputs_with_state(self) -> dict[str, Any]:
+        """Return the data that may have a state besides the place in them, by their name in a checkpoint."""
+        data = self.train_data.dataset if self.takes_user_batches else self.train_data
+        is_rebuilt = self._trainer.settings.data.reload_epochs > 0
+        return {} if is_rebuilt or isinstance(data, IterableDataset) else {"train_data": data}
 
     def samples_per_step(self, epoch: int = 0) -> int | None:
         """Return the samples of a full optimizer step; None if a window maker or a batch sampler decides."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accmt.callbacks import Callback, build_callbacks
+from accmt.callbacks import StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import StateCollector
 from accmt.checkpoint.manifest import step_name
 from accmt.errors import CheckpointError, explain
@@ -16,7 +16,7 @@ from accmt.messages import say, speaking
 from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
 from accmt.recovery.digests import changed_attributes, digest, digest_attributes
-from accmt.recovery.run_state import collect_others, stateful_parts
+from accmt.recovery.run_state import collect_others, list_parts
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
@@ -38,7 +38,7 @@ class _Trace:
         return next(names, None)
 
 
-class _Witness(Callback):
+class _Witness(StatelessCallback):
     """Records digests of every batch and loss of a run, and of its final state."""
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class _Witness(Callback):
         collected = StateCollector(run.model, [run.stepper.optimizer]).collect(collect_others(run))
         for name, tensor in collected.pieces.tensors.items():
             self.trace.entries[f"the final {name}"] = digest(tensor)
-        for name, part in stateful_parts(run).items():
-            if name not in ("tracking", "clock", "attributes"):
-                self.trace.entries[f"the final state of {name}"] = digest(part.state_dict())
+        for part in list_parts(run):
+            if part.name not in ("tracking", "clock", "attributes", "process_attributes", "features", "trainer"):
+                self.trace.entries[f"the final state of {part.name}"] = digest(part.owner.state_dict())
         for name, value in run.attributes.collect_all().items():
             self.trace.entries[f"the final {name}"] = digest(value)
         self.trace.module = self.module

@@ -43,6 +43,55 @@ class Fault:
 
 
 FAULTS = [
+    # What a checkpoint contains of the user's objects.
+    Fault(
+        "state: a changed attribute is not stored",
+        "if name not in before or before[name].digest != look.digest",
+        "if name not in before",
+        "resume/test_attributes.py -k goes_on",
+    ),
+    Fault(
+        "state: an emergency checkpoint has half a step",
+        "names = [name for name in self.changed if name in self._latest and self._latest[name].is_storable]",
+        "names = []",
+        "resume/test_attributes.py -k emergency",
+    ),
+    Fault(
+        "state: weights changed within a step are saved",
+        "return bool(self._writes) and self._writes != list(map(_VERSION, self._weights))",
+        "return False",
+        "resume/test_attributes.py -k emergency",
+    ),
+    Fault(
+        "state: buffers that are not persistent are left out",
+        'restore_other_buffers(model, loaded["buffers"])',
+        "pass",
+        "resume/test_attributes.py -k buffers",
+    ),
+    Fault(
+        "state: a sampler draws a resumed epoch from its later state",
+        'self._stateful.load_state_dict(deepcopy(self._saved["drawn"]))',
+        "pass",
+        "resume/test_attributes.py -k sampler",
+    ),
+    Fault(
+        "state: what cannot be stored is lost in silence",
+        "self._name_unstorable(name, values[name])",
+        "pass",
+        "resume/test_attributes.py -k named",
+    ),
+    Fault(
+        "state: each process gets the main process's",
+        'if part.scope == "process"}',
+        'if part.scope == "none"}',
+        "distributed/test_hidden_state.py",
+    ),
+    Fault(
+        "state: the evaluation before training changes attributes",
+        "with without_trace(run.unwrapped_model), run.attributes.keeping(unchanged=True):",
+        "with without_trace(run.unwrapped_model):",
+        "resume/test_attributes.py -k evaluation",
+    ),
     # Which samples, in which order.
     Fault("order: a rest is not shared", "min(own, extra)", "0", "unit/test_data_sharding.py"),
     Fault("order: one seed for all purposes", "zlib.crc32(purpose.encode())", "0", "unit/test_data_seeding.py"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from accmt import CheckpointError
 from tests.distributed.scripts.hidden_state import ByLBFGS, Carried, Counting, train
 from tests.launching import SCRIPTS, launch
 
@@ -33,13 +34,21 @@ def test_what_each_process_carries_over_its_batches_is_there_after_a_resume(outc
     assert outcomes["carried"]["resumed"] == outcomes["carried"]["whole"]
 
 
-def test_on_another_number_of_processes_each_begins_with_what_the_main_one_had(
-    outcomes: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    counting = Counting()
-    train(Carried(), folder / "part", 3, resume=True, callbacks=counting)
-    assert counting.count == outcomes["carried"]["whole"][0][2] + 3
-    assert "on each of 2 processes, and there are 1 now: each starts with the state of process 0" in caplog.text
+def test_what_differs_and_is_not_declared_is_named(outcomes: dict[str, Any]) -> None:
+    assert len(outcomes["carried"]["said"]) == 1
+    assert "Counting.losses differs between processes" in outcomes["carried"]["said"][0]
+    assert "process_state = ('losses',)" in outcomes["carried"]["said"][0]
+
+
+def test_on_another_number_of_processes_such_a_run_cannot_go_on(outcomes: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="1 processes, and a checkpoint with a separate state for each of 2"):
+        train(Carried(), folder / "part", 3, resume=True, callbacks=Counting())
+
+
+def test_replicas_that_differ_on_purpose_are_saved_for_each_process(outcomes: dict[str, Any]) -> None:
+    first, second = outcomes["replicas"]["whole"]
+    assert first != second
+    assert outcomes["replicas"]["resumed"] == outcomes["replicas"]["whole"]
 
 
 @pytest.mark.parametrize("kind", ["same", "view", "expanded"])
@@ -58,8 +67,3 @@ def test_a_line_search_decides_alike_on_all_processes_and_as_one_process_does(
     assert first == second
     alone = train(ByLBFGS(), folder / "alone", 1, shuffle_train=False).model.weight
     torch.testing.assert_close(torch.tensor(first), alone.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_a_dataset_that_each_process_changes_in_another_way_is_named(outcomes: dict[str, Any]) -> None:
-    assert len(outcomes["dataset"]) == 1
-    assert outcomes["dataset"][0].startswith("train_data.losses differs between processes, which share the samples")

@@ -51,8 +51,6 @@ def sign(state: dict[str, Any], manifest: dict[str, Any]) -> None:
         "others.data",
         "others.parts",
         "others.parts.state.global_step",
-        "others.callbacks",
-        "others.features",
         "others.lessons",
         "manifest.sequence",
         "manifest.info",
@@ -88,18 +86,3 @@ def test_an_error_of_a_users_own_state_stays_what_it_is():
     with pytest.raises(KeyError, match="mine") as caught:
         train(resume=True, callbacks=Failing())
     assert not isinstance(caught.value, CheckpointError)
-
-
-@pytest.mark.parametrize("size", [None, 1])
-def test_what_was_learned_is_read_from_a_checkpoint_before_features_had_states_by_name(size: int | None) -> None:
-    train(max_steps=2)
-    state, manifest = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("state", "manifest"))
-    assert state["others"].pop("features").keys() == {"loss_guard", "goodput"}
-    assert state["others"].pop("lessons") == {}
-    state["others"]["guard"] = {"recent": None}
-    learned = {"max_micro_batch_size": size, "skipped_windows": [4], "careful_until": 5}
-    state["others"]["recovery"] = learned
-    sign(state, manifest)
-    trainer = train(resume=str(FOLDER), hps={"max_micro_batch_size": "auto"})
-    assert (trainer.state.global_step, trainer.state.skipped_steps) == (3, 1), "the window after 4 samples is skipped"
-    assert trainer.train_step_batch_size == (size or 2)

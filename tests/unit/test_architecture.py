@@ -26,7 +26,7 @@ LAYERS = [
     {"engine"},
     {"huggingface"},
     {"module"},
-    {"attribute_values"},
+    {"glances"},
     {"attributes"},
     RUN,
     {"trainer"},

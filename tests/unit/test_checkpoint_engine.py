@@ -391,7 +391,7 @@ class TestDamage:
 
     def test_a_file_without_some_tensors_is_named(self, folder):
         save_file({"model.layers.0.weight": torch.zeros(6, 4)}, next(folder.glob("*.safetensors")))
-        with pytest.raises(CheckpointCorruptError, match=r"missing tensors: model\.layers"):
+        with pytest.raises(CheckpointCorruptError, match=r"missing tensors: (buffers|model)\."):
             self.load(folder)
 
     def test_a_truncated_file_is_a_damaged_checkpoint(self, folder):

@@ -394,7 +394,7 @@ def test_a_run_may_leave_the_trial_out(tmp_path):
 def test_a_module_whose_state_cannot_be_stored_is_refused_before_the_first_step(tmp_path):
     class Odd(Linear):
         def state_dict(self):
-            return {"seen": {1, 2}}
+            return {"seen": object()}
 
         def training_step(self, batch):
             raise AssertionError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, deque, namedtuple
 from fractions import Fraction
 from pathlib import Path
 
@@ -102,13 +102,10 @@ def test_an_ordered_dict_comes_back_as_a_dict():
     ("value", "kind"),
     [
         (Path("x"), "pathlib"),
-        (b"x", "bytes"),
-        ({1}, "set"),
         (Fraction(1, 3), "fractions.Fraction"),
         (torch.zeros(1), "torch.Tensor"),
-        (defaultdict(int), "collections.defaultdict"),
         (len, "builtin_function_or_method"),
-        (1j, "complex"),
+        (type("Numbers", (list,), {})(), "Numbers"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -119,10 +116,33 @@ def test_another_type_is_refused_with_the_path_to_it(value, kind):
     assert "state_dict" in str(caught.value)
 
 
-@each("key", [1.5, True, None, (1, 2)])
-def test_a_key_of_another_type_is_refused(key):
+Pair = namedtuple("Pair", "first second")  # noqa: PYI024 - as users write it
+
+
+@each(
+    "value",
+    [
+        {1.5: 1, True: 2, None: 3, (1, 2): 4, b"a": 5},
+        {1, 2},
+        frozenset({"a"}),
+        deque([1, 2.5], maxlen=3),
+        1j,
+        b"x",
+        Pair(1, [2]),
+        ["a", "b"],
+        [True, None],
+    ],
+)
+def test_collections_and_other_literals_come_back(value):
+    decoded = decode(encode([value]))[0]
+    assert decoded == value
+    assert type(decoded) is type(value)
+    assert getattr(decoded, "maxlen", None) == getattr(value, "maxlen", None)
+
+
+def test_a_key_of_another_type_is_refused():
     with pytest.raises(CheckpointError, match=r"a key of state\.a: .*"):
-        encode({"a": {key: 1}})
+        encode({"a": {Path("x"): 1}})
 
 
 def test_text_that_is_cut_off_is_a_damaged_checkpoint():
@@ -137,6 +157,6 @@ def test_an_unknown_mark_is_refused_and_nothing_runs(text):
 
 
 @each("value", [np.float64(1.5), np.float32(0.1), np.int64(7), np.bool_(True)])
-def test_numbers_of_numpy_are_stored_as_those_of_python(value):
-    assert decode(encode([value])) == [value.item()]
-    assert type(decode(encode([value]))[0]) is type(value.item())
+def test_numbers_of_numpy_come_back(value):
+    assert decode(encode([value])) == [value]
+    assert type(decode(encode([value]))[0]) is type(value)

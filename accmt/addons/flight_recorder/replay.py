@@ -22,7 +22,7 @@ from accmt.addons.flight_recorder.compare import RELATIVE_TOLERANCE
 from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, compare_steps, read_ledger, require_ledger, step_of
 from accmt.addons.launches import build_command, relocate
-from accmt.callbacks import Callback, build_callbacks
+from accmt.callbacks import Callback, StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import read_others
 from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
@@ -233,7 +233,7 @@ def _find_begin(folder: Path, ledger: Ledger, start: Mapping[str, Any], first: i
             info = found.manifest.info
             if info.get("run_name") != start["run_name"] or info["global_step"] >= first:
                 continue
-            written = read_others(path).get("features", {}).get("flight_recorder")
+            written = read_others(path)["parts"].get("features", {}).get("flight_recorder")
             if written is None:  # the ledger was off
                 return path
             line = written["line"] - 1
@@ -284,7 +284,7 @@ def _fail(folder: Path, got: str, expected: str, do: str) -> NoReturn:
 # ---- In the user's program
 
 
-class _EndAfter(Callback):
+class _EndAfter(StatelessCallback):
     def __init__(self, step: int) -> None:
         self._step = step
 
@@ -293,7 +293,7 @@ class _EndAfter(Callback):
             raise Restart  # with no checkpoint to continue from
 
 
-class _Probe(Callback):
+class _Probe(StatelessCallback):
     def __init__(self, function: Callable[[Any], Any], steps: range) -> None:
         self._function = function
         self._steps = steps

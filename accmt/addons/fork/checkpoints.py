@@ -75,7 +75,7 @@ def fork_checkpoint(source: Path, folder: Path, *, run_name: str) -> Path:
         others["run_name"], others["run_id"] = run_name, secrets.token_hex(8)
         others["parts"].pop("tracking", None)  # a new run in all trackers
         for name in _OF_THE_RUN_FOLDER:
-            others.get("features", {}).pop(name, None)
+            others["parts"].get("features", {}).pop(name, None)
         write_text(state, json.dumps(content, allow_nan=False))  # a new file, not the linked one
         for place in {path.parent for path in map(staged.joinpath, manifest.files)}:
             fsync_folder(place)

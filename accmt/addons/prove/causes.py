@@ -16,7 +16,7 @@ import torch
 from accmt.addons.flight_recorder.examiner import rows
 from accmt.addons.prove.launches import Launch, Outcome
 from accmt.addons.prove.randomness import SameForAllSamples, seed_step
-from accmt.callbacks import Callback
+from accmt.callbacks import StatelessCallback
 from accmt.data import first_dimension
 from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.loop.step_outputs import read_training_output
@@ -226,7 +226,7 @@ def relative_error(one: float, other: float) -> float:
 # ---- The experiments
 
 
-class Laboratory(Callback):
+class Laboratory(StatelessCallback):
     """Makes the experiments before each training step, and before the first validation step."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
 from accmt.processes import gather_objects, is_main_process, process_index
@@ -37,6 +37,8 @@ def train(module: Any, path: Path, epochs: int, data: Any = None, **settings: An
 class Carried(AcceleratorModule):
     """Carries something of each process's batches on, as a recurrent network its hidden state."""
 
+    process_state = ("hidden",)
+
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 1)
@@ -47,26 +49,18 @@ class Carried(AcceleratorModule):
         self.hidden = 0.5 * self.hidden + inputs.mean(0)
         return nn.functional.mse_loss(self.model(inputs + self.hidden), targets)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"hidden": self.hidden, "name": "hidden"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.hidden = state["hidden"]
-
 
 class Counting(Callback):
     """Counts other things on each process."""
 
-    count = 0
+    process_state = ("count",)
+
+    def __init__(self) -> None:
+        self.count = self.losses = 0
 
     def on_update_end(self) -> None:
         self.count += 1 + process_index()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
+        self.losses += 1 + process_index()
 
 
 def carried(folder: Path) -> Any:
@@ -77,9 +71,16 @@ def carried(folder: Path) -> Any:
         module = train(Carried(), folder / name, epochs, callbacks=counting, **settings)
         return [module.hidden.tolist(), module.model.weight.tolist(), counting.count]
 
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("accmt")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
     whole = run("whole", 2)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.ERROR)
     run("part", 1)
-    return {"whole": gather_objects(whole), "resumed": gather_objects(run("part", 2, resume=True))}
+    return {"whole": gather_objects(whole), "resumed": gather_objects(run("part", 2, resume=True)), "said": said}
 
 
 class Views(nn.Module):
@@ -142,53 +143,36 @@ def lbfgs(folder: Path) -> Any:
     return gather_objects(module.model.weight.tolist())
 
 
-class Losses(Dataset[Any]):
-    """Remembers the loss of each sample, which one process knows, and a difficulty, which all know."""
+class Local(ExtendedAcceleratorModule):
+    """Trains a replica on each process, without averaging."""
 
     def __init__(self) -> None:
-        self.inputs, self.targets = make_points().tensors
-        self.losses, self.difficulty, self.reads = torch.ones(24), 1.0, 0
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        self.reads += 1 + process_index()
-        return self.inputs[index] * self.difficulty, self.targets[index], self.losses[index], index
-
-
-class Weighted(AcceleratorModule):
-    def __init__(self, data: Losses) -> None:
         torch.manual_seed(0)
-        self.model, self.data = nn.Linear(3, 1), data
+        self.model = nn.Linear(3, 1)
+
+    def get_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=0.05)
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        inputs, targets, weights, indices = batch
-        losses = (self.model(inputs) - targets).pow(2)[:, 0]
-        self.data.losses[indices] = losses.detach()
-        return (weights * losses).mean()
-
-    def on_update_end(self) -> None:
-        self.data.difficulty *= 0.9
+        loss = nn.functional.mse_loss(self.unwrapped_model(batch[0]), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
 
 
-def dataset(folder: Path) -> Any:
-    """Return what is said about a dataset that each process changes."""
-    said: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("accmt")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    data = Losses()
-    train(Weighted(data), folder / "dataset", 2, data)
-    logger.removeHandler(handler)
-    logger.setLevel(logging.ERROR)
-    return said
+def replicas(folder: Path) -> Any:
+    """Return the weights of each process's replica, of a whole and of a resumed run."""
+    settings: dict[str, Any] = {"failures": {"compare_replicas": False}}
+    whole = train(Local(), folder / "local-a", 2, **settings).model.weight.tolist()
+    train(Local(), folder / "local-b", 1, **settings)
+    resumed = train(Local(), folder / "local-b", 2, resume=True, **settings).model.weight.tolist()
+    return {"whole": gather_objects(whole), "resumed": gather_objects(resumed)}
 
 
 def main(result: str, folder: str) -> None:
     logging.getLogger("accmt").setLevel(logging.ERROR)
-    outcomes = {case.__name__: case(Path(folder)) for case in (carried, views, lbfgs, dataset)}
+    outcomes = {case.__name__: case(Path(folder)) for case in (carried, views, lbfgs, replicas)}
     if is_main_process():
         Path(result).write_text(json.dumps(outcomes))
 
