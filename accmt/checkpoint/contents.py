@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accmt.checkpoint.frozen import FrozenWeights, find_read_only, require_same_frozen
+from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
 from accmt.checkpoint.several_disks import SpreadReader
 from accmt.checkpoint.state_dicts import (
     State,
@@ -422,25 +422,17 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
         expected = f"{len(saved['optimizers'])}, as in the checkpoint"
         do = "build the same optimizers as in the saved run"
         raise CheckpointError(explain("the optimizers", str(len(optimizers)), expected, do))
-    fixed = {name: tensor for name, tensor in find_read_only(model).items() if name in ours}
     targets: dict[str, Tensor] = {}  # to read into: weights in place, optimizer state sharded like its parameter
     for name, entry in saved["model"].items():
         if isinstance(entry, TensorReference):
-            is_writable = name not in fixed and not is_expanded(ours[name])
-            targets.setdefault(entry.name, ours[name] if is_writable else _empty(stored[entry.name], None))
+            in_place = not is_expanded(ours[name])
+            targets.setdefault(entry.name, ours[name] if in_place else _empty(stored[entry.name], None))
     for states in saved["optimizers"]:
         for name, state in states["state"].items():
             targets |= {key: _empty(stored[key], ours.get(name)) for key in referred_tensors(state)}
     targets |= {key: _empty(stored[key], None) for key in referred_tensors(saved) - targets.keys()}
     _read_tensors(targets, reader, folder)
     loaded = join_tensors(targets, saved)
-    for name, tensor in fixed.items():
-        if not torch.equal(loaded["model"].pop(name), tensor):
-            got, do = (
-                f"{name} has other values, in memory that is mapped read-only",
-                "map the same file as the saved run",
-            )
-            raise CheckpointError(explain("the model", got, "the values of the checkpoint", do))
     restore_model(model, loaded["model"])
     restore_other_buffers(model, loaded["buffers"])
     for optimizer, state in zip(optimizers, loaded["optimizers"], strict=True):

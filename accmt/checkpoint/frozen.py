@@ -1,16 +1,13 @@
 """The weights that a checkpoint leaves out: frozen weights under adapters, and those missing from the state dict.
 
-These weights, and memory that is mapped read-only, come from elsewhere and do not change. A checkpoint holds only their
-digests, and a run that resumes builds the model again. Frozen weights of other models are saved: they may exist nowhere
-else.
+These weights come from elsewhere and do not change. A checkpoint holds only their digests, and a resumed run builds the
+model again. Frozen weights of other models are saved: they may exist nowhere else.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 import xxhash
@@ -21,7 +18,6 @@ from accmt.errors import CheckpointError, explain
 from accmt.processes import gather_objects
 from accmt.sharded_tensors import bytes_of, make_whole
 
-_MAPS = Path("/proc/self/maps")  # on Linux
 _SHOWN = 3
 _CHUNK = 2**22
 
@@ -31,11 +27,9 @@ class FrozenWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._fixed = find_read_only(model)  # cannot change and may be larger than memory: read only when needed
-        weights = {name: weight for name, weight in find_frozen(model).items() if name not in self._fixed}
+        weights = find_frozen(model)
         self._digests = {name: digest_of(weight) for name, weight in weights.items()}
         self._checksums = {name: checksum(weight) for name, weight in weights.items()}
-        self._fixed_digests: dict[str, str] | None = None
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each weight that is left out, by plain name, except those that were trained or changed.
@@ -45,17 +39,15 @@ class FrozenWeights:
 
         Processes: collective: a weight that changed on one process is left out on none.
         """
-        if self._fixed_digests is None:
-            self._fixed_digests = {name: digest_of(tensor) for name, tensor in self._fixed.items()}
         if not self._digests:
-            return dict(self._fixed_digests)
+            return {}
         weights = find_frozen(self._model)
         changed = {
             name for name in self._digests if name not in weights or checksum(weights[name]) != self._checksums[name]
         }
         for name in set().union(*gather_objects(changed)):
             del self._digests[name]
-        return {**self._digests, **self._fixed_digests}
+        return dict(self._digests)
 
 
 def find_frozen(model: nn.Module) -> dict[str, Tensor]:
@@ -65,46 +57,18 @@ def find_frozen(model: nn.Module) -> dict[str, Tensor]:
     `state_dict` leaves out, and those quantized by bitsandbytes, which load only as part of a model folder.
     An inactive adapter is frozen but belongs to the trained state: its parameters contain the adapter's name.
     Tensors that belong to a weight are, for example, the scales of a quantized weight, neither parameters nor buffers.
-    Memory that is mapped read-only cannot be loaded into at all.
     """
-    fixed = find_read_only(model)
     frozen = {name: weight for name, weight in plain_parameter_names(model).items() if not weight.requires_grad}
     if not frozen:
-        return fixed
+        return {}
     adapters = {name for module in model.modules() for name in getattr(module, "peft_config", None) or ()}
     if adapters:
         base = {name: weight for name, weight in frozen.items() if adapters.isdisjoint(name.split("."))}
-        return {**base, **_kept_with(base, model), **fixed}
+        return {**base, **_kept_with(base, model)}
     kept = {_memory_of(entry) for entry in model_state(model).values() if isinstance(entry, Tensor)}
     quantized = {name: weight for name, weight in frozen.items() if type(weight).__module__.startswith("bitsandbytes.")}
     missing = {name: weight for name, weight in frozen.items() if weight.numel() and _memory_of(weight) not in kept}
-    return {**missing, **quantized, **_kept_with(quantized, model), **fixed}
-
-
-def find_read_only(model: nn.Module) -> dict[str, Tensor]:
-    """Return the frozen weights and buffers in memory that is mapped read-only from a file, by plain name.
-
-    Writing to them would kill the process without an error message (signal 11), as with `np.load(..., mmap_mode="r")`.
-    """
-    places: dict[str, tuple[Tensor, int]] = {}
-    for name, tensor in {**plain_parameter_names(model), **kept_buffers(model)}.items():
-        if not tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
-            places[name] = tensor, tensor.data_ptr()
-    if not places or not _MAPS.exists():
-        return {}
-    ranges = []
-    for line in _MAPS.read_text().splitlines():
-        where, rights, _ = line.split(maxsplit=2)
-        if rights[1] != "w":
-            begin, end = where.split("-")
-            ranges.append((int(begin, 16), int(end, 16)))
-    starts = [begin for begin, _ in ranges]  # in ascending order
-
-    def is_fixed(place: int) -> bool:
-        index = bisect_right(starts, place) - 1
-        return index >= 0 and place < ranges[index][1]
-
-    return {name: tensor for name, (tensor, place) in places.items() if place and is_fixed(place)}
+    return {**missing, **quantized, **_kept_with(quantized, model)}
 
 
 def _kept_with(frozen: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accmt.checkpoint.frozen import find_read_only
 from accmt.data import MicroBatch
 from accmt.engine.meta_device import fill
 from accmt.engine.quantized import try_quantized_layers
 from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_container, require_same_tensors
 from accmt.engine.shards import is_on_meta
 from accmt.engine.sync_batchnorm import restore_batch_norm, synchronized_layers, without_synchronization
-from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import buffers_of, forget_prepared, prepare_alone
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
-from accmt.processes import num_processes
 from accmt.protocols import ModelOwner
 from accmt.saving.weights import ShardedState, WholeState
 from accmt.sharded_tensors import is_expanded
@@ -87,21 +84,11 @@ class Engine:
         self.spread()
         if places:
             move(model, self.accelerator.device)
-        self._require_writable()
         if self.accelerator.mixed_precision in ("fp16", "bf16"):
             hold_in_float32(model)
         if places:
             with autocast(self.accelerator):
                 try_quantized_layers(model)
-
-    def _require_writable(self) -> None:
-        fixed = find_read_only(self.unwrapped_model) if num_processes() > 1 else {}
-        if fixed:
-            got = (
-                f"{next(iter(fixed))} is in memory that is mapped read-only, and processes exchange weights and buffers"
-            )
-            do = "copy it: torch.from_numpy(np.array(table)); or train on one process"
-            raise ModuleContractError(explain("self.model", got, "writable memory", do))
 
     def require_optimizer(self, optimizer: Any) -> None:
         """Check that the optimizer supports the parameters as they are trained."""

@@ -61,7 +61,6 @@ class Sharded(Engine):
         if not is_sharded(model):
             require_same_tensors(model)
         self.spread()
-        self._require_writable()
         if self.accelerator.mixed_precision in ("fp16", "bf16") and not self.accelerator.is_fsdp2:
             hold_in_float32(model)
 

@@ -48,6 +48,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
     return norm
 
 
+_TORCH = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
 _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
@@ -92,7 +93,7 @@ class Stepper:
         self._clip = clip or None
         self._clip_type = clip_type
         chained = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
-        self.may_draw = not all(type(one).__module__.startswith("torch.optim.") for one in chained)
+        self.may_draw = not all(type(one) in _TORCH for one in chained)
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
         self._around_backward = around_backward or nullcontext
         self._is_mixed = len({mesh_of(parameter) for parameter in self.parameters}) > 1

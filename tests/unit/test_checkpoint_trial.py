@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -462,43 +457,6 @@ def test_what_a_model_folder_cannot_hold_is_refused_before_the_first_step(tmp_pa
         with pytest.raises(WeightsError, match=name):
             trainer.fit(Toy(model), make_points(), make_points())
         assert trainer.state.global_step == 0
-
-
-class Table(Net):
-    """Has a frozen table and a buffer in memory that only a read may touch."""
-
-    def __init__(self, path="table.npy"):
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            self.table = nn.Parameter(torch.from_numpy(np.load(path, mmap_mode="r")), requires_grad=False)
-            self.register_buffer("more", torch.from_numpy(np.load(path, mmap_mode="r")))
-
-    def forward(self, x):
-        return super().forward(x + self.table[0] + self.more[0])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="what is read-only is read from /proc")
-def test_memory_that_is_mapped_read_only_is_neither_written_nor_saved(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    np.save("table.npy", np.full((50, 3), 0.5, dtype=np.float32))
-
-    def run(path, epochs, model=None, **settings):
-        module = Linear()
-        module.model = model or Table()
-        make_trainer({"epochs": epochs, "batch_size": 4}, path, checkpoint_every="epoch", **settings).fit(
-            module, make_points()
-        )
-        return module.model.weight
-
-    whole = run("out/a", 2)
-    run("out/b", 1)
-    assert torch.equal(run("out/b", 2, resume=True), whole)
-    sizes = {path.parent.name: path.stat().st_size for path in Path("out").rglob("tensors-*.safetensors")}
-    assert max(sizes.values()) < 2 * 50 * 3 * 4
-    np.save("table.npy", np.zeros((50, 3), dtype=np.float32))
-    with pytest.raises(CheckpointError, match=r"2 of 2 differ from those of the saved run: .*table"):
-        run("out/b", 3, resume=True)
 
 
 VIEWS = {
