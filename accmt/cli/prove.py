@@ -56,7 +56,7 @@ class _Proven(BaseException):
 def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) -> _Proven:
     """Run a script with a `Trainer.fit` that proves instead, and return the first proof."""
     from accmt.addons.prove import prove
-    from accmt.setup.fit_argument import as_module
+    from accmt.setup.module_checks import as_module
     from accmt.trainer import Trainer
 
     original: Any = Trainer.fit

@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
-from accmt.errors import ModuleContractError, explain, nearest
+from accmt.errors import ArgumentError, ModuleContractError, UnknownArgumentError, explain, nearest
 from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
 from accmt.module import AcceleratorModule, HuggingFaceModule, defines
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
+from accmt.options import HyperParameters
 from accmt.processes import num_processes
 from accmt.registry import addon
 from accmt.state import Function, TrainingState
@@ -42,6 +43,63 @@ STEPS: dict[str, tuple[str, ...]] = {
     "predict_step": ("predict_step",),
 }
 """Each step with those that stand in its place where it is not defined, in this order."""
+
+
+def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
+    """Return the module for an argument of `fit`: a module, a model's path, `(path, type)`, or hyper-parameters.
+
+    Args:
+        module: One of these.
+        kwargs: Further keywords of `fit`, used to build the model.
+        hps: The Trainer's hyper-parameters.
+
+    Raises:
+        UnknownArgumentError: There are unused keywords.
+        ArgumentError: The hyper-parameters describe a different model than the Trainer's.
+    """
+    is_file = isinstance(module, str | PathLike) and str(module).endswith((".yaml", ".yml", ".json"))
+    if is_file or isinstance(module, Mapping | HyperParameters):
+        # Reject keywords for `from_pretrained` with hyper-parameters: they belong in the `model` section.
+        others = {name: value for name, value in kwargs.items() if name != "processor"}
+        if others:
+            got = f"the keywords {sorted(others)} together with hyper-parameters"
+            lines = ", ".join(f"`{name}: {value}`" for name, value in others.items())
+            expected = "only `processor`: arguments of `from_pretrained` belong in the `model` section"
+            raise UnknownArgumentError(explain("fit", got, expected, f"write {lines} in `model`"))
+        if isinstance(module, Mapping | HyperParameters) or not hps.is_from(module):
+            own_hps = HyperParameters.from_config(module)
+            _require_same_model(own_hps, hps, "trainer.fit(trainer.hps, data)")
+        else:
+            own_hps = hps  # from the same source; only the Trainer's include the flags, and the run records them
+        return AcceleratorModule.from_hps(own_hps, in_fit=True, **kwargs)
+    if isinstance(module, str | PathLike):
+        return AcceleratorModule.from_hf(module, in_fit=True, **kwargs)
+    if isinstance(module, tuple):
+        return AcceleratorModule.from_hf(*module, in_fit=True, **kwargs)
+    if kwargs:
+        got, expected = (
+            f"the keywords {sorted(kwargs)}",
+            "keywords only if `module` is the path of a transformers model",
+        )
+        raise UnknownArgumentError(explain("fit", got, expected, "pass them to the Trainer, or to your module"))
+    if isinstance(module, HuggingFaceModule) and module.hps is not None:
+        name = "AcceleratorModule" if type(module) is HuggingFaceModule else type(module).__name__
+        _require_same_model(module.hps, hps, f"{name}.from_hps(trainer.hps)")
+    own: AcceleratorModule = module
+    return own
+
+
+def _require_same_model(own: HyperParameters, hps: HyperParameters, do: str) -> None:
+    """Check that a module matches the Trainer's hyper-parameters, which the run records.
+
+    Raises:
+        ArgumentError: They differ, for example because of flags.
+    """
+    for section in ("model", "sft", "prefer"):
+        if hps[section] is not None and own[section] != hps[section]:
+            got = f"{own.where(section)}: {own[section]}, and {hps.where(section)}: {hps[section]}"
+            do = f"{do}: the Trainer's hyper-parameters include the flags"
+            raise ArgumentError(explain("fit", got, "the model of the Trainer's hyper-parameters", do))
 
 
 def check_module(module: Any) -> None:

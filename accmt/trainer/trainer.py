@@ -17,7 +17,7 @@ from accmt.options import HyperParameters, Settings
 from accmt.options.saving import RegisteredSaving
 from accmt.options.settings import apply_trials
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE, addon
-from accmt.setup.fit_argument import as_module
+from accmt.setup.module_checks import as_module
 from accmt.state import TrainingState
 from accmt.trainer.calls import ShortTraceback, reports_at_call, resolve_aliases
 from accmt.trainer.properties import TrainerProperties

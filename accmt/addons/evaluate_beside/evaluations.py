@@ -51,9 +51,9 @@ from accmt.saving import read_status
 from accmt.saving.model_folder import STATUS_NAME
 from accmt.setup.build import build_run
 from accmt.setup.datasets import UserData
-from accmt.setup.fit_argument import as_module
 from accmt.setup.inputs import check_metrics
 from accmt.setup.model import detach_run
+from accmt.setup.module_checks import as_module
 from accmt.setup.same_on_processes import reporting_failed_setup
 from accmt.setup.torch_flags import running, working
 from accmt.state import TrainingState
