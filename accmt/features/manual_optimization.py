@@ -159,7 +159,6 @@ class ManualSteps:
             if not micro_batch.is_last:  # where data continue, they are counted
                 run.state.count_batch()
             return
-        run.trained.update()
         run.engine.begin_window()
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
@@ -176,7 +175,6 @@ class ManualSteps:
             hook(batch=batch)
         with autocast(run.accelerator), run.engine.running("training_step", None) as self._calls:
             outputs = run.features.call_training_step(run.training_step, batch, read=micro_batch.batch)
-        run.trained.require_unchanged()
         is_mapping = isinstance(outputs, Mapping)
         loss = outputs.get("loss") if is_mapping else outputs
         if isinstance(loss, torch.Tensor):

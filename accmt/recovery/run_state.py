@@ -93,7 +93,6 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     place, parts = local.pop("place"), dict(local["parts"])
     for name in ("running_averages", "attributes"):
         parts[name] = parts[name].state_dict()
-    parts["trained"] = {**parts["trained"], "modes": run.trained.modes()}
     _warn_of_optimizers(run)
     _warn_of_data(run, parts["attributes"])
     if run.accelerator.scaler is not None:
