@@ -107,7 +107,7 @@ class Replicas:
             for key, value in group.items():
                 if key != "params":
                     _add(found, f"{key} of the optimizer's group {number}", value)
-        for number, (owner, state) in enumerate(self._optimizer.state.items()):
+        for number, (owner, state) in enumerate(getattr(self._optimizer, "state", {}).items()):
             for key, value in _flatten(state):
                 _add(found, f"the optimizer's {key} of {names.get(owner, f'parameter {number}')}", value)
         return found

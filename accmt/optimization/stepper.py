@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -88,7 +89,8 @@ class Stepper:
         self._accelerator = accelerator
         self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._is_unscaled = False
-        self._set_to_none = set_to_none
+        takes_argument = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters  # a wrapper's may not
+        self._how_to_zero = {"set_to_none": set_to_none} if takes_argument else {}
         self._clip = clip or None
         self._clip_type = clip_type
         chained = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
@@ -240,7 +242,7 @@ class Stepper:
     def zero_grad(self) -> None:
         """Clear the gradients for the next window."""
         if not self._drops_gradients or "zero_grad" in vars(self.optimizer):  # overridden, perhaps by a hook
-            self.optimizer.zero_grad(set_to_none=self._set_to_none)
+            self.optimizer.zero_grad(**self._how_to_zero)
             return
         # The same as `Optimizer.zero_grad`, without its profiler and compiler guards, which on a small model cost more
         # than the gradients of all its layers.

@@ -319,7 +319,7 @@ class Recorder(Feature):
         return sums_of(tensors) if is_main_process() else []
 
     def _sum_optimizer(self, parameters: dict[str, Any]) -> list[int]:
-        states = self._run.stepper.optimizer.state
+        states = getattr(self._run.stepper.optimizer, "state", {})
         entries = [sum_of_state(states.get(parameter, {})) for parameter in parameters.values()]
         tensors = [value for of_one in entries for _, value in of_one if isinstance(value, torch.Tensor)]
         # A tensor that is whole on every process counts once, as numbers do.
