@@ -140,8 +140,7 @@ def _warn_of_optimizers(run: Run) -> None:
         held = [value, *(value.values() if type(value) is dict else value if type(value) in (list, tuple) else ())]
         unknown = [one for one in held if id(one) not in known]
         kind = "scheduler" if any(isinstance(one, LRScheduler) and one.last_epoch > 0 for one in unknown) else ""
-        if not module.uses_manual_optimization and any(isinstance(one, Optimizer) and one.state for one in unknown):
-            kind = "optimizer"  # of which manual optimization warns itself
+        kind = "optimizer" if any(isinstance(one, Optimizer) and one.state for one in unknown) else kind
         if kind:
             what = f"self.{name} has a{'n' * (kind == 'optimizer')} {kind} that get_{kind} did not return"
             what += ", so its state is not in checkpoints"
