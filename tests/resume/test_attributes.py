@@ -550,7 +550,7 @@ class InLayers(AcceleratorModule):
         return loss
 
     def on_epoch_start(self) -> None:
-        if self.state.epoch == 1:
+        if self.state.epoch >= 1:
             self.model[1].eval()
 
     def on_epoch_end(self) -> None:
