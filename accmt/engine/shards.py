@@ -19,8 +19,8 @@ from accmt.libraries.private_names import (
     shard_by_plugin,
 )
 from accmt.optimization import needs_closure
-from accmt.optimization.optimizers import build_alike
 from accmt.optimization.stepper import has_modes
+from accmt.options.optimizer_and_scheduler_arguments import build_alike
 from accmt.processes import num_data_processes, num_processes
 from accmt.sharded_tensors import class_of, is_dtensor
 

@@ -170,18 +170,6 @@ _IMPLEMENTATIONS = frozenset({"fused", "foreach", "differentiable", "capturable"
 AsTrained = Callable[[torch.Tensor], torch.Tensor]
 
 
-def build_alike(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Any:
-    """Return a new optimizer of the same class for one parameter, with a group's arguments, to try a step.
-
-    The optimizer itself is not touched: it may wrap others, and share their state and groups with them.
-
-    Raises:
-        TypeError: Its class is built from something else, such as another optimizer.
-    """
-    names = parameters_of(type(optimizer))
-    return type(optimizer)([parameter], **{name: value for name, value in group.items() if name in names})
-
-
 def needs_closure(optimizer: Any) -> bool:
     """Return whether an optimizer evaluates the loss itself, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accmt.errors import CheckpointError, explain
-from accmt.optimization.optimizers import ChainedOptimizer, build_alike
+from accmt.optimization.optimizers import ChainedOptimizer
 from accmt.optimization.schedulers import SeveralSchedulers
+from accmt.options.optimizer_and_scheduler_arguments import build_alike
 
 _PROBE = torch.Size((2, 2))
 
