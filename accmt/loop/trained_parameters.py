@@ -38,8 +38,7 @@ class TrainedParameters:
         self._decided = self._look()
         self._at_start: dict[str, bool] = {}
         self._changed: dict[str, bool] = {}
-        self._warn_if_not_in_optimizer()
-        self._warn_of_halves()
+        self._warn()
 
     def begin(self) -> None:
         """After `on_fit_start`, restore what an interrupted run froze and unfroze later than that.
@@ -81,8 +80,7 @@ class TrainedParameters:
         for parameter, is_trained in self._decided.items():
             if not is_trained:
                 parameter.grad = None  # zeros, with set_to_none=False: momentum would still change it
-        self._warn_if_not_in_optimizer()
-        self._warn_of_halves()
+        self._warn()
         self._engine.note_trained()
 
     def require_unchanged(self) -> None:
@@ -129,37 +127,29 @@ class TrainedParameters:
         """Return whether a model is the same in a wrapper, such as torch.compile's."""
         return num_processes() == 1 and {*model.parameters()} == {*self._model.parameters()}
 
-    def _warn_if_not_in_optimizer(self) -> None:
-        if self._module.uses_manual_optimization:  # it may have other optimizers
-            return
-        stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
-        names = [
-            name
-            for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and parameter not in stepped
-        ]
-        if names:
-            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-            what = f"{len(names)} parameters require gradients but are not in the optimizer, so they are not trained"
+    def _warn(self) -> None:
+        """Warn about trained parameters that no step changes, or only coarsely."""
+        trained = {parameter: name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        stepped = _parameters_of([self._optimizer])
+        left_out = [name for parameter, name in trained.items() if parameter not in stepped]
+        if left_out and not self._module.uses_manual_optimization:  # which may have other optimizers
+            shown = ", ".join(left_out[:_SHOWN]) + (", ..." if len(left_out) > _SHOWN else "")
+            what = f"{len(left_out)} parameters require gradients but are not in the optimizer, so they are not trained"
             warn(f"{what}: {shown}; pass all parameters to the optimizer (frozen ones cost nothing), or freeze these")
-
-    def _warn_of_halves(self) -> None:
-        """Warn about 16-bit weights: rounding removes most of what a step at a small rate adds to them."""
+        # Rounding removes most of what a step at a small rate adds to a 16-bit weight.
         chained = getattr(self._optimizer, "optimizers", (self._optimizer,))
-        careful = [optimizer for optimizer in chained if getattr(optimizer, _ROUNDS_BY_CHANCE, False)]
-        spared = {item for optimizer in careful for group in optimizer.param_groups for item in group["params"]}
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        halves = [parameter for parameter in trained if parameter.dtype in HALVES and parameter not in spared]
-        if not halves:
-            return
-        kind = halves[0].dtype
-        what = f"{len(halves)} of {len(trained)} trained parameters are {str(kind).removeprefix('torch.')}"
-        lost = f"rounding drops updates smaller than about {torch.finfo(kind).eps / 4:.2%} of a weight"
-        do = 'load the model with dtype="float32" (in the YAML: `dtype: float32`)'
-        warn_once(
-            f'{what}: {lost}; {do}, and use Trainer(mixed_precision="bf16") to compute in 16 bits',
-            about="coarse weights",
-        )
+        spared = _parameters_of([optimizer for optimizer in chained if getattr(optimizer, _ROUNDS_BY_CHANCE, False)])
+        halves = [parameter.dtype for parameter in trained.keys() - spared if parameter.dtype in HALVES]
+        if halves:
+            what = f"{len(halves)} of {len(trained)} trained parameters are {str(halves[0]).removeprefix('torch.')}"
+            lost = f"rounding drops updates smaller than about {torch.finfo(halves[0]).eps / 4:.2%} of a weight"
+            do = 'load the model with dtype="float32" (in the YAML: `dtype: float32`)'
+            precision = 'use Trainer(mixed_precision="bf16") to compute in 16 bits'
+            warn_once(f"{what}: {lost}; {do}, and {precision}", about="coarse weights")
+
+
+def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> set[nn.Parameter]:
+    return {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _require_equal(trained: Sequence[Sequence[str]]) -> None:
