@@ -246,9 +246,9 @@ def estimate_state(optimizer: torch.optim.Optimizer) -> int:
     try:
         alike = build_alike(optimizer, optimizer.param_groups[0], probe)
         alike.step()
+        state = alike.state[probe].values()
     except Exception:  # noqa: BLE001 - an optimizer of another kind; most keep two values per weight
         return 2 * trained
-    state = alike.state[probe].values()
     return trained * sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state)
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError, explain
 from accmt.libraries.private_names import buffers_of, children_of, is_made_of_tensors, is_saved, tree_leaves
+from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.sharded_tensors import is_expanded, write_into
 
 # ---- JSON that preserves the exact type and bits of every value, and never executes anything when read.
@@ -359,9 +360,8 @@ def _restore_by_name(model: nn.Module, optimizer: Any, state: State) -> None:
     # Undo a conversion: `Optimizer.load_state_dict` rounds float32 state of bfloat16 parameters to bfloat16.
     # Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries = getattr(optimizer, "state", {})  # a wrapper may have none, or other ones
     for name, parameter in zip(names, parameters, strict=True):
-        loaded = entries.get(parameter, {})
+        loaded = state_of(optimizer).get(parameter, {})
         for key, value in state["state"].get(name, {}).items():
             if isinstance(value, Tensor) and key in loaded and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(parameter.device)

@@ -20,7 +20,7 @@ from accmt.libraries.private_names import (
 )
 from accmt.optimization import needs_closure
 from accmt.optimization.stepper import has_modes
-from accmt.options.optimizer_and_scheduler_arguments import build_alike
+from accmt.options.optimizer_and_scheduler_arguments import build_alike, members_of
 from accmt.processes import num_data_processes, num_processes
 from accmt.sharded_tensors import class_of, is_dtensor
 
@@ -194,7 +194,7 @@ def try_steps_of_shards(optimizer: Any) -> None:
     Raises:
         ModuleContractError: torch cannot compute the step with shards.
     """
-    for one in getattr(optimizer, "optimizers", (optimizer,)):
+    for one in members_of(optimizer):
         for group in one.param_groups:
             smallest: dict[object, Any] = {}
             for weight in group["params"]:

@@ -21,6 +21,7 @@ from accmt.loop.train_step import advance_scheduler, step_optimizer, zero_gradie
 from accmt.messages import say_once, warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import needs_closure
+from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import EvaluationRun, Run, require_planned
@@ -223,7 +224,7 @@ class ManualSteps:
             for hook in self._run.hooks.on_after_optimizer_step:
                 hook(optimizer=optimizer)
             self._seed_for_batch()
-            self._stepped += [optimizer, *_members_of(optimizer)]
+            self._stepped += [optimizer, *members_of(optimizer)]
             self._note_step(optimizer)
             return result
 
@@ -268,7 +269,7 @@ class ManualSteps:
 
     def _warn_of_gradients(self, optimizer: Any) -> None:
         """Warn of a step with gradients that were used before, or that processes have not weighted."""
-        if not self._adds_to_used and not self._stale.isdisjoint(_members_of(optimizer)):
+        if not self._adds_to_used and not self._stale.isdisjoint(members_of(optimizer)):
             self._adds_to_used = True
             warn(_NOT_DROPPED)
         if num_data_processes() == 1 or self._has_called_backward:
@@ -278,7 +279,7 @@ class ManualSteps:
 
     def _note_step(self, optimizer: Any) -> None:
         self._has_stepped = True
-        self._used.update(_members_of(optimizer))
+        self._used.update(members_of(optimizer))
 
     def _find_positions(self) -> dict[Any, Any]:
         return {scheduler: getattr(scheduler, "last_epoch", None) for scheduler in self._module.schedulers()}
@@ -388,11 +389,6 @@ class ManualSteps:
         self._num_acts += 1
         place = (*self._place_in_epoch, self._num_acts)
         seed_generators(derive_seed(self._run.seed, "step", *place), self._run.device)
-
-
-def _members_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return the optimizers that are chained to one."""
-    return tuple(getattr(optimizer, "optimizers", (optimizer,)))
 
 
 def _parameters_of(optimizer: Any) -> list[nn.Parameter]:

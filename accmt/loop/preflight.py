@@ -15,6 +15,7 @@ from accmt.loop.evaluation import evaluate
 from accmt.loop.logging import SilentLogs
 from accmt.loop.step_outputs import read_training_output
 from accmt.messages import say_once, warn
+from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.precision import autocast
 from accmt.processes import gather_objects, run_on_every_process
 from accmt.run import Run
@@ -80,7 +81,7 @@ def _put_through(run: Run, batch: Any) -> None:
     try:
         with run.engine.unwrapped(trains=True):
             optimizer, reserved = run.stepper.optimizer, None  # its first step will create its state: reserve memory
-            if not (run.engine.needs_all or getattr(optimizer, "state", None) or run.device.type == "cpu"):
+            if not (run.engine.needs_all or state_of(optimizer) or run.device.type == "cpu"):
                 reserved = torch.empty(estimate_state(optimizer), dtype=torch.uint8, device=run.device)
             with run.engine.running("training_step", None):
                 with autocast(run.accelerator):

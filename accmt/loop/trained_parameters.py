@@ -12,6 +12,7 @@ from accmt.engine.base import Engine
 from accmt.errors import ModuleContractError, explain
 from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule
+from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.precision import HALVES
 from accmt.processes import gather_objects, num_processes
 
@@ -137,7 +138,7 @@ class TrainedParameters:
             what = f"{len(left_out)} parameters require gradients but are not in the optimizer, so they are not trained"
             warn(f"{what}: {shown}; pass all parameters to the optimizer (frozen ones cost nothing), or freeze these")
         # Rounding removes most of what a step at a small rate adds to a 16-bit weight.
-        chained = getattr(self._optimizer, "optimizers", (self._optimizer,))
+        chained = members_of(self._optimizer)
         spared = _parameters_of([optimizer for optimizer in chained if getattr(optimizer, _ROUNDS_BY_CHANCE, False)])
         halves = [parameter.dtype for parameter in trained.keys() - spared if parameter.dtype in HALVES]
         if halves:

@@ -13,6 +13,7 @@ from torch import nn
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import multiply_
 from accmt.optimization.optimizers import ChainedOptimizer, mesh_by_mesh
+from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.sharded_tensors import by_mesh, dense_values, is_dtensor, mesh_of, total_norm
 
 if TYPE_CHECKING:
@@ -93,15 +94,13 @@ class Stepper:
         self._how_to_zero = {"set_to_none": set_to_none} if takes_argument else {}
         self._clip = clip or None
         self._clip_type = clip_type
-        chained = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
-        self.may_draw = not all(type(one).__module__.startswith("torch.optim.") for one in chained)
+        self.may_draw = not all(type(one).__module__.startswith("torch.optim.") for one in members_of(optimizer))
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
         self._around_backward = around_backward or nullcontext
         self._is_mixed = len({mesh_of(parameter) for parameter in self.parameters}) > 1
         if isinstance(optimizer, ChainedOptimizer):
             optimizer.is_mixed, self._is_mixed = self._is_mixed, False
-        every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
-        self._with_modes: list[Any] = [one for one in every if has_modes(one)]
+        self._with_modes: list[Any] = [one for one in members_of(optimizer) if has_modes(one)]
         self._is_training = False
         self._trained: list[tuple[nn.Parameter, torch.Tensor]] | None = None
         is_plain = self._scaler is None and type(accelerator).backward is Accelerator.backward

@@ -156,6 +156,17 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(list(signature.parameters.items())[1:])
 
 
+def members_of(optimizer: Any) -> tuple[Any, ...]:
+    """Return the optimizers that a `ChainedOptimizer` chains, or the only one."""
+    return tuple(getattr(optimizer, "optimizers", (optimizer,)))
+
+
+def state_of(optimizer: Any) -> Mapping[Any, Any]:
+    """Return the state by parameter; one around another optimizer may have none."""
+    state: Mapping[Any, Any] = getattr(optimizer, "state", {})
+    return state
+
+
 def build_alike(optimizer: Any, group: Mapping[str, Any], parameter: torch.nn.Parameter) -> Any:
     """Return a new optimizer of the same class for one parameter, with a group's arguments, to try a step.
 
