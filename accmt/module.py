@@ -581,10 +581,8 @@ class AcceleratorModule(LogsValues):
 class ManualSteps(Protocol):
     """The run's interface for the steps of an `ExtendedAcceleratorModule`."""
 
-    has_gradients: bool
-
     def backward(self, loss: torch.Tensor, weight: Any = None) -> None: ...
-    def step_optimizer(self, *, is_whole: bool = True) -> bool: ...
+    def step_optimizer(self, optimizer: torch.optim.Optimizer | None = None) -> bool: ...
     def step_scheduler(self, scheduler: Any = None) -> None: ...
     def zero_grad(self) -> None: ...
 
@@ -653,7 +651,7 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         for parameter in others:
             parameter.grad = None  # without a gradient, it is neither clipped nor stepped
         try:
-            return self.manual_steps.step_optimizer(is_whole=all(gradient is None for gradient in gradients))
+            return self.manual_steps.step_optimizer(optimizer)
         finally:
             for parameter, gradient in zip(others, gradients, strict=True):
                 parameter.grad = gradient

@@ -348,8 +348,10 @@ class Run(EvaluationRun):
         Processes: collective.
 
         Raises:
+            ModuleContractError: A parameter was frozen or unfrozen within the epoch, which makes them differ.
             ReplicasDifferError: They differ; no checkpoint is written.
         """
+        self.trained.require_unchanged()
         if self.replicas is not None and num_processes() > 1:
             try:
                 self.replicas.require_equal(self.state.global_step)

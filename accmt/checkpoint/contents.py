@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from accmt.checkpoint.state_dicts import (
     restore_optimizer,
     restore_other_buffers,
     split_tensors,
+    with_inner,
 )
 from accmt.errors import AccmtError, CheckpointCorruptError, CheckpointError, explain
 from accmt.files import follow_umask
@@ -427,7 +429,7 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
         if isinstance(entry, TensorReference):
             in_place = not is_expanded(ours[name])
             targets.setdefault(entry.name, ours[name] if in_place else _empty(stored[entry.name], None))
-    for states in saved["optimizers"]:
+    for states in chain.from_iterable(map(with_inner, saved["optimizers"])):
         for name, state in states["state"].items():
             targets |= {key: _empty(stored[key], ours.get(name)) for key in referred_tensors(state)}
     targets |= {key: _empty(stored[key], None) for key in referred_tensors(saved) - targets.keys()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from accmt.checkpoint.state_dicts import model_state
 from accmt.errors import CheckpointError
 from accmt.files import find_free_name, format_bytes, free_space, fsync_folder
 from accmt.messages import warn
+from accmt.options.optimizer_and_scheduler_arguments import build_alike
 from accmt.options.units import Every
 
 PIN_NAME = "PINNED"
@@ -229,7 +229,7 @@ def estimate_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Estimate the size of a checkpoint in bytes, before the optimizer has any state.
 
     Leaves out frozen weights under an adapter; frozen weights have no optimizer state. The state per parameter is
-    measured by stepping a copy of the optimizer on a parameter of two elements.
+    measured by stepping a new optimizer of the same class on a parameter of two elements.
     """
     frozen = find_frozen(model)
     kept = {name: value for name, value in model_state(model).items() if name not in frozen}
@@ -243,14 +243,12 @@ def estimate_state(optimizer: torch.optim.Optimizer) -> int:
     trained: int = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     probe = nn.Parameter(torch.zeros(2, 1))
     probe.grad = torch.zeros_like(probe)
-    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     try:
-        twin = type(optimizer)([probe], **copy.deepcopy(optimizer.defaults))
-        twin.param_groups[0].update(settings)
-        twin.step()
+        alike = build_alike(optimizer, optimizer.param_groups[0], probe)
+        alike.step()
+        state = alike.state[probe].values()
     except Exception:  # noqa: BLE001 - an optimizer of another kind; most keep two values per weight
         return 2 * trained
-    state = twin.state[probe].values()
     return trained * sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state)
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError, explain
-from accmt.libraries.private_names import buffers_of, children_of, is_made_of_tensors, is_saved
+from accmt.libraries.private_names import buffers_of, children_of, is_made_of_tensors, is_saved, tree_leaves
+from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.sharded_tensors import is_expanded, write_into
 
 # ---- JSON that preserves the exact type and bits of every value, and never executes anything when read.
@@ -256,6 +257,18 @@ def model_state(model: nn.Module) -> State:
     return {_plain_name(key, wrapped): value for key, value in model.state_dict().items()}
 
 
+def require_complete(model: nn.Module) -> None:
+    """Check that a model's `state_dict` leaves out no trained parameter or persistent buffer; it may rename them."""
+    trained = {name: weight for name, weight in plain_parameter_names(model).items() if weight.requires_grad}
+    state, tensors = model_state(model), {**trained, **kept_buffers(model)}
+    missing = sorted(tensors.keys() - state.keys())
+    if missing and len(state) < len(tensors):
+        got = f"a `state_dict` without {', '.join(missing[:5])} ({len(missing)} of {len(tensors)})"
+        expected = "all trained parameters and persistent buffers, so that a run can resume from a checkpoint"
+        do = "return them, or train without checkpoints (`checkpoint_every=None`)"
+        raise CheckpointError(explain("self.model", got, expected, do))
+
+
 def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by plain name; a tied parameter is listed under each of its names."""
     wrapped = _wrapped_paths(model)
@@ -298,10 +311,13 @@ def restore_other_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> No
             modules[owner].register_buffer(name, value.to(weight.device), persistent=False)
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """Return an optimizer's state: its class, `state` by parameter name, `param_groups` with names; nothing is copied.
+def optimizer_state(model: nn.Module, optimizer: Any) -> State:
+    """Return an optimizer's state; nothing is copied.
 
-    Other entries of its `state_dict`, such as the slow weights of Lookahead, are in `added`.
+    A `state_dict` in the form of `torch.optim` becomes `state` by parameter name, `param_groups` with names, and other
+    entries in `added`. Any other one, such as the nested one of an optimizer around another one, is kept as it is, in
+    `whole`. The states of optimizers in attributes that `state_dict` leaves out, such as the momentum of a SAM's base,
+    are in `inner`.
     """
     try:
         names = _parameter_names(model, optimizer)
@@ -309,16 +325,53 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
         _require_parameters_of(model, optimizer, type(optimizer).__name__)
         raise
     state = optimizer.state_dict()
-    unknown = [key for key in state["state"] if key not in range(len(names))]
-    if unknown:
-        got = f"entries that belong to no parameter: {', '.join(map(repr, unknown))}"
-        expected, do = "state per parameter, as in torch.optim", "keep them in the module's `state_dict`"
-        raise CheckpointError(explain(f"the state of {type(optimizer).__name__}", got, expected, do))
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
-    entries = {names[index]: entry for index, entry in state["state"].items()}
-    added = {key: entry for key, entry in state.items() if key not in ("state", "param_groups")}
-    kept = {"class": _class_of(optimizer), "state": entries, "param_groups": groups}
-    return {**kept, "added": added} if added else kept
+    kept: State = {"class": _class_of(optimizer), "state": {}, "param_groups": []}
+    if _is_by_index(state, len(names)):
+        kept["param_groups"] = [
+            {**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]
+        ]
+        kept["state"] = {names[index]: entry for index, entry in state["state"].items()}
+        added = {key: entry for key, entry in state.items() if key not in ("state", "param_groups")}
+        kept |= {"added": added} if added else {}
+    else:
+        kept["whole"] = state
+        _require_no_shards(optimizer, state)
+    inner = {name: optimizer_state(model, part) for name, part in _inner_optimizers(optimizer).items()}
+    stored = set(map(id, _tensors_in(state))) if inner else set()
+    left_out = {name: part for name, part in inner.items() if not stored.issuperset(map(id, _tensors_in(part)))}
+    return {**kept, "inner": left_out} if left_out else kept
+
+
+def with_inner(state: State) -> Iterator[State]:
+    """Yield a state returned by `optimizer_state`, and those of the optimizers inside."""
+    yield state
+    for part in state.get("inner", {}).values():
+        yield from with_inner(part)
+
+
+def _is_by_index(state: State, num_parameters: int) -> bool:
+    """Return whether a `state_dict` has the form of `torch.optim`: by the parameters' indices."""
+    if not isinstance(state.get("state"), dict) or "param_groups" not in state:
+        return False
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    return sorted(indices) == list(range(num_parameters)) and set(state["state"]) <= set(indices)
+
+
+def _inner_optimizers(optimizer: Any) -> dict[str, Optimizer]:
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
+
+
+def _tensors_in(state: State) -> list[Tensor]:
+    return [value for value in tree_leaves(state) if isinstance(value, Tensor)]
+
+
+def _require_no_shards(optimizer: Any, state: State) -> None:
+    """Reject shards in a state whose parameters are unknown: they could not be loaded as shards again."""
+    if any(isinstance(value, DTensor) for value in _tensors_in(state)):
+        got = "a `state_dict` in another form than that of torch.optim, with sharded tensors"
+        do = "use the optimizer inside it alone; or launch with `accmt launch --strat ddp`"
+        expected = "`state` by the parameters' indices, and `param_groups`"
+        raise CheckpointError(explain(type(optimizer).__name__, got, expected, do))
 
 
 def restore_model(model: nn.Module, state: State) -> None:
@@ -332,10 +385,42 @@ def restore_model(model: nn.Module, state: State) -> None:
         write_into(expanded[name], state[name])
 
 
-def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
+def restore_optimizer(model: nn.Module, optimizer: Any, state: State) -> None:
     """Load a state returned by `optimizer_state`, including groups that were added during the run."""
     if state["class"] != _class_of(optimizer):
         raise _other_groups(optimizer, f"{_class_of(optimizer)}; the checkpoint's is {state['class']}")
+    inner = _inner_optimizers(optimizer)
+    shared = [(part, part.param_groups, list(part.param_groups)) for part in (*inner.values(), optimizer) if inner]
+    for name, part in state.get("inner", {}).items():
+        if name not in inner:
+            raise _other_groups(optimizer, f"no optimizer in its attribute `{name}`, as in the checkpoint")
+        restore_optimizer(model, inner[name], part)
+    if "whole" in state:
+        optimizer.load_state_dict(state["whole"])
+    else:
+        _restore_by_name(model, optimizer, state)
+    for part, groups, before in shared:
+        _load_groups_into(part, groups, before)
+
+
+def _load_groups_into(optimizer: Any, groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """Let an optimizer have the objects again that it had as `param_groups` before a state was loaded.
+
+    torch replaces them. An optimizer and the one inside it would then have groups of their own, and a scheduler would
+    reach only those that do not step.
+    """
+    loaded = optimizer.param_groups
+    if loaded is groups:
+        return
+    for group, values in zip(before, loaded, strict=False):
+        if group is not values:
+            group.clear()
+            group.update(values)
+    groups[:] = [*before, *loaded[len(before) :]]
+    optimizer.param_groups = groups
+
+
+def _restore_by_name(model: nn.Module, optimizer: Any, state: State) -> None:
     # Add the groups that `Optimizer.add_param_group` created during the run, for layers that were unfrozen.
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     named = plain_parameter_names(model)
@@ -368,9 +453,10 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
     # Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
+        loaded = state_of(optimizer).get(parameter, {})
         for key, value in state["state"].get(name, {}).items():
-            if isinstance(value, Tensor) and optimizer.state[parameter][key].dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(parameter.device)
+            if isinstance(value, Tensor) and key in loaded and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(parameter.device)
 
 
 def _class_of(optimizer: Optimizer) -> str:

@@ -106,7 +106,7 @@ class Engine:
         if is_container(own):
             self._use(prepare_alone(own, self.accelerator))
         else:
-            self._use(self.accelerator.prepare(own, optimizer)[0])
+            self._use(self.accelerator.prepare(own))  # without the optimizer, whose state it would load again
 
     def wrap_for_evaluation(self) -> None:
         """Set `model` to the model for evaluation without training.

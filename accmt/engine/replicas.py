@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from accmt.checkpoint.frozen import checksum
 from accmt.errors import ModuleContractError, ReplicasDifferError, explain
 from accmt.messages import warn_once
+from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.processes import gather_objects, num_data_processes, num_processes
 from accmt.sharded_tensors import is_dtensor
 
@@ -107,7 +108,7 @@ class Replicas:
             for key, value in group.items():
                 if key != "params":
                     _add(found, f"{key} of the optimizer's group {number}", value)
-        for number, (owner, state) in enumerate(self._optimizer.state.items()):
+        for number, (owner, state) in enumerate(state_of(self._optimizer).items()):
             for key, value in _flatten(state):
                 _add(found, f"the optimizer's {key} of {names.get(owner, f'parameter {number}')}", value)
         return found

@@ -29,6 +29,7 @@ from accmt.engine.step_collectives import explaining_parts, meet, running_borrow
 from accmt.engine.tensor_parallel import beginning_anew, partial_gradients, share_weights, split_tensors
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.options import Settings
+from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.precision import hold_in_float32
 from accmt.processes import num_processes
 from accmt.saving.weights import ShardedState, WholeState
@@ -158,7 +159,7 @@ def _require_forward(model: nn.Module) -> None:
 
 def reject_low_bit_states(optimizer: Any) -> None:
     """Reject optimizers that cannot step sharded weights, or whose states of them cannot be stored."""
-    for one in getattr(optimizer, "optimizers", [optimizer]):
+    for one in members_of(optimizer):
         library, name = type(one).__module__.partition(".")[0], type(one).__name__
         if library == "bitsandbytes" or (
             library == "torchao" and not name.startswith("_")

@@ -17,10 +17,10 @@ from accmt.libraries.private_names import (
     generate_together,
     layers_to_shard,
     shard_by_plugin,
-    twin_of,
 )
 from accmt.optimization import needs_closure
 from accmt.optimization.stepper import has_modes
+from accmt.options.optimizer_and_scheduler_arguments import build_alike, members_of
 from accmt.processes import num_data_processes, num_processes
 from accmt.sharded_tensors import class_of, is_dtensor
 
@@ -186,15 +186,15 @@ def as_shard(tensor: Tensor) -> Tensor:
 def try_steps_of_shards(optimizer: Any) -> None:
     """Check, before the first step, that an optimizer can step its shards.
 
-    Among weights that are sharded alike, only the smallest is tested, as a copy, with another instance of the
-    optimizer.
+    Among weights that are sharded alike, only the smallest is tested, as a copy, with a new optimizer of the same
+    class.
 
     Processes: collective.
 
     Raises:
         ModuleContractError: torch cannot compute the step with shards.
     """
-    for one in getattr(optimizer, "optimizers", (optimizer,)):
+    for one in members_of(optimizer):
         for group in one.param_groups:
             smallest: dict[object, Any] = {}
             for weight in group["params"]:
@@ -214,15 +214,17 @@ def _kind_of(weight: Any) -> object:
 
 
 def _try_step(optimizer: Optimizer, group: Mapping[str, Any], weight: Any) -> None:
-    twin: Any = twin_of(optimizer)
     copied = nn.Parameter(weight.detach().clone())
     copied.grad = copied.detach() * 0.5 + 0.01
-    twin.param_groups = [{**group, "params": [copied]}]
     closure: dict[str, Any] = {"closure": lambda: copied.detach().sum()} if needs_closure(optimizer) else {}
-    if has_modes(twin):  # steps in training mode only
-        twin.train()
     try:
-        type(twin).step(twin, **closure)
+        alike = build_alike(optimizer, group, copied)
+    except Exception:  # noqa: BLE001 - built from something else: nothing is tried
+        return
+    if has_modes(alike):  # steps in training mode only
+        alike.train()
+    try:
+        alike.step(**closure)
     except Exception as error:
         name = type(optimizer).__name__
         got = f"{name}, whose step torch cannot compute with sharded weights (FSDP2, tensor parallelism): {error}"

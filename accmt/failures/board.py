@@ -76,10 +76,6 @@ class Board:
         """Signal that this process is alive."""
         self._store.add(f"beat/{self.index}", 1)
 
-    def beats(self) -> list[int]:
-        """Return each process's number of signals that it is alive."""
-        return [self.beats_of(index) for index in range(self.count)]
-
     def beats_of(self, index: int) -> int:
         """Return one process's number of signals that it is alive."""
         return int(self._store.add(f"beat/{index}", 0))

@@ -185,7 +185,6 @@ class Watch:
         self._signs: SignsOfLife | None = None
         if machine_timeout_s is not None and len(machines) > 1:
             self._signs = SignsOfLife(board, machines, machine_timeout_s, self._end_lost)
-        self._answers: list[Callable[[], None]] = []
         self._interruption = interruption
         self._hang_timeout_s = hang_timeout_s
         self._progress = progress
@@ -239,10 +238,6 @@ class Watch:
         self._thread.join(timeout=2.0)
         self._receiver.close()
         self._sender.close()
-
-    def answer_by(self, answer: Callable[[], None]) -> None:
-        """Call `answer` whenever there are new messages, also while the main thread waits."""
-        self._answers.append(answer)
 
     def report_failure(self, error: BaseException) -> None:
         """Send the error that ends this process to the other processes."""
@@ -315,15 +310,6 @@ class Watch:
         except (RuntimeError, OSError):  # the process with the store has exited
             return []
 
-    def find_silent(self) -> list[int]:
-        """Return the processes that no longer signal that they are alive; takes a few beats."""
-        try:
-            before = self.board.beats()
-            time.sleep(3 * _BEAT_S)
-            return [index for index, beats in enumerate(self.board.beats()) if beats == before[index]]
-        except (RuntimeError, OSError):
-            return []
-
     @staticmethod
     def exit_soon() -> None:
         """End this process soon, even if its exit would wait for one that has died.
@@ -364,8 +350,6 @@ class Watch:
             self._end_if_apart(now)
         if self._interruption.is_asked or self.board.has_news():
             self._interruption.agree()
-            for answer in self._answers:
-                answer()
             self._look_for_failures(now)
         self._end_if_stuck(now)
         self._end_if_hung(now)

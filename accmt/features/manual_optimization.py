@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.reduction import names_without_gradient
 from accmt.engine.step_collectives import require_call
 from accmt.errors import ModuleContractError, explain
 from accmt.features.hooks import Feature
-from accmt.libraries.private_names import count_writes
 from accmt.loop.step_outputs import read_further_values, read_weight
-from accmt.loop.train_step import advance_scheduler, step_optimizer, step_scheduler, zero_gradients
+from accmt.loop.train_step import advance_scheduler, step_optimizer, zero_gradients
 from accmt.messages import say_once, warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
-from accmt.optimization import SeveralSchedulers, needs_closure
+from accmt.optimization import needs_closure
+from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import EvaluationRun, Run
+from accmt.sharded_tensors import dense_values
 from accmt.state import Place
 
-_FOREIGN = (
-    "training_step uses an optimizer that get_optimizer did not return: its state is not in checkpoints, so a resumed "
-    "run loses it; return it from get_optimizer (several as a list), and access it with self.optimizers()"
-)
 _NOT_DROPPED = (
     "backward adds to gradients that were already used in an optimizer step: call zero_grad after step_optimizer, or "
     "before the next backward. Checkpoints contain no gradients, so no more checkpoints are written from now on"
@@ -40,6 +37,10 @@ _NOT_WEIGHTED = (
     "weight the batches of all processes equally, regardless of their samples, and do not average over processes if "
     "self.model is a container such as an nn.ModuleDict: call self.backward(loss)"
 )
+_NO_STEP = (
+    "no optimizer of self.optimizers() has stepped: such a run has no steps to count, log or save at. Return what "
+    "training_step steps from get_optimizer (several as a list), and access it with self.optimizers()"
+)
 
 
 class ManualOptimization(Feature):
@@ -48,8 +49,9 @@ class ManualOptimization(Feature):
     name = "manual_optimization"
 
     def __init__(self, run: Run, module: ExtendedAcceleratorModule) -> None:
-        self._run = run
-        self._module = module
+        self._run, self._module = run, module
+        self._steps = ManualSteps(run, module)
+        module.manual_steps = self._steps
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> ManualOptimization | None:
@@ -59,38 +61,33 @@ class ManualOptimization(Feature):
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Count calls of an optimizer's `step` in the training step like those of `step_optimizer`."""
-
-        def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            steps = self._steps
-            return None if steps is None else steps.begin_own_step(optimizer, args, kwargs)
-
-        def end(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            steps = self._steps
-            if steps is not None:
-                steps.end_own_step(optimizer)
-
-        handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+        """Count calls of the `step` of the module's optimizers like those of `step_optimizer`."""
+        optimizers: list[Any] = [self._module.optimizer]
+        optimizers += [part for part in self._module.optimizers() if part is not self._module.optimizer]
+        before = [vars(optimizer).get("step") for optimizer in optimizers]
+        for optimizer in optimizers:
+            optimizer.step = MethodType(self._steps.counted(optimizer.step), optimizer)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for optimizer, step in zip(optimizers, before, strict=True):
+                del optimizer.step
+                if step is not None:  # which a scheduler has set
+                    optimizer.step = step
 
     def make_steps(self) -> ManualSteps:
-        return ManualSteps(self._run, self._module)
+        return self._steps
 
     def has_unfinished_step(self) -> bool:
         """Return whether there are gradients without an optimizer step yet."""
-        return self._steps is not None and self._steps.has_gradients
+        return self._steps.has_waiting_gradients()
+
+    def on_training_end(self) -> None:
+        if self._run.state.global_step == 0 and self._run.state.batch_iteration > 0:
+            warn(_NO_STEP)
 
     def why_not_tried(self) -> str:
         return "the module uses manual optimization"
-
-    @property
-    def _steps(self) -> ManualSteps | None:
-        steps: ManualSteps | None = vars(self._module).get("manual_steps")  # those of the epoch
-        return steps
 
 
 class ManualSteps:
@@ -99,34 +96,29 @@ class ManualSteps:
     Hooks, clipping, precision and the weights of batches on several processes are as in the automatic loop.
 
     Args:
-        module: Its module, which gets these steps.
+        module: Its module.
     """
 
     def __init__(self, run: Run, module: ExtendedAcceleratorModule) -> None:
-        self._run = run
-        self._factor = 1.0  # of a loss that weighs samples
-        self._last_factor = 1.0
-        self._weighs_samples = False  # whether a backward of this step did
-        self._calls: list[None] | None = None
+        self._run, self._module = run, module
+        self._optimizers = module.optimizers()
+        self._needs_closure = any(map(needs_closure, self._optimizers))
+        # Those that have stepped since their gradients were dropped, and those of them that a backward has added to.
+        self._used: set[Any] = set()
+        self._stale: set[Any] = set()
+        self._adds_to_used = False
+        self._counts_steps = False  # within training_step, but not within a step
         self._has_stepped = False
-        self._module = module
-        self._needs_closure = any(map(needs_closure, module.optimizers()))
-        self._depth = 1  # optimizer steps within one another; 0 within training_step, outside of any
-        self._is_counted = False
+        self._stepped: list[Any] = []  # in this batch, by their own `step`
+        self._positions: dict[Any, Any] = {}  # of schedulers after the last batch
+        self._advanced: set[Any] = set()
+        self._advanced_by_module: set[Any] = set()
+        self._factor = self._last_factor = 1.0  # of a loss that weighs samples, and of the last loss
+        self._weighs_samples = False  # whether a backward of this batch did
+        self._has_called_backward = False
+        self._calls: list[None] | None = None
         self._place_in_epoch = 0, 0, 0  # of the batch: epoch, micro-batch, part of the data
         self._num_acts = 0
-        before: ManualSteps | None = getattr(module, "manual_steps", None)
-        if before is None or before._run is not run:
-            before = None
-        # A step may span two epochs.
-        self.has_gradients: bool = before is not None and before.has_gradients
-        # Those that an optimizer has stepped on wait for zero_grad only, unless a backward adds to them before it.
-        self._has_stepped_on: bool = before is not None and before._has_stepped_on
-        self._adds_to_stepped: bool = before is not None and before._adds_to_stepped
-        self._own_steps: _OwnSteps = (
-            _OwnSteps(getattr(run.scheduler, "last_epoch", None)) if before is None else before._own_steps
-        )
-        module.manual_steps = self
 
     def train(self, window: Window) -> bool:
         """Train on a window of one micro-batch, and count the optimizer step if the module made one.
@@ -159,7 +151,6 @@ class ManualSteps:
             if not micro_batch.is_last:  # where data continue, they are counted
                 run.state.count_batch()
             return
-        run.trained.update()
         run.engine.begin_window()
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
@@ -167,15 +158,14 @@ class ManualSteps:
             samples = int(sum_over_data((float(own),))[0])  # not planned: the sum of what the batches hold
         else:
             samples = micro_batch.num_samples
-        self._factor, self._depth = own * num_data_processes() / samples, 0
-        self._last_factor, self._weighs_samples = self._factor, False
+        self._factor = self._last_factor = own * num_data_processes() / samples
+        self._weighs_samples = False
+        self._positions = self._positions or self._find_positions()
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
         for hook in run.hooks.on_before_training_step:
             hook(batch=batch)
-        with autocast(run.accelerator), run.engine.running("training_step", None) as self._calls:
-            outputs = run.features.call_training_step(run.training_step, batch, read=micro_batch.batch)
-        run.trained.require_unchanged()
+        outputs = self._call_training_step(batch, micro_batch.batch)
         is_mapping = isinstance(outputs, Mapping)
         loss = outputs.get("loss") if is_mapping else outputs
         if isinstance(loss, torch.Tensor):
@@ -185,7 +175,7 @@ class ManualSteps:
                 expected, do = "the weight in the call of backward", "self.backward(loss, weight=weight)"
                 raise ModuleContractError(explain("training_step", got, expected, do))
             targets = run.features.find_weight(loss, is_given=given is not None)
-            weight = next(one for one in (given, targets, own) if one is not None)
+            weight = next(candidate for candidate in (given, targets, own) if candidate is not None)
             others = read_further_values(outputs) if is_mapping else None
             run.running_averages.add(loss.detach(), weight, others, own if given is None else given)
             place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
@@ -193,34 +183,61 @@ class ManualSteps:
                 after_batch(loss.detach(), weight, place)
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
-        self._depth = 1
-        if self._own_steps.stepped:
-            self._finish_own_steps()
+        self._advance_schedulers()
         run.state.count_batch()
         run.state.count_samples(samples)
 
-    def begin_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Do what `step_optimizer` does before a step, where the module has called the optimizer's own `step`.
+    def has_waiting_gradients(self) -> bool:
+        """Return whether gradients wait for a step of a later batch, which a checkpoint would lose."""
+        return self._adds_to_used or any(map(_has_gradients, set(self._optimizers) - self._used))
 
-        Returns:
-            Other arguments for it, or None.
-        """
-        self._depth += 1
-        if self._depth > 1:  # within `step_optimizer`, or within the step of an optimizer around this one
-            return None
+    def _call_training_step(self, batch: Any, read: Any) -> Any:
         run = self._run
-        self._is_counted = self._is_of_model(optimizer)
-        if not self._is_counted:
-            return None
+        self._counts_steps = True
+        try:
+            with autocast(run.accelerator), run.engine.running("training_step", None) as self._calls:
+                return run.features.call_training_step(run.training_step, batch, read=read)
+        except Exception as error:
+            run.trained.require_unchanged()  # torch would blame unused parameters
+            run.engine.add_note(error)
+            raise
+        finally:
+            self._counts_steps = False
+
+    def counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the `step` of an optimizer with clipping, hooks and seeds as in `step_optimizer`."""
+
+        def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._counts_steps:  # outside of training_step, or within another step
+                return step(*args, **kwargs)
+            closure = self._begin_step(optimizer, kwargs.get("closure", args[0] if args else None))
+            if closure is not None and args:
+                args = (closure, *args[1:])
+            elif closure is not None:
+                kwargs["closure"] = closure
+            self._counts_steps = False
+            try:
+                result = step(*args, **kwargs)
+            finally:
+                self._counts_steps = True
+            for hook in self._run.hooks.on_after_optimizer_step:
+                hook(optimizer=optimizer)
+            self._seed_for_batch()
+            self._stepped += [optimizer, *members_of(optimizer)]
+            self._note_step(optimizer)
+            return result
+
+        vars(call).update(getattr(step, "__dict__", {}))  # torch's schedulers mark the steps that they have seen
+        return call
+
+    def _begin_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Do what `step_optimizer` does before a step, and return the closure to step with."""
+        run = self._run
         if run.accelerator.scaler is not None:
             got = f"{type(optimizer).__name__}.step() with gradients that are scaled for fp16"
             expected, do = "a step of unscaled gradients", 'self.step_optimizer(optimizer), or mixed_precision="bf16"'
             raise ModuleContractError(explain("training_step", got, expected, do))
-        if self._own_steps.adds_to_stepped(optimizer) and not self._adds_to_stepped:
-            self._adds_to_stepped = True
-            warn(_NOT_DROPPED)
-        self._warn_if_not_weighted(optimizer)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._warn_of_gradients(optimizer)
         if closure is None and run.stepper.clips:
             run.stepper.clip(_parameters_of(optimizer))
         for hook in run.hooks.on_before_optimizer_step:
@@ -230,19 +247,9 @@ class ManualSteps:
             seed_generators(derive_seed(run.seed, "optimizer_step", run.state.global_step, self._num_acts), run.device)
             return None
         self._seed_for_batch()  # which the closure computes
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], self._agreeing(closure, optimizer), *args[2:]), others
+        return self._agreeing(closure, optimizer)
 
-    def _is_of_model(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer steps parameters of the model; a module may use others for something else."""
-        if optimizer is self._module.optimizer or any(one is optimizer for one in self._module.optimizers()):
-            return True
-        is_of_model = not set(self._run.unwrapped_model.parameters()).isdisjoint(_parameters_of(optimizer))
-        if is_of_model:
-            warn_once(_FOREIGN, about="foreign optimizer")
-        return is_of_model
-
-    def _agreeing(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    def _agreeing(self, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
         """Return a closure whose loss is the mean over processes: a line search has to decide alike on all of them."""
         run = self._run
 
@@ -259,41 +266,46 @@ class ManualSteps:
 
         return evaluate
 
-    def end_own_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step that the module made by the optimizer's own `step`."""
-        self._depth -= 1
-        if self._depth or not self._is_counted:
+    def _warn_of_gradients(self, optimizer: Any) -> None:
+        """Warn of a step with gradients that were used before, or that processes have not weighted."""
+        if not self._adds_to_used and not self._stale.isdisjoint(members_of(optimizer)):
+            self._adds_to_used = True
+            warn(_NOT_DROPPED)
+        if num_data_processes() == 1 or self._has_called_backward:
             return
-        for hook in self._run.hooks.on_after_optimizer_step:
-            hook(optimizer=optimizer)
-        self._seed_for_batch()
-        self._has_stepped = True
-        self._own_steps.stepped.append(optimizer)
+        if any(parameter.grad is not None for parameter in _parameters_of(optimizer)):
+            warn_once(_NOT_WEIGHTED, about="gradients that are not weighted")
 
-    def _finish_own_steps(self) -> None:
-        """After a batch, find gradients that wait for a step, and advance the scheduler unless the module does."""
-        run, own = self._run, self._own_steps
-        self.has_gradients = own.find_unstepped(self._module.optimizers()) or self._adds_to_stepped
-        stepped, own.stepped = own.stepped, []
-        if run.scheduler is None or run.settings.hps.step_scheduler_per_epoch:
+    def _note_step(self, optimizer: Any) -> None:
+        self._has_stepped = True
+        self._used.update(members_of(optimizer))
+
+    def _find_positions(self) -> dict[Any, Any]:
+        return {scheduler: getattr(scheduler, "last_epoch", None) for scheduler in self._module.schedulers()}
+
+    def _advance_schedulers(self) -> None:
+        """After a batch, advance the schedulers of optimizers that stepped by themselves, unless the module does."""
+        run, stepped = self._run, self._stepped
+        self._stepped = []
+        is_at_end = run.total_steps is not None and run.state.global_step >= run.total_steps
+        if not stepped or is_at_end or run.settings.hps.step_scheduler_per_epoch:
             return
-        if isinstance(run.scheduler, ReduceLROnPlateau):  # which evaluations step
-            return
-        position = getattr(run.scheduler, "last_epoch", None)
-        if own.has_advanced and position != own.position:
-            got = "a scheduler step, although accmt has advanced the scheduler after each optimizer.step() until now"
-            do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
-            raise ModuleContractError(explain("training_step", got, "scheduler steps from one place only", do))
-        own.is_advanced_by_module |= position != own.position
-        if own.is_advanced_by_module:
-            return
-        if isinstance(run.scheduler, SeveralSchedulers):
-            for scheduler in run.scheduler.schedulers:
-                if any(scheduler.optimizer is one for one in stepped):
-                    advance_scheduler(run, scheduler)
-        elif not {self._module.optimizer, *self._module.optimizers()}.isdisjoint(stepped):
-            step_scheduler(run, at_epoch_end=False)
-        own.position, own.has_advanced = getattr(run.scheduler, "last_epoch", None), True
+        for scheduler, position in self._find_positions().items():
+            if isinstance(scheduler, ReduceLROnPlateau):  # which evaluations step
+                continue
+            if position != self._positions.get(scheduler, position):
+                self._advanced_by_module.add(scheduler)
+            if scheduler in self._advanced_by_module & self._advanced:
+                got = (
+                    "a scheduler step, although accmt has advanced the scheduler after each optimizer.step() until now"
+                )
+                do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
+                raise ModuleContractError(explain("training_step", got, "scheduler steps from one place only", do))
+            is_of_all = scheduler is run.scheduler  # the only one
+            if scheduler not in self._advanced_by_module and (is_of_all or scheduler.optimizer in stepped):
+                advance_scheduler(run, scheduler)
+                self._advanced.add(scheduler)
+        self._positions = self._find_positions()
 
     def backward(self, loss: torch.Tensor, weight: Any = None) -> None:
         """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch.
@@ -303,35 +315,22 @@ class ManualSteps:
         """
         run = self._run
         factor = self._last_factor = self._find_factor(loss, weight)
-        is_first, self._own_steps.has_called_backward = not self._own_steps.has_called_backward, True
-        self.has_gradients = True
-        self._own_steps.note_stale()
-        if self._has_stepped_on and not self._adds_to_stepped:
-            gradients = (parameter.grad for parameter in run.unwrapped_model.parameters())
-            # The module may have dropped them by torch's own `zero_grad`.
-            if any(gradient is not None and bool(gradient.any()) for gradient in gradients):
-                self._adds_to_stepped = True
-                warn(_NOT_DROPPED)
+        is_first, self._has_called_backward = not self._has_called_backward, True
+        self._stale = {optimizer for optimizer in self._used if _has_gradients(optimizer)}
+        self._used = set(self._stale)  # the module has dropped the gradients of the others
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
         if self._calls is not None:
             require_call(self._calls)
         run.actions.backward(loss if factor == 1.0 else loss * factor)
-        if is_first:
-            every = {*run.unwrapped_model.parameters(), *run.stepper.parameters}  # FSDP2 may have gathered the first
-            trained = (one for one in every if one.requires_grad)
-            names_without_gradient({str(number): one for number, one in enumerate(trained)})  # one part is enough
+        if is_first:  # FSDP2 may have gathered some: one part of them with a gradient is enough
+            parameters = {*run.unwrapped_model.parameters(), *run.stepper.parameters}
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            names_without_gradient({str(number): parameter for number, parameter in enumerate(trained)})
         # Whichever optimizer steps next; what was averaged before stays as it is.
         run.engine.reduce_remaining(list(run.unwrapped_model.parameters()))
         for hook in run.hooks.on_after_backward:
             hook(loss=loss)
-
-    def _warn_if_not_weighted(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, on several processes, of an optimizer step of a run that has never called `self.backward`."""
-        if num_data_processes() == 1 or self._own_steps.has_called_backward:
-            return
-        if any(parameter.grad is not None for parameter in _parameters_of(optimizer)):
-            warn_once(_NOT_WEIGHTED, about="gradients that are not weighted")
 
     def _find_factor(self, loss: torch.Tensor, weight: Any) -> float:
         """Return what a loss is multiplied by on this process.
@@ -349,40 +348,38 @@ class ManualSteps:
         total = sum_over_data((own,))[0]
         return own * num_data_processes() / total if total > 0 else 0.0
 
-    def step_optimizer(self, *, is_whole: bool = True) -> bool:
+    def step_optimizer(self, optimizer: Any = None) -> bool:
         """Unscale, clip and make the optimizer step.
 
         Args:
-            is_whole: Whether there are no gradients of parameters that do not step here.
+            optimizer: The only one of several with gradients; None for all.
         """
         if self._needs_closure:
             got = "an optimizer that needs a closure"
             do = "self.optimizer.step(closure); closure calls self.zero_grad and self.backward, and returns the loss"
             raise ModuleContractError(explain("self.step_optimizer", got, "an optimizer without a closure", do))
+        stepped = self._run.stepper.optimizer if optimizer is None else optimizer
         self._run.stepper.unscale()
-        self._warn_if_not_weighted(self._run.stepper.optimizer)
-        self._depth += 1
+        self._warn_of_gradients(stepped)
+        counts, self._counts_steps = self._counts_steps, False
         try:
             is_done = step_optimizer(self._run)
         finally:
-            self._depth -= 1
+            self._counts_steps = counts
         self._seed_for_batch()
-        self._has_stepped |= is_done
-        if is_whole:
-            self._has_stepped_on = True
-            self.has_gradients = self._adds_to_stepped
+        if is_done:
+            self._note_step(stepped)
         return is_done
 
     def step_scheduler(self, scheduler: Any = None) -> None:
         """Advance the scheduler, if there is one, or one of several."""
         if self._run.scheduler is not None:
-            self._own_steps.is_advanced_by_module = True
+            self._advanced_by_module.update(self._module.schedulers() if scheduler is None else (scheduler,))
             advance_scheduler(self._run, scheduler)
             self._seed_for_batch()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self.has_gradients = self._has_stepped_on = False
         zero_gradients(self._run)
         self._seed_for_batch()
 
@@ -393,62 +390,11 @@ class ManualSteps:
         seed_generators(derive_seed(self._run.seed, "step", *place), self._run.device)
 
 
-class _OwnSteps:
-    """What is known of steps that the module makes by the `step` of torch's optimizers.
-
-    torch does not report their `zero_grad`. So the gradients that a step leaves behind are compared with what is there
-    later: the same tensor, written as often.
-
-    Attributes:
-        stepped: The optimizers that have stepped in this batch.
-        position: Where the scheduler was after the last batch.
-        has_advanced: Whether it was advanced for the module.
-        is_advanced_by_module: Whether the module advances it.
-        has_called_backward: Whether the module has called `self.backward`.
-    """
-
-    def __init__(self, position: int | None) -> None:
-        self.stepped: list[torch.optim.Optimizer] = []
-        self.position = position
-        self.has_advanced = False
-        self.is_advanced_by_module = False
-        self.has_called_backward = False
-        self._left: dict[torch.optim.Optimizer, list[tuple[torch.Tensor | None, int]]] = {}
-        self._stale: set[torch.optim.Optimizer] = set()
-
-    def find_unstepped(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Return, after a batch, whether gradients were added for an optimizer that has not stepped in it."""
-        found = False
-        for optimizer in optimizers:
-            now = _marks_of(optimizer)
-            has_stepped = any(one is optimizer or optimizer in getattr(one, "optimizers", ()) for one in self.stepped)
-            if has_stepped or all(gradient is None for gradient, _ in now):
-                self._left[optimizer] = now
-                self._stale.discard(optimizer)
-            else:
-                found |= not _have_same(now, self._left.get(optimizer, []), quantifier=all)
-        return found
-
-    def note_stale(self) -> None:
-        """Note, before a backward, which gradients are still those of an earlier batch's step."""
-        for optimizer, left in self._left.items():
-            is_stale = _have_same(_marks_of(optimizer), left, quantifier=any)
-            (self._stale.add if is_stale else self._stale.discard)(optimizer)
-
-    def adds_to_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the last backward added to gradients that the optimizer had stepped on."""
-        return optimizer in self._stale
-
-
-def _marks_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor | None, int]]:
-    gradients = [parameter.grad for parameter in _parameters_of(optimizer)]
-    return [(gradient, 0 if gradient is None else count_writes(gradient)) for gradient in gradients]
-
-
-def _have_same(now: Sequence[Any], before: Sequence[Any], quantifier: Callable[[Iterable[bool]], bool]) -> bool:
-    pairs = [(one, other) for one, other in zip(now, before, strict=False) if one[0] is not None]
-    return len(now) == len(before) and quantifier(one[0] is other[0] and one[1] == other[1] for one, other in pairs)
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    gradients = [parameter.grad for parameter in _parameters_of(optimizer) if parameter.grad is not None]
+    dense = (dense_values(gradient) if gradient.is_sparse else gradient for gradient in gradients)
+    return any(bool(gradient.any()) for gradient in dense)

@@ -7,7 +7,6 @@ name, and not somewhere in a run. Nothing here imports a library that is not in 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - exported
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414 - exported
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory as pin_as_loaders_do
@@ -162,17 +161,6 @@ def count_writes(tensor: Tensor) -> int:
 def is_made_of_tensors(value: object) -> bool:
     """Return whether a tensor wraps other tensors that `__tensor_flatten__` returns, such as a DTensor."""
     return is_traceable_wrapper_subclass(value)
-
-
-def twin_of(optimizer: Optimizer) -> Optimizer:
-    """Return a new optimizer of the same class and arguments, without state and hooks: copying would copy the state."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    twin.__dict__.pop("step", None)  # replaced by schedulers
-    twin.state = defaultdict(dict)
-    twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    return twin
 
 
 def has_gradient_hook(parameter: Tensor) -> bool:

@@ -47,7 +47,6 @@ def fit(run: Run) -> None:
     with ExitStack() as stack:  # exits in reverse order
         stack.enter_context(printing_resume_hint(run))
         stack.enter_context(run.features.running())
-        stack.enter_context(run.trained.noting_new_layers())
         stack.enter_context(_closing(run))
         stack.enter_context(_recording_outcome(run))
         stack.enter_context(listening(run.interruption, run.settings.failures.preempt_exit_code))
@@ -141,7 +140,7 @@ def _train_epoch(run: Run) -> bool:
     with keeping_state(run) if state.train_step else nullcontext():  # a resumed epoch
         for hook in run.hooks.on_epoch_start:
             hook()
-    run.trained.find_parameters()
+    run.trained.decide()
     makers = run.features.make_steps
     steps = makers[0]() if makers else AutomaticSteps(run)
     is_used_up = True  # also if a checkpoint was written after the last step of an epoch

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from accmt.checkpoint.preflight import try_model
 from accmt.checkpoint.retention import estimate_size, estimate_state, find_shortage
 from accmt.data.lengths import LargestBatch
-from accmt.errors import AccmtError, CheckpointError, is_out_of_memory
+from accmt.errors import AccmtError, is_out_of_memory
 from accmt.files import format_bytes, free_space
 from accmt.huggingface import is_peft_model
 from accmt.loop.evaluation import evaluate
 from accmt.loop.logging import SilentLogs
 from accmt.loop.step_outputs import read_training_output
 from accmt.messages import say_once, warn
+from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.precision import autocast
 from accmt.processes import gather_objects, run_on_every_process
 from accmt.run import Run
@@ -83,7 +83,7 @@ def _put_through(run: Run, batch: Any) -> None:
     try:
         with run.engine.unwrapped(trains=True):
             optimizer, reserved = run.stepper.optimizer, None  # its first step will create its state: reserve memory
-            if not (run.engine.needs_all or optimizer.state or run.device.type == "cpu"):
+            if not (run.engine.needs_all or state_of(optimizer) or run.device.type == "cpu"):
                 reserved = torch.empty(estimate_state(optimizer), dtype=torch.uint8, device=run.device)
             with run.engine.running("training_step", None):
                 with autocast(run.accelerator):
@@ -97,21 +97,16 @@ def _put_through(run: Run, batch: Any) -> None:
 
 
 def try_saving(run: Run) -> None:
-    """Save and load the model in memory, to find anything that checkpoints or folders cannot restore.
+    """Find what a checkpoint or the model folder cannot hold: names, shapes and dtypes of what would be saved.
+
+    Whether what is loaded equals what was saved is for `Trainer.check_resume`.
 
     Processes: collective.
     """
     if run.saver.selection.names or run.settings.saving.saves_last:
         run_on_every_process(lambda: _require_storable(run))
-    if run.is_resumed:  # it has just loaded one
-        return
-    try:
-        run_on_every_process(lambda: try_model(run.model))
+    if run.checkpoints.are_written and not run.is_resumed:  # it has just loaded one
         run.checkpoints.try_collecting(run)
-    except CheckpointError as error:
-        if run.checkpoints.are_written:
-            raise
-        warn(f"{error}\nThe run writes no checkpoints, so it continues.")
 
 
 def _require_storable(run: Run) -> None:

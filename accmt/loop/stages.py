@@ -154,6 +154,7 @@ def finish_epoch(run: Run, *, is_used_up: bool) -> None:
 
 def _finish_epoch(run: Run) -> None:
     has_evaluated = _run_stages(run, TRAINING)
+    run.trained.require_unchanged()
     _save_if_due(run, epoch_ended=run.state.train_step == 0, evaluated=has_evaluated)
     stop_if_requested(run)
 
@@ -189,4 +190,5 @@ def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
         for before_use in run.features.before_use:
             before_use()
     if is_due or checkpoints.requests or not checkpoints.is_prepared:
+        run.trained.require_unchanged()
         checkpoints.save_requested(run, is_due=is_due)

@@ -40,7 +40,6 @@ def finish_window(run: Run, window: AccumulationWindow) -> tuple[int, bool]:
     stepper = run.stepper
     for before_optimizer_step in run.features.before_optimizer_step:
         before_optimizer_step(window)
-    run.trained.require_unchanged()
     run.engine.reduce_remaining()  # before unscaling, so that all processes find the same inf
     scaler = run.accelerator.scaler
     if scaler is not None:
@@ -161,7 +160,6 @@ class AutomaticSteps:
             True: the window is finished.
         """
         run, state, num_micro_batches = self._run, self._run.state, planned.num_micro_batches
-        run.trained.update()
         self._engine.begin_window()
         if self._varies:
             state.grad_accum_steps = num_micro_batches
@@ -283,6 +281,7 @@ class AutomaticSteps:
             try:
                 outputs = self._run.training_step(batch)
             except Exception as error:
+                self._run.trained.require_unchanged()  # torch would blame unused parameters
                 self._engine.add_note(error)
                 raise
         if self._calls is not None and outputs is not None:

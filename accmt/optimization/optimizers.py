@@ -76,7 +76,6 @@ class ChainedOptimizer(Optimizer):
         first = self._chained[0].param_groups[0]
         self.defaults = {"lr": first["lr"]} if "lr" in first else {}  # what polynomial decay is relative to
         self._share()
-        self.register_load_state_dict_post_hook(self._share_loaded)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -117,23 +116,19 @@ class ChainedOptimizer(Optimizer):
         self._owners.append(0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the state; each chained optimizer adds entries missing in states of older versions."""
+        """Set the state and share it: schedulers and manual steps use the chained optimizers directly.
+
+        Each of them adds entries that are missing in states of older versions.
+        """
         super().__setstate__(state)
         for number, one in enumerate(self._chained):
-            twin = object.__new__(type(one))  # not the optimizer itself: this may be a copy for a trial
-            twin.__dict__.update(vars(one))
-            twin.__setstate__({"state": self.state, "param_groups": self._groups_of(number)})
+            one.__setstate__({"state": self.state, "param_groups": self._groups_of(number)})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_chained": self._chained, "_owners": self._owners}
 
     def __repr__(self) -> str:
         return f"ChainedOptimizer([{', '.join(map(repr, self._chained))}])"
-
-    def _share_loaded(self, loaded: Optimizer) -> None:
-        """Share a state as soon as it is loaded: schedulers and manual steps use the chained optimizers directly."""
-        if loaded is self:  # not a copy for a trial, which has the same hooks
-            self._share()
 
     def _share(self) -> None:
         """Set this optimizer's state and groups on the chained ones; loading a state replaces both."""

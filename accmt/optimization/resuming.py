@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accmt.errors import CheckpointError, explain
-from accmt.libraries.private_names import twin_of
-from accmt.optimization.optimizers import ChainedOptimizer
 from accmt.optimization.schedulers import SeveralSchedulers
+from accmt.options.optimizer_and_scheduler_arguments import build_alike, members_of, state_of
 
 _PROBE = torch.Size((2, 2))
 
@@ -87,14 +86,14 @@ def restore_scheduler(
         # Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
         for group in optimizer.param_groups:
             for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
-                state = optimizer.state.get(parameter, {})
+                state = state_of(optimizer).get(parameter, {})
                 if isinstance(state.get("step"), torch.Tensor):
                     state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
     # Entries of groups that are not arguments, but state that changes with the optimizer's steps.
-    every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+    every = members_of(optimizer)
     parameters = [item for one in every for item in inspect.signature(type(one).__init__).parameters.values()]
     if not any(item.kind is item.VAR_KEYWORD for item in parameters):
-        names |= {name for one in every for name in one.defaults} - {item.name for item in parameters}
+        names |= {name for one in every for name in getattr(one, "defaults", ())} - {item.name for item in parameters}
     return kept + _kept(loaded, built, names, has_scheduler=scheduler is not None)
 
 
@@ -153,16 +152,16 @@ def _scaled_rate(theirs: Mapping[str, Any], ours: Mapping[str, Any], old: Any, n
 def _add_missing_state(optimizer: Optimizer) -> None:
     """Add entries that changed arguments such as `amsgrad` require to the state, with their initial values.
 
-    A step of a copy of the optimizer on a few numbers with zero gradients shows these values.
+    A step of a new optimizer of the same class on a few numbers with zero gradients shows these values.
 
     Raises:
         CheckpointError: They are not zeros.
     """
-    for one in getattr(optimizer, "optimizers", (optimizer,)):
+    for one in members_of(optimizer):
         for group in one.param_groups:
             first: dict[Any, dict[str, Any]] = {}
             for parameter in group["params"]:
-                entries, kind = optimizer.state.get(parameter), (parameter.dtype, parameter.device)
+                entries, kind = state_of(optimizer).get(parameter), (parameter.dtype, parameter.device)
                 if not entries:
                     continue
                 if kind not in first:
@@ -177,13 +176,12 @@ def _first_state(
     """Return a weight's state after the first step, with a zero gradient."""
     weight = torch.nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device=device))
     weight.grad = torch.zeros_like(weight)
-    twin = twin_of(optimizer)
-    twin.param_groups = [{**group, "params": [weight]}]
     try:
-        type(twin).step(twin)
-    except Exception:  # noqa: BLE001 - one that takes no such weight shows nothing here
+        alike = build_alike(optimizer, group, weight)
+        alike.step()
+    except Exception:  # noqa: BLE001 - one that takes no such weight or arguments shows nothing here
         return {}
-    return dict(twin.state[weight])
+    return dict(state_of(alike).get(weight, {}))
 
 
 def _begin(entry: Any, parameter: torch.Tensor, what: str) -> torch.Tensor:

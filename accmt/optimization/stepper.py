@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +13,7 @@ from torch import nn
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import multiply_
 from accmt.optimization.optimizers import ChainedOptimizer, mesh_by_mesh
+from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.sharded_tensors import by_mesh, dense_values, is_dtensor, mesh_of, total_norm
 
 if TYPE_CHECKING:
@@ -89,18 +91,17 @@ class Stepper:
         self._accelerator = accelerator
         self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._is_unscaled = False
-        self._set_to_none = set_to_none
+        takes_argument = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters  # a wrapper's may not
+        self._how_to_zero = {"set_to_none": set_to_none} if takes_argument else {}
         self._clip = clip or None
         self._clip_type = clip_type
-        chained = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
-        self.may_draw = not all(type(one) in _TORCH for one in chained)
+        self.may_draw = not all(type(member) in _TORCH for member in members_of(optimizer))
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
         self._around_backward = around_backward or nullcontext
         self._is_mixed = len({mesh_of(parameter) for parameter in self.parameters}) > 1
         if isinstance(optimizer, ChainedOptimizer):
             optimizer.is_mixed, self._is_mixed = self._is_mixed, False
-        every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
-        self._with_modes: list[Any] = [one for one in every if has_modes(one)]
+        self._with_modes: list[Any] = [one for one in members_of(optimizer) if has_modes(one)]
         self._is_training = False
         self._trained: list[tuple[nn.Parameter, torch.Tensor]] | None = None
         is_plain = self._scaler is None and type(accelerator).backward is Accelerator.backward
@@ -241,7 +242,7 @@ class Stepper:
     def zero_grad(self) -> None:
         """Clear the gradients for the next window."""
         if not self._drops_gradients or "zero_grad" in vars(self.optimizer):  # overridden, perhaps by a hook
-            self.optimizer.zero_grad(set_to_none=self._set_to_none)
+            self.optimizer.zero_grad(**self._how_to_zero)
             return
         # The same as `Optimizer.zero_grad`, without its profiler and compiler guards, which on a small model cost more
         # than the gradients of all its layers.

@@ -70,8 +70,8 @@ class Failures(Options):
         machine_timeout_s: On several machines, seconds without a heartbeat from one machine after which the others end.
             None waits as long as torch does.
         preempt_exit_code: Exit code after SIGTERM or SIGUSR1, from 0 to 255.
-        preflight: Whether to check at the start that the state can be saved and loaded in memory, and that the disk
-            has enough space for checkpoints and model.
+        preflight: Whether to check at the start that the state can be stored, and that the disk has enough space for
+            checkpoints and model.
         try_longest: Whether to run forward and backward on the largest possible micro-batch before training, without
             side effects, so that an out-of-memory error occurs early. If lengths are known, this batch contains the
             longest samples. None does this only on devices with their own memory.

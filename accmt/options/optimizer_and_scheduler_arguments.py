@@ -156,6 +156,29 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(list(signature.parameters.items())[1:])
 
 
+def members_of(optimizer: Any) -> tuple[Any, ...]:
+    """Return the optimizers that a `ChainedOptimizer` chains, or the only one."""
+    return tuple(getattr(optimizer, "optimizers", (optimizer,)))
+
+
+def state_of(optimizer: Any) -> Mapping[Any, Any]:
+    """Return the state by parameter; one around another optimizer may have none."""
+    state: Mapping[Any, Any] = getattr(optimizer, "state", {})
+    return state
+
+
+def build_alike(optimizer: Any, group: Mapping[str, Any], parameter: torch.nn.Parameter) -> Any:
+    """Return a new optimizer of the same class for one parameter, with a group's arguments, to try a step.
+
+    The optimizer itself is not touched: it may wrap others, and share their state and groups with them.
+
+    Raises:
+        TypeError: Its class is built from something else, such as another optimizer.
+    """
+    names = parameters_of(type(optimizer))
+    return type(optimizer)([parameter], **{name: value for name, value in group.items() if name in names})
+
+
 def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's arguments for an optimizer, without those about groups.
 

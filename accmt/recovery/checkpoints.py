@@ -12,14 +12,14 @@ from torch import nn
 
 from accmt.checkpoint.contents import StateCollector
 from accmt.checkpoint.manifest import MANIFEST_NAME, step_name
-from accmt.checkpoint.preflight import try_optimizer
 from accmt.checkpoint.retention import move_back
+from accmt.checkpoint.state_dicts import require_complete
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter, CustomWriter
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.messages import say, warn, warn_once
 from accmt.options import Settings
-from accmt.processes import close_cpu_group, manages_disk, new_cpu_group, run_on_every_process
+from accmt.processes import close_cpu_group, manages_disk, new_cpu_group
 from accmt.recovery.restart import describe_launch
 from accmt.recovery.resume import find_newest
 from accmt.recovery.run_state import collect_others
@@ -120,12 +120,12 @@ class Checkpoints:
         self._has_begun = True
 
     def try_collecting(self, run: Run) -> None:
-        """Check before training that everything except the optimizer's state can be stored.
+        """Check that everything can be stored: before training, and once the optimizer has its state.
 
         Processes: collective.
         """
-        if self.are_written:
-            self._collector.collect(collect_others(run))
+        require_complete(run.model)
+        self._collector.collect(collect_others(run))
 
     def request(self, folder: Path | None) -> None:
         """Request a checkpoint after the current step."""
@@ -145,10 +145,10 @@ class Checkpoints:
                 warn_once(_UNFINISHED, about="unfinished step")
             return
         if not self.is_prepared:  # find what cannot be stored at the first step, not at the first checkpoint
-            if run.settings.failures.preflight and self.are_written:
-                run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
             if self._writer is not None:
                 self._writer.prepare(collect_others(run))
+            elif run.settings.failures.preflight and self.are_written:
+                self.try_collecting(run)
             self.is_prepared = True
         has_saved = self._serve_requests(run)
         if is_due and not has_saved:

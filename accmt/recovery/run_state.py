@@ -245,6 +245,8 @@ def restore(run: Run, resumed: Resumed) -> None:
     """
     resets_optimizer = run.settings.checkpoints.checkpoint_options.reset_optimizer_on_resume
     built = group_arguments(run.stepper.optimizer)
+    # Checkpoints hold training weights. An optimizer that keeps its mode beside its state would move them once more.
+    run.stepper.begin_training()
     with rejecting_other_forms(resumed.folder):
         others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
         built += group_arguments(run.stepper.optimizer)[len(built) :]

@@ -178,7 +178,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
             accelerator.device,
             _objects_of(prepared, inputs),
         ),
-        trained=TrainedParameters(module, engine, optimizer, watch["watch"]),
+        trained=TrainedParameters(module, engine, optimizer),
         replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
     )
     if resumed is not None:

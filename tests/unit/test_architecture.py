@@ -287,8 +287,7 @@ QUESTIONS_LEFT = {
     # Of single tensors, in layers below the engine.
     "sharded_tensors.py": 5,
     "checkpoint/contents.py": 2,
-    "checkpoint/state_dicts.py": 3,
-    "checkpoint/preflight.py": 1,
+    "checkpoint/state_dicts.py": 4,
     "optimization/stepper.py": 1,
     "precision.py": 1,
     "trainer/standalone_evaluation.py": 1,

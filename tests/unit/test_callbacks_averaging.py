@@ -117,8 +117,9 @@ class TestAverage:
 
     def test_a_layer_that_is_unfrozen_during_the_run_is_averaged_from_then_on(self):
         class Unfreeze(Callback):
-            def on_epoch_end(self):
-                self.module.unwrapped_model.weight.requires_grad_(True)
+            def on_epoch_start(self):
+                if self.state.epoch == 1:
+                    self.module.unwrapped_model.weight.requires_grad_(True)
 
         ema, watching, module = EMA(decay=0.9, warmup=False), Watching(), Linear()
         module.model.weight.requires_grad_(False)

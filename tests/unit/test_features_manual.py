@@ -430,20 +430,46 @@ def test_a_scheduler_that_the_module_begins_to_advance_late_is_refused():
     assert module.scheduler.last_epoch == 3
 
 
-def test_an_optimizer_that_get_optimizer_did_not_return_is_counted_and_said(caplog):
-    class Foreign(AsInTorch):
+def test_steps_of_an_optimizer_that_get_optimizer_did_not_return_do_not_count_and_a_warning_says_so(caplog):
+    class Foreign(Manual):
         def training_step(self, batch):
             if "own" not in vars(self):
                 self.own = torch.optim.SGD(self.model.parameters(), lr=0.1)
-                self.other = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
-            self.other.step()
             self.own.zero_grad()
             self.backward(self.loss(batch))
-            if self.state.train_step:
-                self.own.step()
+            self.own.step()
 
-    assert make_trainer(HPS).fit(Foreign(), make_points(9)).global_step == 4
-    assert caplog.text.count("get_optimizer did not return") == 1
+    assert make_trainer(HPS).fit(Foreign(), make_points(9)).global_step == 0
+    assert caplog.text.count("no optimizer of self.optimizers() has stepped") == 1
+
+
+def test_an_optimizer_has_its_own_step_again_after_the_run():
+    module = AsInTorch()
+    make_trainer(HPS).fit(module, make_points(3))
+    optimizer = torch.optim.SGD(module.model.parameters(), lr=0.1)
+    module.get_optimizer = lambda: optimizer
+    make_trainer({**HPS, "scheduler": None}).fit(module, make_points(3))
+    assert "step" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("calls", ["their own step", "step_scheduler"])
+def test_each_of_several_schedulers_advances_once_a_step_whoever_advances_it(calls):
+    class Two(Adversaries):
+        def get_scheduler(self, optimizer):
+            return [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizer.optimizers]
+
+        def training_step(self, batch):
+            for optimizer, loss in zip(self.optimizers(), adversarial_losses(self.model, batch[0]), strict=True):
+                self.model.zero_grad()
+                self.backward(loss())
+                optimizer.step()
+            for scheduler in self.schedulers():
+                scheduler.step() if calls == "their own step" else self.step_scheduler(scheduler)
+            return torch.zeros(())
+
+    module = Two()
+    make_trainer({"epochs": 2, "batch_size": 4}).fit(module, make_points(8))
+    assert [group["lr"] for group in module.optimizer.param_groups] == [0.05 * 0.5**4] * 2
 
 
 class ByLBFGS(Manual):

@@ -569,19 +569,6 @@ def test_what_accelerators_share_may_have_another_precision():
     names.shared_state().clear()
 
 
-def test_a_twin_of_an_optimizer_steps_without_its_state_and_hooks():
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    optimizer, calls = torch.optim.Adam([weight]), []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    twin = names.twin_of(optimizer)
-    type(twin).step(twin)
-    assert not calls, missing("torch", "Optimizer._optimizer_step_pre_hooks", "twin_of")
-    assert twin.state
-    assert not optimizer.state
-
-
 def test_a_checkpoint_refuses_hooks_that_carry_something_from_step_to_step(alone, caplog):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

@@ -534,5 +534,6 @@ def test_an_argument_whose_state_cannot_be_begun_late_is_refused():
     after = Remembering([weight], lr=0.1, momentum=0.9, nesterov=True)
     built = group_arguments(after)
     after.load_state_dict(before.state_dict())
+    changed = {"nesterov": (False, True), "momentum": (0, 0.9)}
     with pytest.raises(CheckpointError, match="no 'begun' of Remembering, which a changed argument requires"):
-        restore_scheduler(after, None, None, built, changed={"nesterov": (False, True)}, is_stretched=False)
+        restore_scheduler(after, None, None, built, changed=changed, is_stretched=False)

@@ -480,7 +480,7 @@ def _evaluate_as_fit(run: Run) -> dict[str, float]:
         state.epoch -= 1
         state.now.is_last_training_batch = True
     state.now.fn, state.now.status, state.now.stage = "fit", "running", "train"
-    with run.features.running(), run.trained.noting_new_layers(), watching(run):
+    with run.features.running(), watching(run):
         run.module.tracker = next(iter(run.tracking.loggers), None)
         for hook in (*run.hooks.on_resume, *run.hooks.on_fit_start):
             hook()

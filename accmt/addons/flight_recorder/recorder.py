@@ -28,6 +28,7 @@ from accmt.files import current_folder
 from accmt.messages import say_once, warn_once
 from accmt.metrics.averages import Weight, exact_sum, stack
 from accmt.options import Ledger
+from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.processes import broadcast_object, each_once, gather_from_data, is_main_process, num_processes
 from accmt.run import EvaluationRun, Run
 from accmt.sharded_tensors import is_dtensor
@@ -319,7 +320,7 @@ class Recorder(Feature):
         return sums_of(tensors) if is_main_process() else []
 
     def _sum_optimizer(self, parameters: dict[str, Any]) -> list[int]:
-        states = self._run.stepper.optimizer.state
+        states = state_of(self._run.stepper.optimizer)
         entries = [sum_of_state(states.get(parameter, {})) for parameter in parameters.values()]
         tensors = [value for of_one in entries for _, value in of_one if isinstance(value, torch.Tensor)]
         # A tensor that is whole on every process counts once, as numbers do.

@@ -240,8 +240,8 @@ class Unfreeze(Callback):
     def on_fit_start(self) -> None:
         self.module.freeze(self.module.unwrapped_model.model)
 
-    def on_update_end(self) -> None:
-        if self.state.global_step == 2:
+    def on_epoch_start(self) -> None:
+        if self.state.epoch == 1:
             self.module.unfreeze()
 
 

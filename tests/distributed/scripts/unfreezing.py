@@ -26,13 +26,13 @@ from tests.toys import Record
 
 SAMPLES, BATCH_SIZE, ACCUMULATION, EPOCHS, LR = 13, 2, 2, 4, 0.05
 Plan = Mapping[int, Mapping[int, bool]]
-"""After which optimizer step which layer is trained, or no longer."""
+"""In the epoch that begins after which optimizer step which layer is trained, or no longer."""
 PLANS: dict[str, Plan] = {
-    "unfrozen": {0: {0: False, 2: False}, 1: {2: True}, 3: {0: True}},
+    "unfrozen": {0: {0: False, 2: False}, 2: {2: True}, 4: {0: True}},
     "frozen": {2: {0: False}, 4: {4: False}},
     "swapped": {0: {0: False}, 2: {0: True, 2: False}, 4: {2: True, 4: False}},
 }
-MOMENTS = {"unfrozen": "on_update_end", "frozen": "on_epoch_end", "swapped": "on_epoch_start"}
+STOP = 5
 SETTINGS = {
     "unfrozen": {"parallelism": {"ddp": {"gradient_as_bucket_view": True}}},
     "frozen": {"set_to_none": False},
@@ -63,14 +63,13 @@ class Regression(AcceleratorModule):
 class Freezing(Callback):
     """Follows a plan; what it did before an interruption it does not do again."""
 
-    def __init__(self, plan: Plan, moment: str) -> None:
-        self.plan, self.moment = plan, moment
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.trained: list[list[int]] = Record()
-        setattr(self, moment, self.act)
 
-    def act(self) -> None:
+    def on_epoch_start(self) -> None:
         done = self.state.global_step
-        if self.moment == "on_epoch_start" and self.state.train_step > 0:
+        if self.state.train_step > 0:
             return
         for layer, is_trained in self.plan.get(done, {}).items() if done else ():
             self.module.unwrapped_model[layer].requires_grad_(is_trained)
@@ -84,13 +83,13 @@ class StopAt(Callback):
     def __init__(self, update: int) -> None:
         self.update = update
 
-    def on_after_backward(self) -> None:
+    def on_before_optimizer_step(self) -> None:
         if self.state.global_step == self.update:
             raise InterruptedError
 
 
-def train(folder: Path, plan: Plan, moment: str, *, stop: int | None = None, **settings: Any) -> dict[str, Any]:
-    callbacks = [freezing := Freezing(plan, moment), ema := EMA(0.5), *([] if stop is None else [StopAt(stop)])]
+def train(folder: Path, plan: Plan, *, stop: int | None = None, **settings: Any) -> dict[str, Any]:
+    callbacks = [freezing := Freezing(plan), ema := EMA(0.5), *([] if stop is None else [StopAt(stop)])]
     trainer = Trainer(
         {"epochs": EPOCHS, "batch_size": BATCH_SIZE, "optim": {"type": "AdamW", "lr": LR}},
         folder / "model",
@@ -142,7 +141,7 @@ def note_and_average(module, bucket):  # torch takes annotations that are texts 
 
 def train_otherwise(how: str, folder: Path) -> None:
     hps = {"epochs": 2, "batch_size": BATCH_SIZE, "optim": "SGD"}
-    freezing = Freezing(PLANS["unfrozen"], MOMENTS["unfrozen"]) if how == "hooked" else OnOneProcess()
+    freezing = Freezing({3: {0: True, 2: True}}) if how == "hooked" else OnOneProcess()
     kinds = {"one-process": Regression({}), "in-a-step": InAStep({0: False}), "hooked": Hooked({0: False, 2: False})}
     module = kinds[how]
     trainer = Trainer(hps, folder / "model", logging_dir=folder, callbacks=freezing, model_saving=None)
@@ -157,10 +156,10 @@ def main(result: str, folder: str) -> None:
         return
     outcomes = {}
     for name, plan in PLANS.items():
-        place, moment, settings = Path(folder) / name, MOMENTS[name], SETTINGS.get(name, {})
-        unbroken = train(place / "unbroken", plan, moment, **settings)
-        train(place / "broken", plan, moment, stop=4, **settings)
-        outcomes[name] = {"unbroken": unbroken, "continued": train(place / "broken", plan, moment, **settings)}
+        place, settings = Path(folder) / name, SETTINGS.get(name, {})
+        unbroken = train(place / "unbroken", plan, **settings)
+        train(place / "broken", plan, stop=STOP, **settings)
+        outcomes[name] = {"unbroken": unbroken, "continued": train(place / "broken", plan, **settings)}
     if is_main_process():
         Path(result).write_text(json.dumps(outcomes))
 
