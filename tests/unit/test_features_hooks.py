@@ -43,6 +43,7 @@ def test_the_order_of_features() -> None:
         "quantized_weights",
         "averages",
         "crash_loop",
+        "changed_data",
         "launches",
         "fork_point",
         "flight_recorder",
