@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from accmt.attributes import Attributes
 from accmt.callbacks import (
@@ -176,7 +177,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
             _name_owners(module, callbacks),
             own_model,
             accelerator.device,
-            _objects_of(prepared, inputs),
+            _objects_of(prepared, inputs, settings),
         ),
         trained=TrainedParameters(module, engine, optimizer),
         replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
@@ -194,9 +195,11 @@ def _name_owners(module: AcceleratorModule, callbacks: Sequence[Callback]) -> di
     return {"self": module} | name_by_class(callback for callback in without if not isinstance(callback, kinds))
 
 
-def _objects_of(prepared: Prepared, inputs: Inputs) -> Iterator[Any]:
+def _objects_of(prepared: Prepared, inputs: Inputs, settings: Settings) -> Iterator[Any]:
     """Yield the run's own objects, whose state checkpoints contain elsewhere: a module may have them in attributes."""
-    yield from (inputs.train_data, *inputs.val_data.values())
+    if not settings.data.reload_epochs:  # otherwise, each epoch has others
+        data = (inputs.train_data, *inputs.val_data.values())
+        yield from (*data, *(part.dataset for part in data if isinstance(part, DataLoader)))
     stepping = (prepared.stepper.optimizer, prepared.scheduler)
     yield from stepping
     # A wrapper of an optimizer, or several chained ones, hold others: their state is in the wrapper's.
