@@ -189,7 +189,8 @@ class ManualSteps:
 
     def has_waiting_gradients(self) -> bool:
         """Return whether gradients wait for a step of a later batch, which a checkpoint would lose."""
-        return self._adds_to_used or any(map(_has_gradients, set(self._optimizers) - self._used))
+        waiting = [optimizer for optimizer in self._optimizers if optimizer not in self._used]
+        return self._adds_to_used or any(map(_has_gradients, waiting))
 
     def _call_training_step(self, batch: Any, read: Any) -> Any:
         run = self._run
@@ -296,9 +297,7 @@ class ManualSteps:
             if position != self._positions.get(scheduler, position):
                 self._advanced_by_module.add(scheduler)
             if scheduler in self._advanced_by_module & self._advanced:
-                got = (
-                    "a scheduler step, although accmt has advanced the scheduler after each optimizer.step() until now"
-                )
+                got = "a scheduler step, although accmt has advanced it after each optimizer.step() until now"
                 do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
                 raise ModuleContractError(explain("training_step", got, "scheduler steps from one place only", do))
             is_of_all = scheduler is run.scheduler  # the only one
@@ -316,7 +315,8 @@ class ManualSteps:
         run = self._run
         factor = self._last_factor = self._find_factor(loss, weight)
         is_first, self._has_called_backward = not self._has_called_backward, True
-        self._stale = {optimizer for optimizer in self._used if _has_gradients(optimizer)}
+        used = [optimizer for optimizer in self._optimizers if optimizer in self._used]  # in one order: may communicate
+        self._stale = set(filter(_has_gradients, used))
         self._used = set(self._stale)  # the module has dropped the gradients of the others
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
