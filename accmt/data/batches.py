@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from accmt.data.fetching import BadSample
+from accmt.data.seeding import derive_seed
 from accmt.errors import DataError, explain
 from accmt.messages import warn_once
 
@@ -39,11 +40,13 @@ class Cut(NamedTuple):
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One batch on every process.
+    """One unit of a window: a batch on every process.
 
     Attributes:
         index: Its index in the epoch, from 0; for a split one, that of the first batch of its window.
         batch: This process's batch; None if it has none.
+        borrowed: Another process's batch, which a process without one runs in its place; it counts nothing.
+        num_lenders: The processes with a batch, where some have none; those that share a batch count as one.
         num_samples: Samples over all processes; None if only the batches show it.
         own_samples: Samples collated into this process's batch; None if only the batch shows it. The batch may hold a
             different number: see `find_batch_size`.
@@ -66,6 +69,8 @@ class MicroBatch:
     num_bad: int = 0
     cut: Cut | None = None
     indices: Sequence[int] | np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
+    borrowed: Any = None
+    num_lenders: int | None = None
 
     @property
     def samples(self) -> Sequence[int] | np.ndarray[Any, Any] | None:
@@ -81,6 +86,11 @@ class MicroBatch:
     def place(self) -> tuple[int, ...]:
         """Its position in the epoch."""
         return (self.index,) if self.cut is None else (self.index, self.cut.number)
+
+    def seed_of_step(self, seed: int, purpose: str, *epoch: int, data_index: int) -> int:
+        """Return the seed for the step on this process's batch: a function of its place in the run alone."""
+        number = () if self.cut is None else (self.cut.number,)
+        return derive_seed(seed, purpose, *epoch, self.index, data_index, *number)
 
     @property
     def is_unread(self) -> bool:

@@ -426,7 +426,6 @@ def build_evaluation_loader(
     batch_size = settings.hps.val_batch_size if is_validation else settings.hps.test_batch_size
     if is_validation and data_settings.overfit_batches:
         batch_size = settings.hps.train_batch_size  # the same number of the same samples
-    agrees_on_bad = skips_bad and data_settings.data_options.shard and num_data_processes() > 1
     options = SourceOptions(
         purpose=purpose,
         batch_size=batch_size,
@@ -440,7 +439,7 @@ def build_evaluation_loader(
         persistent_workers=data_settings.data_options.persistent_workers,
         pin_memory=pins_memory and not batcher,
         skips_bad=skips_bad,
-        agrees_each_batch=engine.needs_all or agrees_on_bad,
+        agrees_each_batch=data_settings.data_options.shard and num_data_processes() > 1,
     )
     source = build_source(batcher.data if batcher else data, options)
     maker = batcher.for_evaluation(purpose, batch_size=options.batch_size) if batcher else None
