@@ -45,7 +45,7 @@ class MicroBatch:
     Attributes:
         index: Its index in the epoch, from 0; for a split one, that of the first batch of its window.
         batch: This process's batch; None if it has none.
-        borrowed: Another process's batch, which a process without one runs in its place; it counts nothing.
+        borrowed: Another process's micro-batch, which a process without a batch runs in place; it counts nothing.
         num_lenders: The processes with a batch, where some have none; those that share a batch count as one.
         num_samples: Samples over all processes; None if only the batches show it.
         own_samples: Samples collated into this process's batch; None if only the batch shows it. The batch may hold a
@@ -69,7 +69,7 @@ class MicroBatch:
     num_bad: int = 0
     cut: Cut | None = None
     indices: Sequence[int] | np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
-    borrowed: Any = None
+    borrowed: MicroBatch | None = None
     num_lenders: int | None = None
 
     @property

@@ -143,7 +143,7 @@ def lend_batches(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
             has_batch = gather_objects(micro_batch.batch is not None)
             micro_batch.num_lenders = sum(each_once(has_batch))
             if any(has_batch):
-                lent = broadcast_object(micro_batch.batch, source=has_batch.index(True))
+                lent = broadcast_object(micro_batch, source=has_batch.index(True))
                 micro_batch.borrowed = lent if micro_batch.batch is None else None
         yield micro_batch
 

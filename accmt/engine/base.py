@@ -11,10 +11,16 @@ from torch import nn
 
 from accmt.checkpoint.frozen import find_read_only
 from accmt.data import MicroBatch
+from accmt.engine.borrowed import running_uneven_step
 from accmt.engine.meta_device import fill
 from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_container, require_same_tensors
 from accmt.engine.shards import is_on_meta
-from accmt.engine.sync_batchnorm import restore_batch_norm, synchronized_layers, without_synchronization
+from accmt.engine.sync_batchnorm import (
+    adding_no_samples,
+    restore_batch_norm,
+    synchronized_layers,
+    without_synchronization,
+)
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import try_quantized_layers
 from accmt.libraries.private_names import buffers_of, count_writes, forget_prepared, prepare_alone
@@ -163,6 +169,13 @@ class Engine:
             micro_batch: What it runs on; None if all processes have equal batches.
         """
         return NOTHING
+
+    @contextmanager
+    def _running_uneven(self, micro_batch: MicroBatch) -> Iterator[None]:
+        is_borrowed = micro_batch.batch is None and self.unwrapped_model.training
+        layers = synchronized_layers(self.unwrapped_model) if is_borrowed else ()
+        with running_uneven_step(micro_batch), adding_no_samples(layers):
+            yield
 
     def zero_loss(self) -> torch.Tensor | None:
         """Return a loss of 0 with which this process takes part in the others' backward, after a step without a loss.

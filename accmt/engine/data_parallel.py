@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch
 from accmt.engine.base import NOTHING, Engine
-from accmt.engine.borrowed import may_be_uneven, running_uneven_step
+from accmt.engine.borrowed import may_be_uneven
 from accmt.engine.reduction import (
     TransparentWrapper,
     add_note_of_unused,
@@ -86,7 +86,7 @@ class DataParallel(Engine):
             self.calls = self._wrapper.calls
             self.calls.clear()
         if micro_batch is not None and self._has_others and may_be_uneven(micro_batch):
-            return running_uneven_step(micro_batch)
+            return self._running_uneven(micro_batch)
         return NOTHING
 
     def zero_loss(self) -> torch.Tensor | None:

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from accmt.data import MicroBatch
 from accmt.engine.base import Engine
-from accmt.engine.borrowed import may_be_uneven, running_uneven_step
+from accmt.engine.borrowed import may_be_uneven
 from accmt.engine.meta_device import device_of_shards, fill
 from accmt.engine.model_calls import explaining_parts
 from accmt.engine.reduction import is_container, require_same_tensors
@@ -30,6 +29,7 @@ from accmt.engine.shards import (
 from accmt.engine.tensor_parallel import beginning_anew, partial_gradients, share_weights, split_tensors
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import reject_sharding_quantized_weights
+from accmt.libraries.private_names import tensors_in
 from accmt.options import Settings
 from accmt.precision import hold_in_float32
 from accmt.processes import num_processes
@@ -92,7 +92,7 @@ class Sharded(Engine):
     def running(self, micro_batch: MicroBatch | None) -> Iterator[None]:
         with ExitStack() as stack:
             if micro_batch is not None and may_be_uneven(micro_batch) and num_processes() > 1:
-                stack.enter_context(running_uneven_step(micro_batch))
+                stack.enter_context(self._running_uneven(micro_batch))
             calls = stack.enter_context(explaining_parts(self.unwrapped_model))
             self.calls = calls if num_processes() > 1 else None
             yield
@@ -104,8 +104,8 @@ class Sharded(Engine):
             got = "None before self.model was called, while the forward of the other processes needs this one"
             do = "call self.model(...) before `return None`; or train without sharding"
             raise ModuleContractError(explain("training_step", got, "a call of the model in every step", do))
-        tensors = (part for part in tree_leaves(self.calls) if isinstance(part, torch.Tensor) and part.requires_grad)
-        return sum((part.sum() for part in tensors), torch.zeros(())) * 0.0
+        outputs = [output for output in tensors_in(self.calls) if output.requires_grad]
+        return sum((output.sum() for output in outputs), outputs[0].new_zeros(())) * 0.0
 
     @contextmanager
     def unwrapped(self, *, trains: bool = False) -> Iterator[None]:

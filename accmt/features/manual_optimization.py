@@ -155,7 +155,7 @@ class ManualSteps:
         """
         run = self._run
         self._is_borrowed = micro_batch.batch is None
-        read = micro_batch.borrowed if self._is_borrowed else micro_batch.batch
+        read = (micro_batch.borrowed or micro_batch).batch
         if read is None:  # none of its samples could be read, on any process
             if not micro_batch.is_last:  # where data continue, they are counted
                 run.state.count_batch()

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - exported
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory as pin_as_loaders_do
@@ -67,6 +68,11 @@ def computing_loss_with(model: Any, function: Callable[..., Tensor]) -> Iterator
             del model._loss_function
         else:
             model.loss_function = own
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, including the outputs of transformers models."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def multiply_(tensors: list[Tensor], factor: float) -> None:

@@ -266,7 +266,7 @@ class SetPass:
         num_batches, counts_unread = 0, num_processes() > 1  # then all processes read equally many
         with taking_batches(self._run):
             for micro_batch in loader.micro_batches(0):
-                indices = micro_batch.samples
+                indices = (micro_batch.borrowed or micro_batch).samples
                 self._run.state.now.sample_indices = None if indices is None else list(map(int, indices))
                 for before_set_batch in features.before_set_batch:
                     before_set_batch(micro_batch)
@@ -285,7 +285,7 @@ class SetPass:
         if micro_batch.batch is None:
             if micro_batch.borrowed is not None:  # the others' step may need all processes; its result is not used
                 with self.without_gradients(), autocast(run.accelerator), run.engine.running(micro_batch):
-                    self.forward(run.place(micro_batch.borrowed))
+                    self.forward(run.place(micro_batch.borrowed.batch))
                 run.module.logs.of_evaluation.begin_batch()  # drops the values logged by the step
             return None
         self._has_batch = True

@@ -274,7 +274,7 @@ class AutomaticSteps:
             return
         seed = micro_batch.seed_of_step(run.seed, "step", run.state.epoch, data_index=self._data_index)
         seed_generators(seed, run.device)
-        outputs = self._run_in_context(run.place(micro_batch.borrowed), self._engine.running(micro_batch))
+        outputs = self._run_in_context(run.place(micro_batch.borrowed.batch), self._engine.running(micro_batch))
         run.module.logs.of_training.begin_batch()  # drops the values logged by the step
         is_left_out = outputs is None and self._may_leave_out
         self._finish_without_weight(None if is_left_out else read_training_output(outputs).loss)

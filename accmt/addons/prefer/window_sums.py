@@ -88,7 +88,7 @@ class WindowSums(Feature):
             with torch.no_grad(), run.engine.unwrapped():
                 for micro_batch in micro_batches:
                     is_counted = micro_batch.batch is not None
-                    batch = micro_batch.batch if is_counted else micro_batch.borrowed
+                    batch = (micro_batch.borrowed or micro_batch).batch
                     if batch is None:  # none of its samples could be read, on any process
                         continue
                     with autocast(run.accelerator), run.engine.running(micro_batch):
