@@ -132,6 +132,7 @@ class AutomaticSteps:
         self._is_alone = num_data_processes() == 1
         self._data_index = data_index()
         self._no_sync = engine.no_sync
+        self._train_unit = self._try_batch if run.features.recovers_from else self._train_batch
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = is_reduced(run.accelerator) or not self._is_alone
         self._check_backward = engine.first_backward_check()
@@ -157,7 +158,8 @@ class AutomaticSteps:
         """
         run, state, num_units = self._run, self._run.state, planned.num_units
         run.trained.update()
-        self._engine.begin_window()
+        if not self._is_alone:
+            self._engine.begin_window()
         if self._varies:
             state.grad_accum_steps = num_units
         samples_before, skips_window = state.samples_seen, run.features.skips_window
@@ -193,18 +195,13 @@ class AutomaticSteps:
             after_window(made_step=made_step)
         return True
 
-    def _train_unit(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        """Train on this process's batch, or on a borrowed one that counts nothing.
-
-        After a failure from which the run recovers, this process only answers the others until the window ends.
-        """
+    def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+        """Train on a batch; after a failure from which the run recovers, this process waits for the window's end."""
         try:
             if window.has_failed:
                 self._decide_without_weight()
-            elif micro_batch.batch is not None:
-                self._train_batch(window, micro_batch)
             else:
-                self._train_without_samples(micro_batch)
+                self._train_batch(window, micro_batch)
         except Exception as error:
             if not any(recovers_from(error) for recovers_from in self._run.features.recovers_from):
                 raise
@@ -212,6 +209,9 @@ class AutomaticSteps:
             self._decide_without_weight()  # the other processes decide at their first batch
 
     def _train_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+        if micro_batch.batch is None:
+            self._train_without_samples(micro_batch)
+            return
         run, hooks = self._run, self._run.hooks
         batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
         seed = micro_batch.seed_of_step(run.seed, "step", run.state.epoch, data_index=self._data_index)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.data import Shard, SourceOptions, build_source
+from accmt.data import SourceOptions, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 
