@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
     from accmt.data import TemperatureSampler as TemperatureSampler
     from accmt.data import set_seed as set_seed
-    from accmt.engine.step_collectives import gather_with_gradients as gather_with_gradients
+    from accmt.engine.borrowed import gather_with_gradients as gather_with_gradients
     from accmt.errors import AccmtError as AccmtError
     from accmt.errors import ArgumentError as ArgumentError
     from accmt.errors import CallbackNotFoundError as CallbackNotFoundError
@@ -198,7 +198,7 @@ _HOMES = {
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",
     "gather_on_cpu": "accmt.metrics",
-    "gather_with_gradients": "accmt.engine.step_collectives",
+    "gather_with_gradients": "accmt.engine.borrowed",
     "merge_adapter": "accmt.addons.merging",
     "on_last_process": "accmt.processes",
     "on_local_main_process": "accmt.processes",

@@ -112,7 +112,6 @@ class SourceOptions:
         skips_bad: Whether samples that cannot be read are skipped.
         also_read: Other data that is read meanwhile; it may be the same.
         groups: How a stream's samples are grouped by length; None does not group them.
-        agrees_each_batch: Whether processes agree in every micro-batch on which of them have a batch.
     """
 
     purpose: str
@@ -132,7 +131,6 @@ class SourceOptions:
     skips_bad: bool = False
     also_read: Sequence[Any] = ()
     groups: StreamGroups | None = None
-    agrees_each_batch: bool = False
 
     @property
     def kind(self) -> str:
@@ -191,7 +189,7 @@ class SourceOptions:
 
     def _of_process(self, rank: int) -> SourceOptions:
         seed = derive_seed(self.seed, "process", rank)
-        return replace(self, shard=Shard(), seed=seed, agrees_each_batch=False)
+        return replace(self, shard=Shard(), seed=seed)
 
 
 def require_batch(batch: Any, options: SourceOptions) -> None:

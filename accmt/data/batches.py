@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from accmt.data.fetching import BadSample
+from accmt.data.seeding import derive_seed
 from accmt.errors import DataError, explain
 
 
@@ -34,11 +35,13 @@ class Cut(NamedTuple):
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One batch on every process.
+    """One unit of a window: a batch on every process.
 
     Attributes:
         index: Its index in the epoch, from 0; for a split one, that of the first batch of its window.
         batch: This process's batch; None if it has none.
+        borrowed: Another process's micro-batch, which a process without a batch runs in place; it counts nothing.
+        num_lenders: The processes with a batch, where some have none; those that share a batch count as one.
         num_samples: Samples over all processes; None if only the batches show it.
         own_samples: Samples collated into this process's batch; None if only the batch shows it.
         is_last: Whether the epoch ends with this micro-batch.
@@ -60,6 +63,8 @@ class MicroBatch:
     num_bad: int = 0
     cut: Cut | None = None
     indices: Sequence[int] | np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
+    borrowed: MicroBatch | None = None
+    num_lenders: int | None = None
 
     @property
     def samples(self) -> Sequence[int] | np.ndarray[Any, Any] | None:
@@ -75,6 +80,11 @@ class MicroBatch:
     def place(self) -> tuple[int, ...]:
         """Its position in the epoch."""
         return (self.index,) if self.cut is None else (self.index, self.cut.number)
+
+    def seed_of_step(self, seed: int, purpose: str, *epoch: int, data_index: int) -> int:
+        """Return the seed for the step on this process's batch: a function of its place in the run alone."""
+        number = () if self.cut is None else (self.cut.number,)
+        return derive_seed(seed, purpose, *epoch, self.index, data_index, *number)
 
     @property
     def is_unread(self) -> bool:

@@ -329,9 +329,8 @@ class BatchesSource(PlannedSource):
 # ---- Skipping samples that cannot be read; every process knows what remains of a batch.
 #
 # The order of the remaining samples does not change. If nothing remains of a process's batch, that process has no batch
-# in this micro-batch, as at the end of an epoch. The other processes must know this before they reduce gradients. In
-# training, the processes therefore sum the batches, samples, and skipped samples of each micro-batch. In evaluations,
-# where processes need not run in lockstep, each process counts its own.
+# in this micro-batch, as at the end of an epoch, and borrows another's. So the processes sum the batches, samples, and
+# skipped samples of each micro-batch.
 
 
 MAX_NAMED = 5
@@ -361,7 +360,7 @@ def without_bad_samples(
 ) -> Iterator[MicroBatch]:
     """Unpack the `Kept` batches of micro-batches, and set the sample counts of the micro-batches.
 
-    Processes: collective in each micro-batch with `options.agrees_each_batch`.
+    Processes: collective in each micro-batch, if they share the data.
     """
     unread, has_any = 0, not is_whole_epoch
     for micro_batch in micro_batches:
@@ -384,8 +383,8 @@ def without_bad_samples(
         yield micro_batch
 
 
-def _count(micro_batch: MicroBatch, options: SourceOptions) -> int | None:
-    """Set the counts that processes share, and return the number of samples read; None if each counts its own."""
+def _count(micro_batch: MicroBatch, options: SourceOptions) -> int:
+    """Set the counts that processes share, and return the number of samples read."""
     if num_data_processes() < num_processes():
         # Processes that share a batch must have read the same samples.
         every = gather_objects([bad.index for bad in micro_batch.bad])
@@ -396,11 +395,11 @@ def _count(micro_batch: MicroBatch, options: SourceOptions) -> int | None:
             got = f"samples {every[first]} could not be read on process {first}, and {every[other]} on process {other}"
             expected = "the same samples on both: they share one model and each of its batches"
             raise DataError(explain("the data", got, expected, "check the disk or network the data is read from"))
-    if options.agrees_each_batch:
+    if options.shard.count > 1:
         own = float(micro_batch.batch is not None), float(micro_batch.own_samples or 0), float(len(micro_batch.bad))
         present, samples, bad = map(int, sum_over_data(own))
         micro_batch.is_partial, micro_batch.num_bad = present < num_data_processes(), bad
         return samples
     micro_batch.num_bad = len(micro_batch.bad)
     micro_batch.is_partial |= micro_batch.batch is None
-    return micro_batch.own_samples if options.shard.count == 1 else None
+    return micro_batch.own_samples or 0

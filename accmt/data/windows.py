@@ -34,7 +34,7 @@ from accmt.data.token_budget import Groups, TokenBudget, cut_by_tokens, padded_t
 from accmt.errors import DataError, explain
 from accmt.libraries.private_names import pin_memory
 from accmt.messages import warn_once
-from accmt.processes import data_index, each_once, gather_from_data, gather_objects
+from accmt.processes import broadcast_object, data_index, each_once, gather_from_data, gather_objects, num_processes
 from accmt.state import TrainingState
 
 _FIRST_WINDOW = 2
@@ -45,13 +45,13 @@ class Window(NamedTuple):
     """The accumulation window of one optimizer step on all processes.
 
     Attributes:
-        micro_batches: Read lazily during iteration.
-        num_micro_batches: Maximum number per process.
+        units: Its micro-batches, equally many on every process; read lazily during iteration.
+        num_units: Their maximum number.
         num_samples: Samples over all processes; None if only the batches show it.
     """
 
-    micro_batches: Iterable[MicroBatch]
-    num_micro_batches: int
+    units: Iterable[MicroBatch]
+    num_units: int
     num_samples: int | None = None
 
 
@@ -105,20 +105,47 @@ class Loader:
         self._through = through
 
     def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
-        """Yield the windows of an epoch, starting with that of micro-batch `first`; iterate each before the next."""
-        return self.maker.windows(self.source, epoch, first)
+        """Yield the windows of an epoch, starting with that of micro-batch `first`; iterate each before the next.
+
+        Processes: collective in a micro-batch that does not reach all of them.
+        """
+        windows = self.maker.windows(self.source, epoch, first)
+        if num_processes() == 1:
+            return windows
+        return (window._replace(units=lend_batches(window.units)) for window in windows)
 
     def micro_batches(self, epoch: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an epoch."""
+        """Yield the micro-batches of an epoch.
+
+        Processes: collective in a micro-batch that does not reach all of them.
+        """
         if self.maker.keeps_batches:
             micro_batches = self.source.micro_batches(epoch)
+            micro_batches = micro_batches if num_processes() == 1 else lend_batches(micro_batches)
         else:
-            micro_batches = chain.from_iterable(window.micro_batches for window in self.windows(epoch))
+            micro_batches = chain.from_iterable(window.units for window in self.windows(epoch))
         return micro_batches if self._through is None else self._through(micro_batches)
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return this process's sample indices in a micro-batch of the current epoch; None if unknown."""
         return self.source.samples_of(epoch, index) if self.maker.keeps_batches else None
+
+
+def lend_batches(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Lend each process without a batch that of the first process with one, so that every process runs every step.
+
+    If no process has a batch, because none of its samples could be read, none gets one.
+
+    Processes: collective in a micro-batch that does not reach all of them.
+    """
+    for micro_batch in micro_batches:
+        if micro_batch.is_partial:
+            has_batch = gather_objects(micro_batch.batch is not None)
+            micro_batch.num_lenders = sum(each_once(has_batch))
+            if any(has_batch):
+                lent = broadcast_object(micro_batch, source=has_batch.index(True))
+                micro_batch.borrowed = lent if micro_batch.batch is None else None
+        yield micro_batch
 
 
 class ByCount:

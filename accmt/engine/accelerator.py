@@ -128,6 +128,10 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     if accelerator.device.type == "cpu":  # with several processes Accelerate calls it cpu:0, and torch then copies
         accelerator.state.device = PartialState().device = torch.device("cpu")
     _warn_of_foreign_autocast(accelerator)
+    if type(accelerator) is Accelerator and accelerator.num_processes > 1:  # also of the user's own object
+        from accmt.engine.exact_accelerator import ExactAccelerator
+
+        accelerator.__class__ = ExactAccelerator
     _current = weakref.ref(accelerator)
     return accelerator
 

@@ -10,11 +10,17 @@ import torch
 from torch import nn
 
 from accmt.data import MicroBatch
+from accmt.engine.borrowed import running_uneven_step
 from accmt.engine.meta_device import fill
 from accmt.engine.quantized import try_quantized_layers
 from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_container, require_same_tensors
 from accmt.engine.shards import is_on_meta
-from accmt.engine.sync_batchnorm import restore_batch_norm, synchronized_layers, without_synchronization
+from accmt.engine.sync_batchnorm import (
+    adding_no_samples,
+    restore_batch_norm,
+    synchronized_layers,
+    without_synchronization,
+)
 from accmt.libraries.private_names import buffers_of, forget_prepared, prepare_alone
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
@@ -25,8 +31,7 @@ from accmt.sharded_tensors import is_expanded
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_NO_CALLS: AbstractContextManager[list[None] | None] = nullcontext()
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 class Engine:
@@ -43,6 +48,8 @@ class Engine:
         model: The model as it is trained.
         unwrapped_model: The user's model.
         needs_all: Whether each forward of the model needs every process.
+        calls: The outputs of the model's calls in the current step, which a training step must not bypass; None if it
+            may.
         no_sync: Returns the context of a micro-batch that is followed by others in its window, if the engine reduces
             gradients in each backward and can skip that; otherwise None.
         notes_trained: Whether the set of trained parameters must not change within a window.
@@ -51,6 +58,7 @@ class Engine:
 
     needs_all: ClassVar[bool] = False
     no_sync: Callable[[], AbstractContextManager[None]] | None = None
+    calls: list[Any] | None = None
     notes_trained: bool = False
     inference_mode: type[torch.inference_mode | torch.no_grad] = torch.inference_mode
 
@@ -93,7 +101,7 @@ class Engine:
     def require_optimizer(self, optimizer: Any) -> None:
         """Check that the optimizer supports the parameters as they are trained."""
 
-    def wrap(self, optimizer: Any, *, set_to_none: bool) -> None:
+    def wrap(self, optimizer: Any, *, set_to_none: bool, may_fail: bool = False) -> None:
         """Set `model` to the trained model, and check that it starts identical on all processes.
 
         Processes: collective.
@@ -101,6 +109,8 @@ class Engine:
         Args:
             optimizer: The optimizer.
             set_to_none: Whether gradients are set to None after each step.
+            may_fail: Whether a process may fail in a micro-batch without ending the run, so that forward and backward
+                must not need the others.
         """
         own = self.unwrapped_model
         if is_container(own):
@@ -131,69 +141,40 @@ class Engine:
         """Return a function that creates the context of each backward, or None."""
         return None
 
-    def begin_epoch(self, *, reduces_at_end: bool) -> None:
-        """Start an epoch of training.
-
-        Args:
-            reduces_at_end: Whether micro-batches may fail on a process, so that none of them reduces gradients.
-        """
-
     def begin_window(self) -> None:
         """Start an accumulation window.
 
         Processes: collective.
         """
 
-    def own_or_borrowed(self, step: str, micro_batch: MicroBatch) -> Any:
-        """Return this process's batch; if it has none and the step needs all processes, another process's batch.
+    def running(self, micro_batch: MicroBatch | None) -> AbstractContextManager[None]:
+        """Return the context in which a step runs, on this process's batch or a borrowed one.
 
-        A step on a borrowed batch runs in `running_borrowed` and does not count.
-
-        Processes: collective in a micro-batch that does not reach all of them.
+        It explains errors, sets `calls`, and lets a borrowed batch contribute nothing to what the step communicates.
 
         Args:
-            step: The name of the step, for errors.
-            micro_batch: This process's part of it.
+            micro_batch: What it runs on; None if all processes have equal batches.
         """
-        return micro_batch.batch
+        return NOTHING
 
-    def running(self, step: str, micro_batch: MicroBatch | None) -> AbstractContextManager[list[None] | None]:
-        """Return the context in which a step runs on this process's batch.
+    @contextmanager
+    def _running_uneven(self, micro_batch: MicroBatch) -> Iterator[None]:
+        is_borrowed = micro_batch.batch is None and self.unwrapped_model.training
+        layers = synchronized_layers(self.unwrapped_model) if is_borrowed else ()
+        with running_uneven_step(micro_batch), adding_no_samples(layers):
+            yield
 
-        It explains errors, handles communication by the step itself, and yields a list with an entry for each call of
-        the model, which a training step must not bypass; None if it may.
+    def zero_loss(self) -> torch.Tensor | None:
+        """Return a loss of 0 with which this process takes part in the others' backward, after a step without a loss.
 
-        Args:
-            step: The name of the step, for errors.
-            micro_batch: What it runs on; None if processes need not meet in it.
+        None if they do not need it there.
+
+        Processes: collective with the others' forward, if this process's step has not called the model.
+
+        Raises:
+            ModuleContractError: The others' forward needed this process.
         """
-        return _NO_CALLS
-
-    def running_borrowed(self, step: str) -> AbstractContextManager[list[None] | None]:
-        """Return the context for a step on a borrowed batch, which contributes 0 to sums over processes."""
-        return _NO_CALLS
-
-    def unreduced(self) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch in which processes may behave differently, as far as possible.
-
-        `reduce_remaining` reduces the remaining gradients at the end of the window.
-        """
-        return _NOTHING
-
-    def finish_borrowed(self, loss: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> None:
-        """Take part in the others' backward with the loss of a borrowed batch, and discard its gradients."""
-        backward(loss * 0.0)
-
-    def leave_out(self, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
-        """Take part, without a loss, in the others' forward and backward.
-
-        Processes: collective if the others reduce their gradients in this micro-batch.
-
-        Args:
-            was_called: Whether this process has called the model.
-            meanwhile: What the others do between forward and backward.
-        """
-        meanwhile()
+        return None
 
     def require_accumulating(self, number: str) -> None:
         """Check that gradients of several micro-batches can be accumulated.
@@ -209,8 +190,8 @@ class Engine:
     def add_note(self, error: Exception) -> None:
         """Add advice to an error of a step if torch's own message has none."""
 
-    def reduce_remaining(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        """Reduce the gradients that a window's micro-batches did not reduce.
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        """Reduce the gradients of a finished window, if the backward of the model does not.
 
         Processes: collective.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeGuard
@@ -33,7 +33,17 @@ class TransparentWrapper(DistributedDataParallel):
     """A wrapper with the attributes and submodules of the model itself: `self.model.config`, `self.model[0]`.
 
     A step that computes its loss only through these is rejected: only a call of the wrapper averages gradients.
+
+    Attributes:
+        calls: An entry for each call in the current step.
     """
+
+    calls: list[Any]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Note the call, and call the model."""
+        self.calls.append(None)
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Return the wrapper's attribute, or else the model's."""
@@ -149,21 +159,17 @@ def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
     model.zero_grad(set_to_none=set_to_none)
 
 
-def reduce_nothing(model: DistributedDataParallel, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
-    """Take part in the communication of the others' forward and backward, with gradients of 0.
+def zero_loss_of(model: DistributedDataParallel, *, was_called: bool) -> torch.Tensor | None:
+    """Return a loss of 0 whose backward averages gradients of 0 with the others'; None if they do not average now.
 
-    Processes: collective; the others compute a loss.
+    It is computed from the weights, not from outputs, which may be NaN.
 
-    Args:
-        was_called: Whether this process has run its forward.
-        meanwhile: What the others do between forward and backward.
+    Processes: collective with the others' forward, unless this process has run its own.
     """
     zero = _sum_of_weights(model) * 0.0
     if not was_called or model.require_backward_grad_sync:
         exchange_in_forward(model, zero, was_called=was_called)
-    meanwhile()
-    if model.require_backward_grad_sync:
-        zero.backward()  # type: ignore[no-untyped-call]
+    return zero if model.require_backward_grad_sync else None
 
 
 def _sum_of_weights(model: nn.Module) -> torch.Tensor:

@@ -12,7 +12,9 @@ from torch import nn
 
 from accmt.data import MicroBatch
 from accmt.engine.base import Engine
+from accmt.engine.borrowed import may_be_uneven
 from accmt.engine.meta_device import device_of_shards, fill
+from accmt.engine.model_calls import explaining_parts
 from accmt.engine.quantized import reject_sharding_quantized_weights
 from accmt.engine.reduction import is_container, require_same_tensors
 from accmt.engine.replicas import reject_renormalization
@@ -25,9 +27,9 @@ from accmt.engine.shards import (
     shard_model,
     try_steps_of_shards,
 )
-from accmt.engine.step_collectives import explaining_parts, meet, running_borrowed_step, running_step
 from accmt.engine.tensor_parallel import beginning_anew, partial_gradients, share_weights, split_tensors
 from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.libraries.private_names import tensors_in
 from accmt.options import Settings
 from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.precision import hold_in_float32
@@ -68,7 +70,7 @@ class Sharded(Engine):
     def require_optimizer(self, optimizer: Any) -> None:
         reject_low_bit_states(optimizer)
 
-    def wrap(self, optimizer: Any, *, set_to_none: bool) -> None:
+    def wrap(self, optimizer: Any, *, set_to_none: bool, may_fail: bool = False) -> None:
         """Shard the model, unless it already is: by a previous run, by the program, or by tensor parallelism."""
         self._shard(optimizer)
         reject_renormalization(self.unwrapped_model)
@@ -86,30 +88,24 @@ class Sharded(Engine):
             shard_model(own, self.accelerator, optimizer)
         self._use(own)
 
-    def own_or_borrowed(self, step: str, micro_batch: MicroBatch) -> Any:
-        if not micro_batch.is_partial or num_processes() == 1:
-            return micro_batch.batch
-        return meet(step, micro_batch.batch, communicates=True)
-
     @contextmanager
-    def running(self, step: str, micro_batch: MicroBatch | None) -> Iterator[list[None] | None]:
-        is_uneven = micro_batch is not None and (micro_batch.is_partial or micro_batch.is_last)
+    def running(self, micro_batch: MicroBatch | None) -> Iterator[None]:
         with ExitStack() as stack:
-            if micro_batch is not None and is_uneven and num_processes() > 1:
-                stack.enter_context(running_step(step, micro_batch, needs_all=True))
+            if micro_batch is not None and may_be_uneven(micro_batch) and num_processes() > 1:
+                stack.enter_context(self._running_uneven(micro_batch))
             calls = stack.enter_context(explaining_parts(self.unwrapped_model))
-            yield calls if num_processes() > 1 else None
+            self.calls = calls if num_processes() > 1 else None
+            yield
 
-    @contextmanager
-    def running_borrowed(self, step: str) -> Iterator[list[None] | None]:
-        with running_borrowed_step(step, needs_all=True), explaining_parts(self.unwrapped_model) as calls:
-            yield calls
-
-    def leave_out(self, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
-        """Raise an error: the others need this process in their backward."""
-        got, expected = "None, while the other processes need this one in their backward", "a loss"
-        do = "return the loss of the batch multiplied by 0, and the weight 0; or train without sharding"
-        raise ModuleContractError(explain("training_step", got, expected, do))
+    def zero_loss(self) -> torch.Tensor | None:
+        if self.calls is None:
+            return None
+        if not self.calls:
+            got = "None before self.model was called, while the forward of the other processes needs this one"
+            do = "call self.model(...) before `return None`; or train without sharding"
+            raise ModuleContractError(explain("training_step", got, "a call of the model in every step", do))
+        outputs = [output for output in tensors_in(self.calls) if output.requires_grad]
+        return sum((output.sum() for output in outputs), outputs[0].new_zeros(())) * 0.0
 
     @contextmanager
     def unwrapped(self, *, trains: bool = False) -> Iterator[None]:

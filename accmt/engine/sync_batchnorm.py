@@ -75,9 +75,22 @@ def synchronized_layers(model: nn.Module) -> tuple[nn.SyncBatchNorm, ...]:
 
 @contextmanager
 def without_synchronization(layers: Sequence[nn.SyncBatchNorm]) -> Iterator[None]:
-    """Let each process normalize its batch on its own: for a micro-batch in which some process has none."""
+    """Let each process normalize its batch on its own: for a trial, which the others may not run."""
+    with _acting_as(_Alone, layers):
+        yield
+
+
+@contextmanager
+def adding_no_samples(layers: Sequence[nn.SyncBatchNorm]) -> Iterator[None]:
+    """Let this process exchange statistics without samples: for a borrowed batch, which is another process's."""
+    with _acting_as(_Borrowing, layers):
+        yield
+
+
+@contextmanager
+def _acting_as(kind: type[nn.SyncBatchNorm], layers: Sequence[nn.SyncBatchNorm]) -> Iterator[None]:
     for layer in layers:
-        layer.__class__ = _Alone
+        layer.__class__ = kind
     try:
         yield
     finally:
@@ -89,6 +102,16 @@ class _Alone(nn.SyncBatchNorm):
     """Batch norm of this process's batch."""
 
     forward = nn.BatchNorm1d.forward
+
+
+class _Borrowing(nn.SyncBatchNorm):
+    """Batch norm of this process's batch, which also takes part in the others' exchanges, with no samples."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Normalize the batch by its own statistics."""
+        exchanged = nn.SyncBatchNorm.forward(self, input[:0]).sum() * 0.0  # also in the backward
+        normalized = nn.functional.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        return normalized + exchanged
 
 
 def _require_gpu(device: torch.device) -> None:

@@ -121,10 +121,6 @@ class Feature:
         """Return the reason to skip the trial of the largest micro-batch before training; "" if there is none."""
         return ""
 
-    def keeps_apart(self) -> bool:
-        """Return whether forward and backward must not communicate, because one process may abort them."""
-        return False
-
     def skips_window(self, samples_before: int) -> bool:
         """Return whether to skip the accumulation window that starts after `samples_before` samples."""
         return False
@@ -207,7 +203,11 @@ class Feature:
         """Called after forward and backward of a batch, with its detached loss and the weight of that loss."""
 
     def recovers_from(self, error: Exception) -> bool:
-        """Return whether the run can continue after an error in forward or backward; see `keeps_apart`."""
+        """Return whether the run recovers from an error in forward or backward on this process.
+
+        The process then waits for the end of the window, in which `before_optimizer_step` has to restart the run on all
+        of them.
+        """
         return False
 
     def before_optimizer_step(self, window: AccumulationWindow) -> None:

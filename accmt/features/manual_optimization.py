@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
+from accmt.engine.model_calls import require_call
 from accmt.engine.reduction import names_without_gradient
-from accmt.engine.step_collectives import require_call
 from accmt.errors import ModuleContractError, explain
 from accmt.features.hooks import Feature
 from accmt.loop.step_outputs import read_further_values, read_weight
 from accmt.loop.train_step import advance_scheduler, step_optimizer, zero_gradients
-from accmt.messages import say_once, warn, warn_once
+from accmt.messages import warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import needs_closure
 from accmt.options.optimizer_and_scheduler_arguments import members_of
@@ -108,6 +108,7 @@ class ManualSteps:
         self._stale: set[Any] = set()
         self._adds_to_used = False
         self._counts_steps = False  # within training_step, but not within a step
+        self._is_borrowed = False  # whether the batch is another process's, which counts nothing
         self._has_stepped = False
         self._stepped: list[Any] = []  # in this batch, by their own `step`
         self._positions: dict[Any, Any] = {}  # of schedulers after the last batch
@@ -116,7 +117,6 @@ class ManualSteps:
         self._factor = self._last_factor = 1.0  # of a loss that weighs samples, and of the last loss
         self._weighs_samples = False  # whether a backward of this batch did
         self._has_called_backward = False
-        self._calls: list[None] | None = None
         self._place_in_epoch = 0, 0, 0  # of the batch: epoch, micro-batch, part of the data
         self._num_acts = 0
 
@@ -126,7 +126,7 @@ class ManualSteps:
         Returns:
             Whether it did.
         """
-        [micro_batch] = window.micro_batches
+        [micro_batch] = window.units
         run = self._run
         run.state.now.is_last_training_batch = micro_batch.is_last
         for before_batch in run.features.before_batch:
@@ -143,17 +143,18 @@ class ManualSteps:
     def _train_batch(self, micro_batch: MicroBatch) -> None:
         """Run the training step on every process; it calls backward and the optimizer itself.
 
-        A micro-batch in which some process has no batch is skipped: it could not take part in the others' steps.
+        A process without samples runs another's batch, without hooks and with weight 0.
         """
         run = self._run
-        if micro_batch.is_partial:
-            say_once("manual optimization skips the last batches of an epoch if there are fewer than processes")
+        self._is_borrowed = micro_batch.batch is None
+        read = (micro_batch.borrowed or micro_batch).batch
+        if read is None:  # none of its samples could be read, on any process
             if not micro_batch.is_last:  # where data continue, they are counted
                 run.state.count_batch()
             return
         run.engine.begin_window()
-        batch = run.place(micro_batch.batch)
-        own = run.count_samples(micro_batch, batch)
+        batch = run.place(read)
+        own = 0 if self._is_borrowed else run.count_samples(micro_batch, batch)
         if micro_batch.num_samples is None or run.counts_own_samples or num_data_processes() == 1:
             samples = int(sum_over_data((float(own),))[0])  # not planned: the sum of what the batches hold
         else:
@@ -163,12 +164,14 @@ class ManualSteps:
         self._positions = self._positions or self._find_positions()
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
-        for hook in run.hooks.on_before_training_step:
+        for hook in () if self._is_borrowed else run.hooks.on_before_training_step:
             hook(batch=batch)
-        outputs = self._call_training_step(batch, micro_batch.batch)
+        outputs = self._call_training_step(batch, micro_batch, read)
         is_mapping = isinstance(outputs, Mapping)
         loss = outputs.get("loss") if is_mapping else outputs
-        if isinstance(loss, torch.Tensor):
+        if self._is_borrowed:
+            run.module.logs.of_training.begin_batch()  # drops the values logged by the step
+        elif isinstance(loss, torch.Tensor):
             given = read_weight("training_step", outputs.get("weight")) if is_mapping else None
             if given is not None and self._weighs_samples:
                 got = '"weight" in the output of the step, after self.backward(loss): too late on several processes'
@@ -181,7 +184,7 @@ class ManualSteps:
             place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
             for after_batch in run.features.after_batch:
                 after_batch(loss.detach(), weight, place)
-        for hook in run.hooks.on_after_training_step:
+        for hook in () if self._is_borrowed else run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
         self._advance_schedulers()
         run.state.count_batch()
@@ -192,11 +195,11 @@ class ManualSteps:
         waiting = [optimizer for optimizer in self._optimizers if optimizer not in self._used]
         return self._adds_to_used or any(map(_has_gradients, waiting))
 
-    def _call_training_step(self, batch: Any, read: Any) -> Any:
+    def _call_training_step(self, batch: Any, micro_batch: MicroBatch, read: Any) -> Any:
         run = self._run
         self._counts_steps = True
         try:
-            with autocast(run.accelerator), run.engine.running("training_step", None) as self._calls:
+            with autocast(run.accelerator), run.engine.running(micro_batch):
                 return run.features.call_training_step(run.training_step, batch, read=read)
         except Exception as error:
             run.trained.require_unchanged()  # torch would blame unused parameters
@@ -320,15 +323,15 @@ class ManualSteps:
         self._used = set(self._stale)  # the module has dropped the gradients of the others
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
-        if self._calls is not None:
-            require_call(self._calls)
+        if run.engine.calls is not None:
+            require_call(run.engine.calls)
         run.actions.backward(loss if factor == 1.0 else loss * factor)
         if is_first:  # FSDP2 may have gathered some: one part of them with a gradient is enough
             parameters = {*run.unwrapped_model.parameters(), *run.stepper.parameters}
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             names_without_gradient({str(number): parameter for number, parameter in enumerate(trained)})
         # Whichever optimizer steps next; what was averaged before stays as it is.
-        run.engine.reduce_remaining(list(run.unwrapped_model.parameters()))
+        run.engine.reduce_gradients(list(run.unwrapped_model.parameters()))
         for hook in run.hooks.on_after_backward:
             hook(loss=loss)
 
@@ -344,7 +347,7 @@ class ManualSteps:
         if given is None:
             self._weighs_samples = True
             return self._factor
-        own = float(given)
+        own = 0.0 if self._is_borrowed else float(given)
         total = sum_over_data((own,))[0]
         return own * num_data_processes() / total if total > 0 else 0.0
 

@@ -46,22 +46,19 @@ class OutOfMemory(Feature):
     def why_not_tried(self) -> str:
         return "max_micro_batch_size: auto finds the size that fits"
 
-    def keeps_apart(self) -> bool:
-        """Return whether a micro-batch can be halved, so that a process may abandon one that does not fit."""
-        return self._run.micro_batch_size > 1
-
     def recovers_from(self, error: Exception) -> bool:
-        return is_out_of_memory(error)
+        """Return whether memory ran out for a micro-batch that can be halved."""
+        return self._run.micro_batch_size > 1 and is_out_of_memory(error)
 
     def before_optimizer_step(self, window: AccumulationWindow) -> None:
-        """If a process left the window, restart the run from its last step snapshot with halved micro-batches.
+        """If a process failed in the window, restart the run from its last step snapshot with halved micro-batches.
 
         Processes: collective.
 
         Raises:
             Restart: A process ran out of memory.
         """
-        if sum_over_processes((float(window.is_left),))[0] == 0:
+        if sum_over_processes((float(window.has_failed),))[0] == 0:
             return
         run = self._run
         free_memory(run.stepper.optimizer)

@@ -6,7 +6,6 @@ name, and not somewhere in a run. Nothing here imports a library that is not in 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -45,75 +44,6 @@ def open_store() -> Any:
     return _get_default_store().clone()  # type: ignore[attr-defined]
 
 
-SUMMING = frozenset({"allreduce", "allreduce_coalesced", "reduce"})
-"""Methods of a process group that sum tensors in place."""
-
-GATHERING = frozenset(
-    {
-        "allgather",
-        "_allgather_base",
-        "all_gather_single",
-        "allgather_coalesced",
-        "allgather_into_tensor_coalesced",
-        "all_gather_single_coalesced",
-    }
-)
-"""Methods of a process group that gather the tensors of all processes."""
-
-_OTHER_COLLECTIVES = (
-    "all_to_all_single",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "_reduce_scatter_base",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
-
-
-@contextmanager
-def watching_collectives(before: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
-    """Call a function before each collective of all processes that Python code of this thread starts.
-
-    It receives the name of the process group's method, and this process's tensors that are summed or gathered.
-    Collectives of the function itself are ignored. All functions of torch.distributed end in these methods, regardless
-    of how they were imported.
-    """
-    own, is_inside, group = threading.get_ident(), False, dist.ProcessGroup
-    methods = {name: vars(group)[name] for name in (*SUMMING, *GATHERING, *_OTHER_COLLECTIVES) if name in vars(group)}
-
-    def watch(name: str) -> Callable[..., Any]:
-        method = getattr(group, name)
-
-        def call(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inside
-            if not is_inside and threading.get_ident() == own and self.size() == dist.get_world_size():
-                is_inside = True
-                try:
-                    position = 1 if name in GATHERING else 0  # outputs come first
-                    given = args[position] if name in GATHERING | SUMMING and len(args) > position else []
-                    before(name, [given] if isinstance(given, Tensor) else list(given))
-                finally:
-                    is_inside = False
-            return method(self, *args, **kwargs)
-
-        return call
-
-    for name in methods:
-        setattr(group, name, watch(name))
-    try:
-        yield
-    finally:
-        for name, method in methods.items():
-            setattr(group, name, method)
-
-
 def exchange_in_forward(model: DistributedDataParallel, output: Tensor, *, was_called: bool) -> None:
     """Run the communication of a forward, such as buffers, and expect a backward of this output.
 
@@ -136,6 +66,11 @@ def computing_loss_with(model: Any, function: Callable[..., Tensor]) -> Iterator
             del model._loss_function
         else:
             model.loss_function = own
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, including the outputs of transformers models."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def multiply_(tensors: list[Tensor], factor: float) -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback
 from accmt.callbacks.callback import Hook
-from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
+from accmt.data import Loader, MicroBatch, seed_generators
 from accmt.errors import AccmtError, ModuleContractError, explain
 from accmt.libraries.private_names import count_writes
 from accmt.loop.step_outputs import read_validation_output, read_weight
@@ -250,7 +250,6 @@ class SetPass:
         self._run = run
         self._key = key
         self._stage = stage
-        self._step = {"test": "test_step", "predict": "predict_step"}.get(stage, "validation_step")
         self._purpose = "predict_step" if stage == "predict" else "validation_step"
         self._has_batch = False
 
@@ -269,7 +268,7 @@ class SetPass:
         num_batches, counts_unread = 0, num_processes() > 1  # then all processes read equally many
         with taking_batches(self._run):
             for micro_batch in loader.micro_batches(0):
-                indices = micro_batch.samples
+                indices = (micro_batch.borrowed or micro_batch).samples
                 self._run.state.now.sample_indices = None if indices is None else list(map(int, indices))
                 for before_set_batch in features.before_set_batch:
                     before_set_batch(micro_batch)
@@ -285,23 +284,21 @@ class SetPass:
 
     def _take(self, micro_batch: MicroBatch) -> Any:
         run = self._run
-        borrowed = run.engine.own_or_borrowed(self._step, micro_batch)
         if micro_batch.batch is None:
-            if borrowed is not None:  # the others' step needs all processes; its result is not used
-                with self.without_gradients(), autocast(run.accelerator), run.engine.running_borrowed(self._step):
-                    self.forward(run.place(borrowed))
+            if micro_batch.borrowed is not None:  # the others' step may need all processes; its result is not used
+                with self.without_gradients(), autocast(run.accelerator), run.engine.running(micro_batch):
+                    self.forward(run.place(micro_batch.borrowed.batch))
                 run.module.logs.of_evaluation.begin_batch()  # drops the values logged by the step
             return None
         self._has_batch = True
         batch = run.place(micro_batch.batch)
-        place = (micro_batch.index, data_index(), *([] if micro_batch.cut is None else [micro_batch.cut.number]))
-        seed_generators(derive_seed(run.seed, self._purpose, *place), run.device)
+        seed_generators(micro_batch.seed_of_step(run.seed, self._purpose, data_index=data_index()), run.device)
         with self.without_gradients():
             self.before_step(batch)
             for before_set_forward in run.features.before_set_forward:
                 before_set_forward()
             try:
-                with autocast(run.accelerator), run.engine.running(self._step, micro_batch):
+                with autocast(run.accelerator), run.engine.running(micro_batch):
                     output = self.forward(batch)
             except Exception as error:
                 for on_step_error in run.features.on_step_error:

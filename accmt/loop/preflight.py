@@ -85,7 +85,7 @@ def _put_through(run: Run, batch: Any) -> None:
             optimizer, reserved = run.stepper.optimizer, None  # its first step will create its state: reserve memory
             if not (run.engine.needs_all or state_of(optimizer) or run.device.type == "cpu"):
                 reserved = torch.empty(estimate_state(optimizer), dtype=torch.uint8, device=run.device)
-            with run.engine.running("training_step", None):
+            with run.engine.running(None):
                 with autocast(run.accelerator):
                     outputs = run.features.call_training_step(run.training_step, run.place(batch), read=batch)
                     output = read_training_output(outputs)

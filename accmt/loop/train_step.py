@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
-from accmt.engine.step_collectives import require_call
+from accmt.engine.model_calls import require_call
 from accmt.errors import ModuleContractError, explain
 from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_training_output, read_weight
 from accmt.loop.weighting import AccumulationWindow
@@ -40,7 +40,7 @@ def finish_window(run: Run, window: AccumulationWindow) -> tuple[int, bool]:
     stepper = run.stepper
     for before_optimizer_step in run.features.before_optimizer_step:
         before_optimizer_step(window)
-    run.engine.reduce_remaining()  # before unscaling, so that all processes find the same inf
+    run.engine.reduce_gradients()  # before unscaling, so that all processes find the same inf
     scaler = run.accelerator.scaler
     if scaler is not None:
         stepper.unscale()
@@ -130,14 +130,12 @@ class AutomaticSteps:
         self._engine = engine = run.engine
         self._is_alone = num_data_processes() == 1
         self._data_index = data_index()
-        self._may_leave = any(keeps_apart() for keeps_apart in run.features.keeps_apart)
-        self._may_meet = not (self._is_alone or self._may_leave)
+        self._no_sync = engine.no_sync
+        self._train_unit = self._try_batch if run.features.recovers_from else self._train_batch
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = is_reduced(run.accelerator) or not self._is_alone
         self._check_backward = engine.first_backward_check()
         self._may_leave_out = may_return_none(run.module)
-        self._calls: list[None] | None = None
-        engine.begin_epoch(reduces_at_end=self._may_leave)
         self._varies = run.accumulation_at(run.state.epoch) is None
         if run.settings.hps.max_tokens is not None:
             engine.require_accumulating("max_tokens, which splits")
@@ -149,29 +147,28 @@ class AutomaticSteps:
     def train(self, planned: Window) -> bool:
         """Run forward and backward of a window's micro-batches on every process, and make its optimizer step.
 
-        Gradients are reduced over processes only in the last micro-batch of a window. If a process has no batch in it,
-        or may run out of memory, nothing is reduced there; the gradients are reduced manually afterwards, as for a
-        model without a wrapper. The gradients of a sharded model are reduced in each micro-batch. If a sharded model or
-        a communicating step needs all processes, a process without a batch borrows one of another process.
+        Every process runs equally many, so the wrapper of the model reduces gradients in the last one as in any other
+        window. A sharded model reduces them in each. A process without samples runs another's batch with a loss of 0.
 
         Processes: collective.
 
         Returns:
             True: the window is finished.
         """
-        run, state, num_micro_batches = self._run, self._run.state, planned.num_micro_batches
-        self._engine.begin_window()
+        run, state, num_units = self._run, self._run.state, planned.num_units
+        if not self._is_alone:
+            self._engine.begin_window()
         if self._varies:
-            state.grad_accum_steps = num_micro_batches
+            state.grad_accum_steps = num_units
         samples_before, skips_window = state.samples_seen, run.features.skips_window
         window = AccumulationWindow(
             known_samples=None if run.counts_own_samples or self._may_leave_out else planned.num_samples,
-            is_one_batch=self._is_alone and num_micro_batches == 1,
+            is_one_batch=self._is_alone and num_units == 1,
             samples_before=samples_before,
             is_skipped=bool(skips_window) and any(skips(samples_before) for skips in skips_window),
         )
-        for number, micro_batch in enumerate(planned.micro_batches, 1):
-            is_full = micro_batch.is_last or number == num_micro_batches
+        for number, micro_batch in enumerate(planned.units, 1):
+            is_full = micro_batch.is_last or number == num_units
             state.now.is_last_training_batch = micro_batch.is_last
             state.now.ends_step = is_full if self._varies or micro_batch.cut is not None else None
             for before_batch in run.features.before_batch:
@@ -179,16 +176,11 @@ class AutomaticSteps:
             if window.is_skipped:
                 if micro_batch.batch is not None:
                     window.add(0.0, run.count_samples(micro_batch, micro_batch.batch))
-            elif self._may_leave:
-                self._try_batch(window, micro_batch)
-            elif micro_batch.is_partial:
-                with self._engine.unreduced():
-                    self._train_together(window, micro_batch)
-            elif is_full or self._engine.no_sync is None:
-                self._train_batch(window, micro_batch)
+            elif is_full or self._no_sync is None:
+                self._train_unit(window, micro_batch)
             else:
-                with self._engine.no_sync():  # the last micro-batch of the window reduces all gradients
-                    self._train_batch(window, micro_batch)
+                with self._no_sync():  # the last micro-batch of the window reduces all gradients
+                    self._train_unit(window, micro_batch)
             state.count_batch(1 if micro_batch.cut is None else micro_batch.cut.num_finished)
         if window.is_skipped:  # counts as one without an optimizer step
             samples, made_step = run.weighting.close(window)[1], False
@@ -202,50 +194,31 @@ class AutomaticSteps:
         return True
 
     def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        """Train on a batch that a process may have to abandon; it then skips the rest of the window."""
+        """Train on a batch; after a failure from which the run recovers, this process waits for the window's end."""
         try:
-            if not window.is_left:
-                with self._engine.unreduced():
-                    self._train_batch(window, micro_batch)
+            if window.has_failed:
+                self._decide_without_weight()
+            else:
+                self._train_batch(window, micro_batch)
         except Exception as error:
             if not any(recovers_from(error) for recovers_from in self._run.features.recovers_from):
                 raise
-            window.is_left = True
-        if window.is_left:
+            window.has_failed = True
             self._decide_without_weight()  # the other processes decide at their first batch
 
-    def _train_together(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        """Train on this process's batch, or join the forward and backward of the others with a borrowed batch."""
-        batch = self._engine.own_or_borrowed("training_step", micro_batch)
-        if micro_batch.batch is not None or batch is None:
-            self._train_batch(window, micro_batch)
-            return
-        run = self._run
-        outputs = self._run_in_context(run.place(batch), self._engine.running_borrowed("training_step"))
-        run.module.logs.of_training.begin_batch()  # drops the values logged by the step
-        self._decide_without_weight()
-        if outputs is None and self._may_leave_out:
-            return
-        output = read_training_output(outputs)
-        self._engine.finish_borrowed(output.loss, run.actions.backward)
-
     def _train_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        run, hooks = self._run, self._run.hooks
         if micro_batch.batch is None:
-            self._decide_without_weight()
+            self._train_without_samples(micro_batch)
             return
+        run, hooks = self._run, self._run.hooks
         batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
-        numbers: tuple[int, ...] = (run.state.epoch, micro_batch.index, self._data_index)
-        if micro_batch.cut is not None:
-            numbers = (*numbers, micro_batch.cut.number)
-        seed = derive_seed(run.seed, "step", *numbers)
+        seed = micro_batch.seed_of_step(run.seed, "step", run.state.epoch, data_index=self._data_index)
         seed_generators(seed, run.device)
         for hook in hooks.on_before_training_step:
             hook(batch=batch)
         step = run.training_step
         if self._needs_context:
-            context = self._engine.running("training_step", micro_batch if self._may_meet else None)
-            step = partial(self._run_in_context, context=context)
+            step = partial(self._run_in_context, context=self._engine.running(micro_batch))
         outputs = run.features.call_training_step(step, batch, read=micro_batch.batch)
         if outputs is None and self._may_leave_out:
             self._leave_out(window, micro_batch, batch)
@@ -276,31 +249,53 @@ class AutomaticSteps:
         for hook in hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
 
-    def _run_in_context(self, batch: Any, context: AbstractContextManager[list[None] | None]) -> Any:
-        with autocast(self._run.accelerator), context as self._calls:
+    def _run_in_context(self, batch: Any, context: AbstractContextManager[None]) -> Any:
+        with autocast(self._run.accelerator), context:
             try:
                 outputs = self._run.training_step(batch)
             except Exception as error:
                 self._run.trained.require_unchanged()  # torch would blame unused parameters
                 self._engine.add_note(error)
                 raise
-        if self._calls is not None and outputs is not None:
-            require_call(self._calls)
+        if self._engine.calls is not None and outputs is not None:
+            require_call(self._engine.calls)
         return outputs
 
-    def _leave_out(self, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any) -> None:
-        """Count a batch for which the step returned no loss: it has weight 0 and no gradients.
+    def _train_without_samples(self, micro_batch: MicroBatch) -> None:
+        """Run another process's batch in place of an own one, without hooks; it counts nothing.
 
-        Processes: collective if the others reduce their gradients in this micro-batch.
+        If no process has a batch, because none of its samples could be read, all of them only reduce gradients.
         """
         run = self._run
-        self._engine.leave_out(was_called=bool(self._calls), meanwhile=self._decide_without_weight)
+        if micro_batch.borrowed is None:
+            self._engine.calls = None
+            self._finish_without_weight(None)
+            return
+        seed = micro_batch.seed_of_step(run.seed, "step", run.state.epoch, data_index=self._data_index)
+        seed_generators(seed, run.device)
+        outputs = self._run_in_context(run.place(micro_batch.borrowed.batch), self._engine.running(micro_batch))
+        run.module.logs.of_training.begin_batch()  # drops the values logged by the step
+        is_left_out = outputs is None and self._may_leave_out
+        self._finish_without_weight(None if is_left_out else read_training_output(outputs).loss)
+
+    def _leave_out(self, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any) -> None:
+        """Count a batch for which the step returned no loss: it has weight 0 and no gradients."""
+        run = self._run
+        self._finish_without_weight(None)
         window.own_samples += run.count_samples(micro_batch, batch, has_weight=True)
         window.skipped_batches += 1
         run.module.logs.of_training.begin_batch()  # drops the values logged by the step
         say_once("training_step returned None: such batches are skipped, and counted in skipped_batches")
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=None)
+
+    def _finish_without_weight(self, loss: torch.Tensor | None) -> None:
+        """Take part in the others' backward with 0 times the loss of a step, if it has one."""
+        loss = self._engine.zero_loss() if loss is None else loss
+        self._decide_without_weight()
+        if loss is not None:
+            _require_finite(loss)
+            self._run.actions.backward(loss * 0.0)
 
     def _decide_without_weight(self) -> None:
         if self._run.weighting.is_explicit is None:

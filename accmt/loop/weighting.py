@@ -53,7 +53,7 @@ class AccumulationWindow:
         is_one_batch: Whether it is a single batch of a single process, whose mean loss is that of the window.
         samples_before: Samples of all processes before it.
         is_skipped: Whether it is not trained on.
-        is_left: Whether this process could not finish one of its batches and skips the rest.
+        has_failed: Whether this process could not finish one of its batches, and skips the rest.
         own_weight: The total weight of this process's batches so far, without pending readings.
         readings: Weights still being copied from the device.
         own_batches: This process's batches.
@@ -66,7 +66,7 @@ class AccumulationWindow:
     is_one_batch: bool = False
     samples_before: int = 0
     is_skipped: bool = False
-    is_left: bool = False
+    has_failed: bool = False
     own_weight: float = 0.0
     readings: list[Reading] = field(default_factory=list)
     own_batches: int = 0

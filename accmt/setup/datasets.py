@@ -369,7 +369,6 @@ def build_train_loader(
         pin_memory=pins_memory and not batcher,
         skips_bad=settings.failures.on_bad_sample == "skip",
         also_read=also_read,
-        agrees_each_batch=data_settings.data_options.shard and num_data_processes() > 1,
     )
     source = build_source(batcher.data if batcher else data, options)
     maker: ByCount | ByFunction
@@ -422,11 +421,9 @@ def build_evaluation_loader(
         batcher = find_token_batcher(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
-    skips_bad = settings.failures.on_bad_sample == "skip"
     batch_size = settings.hps.val_batch_size if is_validation else settings.hps.test_batch_size
     if is_validation and data_settings.overfit_batches:
         batch_size = settings.hps.train_batch_size  # the same number of the same samples
-    agrees_on_bad = skips_bad and data_settings.data_options.shard and num_data_processes() > 1
     options = SourceOptions(
         purpose=purpose,
         batch_size=batch_size,
@@ -439,8 +436,7 @@ def build_evaluation_loader(
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.data_options.persistent_workers,
         pin_memory=pins_memory and not batcher,
-        skips_bad=skips_bad,
-        agrees_each_batch=engine.needs_all or agrees_on_bad,
+        skips_bad=settings.failures.on_bad_sample == "skip",
     )
     source = build_source(batcher.data if batcher else data, options)
     maker = batcher.for_evaluation(purpose, batch_size=options.batch_size) if batcher else None

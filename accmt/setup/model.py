@@ -180,7 +180,7 @@ def prepare(
     has_rate = not {"lr", "max_lr", "base_lr"}.isdisjoint((*hps.optim_kwargs, *hps.scheduler_kwargs))
     if own is None and not has_rate and (rate := standard_rate(hps.optimizer_class)) is not None:
         say(f"{hps.where('optim')} has no lr: the learning rate is {name_of(hps.optimizer_class)}'s default, {rate:g}")
-    engine.wrap(optimizer, set_to_none=settings.optimization.set_to_none)
+    engine.wrap(optimizer, set_to_none=settings.optimization.set_to_none, may_fail=hps.halves_micro_batches)
     stepper = Stepper(
         engine.accelerator,
         optimizer,

@@ -54,8 +54,8 @@ def test_synchronized_batch_norm_trains_as_one_process_on_the_whole_batch(result
 @pytest.mark.feature("L64")
 def test_in_a_round_that_has_no_batch_for_every_process_nobody_waits(results):
     first, second = (result["normed"]["1"] for result in results)
-    assert first["kinds"] == ["SyncBatchNorm", "SyncBatchNorm", "_Alone"] * 2
-    assert second["kinds"] == ["SyncBatchNorm", "SyncBatchNorm"] * 2
+    assert first["kinds"] == ["SyncBatchNorm", "SyncBatchNorm", "SyncBatchNorm"] * 2
+    assert second["kinds"] == ["SyncBatchNorm", "SyncBatchNorm", "_Borrowing"] * 2
     assert first["kind_after"] == second["kind_after"] == "BatchNorm1d"
 
 

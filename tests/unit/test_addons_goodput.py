@@ -91,7 +91,7 @@ def test_every_second_is_in_one_bin(parts: int) -> None:
     meter = Meter("starting", clock=clock, began=90.0)
     clock.pass_time(5)
     for number, window in enumerate(meter.waits_for_windows(windows(clock, 4, parts))):
-        for _ in window.micro_batches:
+        for _ in window.units:
             clock.pass_time(10)
         if number == 2:
             with meter.during("evaluating"):

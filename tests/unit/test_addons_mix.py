@@ -637,7 +637,7 @@ def test_a_step_that_is_replayed_without_samples_knows_those_that_are_left():
     )
     whole = [[int(sample) for sample in batch.samples] for batch in source.micro_batches(0)]
     maker = WatchedMaker(ByCount(), {whole[2][1]}, [(0, 2, 3)])
-    left = [batch for window in maker.windows(source, 0, 0) for batch in window.micro_batches]
+    left = [batch for window in maker.windows(source, 0, 0) for batch in window.units]
     whole[2].pop(1)
     for batch, samples in zip(left, whole, strict=True):
         assert [int(sample) for sample in batch.samples] == batch.batch[0].flatten().tolist() == samples

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.data import Shard, SourceOptions, build_source
+from accmt.data import SourceOptions, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 
@@ -79,13 +79,6 @@ def test_batches_of_a_users_loader_are_counted_without_what_is_skipped():
 def test_samples_are_not_known_beforehand_where_some_may_be_skipped():
     assert build_source(Numbers(9), options()).samples_in(0, 2) is None
     assert build_source(Numbers(9), options(skips_bad=False)).samples_in(0, 2) == 6
-
-
-def test_in_evaluation_a_process_knows_of_its_own_samples_only():
-    micro_batches = read(Numbers(10, {0, 1, 2}), purpose="validate", shard=Shard(0, 2))
-    assert numbers_of(micro_batches) == [None, [6, 7]]
-    assert [micro_batch.num_samples for micro_batch in micro_batches] == [None, None]
-    assert [micro_batch.own_samples for micro_batch in micro_batches] == [0, 2]
 
 
 def test_an_epoch_of_which_nothing_can_be_read_is_an_error():

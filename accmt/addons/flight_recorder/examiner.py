@@ -272,7 +272,7 @@ def measuring(run: Run) -> Iterator[Any]:
         for weight in model.parameters():
             weight.grad = None
         seed_step("step", step)
-        with run.engine.running("training_step", None):
+        with run.engine.running(None):
             with SameForAllSamples("step", step), autocast(run.accelerator):
                 outputs = run.features.call_training_step(run.training_step, run.place(batch), read=batch)
                 output = read_training_output(outputs)

@@ -111,8 +111,8 @@ class Meter:
             self._bin = "training" if self.are_lost is None else "remaking"
             if item is None:
                 return
-            if have_parts and item.num_micro_batches > 1:
-                item = item._replace(micro_batches=self._waits(iter(item.micro_batches), have_parts=False))
+            if have_parts and item.num_units > 1:
+                item = item._replace(units=self._waits(iter(item.units), have_parts=False))
             yield item
 
 

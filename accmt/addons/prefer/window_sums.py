@@ -15,8 +15,6 @@ from accmt.precision import autocast
 from accmt.processes import sum_over_data
 from accmt.run import EvaluationRun
 
-_STEP = "training_step"
-
 
 class SumsWindows(Protocol):
     """A module whose loss depends on sums over the whole optimizer step.
@@ -74,9 +72,9 @@ class WindowSums(Feature):
         Processes: collective.
         """
         for window in windows:
-            micro_batches = list(window.micro_batches)
+            micro_batches = list(window.units)
             self._module.window_sums = self._sum(micro_batches)
-            yield window._replace(micro_batches=micro_batches)
+            yield window._replace(units=micro_batches)
 
     def before_forward(self, batch: Any) -> None:
         """Raise the error that occurred while summing, here, where the run can continue after it."""
@@ -86,23 +84,18 @@ class WindowSums(Feature):
 
     def _sum(self, micro_batches: list[MicroBatch]) -> list[float]:
         run, total = self._run, torch.zeros(2, device=self._run.device)
-        may_leave = any(keeps_apart() for keeps_apart in run.features.keeps_apart)
         try:
             with torch.no_grad(), run.engine.unwrapped():
                 for micro_batch in micro_batches:
-                    own = micro_batch.batch
-                    batch = own if may_leave else run.engine.own_or_borrowed(_STEP, micro_batch)
-                    if batch is None:
+                    is_counted = micro_batch.batch is not None
+                    batch = (micro_batch.borrowed or micro_batch).batch
+                    if batch is None:  # none of its samples could be read, on any process
                         continue
-                    if own is None:  # the others' forward needs this process; its result is not used
-                        context = run.engine.running_borrowed(_STEP)
-                    else:
-                        context = run.engine.running(_STEP, None if may_leave else micro_batch)
-                    with autocast(run.accelerator), context:
-                        found = self._module.sum_for_window(run.place(batch))
-                    total = total if own is None else total + found
+                    with autocast(run.accelerator), run.engine.running(micro_batch):
+                        sums = self._module.sum_for_window(run.place(batch))
+                    total = total + sums if is_counted else total
         except Exception as error:
-            if not (may_leave and any(recovers_from(error) for recovers_from in run.features.recovers_from)):
+            if not any(recovers_from(error) for recovers_from in run.features.recovers_from):
                 raise
             self._error = error.with_traceback(None)  # whose frames keep memory
         return sum_over_data(total.tolist())

@@ -371,7 +371,7 @@ class Laboratory(StatelessCallback):
             return
         seed_step("collate", self.state.global_step)
         batch = run.place(collate(samples))
-        with without_trace(run.unwrapped_model), run.engine.unreduced():
+        with without_trace(run.unwrapped_model), run.engine.unwrapped(trains=True):
             measured = self._measure(run, batch)
         every = gather_objects((measured.loss, measured.weight, measured.gradients))
         for rank, (loss, weight, gradients) in enumerate(every):

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accmt.engine.step_collectives import meet
 from accmt.libraries.private_names import open_store
 from accmt.loop.weighting import AccumulationWindow, Weighting
 from accmt.processes import (
@@ -73,7 +72,6 @@ def main() -> None:
             "broadcast": broadcast_object(["of", process_index()]),
             "on_main": run_on_main_process(process_index),
             "on_every": run_on_every_process(process_index),
-            "borrowed": meet("step", [7] if process_index() == 1 else None, communicates=process_index() == 1),
             "windows": close_windows(),
         }
     of_all = gather_objects({**answers, "devices": sorted(devices.seen)})

@@ -1,6 +1,6 @@
 """Trains and evaluates with steps that communicate, on data whose last micro-batch is short, and writes the weights.
 
-torchrun --nproc-per-node 2 step_collectives.py RESULT.json FOLDER
+torchrun --nproc-per-node 2 communicating_steps.py RESULT.json FOLDER
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import all_gather, all_reduce
 from torch.nn import functional
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer, gather_with_gradients
-from accmt.errors import ModuleContractError
 from accmt.processes import gather_objects, is_main_process
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
@@ -81,7 +79,7 @@ class Divided(AcceleratorModule):
         left, right = self.model(batch)
         count = torch.tensor(float(len(batch)))
         if not self.late or self.steps > 1:
-            all_reduce(count)
+            count = self.accelerator.reduce(count)
             self.counts.append(count.item())
         return (left + right).square().sum() / count
 
@@ -119,15 +117,6 @@ class Gathered(AcceleratorModule):
     def predict_step(self, batch: Tensor) -> Tensor:
         self.seen += self.accelerator.gather(batch[:, 0, 0]).tolist()
         return batch[:, 0, 0]
-
-
-class Plain(Gathered):
-    """Gathers with torch's own function."""
-
-    def validation_step(self, batch: Tensor) -> Tensor:
-        every = [torch.empty_like(batch) for _ in range(PROCESSES)]
-        all_gather(every, batch)
-        return torch.cat(every).mean()
 
 
 class Detection(AcceleratorModule):
@@ -187,14 +176,6 @@ def weights_of(module: AcceleratorModule) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in module.model.parameters()]).tolist()
 
 
-def catch(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except ModuleContractError as error:
-        return str(error)
-    return ""
-
-
 def main() -> None:
     """Run each case and write the results."""
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
@@ -216,7 +197,6 @@ def main() -> None:
     module = Gathered()
     predictions = trainer.predict(module, make_rows(7))
     found["predicted"] = [module.seen, None if predictions is None else predictions.tolist()]
-    found["plain"] = catch(lambda: fit(Plain(), folder / "plain", 9, num_sanity_val_steps=0)) if PROCESSES == 2 else ""
     if is_main_process():
         path.write_text(json.dumps(found))
 

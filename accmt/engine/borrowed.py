@@ -1,0 +1,110 @@
+"""What a step communicates in a micro-batch in which processes have unequal batches, or borrow another's.
+
+Every process runs every step, so a step that communicates is always entered by all. A process with a borrowed batch
+adds nothing: no rows where rows are gathered, and 0 where numbers are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accmt.data import MicroBatch
+from accmt.engine.reduction import gather_ragged
+from accmt.errors import ArgumentError, explain
+from accmt.processes import num_data_processes, num_processes
+
+
+class UnevenStep(NamedTuple):
+    """A step in which processes have unequal batches.
+
+    Attributes:
+        is_borrowed: Whether this process's batch is another process's.
+        num_lenders: The processes whose batch counts.
+    """
+
+    is_borrowed: bool
+    num_lenders: int
+
+
+_step: UnevenStep | None = None
+
+
+def uneven_step() -> UnevenStep | None:
+    """Return the step that is running, if processes have unequal batches in it."""
+    return _step
+
+
+def may_be_uneven(micro_batch: MicroBatch | None) -> bool:
+    """Return whether processes may have unequal batches: in an epoch's last micro-batch, or where some have none."""
+    return micro_batch is not None and (micro_batch.is_partial or micro_batch.is_last)
+
+
+@contextmanager
+def running_uneven_step(micro_batch: MicroBatch) -> Iterator[None]:
+    """Mark that the step runs on such a micro-batch."""
+    global _step  # noqa: PLW0603 - what the user's step calls reads it
+    num_lenders = num_data_processes() if micro_batch.num_lenders is None else micro_batch.num_lenders
+    _step = UnevenStep(micro_batch.batch is None, num_lenders)
+    try:
+        yield
+    finally:
+        _step = None
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenates the rows of all processes; a row's gradient is the sum over the losses of all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, is_borrowed: bool) -> tuple[Tensor, int]:  # noqa: FBT001 - torch's signature
+        joined, numbers = gather_ragged(rows[:0] if is_borrowed else rows)
+        first = sum(numbers[: dist.get_rank()])
+        ctx.own = slice(first, first + numbers[dist.get_rank()])
+        ctx.shape = rows.shape
+        return joined, first
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        own = gradient[ctx.own]
+        return (own if own.shape == ctx.shape else gradient.new_zeros(ctx.shape)), None  # for a borrowed batch
+
+
+def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
+    """Return the concatenated rows of all processes, with gradients, and the index of this process's first row.
+
+    Processes may have different numbers of rows. In a step the gradient equals that of one big batch, without an extra
+    factor: a loss of this process's rows against all rows is weighted by its samples, like any loss.
+
+    Processes: collective, also in the backward.
+
+    Args:
+        rows: `[samples, ...]`; only the first dimension may differ between processes.
+
+    Raises:
+        ArgumentError: `rows` is a scalar; or processes share batches, as with tensor parallelism.
+
+    Examples:
+        >>> import torch
+        >>> texts, first = gather_with_gradients(torch.eye(2))
+        >>> (texts.shape, first + torch.arange(2))
+        (torch.Size([2, 2]), tensor([0, 1]))
+    """
+    if rows.ndim == 0:
+        got, expected = "a tensor of shape []", "rows: [samples, ...]"
+        raise ArgumentError(explain("gather_with_gradients", got, expected, "pass the features of the batch"))
+    if num_processes() == 1:
+        return rows, 0
+    if num_data_processes() != num_processes():
+        got, expected = "processes that share batches (tensor parallelism)", "processes with separate batches"
+        raise ArgumentError(explain("gather_with_gradients", got, expected, 'Trainer(parallelism={"fsdp": True})'))
+    is_borrowed = _step is not None and _step.is_borrowed
+    joined, first = _Gather.apply(rows, is_borrowed)  # type: ignore[no-untyped-call]
+    # The others do not see the rows of a borrowed batch.
+    return (torch.cat([joined, rows]), len(joined)) if is_borrowed else (joined, first)
