@@ -264,7 +264,7 @@ class AcceleratorModule(LogsValues):
             sample as "losses", and their weights as "weights".
     """
 
-    process_state: ClassVar[tuple[str, ...]] = ()
+    process_state: tuple[str, ...] = ()
     uses_manual_optimization: ClassVar[bool] = False
     wants_sample_losses: bool = False
 

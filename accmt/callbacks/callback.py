@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
@@ -117,7 +117,7 @@ class Callback:
         process_state: The names of attributes that differ between processes: a checkpoint contains each process's.
     """
 
-    process_state: ClassVar[tuple[str, ...]] = ()
+    process_state: tuple[str, ...] = ()
     order: float = 0
     trainer: TrainerProtocol
     module: AcceleratorModule

@@ -60,6 +60,7 @@ class Recording(AcceleratorModule):
             self.model = build_model(dropout)
         self.dropout, self.drifts = dropout, drifts
         self.mean = torch.zeros(24)
+        self.process_state = ("mean",) if drifts else ()
         self.seen: list[tuple[int, int, list[int]]] = Record()
 
     def configure_model(self) -> None:
