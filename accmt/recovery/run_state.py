@@ -65,7 +65,7 @@ def list_parts(run: Run) -> list[Part]:
         "scaler": run.accelerator.scaler,
         "adalora": AdaLoraRanks.of(run.unwrapped_model),
         "features": run.features,
-        "trainer": _TrainerState(run.module.trainer),
+        "trainer": _TrainerState(run.module.trainer) if run.module.trainer.has_state else None,
     }
     parts = [Part(name, owner) for name, owner in owners.items() if owner is not None]
     parts += [Part(name, owner) for name, owner in _user_owners(run).items()]
@@ -177,7 +177,7 @@ class LocalState:
     def __init__(self, run: Run) -> None:
         self._run = run
         owners = {part.name: part.owner for part in list_parts(run)}
-        self._user_parts = {name: owners.pop(name) for name in (*_user_owners(run), "trainer")}
+        self._user_parts = {name: owners.pop(name) for name in (*_user_owners(run), "trainer") if name in owners}
         # The scaler changes only with the optimizer, and reading it would wait for the device.
         for name in ("scaler", "features", "running_averages", "attributes", "process_attributes"):
             owners.pop(name, None)
@@ -385,7 +385,7 @@ class StepSnapshot:
 
         In the middle of an optimizer step they match neither the snapshot nor the next state.
         """
-        if self._is_valid:
+        if self._is_valid and self.state is not None:
             self._weights.note_changes()
         self._is_valid = False
 

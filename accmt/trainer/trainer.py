@@ -719,6 +719,11 @@ class Trainer(TrainerProperties):
         made: Replay = addon("replay_run")(self.log_dir, step, to, without=without, probe=probe, export=export)
         return made
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a subclass adds to the state."""
+        return type(self).get_state is not Trainer.get_state
+
     def get_state(self) -> dict[str, Any]:
         """Return the Trainer's state for checkpoints; a subclass may add JSON values and tensors."""
         return {"epochs_finished": self.state.epoch}
