@@ -8,24 +8,26 @@ has changed it is decided by digests of what a checkpoint would contain, when on
 
 from __future__ import annotations
 
-from collections import deque
+import pickle
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parameter import is_lazy
 
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.state_dicts import copy_state, encode, is_namedtuple, map_leaves, split_tensors
+from accmt.checkpoint.state_dicts import SIMPLE, copy_state, encode, is_namedtuple, map_leaves, split_tensors
 from accmt.errors import CheckpointError, explain
-from accmt.glances import digest_glance, digest_state, digest_text
+from accmt.glances import digest_glance, digest_state, digest_text, pickle_plain
 from accmt.messages import warn_once
-from accmt.module import OF_RUN
+from accmt.module import OF_RUN, AcceleratorModule
 from accmt.sharded_tensors import is_dtensor, is_expanded, write_into
+from accmt.state import Stateful
 
 _LARGEST_STORED = 1 << 30
 """Bytes of an attribute that a checkpoint contains."""
@@ -44,14 +46,14 @@ class _Look(NamedTuple):
         size: The bytes that it takes there.
         is_storable: Whether a checkpoint can contain it.
         has_tensors: Whether there are tensors in it.
-        is_sharded: Whether each process holds a part of one.
+        is_plain: Whether there are only numbers, strings, and collections of them.
     """
 
     digest: str
     size: int = 0
     is_storable: bool = False
     has_tensors: bool = False
-    is_sharded: bool = False
+    is_plain: bool = False
 
 
 class Attributes:
@@ -77,16 +79,24 @@ class Attributes:
         self._process_names = names
         self._device = device
         parts = (*model.modules(), *model.parameters(), *model.buffers(), *objects)
-        self._of_run = {id(part): part for part in parts}
-        self._loaded: dict[str, Any] = {"values": {}, "digests": {}}
+        plain = (*SIMPLE, list, tuple, dict, set)  # True is the same object everywhere
+        self._of_run = {id(part): part for part in parts if type(part) not in plain}
+        self._loaded: dict[str, Any] = {"values": {}, "digests": {}, "deleted": []}
+        self._places: set[str] | None = None
         self._copies: Mapping[str, Any] = {}
         self._before: dict[str, _Look] | None = None
         self._latest: dict[str, _Look] = {}
         self.changed: set[str] = set()
+        self._shared_digests: dict[str, str] = {}
 
     def begin(self) -> None:
         """Restore the checkpoint's values, which hooks of the start may have set again, and begin to compare."""
-        self._restore(self._loaded["values"])
+        self._restore(self._loaded)
+        places: set[str] = set()
+        for name, value in self._find().items():
+            with suppress(RecursionError):  # a list may contain itself
+                map_leaves(value, name, (nn.Module, Stateful), lambda _, path: places.add(path))
+        self._places = places
         self._before = self._latest = self._look_at_all()
         self.changed = self._loaded["values"].keys() & self._before.keys()
         for name, digest in self._loaded["digests"].get(self._device.type, {}).items():
@@ -103,23 +113,31 @@ class Attributes:
             name for name, look in self._latest.items() if name not in before or before[name].digest != look.digest
         }
 
-    def capture(self, *, compares: bool) -> dict[str, Any] | None:
-        """Return copies of what is known to change, while it is small; None if nothing was compared so far.
+    def capture(self, *, compares: bool, copies_all: bool) -> dict[str, Any] | None:
+        """Return copies of what is known to change, the smallest first; None if nothing was compared so far.
 
         Args:
-            compares: Whether other attributes may change from here on, as after an evaluation.
+            compares: Whether other attributes may have changed since the last call.
+            copies_all: Whether other attributes may change from here on, as in an evaluation.
         """
         if self._before is None:
             return None
         if compares or self._latest is self._before:
             self.compare()
-        if not self.changed:
+        names = self._latest.keys() if copies_all else self.changed
+        if not names:
             return {}
-        names = [name for name in self.changed if name in self._latest and self._latest[name].is_storable]
-        if sum(self._latest[name].size for name in names) > _LARGEST_COPIES:
-            return {}
-        values = self._find()
-        return {name: copy_state(self._to_state(values[name])) for name in names if name in values}
+        values, copies, size = self._find(), {}, 0
+        looks = [(self._latest[name].size, name) for name in names & values.keys() & self._latest.keys()]
+        for size_of_attribute, name in sorted(looks):
+            size += size_of_attribute
+            if self._latest[name].is_storable and size <= _LARGEST_COPIES:
+                copies[name] = self._copy(name, values[name])
+        return copies
+
+    def _copy(self, name: str, value: Any) -> Any:
+        content = pickle_plain(value) if self._latest[name].is_plain else None
+        return copy_state(self._to_state(name, value)) if content is None else _Pickled(content)
 
     def find_changed(self, copies: Mapping[str, Any] | None) -> list[str]:
         """Return the attributes without a copy in `capture` that have changed, or may have, since it was made."""
@@ -143,40 +161,41 @@ class Attributes:
         looks = self._latest.items()
         digests = {name: look.digest for name, look in looks if look.has_tensors and name not in self.changed}
         values = self.collect(self.changed - self._process_names)
-        return {"values": values, "digests": {self._device.type: digests}}  # other devices compute other digests
+        self._shared_digests = {name: digest_state(value) for name, value in values.items() if not _is_sharded(value)}
+        deleted = sorted((self._before.keys() - self._latest.keys()) - self._process_names)
+        return {"values": values, "digests": {self._device.type: digests}, "deleted": deleted}
 
     def collect(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the values of attributes as a checkpoint contains them; those that it cannot contain are named."""
         values, state = self._find(), {}
         for name in sorted(values.keys() & names):
             if name in self._copies:
-                state[name] = self._copies[name]
+                copied = self._copies[name]
+                state[name] = pickle.loads(copied.content) if isinstance(copied, _Pickled) else copied
             elif self._latest[name].is_storable:
-                state[name] = self._to_state(values[name])
+                state[name] = self._to_state(name, values[name])
             else:
                 self._name_unstorable(name, values[name])
         return state
 
     def digests_of_changed(self) -> dict[str, str]:
         """Return digests of what a checkpoint contains for all processes, which should be the same on each."""
-        shared = self.changed - self._process_names
-        looks = ((name, look) for name, look in self._latest.items() if name in shared)
-        return {name: look.digest for name, look in looks if look.is_storable and not look.is_sharded}
+        return self._shared_digests
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the attributes from `state_dict`; `begin` does so again."""
-        self._loaded = {"values": dict(state["values"]), "digests": state["digests"]}
-        self._restore(copy_state(state["values"]))
+        self._loaded = {**state, "values": dict(state["values"])}
+        self._restore(copy_state(state), is_final=False)
 
     def load_also(self, values: Mapping[str, Any]) -> None:
         """Restore further attributes, which each process has for itself."""
         self._loaded["values"] |= values
-        self._restore(copy_state(values))
+        self._restore({"values": copy_state(values)}, is_final=False)
 
     def collect_all(self) -> dict[str, Any]:
         """Return all attributes that a checkpoint can contain, whether or not training has changed them."""
         looks = self._look_at_all()
-        return {name: self._to_state(value) for name, value in self._find().items() if looks[name].is_storable}
+        return {name: self._to_state(name, value) for name, value in self._find().items() if looks[name].is_storable}
 
     @contextmanager
     def keeping(self, *, unchanged: bool = False) -> Iterator[None]:
@@ -186,51 +205,59 @@ class Attributes:
             values = {name: value for name, value in values.items() if name in self.changed}
         copies = copy_state(values)
         yield
-        self._restore(copies)
+        self._restore({"values": copies})
 
     def _find(self) -> dict[str, Any]:
         return {
             f"{owner_name}.{name}": value
             for owner_name, owner in self._owners.items()
             for name, value in _attributes_of(owner).items()
-            if name not in _LEFT_OUT and id(value) not in self._of_run
+            if id(value) not in self._of_run
         }
 
     def _look_at_all(self) -> dict[str, _Look]:
-        return {name: self._look_at(value) for name, value in self._find().items()}
+        return {name: self._look_at(name, value) for name, value in self._find().items()}
 
-    def _look_at(self, value: Any) -> _Look:
+    def _look_at(self, name: str, value: Any) -> _Look:
+        content = pickle_plain(value)
+        if content is not None:
+            is_storable = len(content) <= _LARGEST_STORED
+            return _Look(xxhash.xxh3_64_hexdigest(content), len(content), is_storable, is_plain=True)
         try:
-            tensors, rest = split_tensors(self._to_state(value))
+            tensors, rest = split_tensors(self._to_state(name, value))
             text = encode(rest)
             size = len(text) + sum(tensor.nbytes for tensor in tensors.values())
-            content = f"{text} {[checksum(tensor) for tensor in tensors.values()]}"
-            is_sharded = any(map(is_dtensor, tensors.values()))
-            return _Look(digest_text(content), size, size <= _LARGEST_STORED, bool(tensors), is_sharded)
-        except CheckpointError:
+            digest = digest_text(f"{text} {[checksum(tensor) for tensor in tensors.values()]}")
+            return _Look(digest, size, size <= _LARGEST_STORED, bool(tensors))
+        except (CheckpointError, RecursionError):  # a list may contain itself
             return _Look(digest_glance(value))
 
-    def _to_state(self, value: Any) -> Any:
+    def _to_state(self, name: str, value: Any) -> Any:
         """Return a value with plain data in place of modules and objects; tensors are shared."""
-        return map_leaves(value, "", (Tensor, nn.Module, Stateful), self._describe)
+        return map_leaves(value, name, (Tensor, nn.Module, Stateful), self._describe)
 
     def _describe(self, value: Any, path: str) -> Any:
         if id(value) in self._of_run:
             return {_OF_RUN: True}
         if isinstance(value, Tensor):
             return value if value.device.type == "cpu" else {_ON_DEVICE: value}
-        if isinstance(value, nn.Module):
-            return {_MODULE: self._tensors_of(value)}
+        if self._places is not None and path not in self._places:
+            # A resumed run has nothing that its state could be restored to, as in a list of snapshots of the model.
+            expected, do = "objects that exist when training begins", "create it in __init__ or on_fit_start"
+            raise CheckpointError(explain(path, f"a new {type(value).__name__}", expected, do))
         try:
-            return {_OBJECT: self._to_state(value.state_dict())}
+            if isinstance(value, nn.Module):
+                return {_MODULE: self._state_of(value)}
+            return {_OBJECT: self._to_state(path, value.state_dict())}
         except Exception as error:
             # A library's object may need arguments, or be unable to say its state now: it is named if it changes.
             got, do = f"{type(error).__name__} in state_dict: {error}", "see there"
             raise CheckpointError(explain(type(value).__name__, got, "a state", do)) from error
 
-    def _tensors_of(self, module: nn.Module) -> dict[str, Tensor]:
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return {name: part for name, part in named.items() if id(part) not in self._of_run and not is_lazy(part)}
+    def _state_of(self, module: nn.Module) -> dict[str, Any]:
+        """Return a module's state with all its buffers, without what belongs to the run's model."""
+        state = {**dict(module.named_buffers()), **module.state_dict(keep_vars=True)}
+        return {name: part for name, part in state.items() if id(part) not in self._of_run and not is_lazy(part)}
 
     def _name_unstorable(self, name: str, value: Any) -> None:
         size = f" of more than {_LARGEST_STORED >> 30} GiB" if self._latest[name].size else ""
@@ -239,15 +266,26 @@ class Attributes:
         do += "load_state_dict (of the module, the callback, or the object itself)"
         warn_once(f"{what}{size}: {do}", about=f"attribute {name}")
 
-    def _restore(self, values: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any], *, is_final: bool = True) -> None:
         current = self._find()
-        merge = _Merge(self._device, self._tensors_of)
-        for path, saved in values.items():
+        merge = _Merge(self._device, self._state_of)
+        for path, saved in state["values"].items():
             owner_name, _, name = path.rpartition(".")
-            if owner_name in self._owners:
+            if owner_name not in self._owners:
+                continue
+            try:
                 value = merge.into(current.get(path), saved, path)
-                if value is not current.get(path):
-                    setattr(self._owners[owner_name], name, value)
+            except _MissingError as error:
+                if is_final:  # otherwise, on_fit_start may create it
+                    do = "create it in __init__ or on_fit_start, and another one for each name"
+                    warn_once(f"{path}: {error}, so it is not restored: {do}", about=f"attribute {path}")
+                continue
+            if value is not current.get(path):
+                setattr(self._owners[owner_name], name, value)
+        for path in state.get("deleted", ()):
+            owner_name, _, name = path.rpartition(".")
+            if path in current:
+                delattr(self._owners[owner_name], name)
 
 
 class _ProcessAttributes:
@@ -263,6 +301,16 @@ class _ProcessAttributes:
         self._attributes.load_also(state)
 
 
+class _Pickled(NamedTuple):
+    """A copy of plain data, made by `pickle_plain`."""
+
+    content: bytes
+
+
+class _MissingError(Exception):
+    """A saved value needs an object that the program does not have now."""
+
+
 class _Merge:
     """Gives the objects of a program the values of a checkpoint, in place where they exist: others may refer to them.
 
@@ -270,13 +318,13 @@ class _Merge:
     checkpoint: only the first is written in place.
     """
 
-    def __init__(self, device: torch.device, tensors_of: Any) -> None:
-        self._device, self._tensors_of = device, tensors_of
+    def __init__(self, device: torch.device, state_of: Any) -> None:
+        self._device, self._state_of = device, state_of
         self._written: dict[int, Any] = {}
 
     def into(self, current: Any, saved: Any, path: str) -> Any:
         """Return the saved value: `current` with other content, or a new object."""
-        if type(saved) is dict:
+        if type(saved) in (dict, OrderedDict, defaultdict):
             return self._into_dict(current, saved, path)
         if isinstance(saved, Tensor):
             return self._into_tensor(current, saved, torch.device("cpu"))
@@ -298,26 +346,31 @@ class _Merge:
         if _MODULE in saved or _OBJECT in saved:
             is_same_kind = isinstance(current, nn.Module if _MODULE in saved else Stateful)
             if not is_same_kind or not self._may_write(current, saved):
-                what = f"{path}: the checkpoint contains the state of an object, which is {type(current).__name__} now"
-                do = "create it in __init__ or on_fit_start, and another one for each name"
-                warn_once(f"{what}: it is ignored; {do}", about=f"attribute {path}")
-            elif _OBJECT in saved:
+                got = f"the checkpoint contains the state of an object, which is {type(current).__name__} now"
+                raise _MissingError(got)
+            if _OBJECT in saved:
                 current.load_state_dict(saved[_OBJECT])
             else:
                 self._into_module(current, saved[_MODULE], path)
             return current
         by_key = current if isinstance(current, dict) else {}
         entries = {key: self.into(by_key.get(key), value, path) for key, value in saved.items()}
-        if not isinstance(current, dict) or not self._may_write(current, saved):
-            return entries
+        if type(current) is not type(saved) or not self._may_write(current, saved):
+            saved.update(entries)
+            return saved
         current.clear()
         current.update(entries)
         return current
 
-    def _into_module(self, module: nn.Module, saved: Mapping[str, Tensor], path: str) -> None:
-        tensors = self._tensors_of(module)
+    def _into_module(self, module: nn.Module, saved: Mapping[str, Any], path: str) -> None:
+        parts = self._state_of(module)
+        others = {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
+        if others:  # what `get_extra_state` returned
+            module.load_state_dict(others, strict=False)
         for name, value in saved.items():
-            tensor = tensors.get(name)
+            if name in others:
+                continue
+            tensor = parts.get(name)
             if tensor is None or tensor.shape != value.shape:
                 got = "nothing of this name" if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
                 expected = f"the checkpoint's tensor of shape {tuple(value.shape)}"
@@ -356,18 +409,28 @@ class _Merge:
         return written is saved or digest_state(written) == digest_state(saved)
 
 
-_LEFT_OUT = frozenset({"model", "module", *OF_RUN, *vars(nn.Module())})
-
-
-def _memory_of(tensor: Tensor) -> int:
+def _memory_of(tensor: Tensor) -> Any:
     is_plain = tensor.layout == torch.strided and tensor.numel() and type(tensor) in (Tensor, nn.Parameter)
-    return tensor.data_ptr() if is_plain else id(tensor)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if is_plain else id(tensor)
+
+
+def _is_sharded(value: Any) -> bool:
+    return any(map(is_dtensor, split_tensors(value)[0].values()))
+
+
+_SET_BY_RUN = {"trainer", "state", "module"}
+_OF_LAYERS = frozenset(vars(nn.Module()))
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
+    """Return the attributes of a module or callback, without those that a run sets."""
     attributes = dict(vars(owner))
+    left_out = _SET_BY_RUN
+    if isinstance(owner, AcceleratorModule):
+        left_out = {"model", "device", *OF_RUN}
     if isinstance(owner, nn.Module):  # a module may be both
+        left_out = left_out | _OF_LAYERS
         attributes.update(owner.named_children())
         attributes.update(owner.named_buffers(recurse=False))
         attributes.update(owner.named_parameters(recurse=False))
-    return attributes
+    return {name: value for name, value in attributes.items() if name not in left_out}

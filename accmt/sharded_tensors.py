@@ -120,5 +120,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
     `Tensor.numpy` would mark the memory: torch then refuses to resize the tensor, as `out=` does.
     """
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
     return np.from_dlpack(flat).data

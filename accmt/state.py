@@ -13,8 +13,12 @@ Progress = Literal["initializing", "running", "finished", "interrupted", "preemp
 
 
 @runtime_checkable
+@runtime_checkable
 class Stateful(Protocol):
-    """A part whose state is saved in checkpoints."""
+    """Something whose state is saved in checkpoints.
+
+    The same as `torch.distributed.checkpoint.stateful.Stateful`, whose package loads sympy with every `import accmt`.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: JSON values and tensors."""

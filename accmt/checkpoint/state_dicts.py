@@ -10,6 +10,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ from accmt.sharded_tensors import is_expanded, write_into
 # | `{0: "a"}`, or a dict with a key that starts with `$` | `{"$dict": [[0, "a"]]}` |
 # | `Counter({3: 1})`, as `MultiStepLR` keeps | `{"$counter": [[3, 1]]}` |
 # | `{1, 2}`, `frozenset({1})`, `deque([1], 3)` | `{"$set": [1, 2]}`, `{"$frozenset": [1]}`, `{"$deque": [[1], 3]}` |
-# | a named tuple | `{"$namedtuple": ["replay:Transition", [0.5, 1]]}` |
+# | a named tuple, a member of an enum | `{"$namedtuple": ["replay:Step", [0.5, 1]]}`, `{"$enum": [..., "LATE"]}` |
+# | `OrderedDict(a=1)`, `defaultdict(list)` | `{"$ordered": [["a", 1]]}`, `{"$defaultdict": ["builtins:list", []]}` |
 # | `b"a"`, `1j`, `np.float32(0.5)` | `{"$bytes": "61"}`, `{"$complex": "1j"}`, `{"$scalar": ["<f4", 0.5]}` |
 # | a NumPy array, stored as a tensor of bytes | `{"$array": {"content": ..., "dtype": "<f4", "shape": ...}}` |
 # | `inf`, `-inf`, `nan` | `{"$float": "inf"}` |
@@ -44,8 +46,7 @@ from accmt.sharded_tensors import is_expanded, write_into
 # | a tensor subclass that wraps other tensors | `{"$wrapped": {"kind": "torchao...", "parts": ...}}` |
 # | `torch.Size([2])`, `torch.float32` | `{"$size": [2]}`, `{"$dtype": "float32"}` |
 #
-# None, booleans, strings, lists, other floats (in their shortest exact form) and ints are written as plain JSON. A
-# defaultdict and an `OrderedDict` are written as a dict.
+# None, booleans, strings, lists, other floats (in their shortest exact form) and ints are written as plain JSON.
 
 
 _EXACT_BITS = 53
@@ -124,6 +125,8 @@ def _to_json(value: Any, where: str) -> Any:
         return write(value, where)
     if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
         return {"$scalar": [value.dtype.str, _to_json(value.item(), where)]}
+    if isinstance(value, Enum) and value.name in type(value).__members__:
+        return {"$enum": [describe_kind(type(value)), value.name]}
     if is_namedtuple(type(value)):
         return {"$namedtuple": [describe_kind(type(value)), _write_list(value, where)]}
     raise _cannot_store(where, value)
@@ -146,6 +149,17 @@ def _write_list(value: Iterable[Any], where: str) -> list[Any]:
     if set(map(type, value)) <= _PLAIN:  # a long list of strings or flags, in a hundredth of the time
         return list(value)
     return [_to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+
+
+def _write_pairs(value: dict[Any, Any], where: str) -> list[Any]:
+    return [[_to_json(key, f"a key of {where}: {key!r}"), _to_json(item, where)] for key, item in value.items()]
+
+
+def _write_defaultdict(value: defaultdict[Any, Any], where: str) -> Any:
+    factory: Any = value.default_factory
+    if factory is not None and not (isinstance(factory, type) and find_kind(describe_kind(factory)) is factory):
+        raise _cannot_store(f"the default of {where}", factory)
+    return {"$defaultdict": [factory and describe_kind(factory), _write_pairs(value, where)]}
 
 
 def _write_set(value: Iterable[Any], where: str) -> list[Any]:
@@ -172,8 +186,8 @@ _WRITERS: dict[type, Callable[[Any, str], Any]] = {
     list: _write_list,
     tuple: lambda value, where: {"$tuple": _write_list(value, where)},
     dict: _write_dict,
-    OrderedDict: _write_dict,
-    defaultdict: _write_dict,
+    OrderedDict: lambda value, where: {"$ordered": _write_pairs(value, where)},
+    defaultdict: _write_defaultdict,
     set: lambda value, where: {"$set": _write_set(value, where)},
     frozenset: lambda value, where: {"$frozenset": _write_set(value, where)},
     deque: lambda value, where: {"$deque": [_write_list(value, where), value.maxlen]},
@@ -193,6 +207,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
     "$dict": dict,
     "$counter": lambda pairs: Counter(dict(pairs)),
+    "$ordered": lambda pairs: OrderedDict(pairs),
+    "$defaultdict": lambda parts: defaultdict(parts[0] and _find_saved_kind(parts[0]), parts[1]),
+    "$enum": lambda parts: _find_saved_kind(parts[0])[parts[1]],
     "$set": set,
     "$frozenset": frozenset,
     "$deque": lambda parts: deque(*parts),
@@ -200,7 +217,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "$complex": complex,
     "$scalar": lambda parts: np.dtype(parts[0]).type(parts[1]),
     "$array": lambda fields: ArrayContent(**fields),
-    "$namedtuple": lambda parts: _make_namedtuple(*parts),
+    "$namedtuple": lambda parts: _find_saved_kind(parts[0])._make(parts[1]),
     "$tensor": TensorReference,
     "$wrapped": lambda fields: WrappedTensor(**fields),
     "$size": torch.Size,
@@ -223,13 +240,13 @@ def is_namedtuple(kind: Any) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_make")
 
 
-def _make_namedtuple(description: str, items: list[Any]) -> Any:
+def _find_saved_kind(description: str) -> Any:
     kind = find_kind(description)
     if kind is None:
         got, module = f"{description}, which is not defined", description.partition(":")[0]
         do = f"define it at the top level of {module}, and import that module before fit"
-        raise CheckpointError(explain("a named tuple of the checkpoint", got, "the class that was saved", do))
-    return kind._make(items)
+        raise CheckpointError(explain("a value of the checkpoint", got, "the class that was saved", do))
+    return kind
 
 
 # ---- The states of model and optimizers by the parameters' plain names, independent of wrappers.
@@ -650,19 +667,22 @@ def map_leaves(state: Any, path: str, kind: type | tuple[type, ...], function: C
     It walks through lists, tuples, named tuples, deques and dicts. `torch.utils._pytree` would take twice as long, and
     its paths are not names.
     """
-    if isinstance(state, kind):
-        return function(state, path)
+    if type(state) in SIMPLE:  # before `isinstance` with a protocol, which takes as long as all of this
+        return state
     begin = f"{path}." if path else ""
-    if isinstance(state, dict) and type(state) in (dict, OrderedDict, defaultdict):
-        return {key: map_leaves(item, f"{begin}{key}", kind, function) for key, item in state.items()}
-    if not isinstance(state, list | tuple | deque) or set(map(type, state)) <= SIMPLE:
-        return copy.copy(state) if type(state) in (list, deque, set, Counter) else state
-    items = [map_leaves(item, f"{begin}{index}", kind, function) for index, item in enumerate(state)]
-    if is_namedtuple(type(state)):
-        return type(state)._make(items)  # type: ignore[union-attr]
-    if type(state) is deque:
-        return deque(items, state.maxlen)
-    return type(state)(items) if type(state) in (list, tuple) else state
+    if type(state) in (dict, OrderedDict, defaultdict):
+        copied = copy.copy(state)
+        for key, item in state.items():
+            copied[key] = map_leaves(item, f"{begin}{key}", kind, function)
+        return copied
+    if type(state) in (list, tuple, deque, set, Counter) and set(map(type, state)) <= SIMPLE:
+        return copy.copy(state)
+    if type(state) in (list, tuple, deque) or is_namedtuple(type(state)):
+        items = [map_leaves(item, f"{begin}{index}", kind, function) for index, item in enumerate(state)]
+        if type(state) is deque:
+            return deque(items, state.maxlen)
+        return type(state)(items) if type(state) in (list, tuple) else type(state)._make(items)
+    return function(state, path) if isinstance(state, kind) else state
 
 
 def copy_state(state: Any) -> Any:

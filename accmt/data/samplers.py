@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -33,6 +32,7 @@ from accmt.data.seeding import (
 )
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.processes import broadcast_object
+from accmt.state import Stateful
 
 # ---- Sharding: one global order, split into global batches, each sharded over all processes
 #

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
-from torch.distributed.checkpoint.stateful import Stateful
-
 from accmt.data import Window
 from accmt.features.hooks import Feature
-from accmt.glances import digest_glance, public_attributes
+from accmt.glances import attributes_of, digest_glance
 from accmt.messages import warn_once
 from accmt.run import EvaluationRun, Run
+from accmt.state import Stateful
 
 
 class ChangedData(Feature):
@@ -55,4 +54,5 @@ class ChangedData(Feature):
         return {}
 
     def _look(self) -> dict[str, str]:
-        return {name: digest_glance(value) for name, value in public_attributes(self._data).items()}
+        public = ((name, value) for name, value in attributes_of(self._data).items() if name[0] != "_")
+        return {name: digest_glance(value) for name, value in public}

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 
 from accmt.callbacks import Callback, name_by_class
 from accmt.callbacks.callback import find_hooks
@@ -31,6 +30,7 @@ from accmt.recovery.resume import Resumed
 from accmt.run import Run
 from accmt.secrets import hide
 from accmt.sharded_tensors import write_into
+from accmt.state import Stateful
 
 
 class Part(NamedTuple):
@@ -185,13 +185,16 @@ class LocalState:
         self._of_stages: dict[str, Any] = {}
         self._parts = owners
 
-    def collect(self, *, after_step: bool = False, compares: bool = False, copies: bool = False) -> dict[str, Any]:
+    def collect(
+        self, *, after_step: bool = False, compares: bool = False, copies: bool = False, copies_all: bool = False
+    ) -> dict[str, Any]:
         """Return a copy of that state; running averages are copied as an object, without reading their values.
 
         Args:
             after_step: Whether nothing but a step was made since the last call.
             compares: Whether attributes may have changed that did not change before.
             copies: Whether to copy the attributes that are known to change.
+            copies_all: Whether to copy the others, too.
         """
         run, state = self._run, self._run.state
         if not (after_step and self._of_stages):
@@ -217,7 +220,7 @@ class LocalState:
             "data": position,
             "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
             "parts": parts,
-            "attributes": run.attributes.capture(compares=compares) if copies else None,
+            "attributes": run.attributes.capture(compares=compares, copies_all=copies_all) if copies else None,
         }
 
 
@@ -354,7 +357,20 @@ class StepSnapshot:
         self._buffers = _Buffers(model)
         self._weights = _Weights()
 
-    def capture(self, run: Run, next_stage: int, *, after_step: bool = False, compares: bool = False) -> None:
+    def capture_before_evaluation(self, run: Run) -> None:
+        """Copy the current state, with attributes that an evaluation may change: a signal may end the run within it."""
+        if self._is_valid:
+            self.capture(run, self.next_stage, compares=True, copies_all=True)
+
+    def capture(
+        self,
+        run: Run,
+        next_stage: int,
+        *,
+        after_step: bool = False,
+        compares: bool = False,
+        copies_all: bool = False,
+    ) -> None:
         """Copy the current state of the run.
 
         Args:
@@ -362,6 +378,7 @@ class StepSnapshot:
             next_stage: The next stage.
             after_step: Whether nothing but a step was made since the last capture.
             compares: Whether attributes of the user's objects may have changed that did not change before.
+            copies_all: Whether to copy all that are small, not only those that are known to change.
         """
         self.next_stage, self._is_valid = next_stage, True
         if not (self._is_kept or run.features.needs_snapshot):
@@ -372,7 +389,9 @@ class StepSnapshot:
             # accmt's own hooks, such as the progress bar's, change nothing in a checkpoint.
             users = (*run.callbacks, run.module)
             self.may_change_in_step_hooks = any("on_update_end" in find_hooks(user) for user in users)
-        self.state = self._local_state.collect(after_step=after_step, compares=compares, copies=True)
+        self.state = self._local_state.collect(
+            after_step=after_step, compares=compares, copies=True, copies_all=copies_all
+        )
         self._weights.capture()
         if compares or self._num_captures < _NUM_FIRST:  # layers may register buffers in their first calls
             self._buffers.find()

@@ -279,6 +279,9 @@ def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None
     """Reject trainable parameters outside `self.model`, in attributes and in containers of them."""
     own = {id(parameter) for parameter in model.parameters()}
     attributes = dict(vars(module))
+    # What an optimizer in an attribute trains, such as the temperature of a soft actor-critic, checkpoints contain.
+    stepped = [value for value in attributes.values() if isinstance(value, torch.optim.Optimizer)]
+    own |= {id(parameter) for optimizer in stepped for group in optimizer.param_groups for parameter in group["params"]}
     if isinstance(module, nn.Module):  # which does not keep its children in its attributes
         kinds = [attributes.pop(name, {}) for name in ("_parameters", "_buffers", "_modules")]
         attributes |= {name: value for kind in kinds for name, value in kind.items()}

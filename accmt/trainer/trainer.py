@@ -17,7 +17,6 @@ from accmt.options import HyperParameters, Settings
 from accmt.options.saving import RegisteredSaving
 from accmt.options.settings import apply_trials
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE, addon
-from accmt.setup.module_checks import as_module
 from accmt.state import TrainingState
 from accmt.trainer.calls import ShortTraceback, reports_at_call, resolve_aliases
 from accmt.trainer.properties import TrainerProperties
@@ -334,6 +333,7 @@ class Trainer(TrainerProperties):
             return state
         from accmt.recovery.restart import Recovery, free_finished
         from accmt.setup.datasets import UserData
+        from accmt.setup.module_checks import as_module  # loads sympy, which `import accmt` does not
         from accmt.setup.torch_flags import running, working
 
         trained, recovery = as_module(module, kwargs, self.hps), Recovery()

@@ -52,8 +52,8 @@ FAULTS = [
     ),
     Fault(
         "state: an emergency checkpoint has half a step",
-        "names = [name for name in self.changed if name in self._latest and self._latest[name].is_storable]",
-        "names = []",
+        "names = self._latest.keys() if copies_all else self.changed",
+        "names = set()",
         "resume/test_attributes.py -k emergency",
     ),
     Fault(

@@ -6,7 +6,8 @@ import copy
 import json
 import logging
 import shutil
-from collections import defaultdict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -367,7 +368,7 @@ def test_a_module_in_objects_of_a_later_step_is_named(caplog: pytest.LogCaptureF
         train("out/b", Later(fails_at=8))
     with caplog.at_level(logging.WARNING):
         train("out/b", Later(), resume=True)
-    assert "self.old: the checkpoint contains the state of an object, which is NoneType now" in caplog.text
+    assert "self.old has changed since training began, and a checkpoint cannot contain" in caplog.text
 
 
 def test_two_names_of_one_module_that_differ_in_the_checkpoint_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -701,3 +702,130 @@ def test_the_evaluation_before_training_leaves_no_trace() -> None:
         trainer.fit(module, make_points(24), make_points(8))
         weights.append(module.model.state_dict())
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "accmt" and record.levelno >= logging.WARNING]
+
+
+class Stage(Enum):
+    EARLY = 1
+    LATE = 2
+
+
+class Further(AcceleratorModule):
+    """Changes values in ways that a simple copy would miss, and lets the loss depend on all of them."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.model, self.fails_at = nn.Linear(3, 1), fails_at
+        self.stage, self.warm, self.is_late = Stage.EARLY, 1.0, False
+        self.nested: dict[str, Any] = {}
+        self.table = torch.zeros(4, 3)
+        self.row = self.table[0]
+        self.log_alpha = torch.zeros(1, requires_grad=True)
+        self.alpha_steps = torch.optim.Adam([self.log_alpha], lr=0.1)
+        self.extra = Extra().requires_grad_(False)
+
+    def training_step(self, batch: Any) -> Tensor:
+        step = self.state.global_step
+        self.stage = Stage.LATE if step > 2 else Stage.EARLY
+        self.is_late = self.is_late or step == 4
+        if step == 1:
+            del self.warm
+        self.nested.setdefault("by step", defaultdict(list))[step].append(1)
+        self.nested.setdefault("last", OrderedDict())[step] = 1
+        self.nested["last"].move_to_end(step, last=False)
+        self.row += batch[0][0]
+        self.table[1] += 1
+        self.log_alpha.grad = torch.ones(1)
+        self.alpha_steps.step()
+        self.extra.count += 1
+        rest = (
+            self.is_late
+            + self.stage.value
+            + getattr(self, "warm", 0.0)
+            + len(self.nested["by step"])
+            + self.extra.count
+        )
+        rest = rest + next(iter(self.nested["last"])) + self.table.sum() + self.log_alpha.detach()
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1] + rest / 99)
+
+    on_after_backward = Collecting.on_after_backward
+
+
+class Extra(nn.Module):
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+class Teacher(Callback):
+    """Has a model that it creates when training begins."""
+
+    def on_fit_start(self) -> None:
+        self.model = copy.deepcopy(self.module.model).requires_grad_(False)
+
+    def on_update_end(self) -> None:
+        for mean, weight in zip(self.model.parameters(), self.module.model.parameters(), strict=True):
+            mean.data.lerp_(weight.data, 0.3)
+
+
+@pytest.mark.parametrize("handlers", [None, "any"])
+def test_what_changes_in_other_ways_goes_on(handlers: Any, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"checkpoint_every": "2 steps"}
+    teachers = [Teacher(), Teacher(), Teacher()]
+    whole = train("out/a", Further(), callbacks=teachers[:1], **settings)
+    with pytest.raises(Stop):
+        train("out/b", Further(fails_at=9), callbacks=teachers[1:2], handlers=handlers, **settings)
+    rest = train("out/b", Further(), resume=True, callbacks=teachers[2:], **settings)
+    torch.testing.assert_close(rest.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(teachers[2].model.state_dict(), teachers[0].model.state_dict(), rtol=0, atol=0)
+    assert not hasattr(rest, "warm")
+    assert warnings_in(caplog) == []
+
+
+def test_odd_values_that_do_not_change_disturb_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    class Odd(Collecting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.itself: list[Any] = [1]
+            self.itself.append(self.itself)
+            self.conjugate = torch.ones(2, dtype=torch.complex64).conj()
+            self.failing, self.by_failing = [Failing()], np.array([Failing()], dtype=object)
+            self.deep: Any = None
+            for _ in range(400):
+                self.deep = {"next": self.deep}
+            self.log_ = logging.getLogger("accmt.tests.odd")
+
+    with caplog.at_level(logging.WARNING):
+        assert train("out/a", Odd(), handlers="any").state.global_step == STEPS
+    assert warnings_in(caplog) == []
+
+
+def test_an_object_that_training_creates_is_named_when_a_checkpoint_is_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Snapshots(Collecting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool: list[nn.Module] = []
+            self.batches = iter(range(1000))
+
+        def on_update_end(self) -> None:
+            super().on_update_end()
+            self.pool.append(copy.deepcopy(self.model).requires_grad_(False))
+            next(self.batches)
+
+    with caplog.at_level(logging.WARNING):
+        train("out/a", Snapshots())
+    assert caplog.text.count("self.pool has changed since training began, and a checkpoint cannot contain") == 1
+    assert caplog.text.count("self.batches has changed since training began, and a checkpoint cannot contain") == 1

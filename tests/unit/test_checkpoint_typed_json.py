@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections import OrderedDict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 
@@ -94,8 +95,19 @@ def test_the_text_is_json_that_any_reader_takes():
     assert read == {"a": {"$float": "inf"}, "b": {"$float": "nan"}, "c": {"$int": hex(2**60)}, "d": {"$tuple": [1]}}
 
 
-def test_an_ordered_dict_comes_back_as_a_dict():
-    assert same(decode(encode(OrderedDict(b=1, a=2))), {"b": 1, "a": 2})
+class Stage(Enum):
+    LATE = 1
+
+
+@each("value", [OrderedDict(b=1, a=2), defaultdict(list, a=[1]), Stage.LATE])
+def test_further_kinds_come_back(value):
+    decoded = decode(encode({"a": [value]}))["a"][0]
+    assert (decoded, type(decoded)) == (value, type(value))
+
+
+def test_a_default_that_cannot_be_found_again_is_refused():
+    with pytest.raises(CheckpointError, match="the default of state"):
+        encode(defaultdict(lambda: 0))
 
 
 @pytest.mark.parametrize(
