@@ -41,8 +41,8 @@ class _PlainPickler(pickle.Pickler):
     """Writes plain data in a hundredth of the time of JSON, only to compare or copy them in this process."""
 
     def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, type) or kind in _PLAIN_KINDS or is_namedtuple(kind):
+        kind = value if isinstance(value, type) else type(value)  # the class of a named tuple is written, too
+        if kind in _PLAIN_KINDS or is_namedtuple(kind):
             return NotImplemented
         raise _NotPlainError
 

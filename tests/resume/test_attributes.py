@@ -804,7 +804,7 @@ def test_odd_values_that_do_not_change_disturb_nothing(caplog: pytest.LogCapture
             self.deep: Any = None
             for _ in range(400):
                 self.deep = {"next": self.deep}
-            self.log_ = logging.getLogger("accmt.tests.odd")
+            self.log_, self.kind, self.function = logging.getLogger("accmt.tests.odd"), torch.optim.SGD, torch.relu
 
     with caplog.at_level(logging.WARNING):
         assert train("out/a", Odd(), handlers="any").state.global_step == STEPS
