@@ -113,18 +113,17 @@ class Attributes:
             name for name, look in self._latest.items() if name not in before or before[name].digest != look.digest
         }
 
-    def capture(self, *, compares: bool, copies_all: bool) -> dict[str, Any] | None:
+    def capture(self, *, compares: bool) -> dict[str, Any] | None:
         """Return copies of what is known to change, the smallest first; None if nothing was compared so far.
 
         Args:
-            compares: Whether other attributes may have changed since the last call.
-            copies_all: Whether other attributes may change from here on, as in an evaluation.
+            compares: Whether others may have changed, or may change from here on: all are compared and copied.
         """
         if self._before is None:
             return None
-        if compares or self._latest is self._before:
+        if compares:
             self.compare()
-        names = self._latest.keys() if copies_all else self.changed
+        names = self._latest.keys() if compares else self.changed
         if not names:
             return {}
         values, copies, size = self._find(), {}, 0

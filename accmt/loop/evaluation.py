@@ -46,7 +46,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
     """
     state = run.state
     run.require_equal_replicas()
-    run.snapshot.capture_before_evaluation(run)
+    run.snapshot.capture_all(run)
     with run.features.doing("evaluating"), in_evaluation_mode(run.unwrapped_model), run.stepper.evaluating():
         state.now.is_evaluating = True  # marks log rows
         try:

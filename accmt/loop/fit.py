@@ -79,6 +79,7 @@ def _train(run: Run) -> None:
     run.trained.begin()
     try_largest(run)
     run.attributes.begin()
+    run.snapshot.capture_all(run)
     evaluate_before_training(run)
     run.stepper.zero_grad()  # hooks or an earlier, failed run may have left some
     resume_stages(run)

@@ -110,7 +110,7 @@ def evaluate_before_training(run: Run) -> None:
         has_changed = _evaluate_before_training(run)
         run.snapshot.next_stage = TRAINING
         if has_changed:
-            run.snapshot.capture(run, TRAINING)
+            run.snapshot.capture(run, TRAINING, compares=True)
 
 
 def resume_stages(run: Run) -> None:

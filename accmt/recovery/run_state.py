@@ -185,16 +185,13 @@ class LocalState:
         self._of_stages: dict[str, Any] = {}
         self._parts = owners
 
-    def collect(
-        self, *, after_step: bool = False, compares: bool = False, copies: bool = False, copies_all: bool = False
-    ) -> dict[str, Any]:
+    def collect(self, *, after_step: bool = False, compares: bool = False, copies: bool = False) -> dict[str, Any]:
         """Return a copy of that state; running averages are copied as an object, without reading their values.
 
         Args:
             after_step: Whether nothing but a step was made since the last call.
-            compares: Whether attributes may have changed that did not change before.
-            copies: Whether to copy the attributes that are known to change.
-            copies_all: Whether to copy the others, too.
+            compares: Whether to compare all attributes.
+            copies: Whether to copy attributes.
         """
         run, state = self._run, self._run.state
         if not (after_step and self._of_stages):
@@ -220,7 +217,7 @@ class LocalState:
             "data": position,
             "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
             "parts": parts,
-            "attributes": run.attributes.capture(compares=compares, copies_all=copies_all) if copies else None,
+            "attributes": run.attributes.capture(compares=compares) if copies else None,
         }
 
 
@@ -353,34 +350,32 @@ class StepSnapshot:
         self.may_change_in_step_hooks = False
         self._is_kept = is_kept
         self._num_captures = 0
+        self._has_compared = False
         self._local_state: LocalState | None = None
         self._buffers = _Buffers(model)
         self._weights = _Weights()
 
-    def capture_before_evaluation(self, run: Run) -> None:
-        """Copy the current state, with attributes that an evaluation may change: a signal may end the run within it."""
-        if self._is_valid:
-            self.capture(run, self.next_stage, compares=True, copies_all=True)
+    def capture_all(self, run: Run) -> None:
+        """Copy the current state with all attributes that are small.
 
-    def capture(
-        self,
-        run: Run,
-        next_stage: int,
-        *,
-        after_step: bool = False,
-        compares: bool = False,
-        copies_all: bool = False,
-    ) -> None:
+        Called before the first step and before evaluations, which change attributes that did not change before.
+        """
+        if self._is_valid:
+            self.capture(run, self.next_stage, compares=True)
+
+    def capture(self, run: Run, next_stage: int, *, after_step: bool = False, compares: bool = False) -> None:
         """Copy the current state of the run.
 
         Args:
             run: The run.
             next_stage: The next stage.
             after_step: Whether nothing but a step was made since the last capture.
-            compares: Whether attributes of the user's objects may have changed that did not change before.
-            copies_all: Whether to copy all that are small, not only those that are known to change.
+            compares: Whether attributes of the user's objects may change, or have changed, that did not change before:
+                all of them are compared, and copied if they are small.
         """
         self.next_stage, self._is_valid = next_stage, True
+        compares = compares or (after_step and not self._has_compared)  # what steps change is known after the first
+        self._has_compared = self._has_compared or after_step
         if not (self._is_kept or run.features.needs_snapshot):
             return
         if self._local_state is None:
@@ -389,9 +384,7 @@ class StepSnapshot:
             # accmt's own hooks, such as the progress bar's, change nothing in a checkpoint.
             users = (*run.callbacks, run.module)
             self.may_change_in_step_hooks = any("on_update_end" in find_hooks(user) for user in users)
-        self.state = self._local_state.collect(
-            after_step=after_step, compares=compares, copies=True, copies_all=copies_all
-        )
+        self.state = self._local_state.collect(after_step=after_step, compares=compares, copies=True)
         self._weights.capture()
         if compares or self._num_captures < _NUM_FIRST:  # layers may register buffers in their first calls
             self._buffers.find()

@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "state: an emergency checkpoint has half a step",
-        "names = self._latest.keys() if copies_all else self.changed",
+        "names = self._latest.keys() if compares else self.changed",
         "names = set()",
         "resume/test_attributes.py -k emergency",
     ),
