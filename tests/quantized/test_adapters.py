@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from accmt import AcceleratorModule
+from accmt.engine.quantized import reject_sharding_quantized_weights, try_quantized_layers
 from accmt.errors import HyperParameterError, ModuleContractError
-from accmt.huggingface import reject_sharding_quantized_weights, try_quantized_layers
 from tests.quantized import test_matrix as matrix
 from tests.quantized.test_matrix import OPTIMIZERS, fit, trained_weights
 from tests.resume.unbroken import InterruptAt
