@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class Attributes:
     Attributes:
         changed: The names of attributes that training has changed, at the last comparison.
         of_process: Those that each process has for itself; None if none is declared.
+        shared_digests: Digests of what the last state contains for all processes: they should be the same on each.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Attributes:
         self._before: dict[str, _Look] | None = None
         self._latest: dict[str, _Look] = {}
         self.changed: set[str] = set()
-        self._shared_digests: dict[str, str] = {}
+        self.shared_digests: dict[str, str] = {}
 
     def begin(self) -> None:
         """Restore the checkpoint's values, which hooks of the start may have set again, and begin to compare."""
@@ -142,15 +143,21 @@ class Attributes:
         """Return the attributes without a copy in `capture` that have changed, or may have, since it was made."""
         if copies is None:
             return []
-        looks = ((name, look) for name, look in self._look_at_all().items() if look.is_storable and name not in copies)
-        return [name for name, look in looks if look != self._latest.get(name)]
+        looks, changed = self._look_at_all(), []
+        for name in sorted({**self._latest, **looks}.keys() - copies.keys()):
+            look = looks.get(name)  # None if the step has deleted it
+            if look != self._latest.get(name) and (look is None or look.is_storable):
+                changed.append(name)
+        return changed
 
     @contextmanager
     def at(self, copies: Mapping[str, Any] | None) -> Iterator[None]:
         """Let `state_dict` return values from `capture` in place of the current ones."""
         self._copies = copies or {}
-        yield
-        self._copies = {}
+        try:
+            yield
+        finally:
+            self._copies = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training has changed, and digests of tensors that it has not."""
@@ -160,14 +167,15 @@ class Attributes:
         looks = self._latest.items()
         digests = {name: look.digest for name, look in looks if look.has_tensors and name not in self.changed}
         values = self.collect(self.changed - self._process_names)
-        self._shared_digests = {name: digest_state(value) for name, value in values.items() if not _is_sharded(value)}
-        deleted = sorted((self._before.keys() - self._latest.keys()) - self._process_names)
-        return {"values": values, "digests": {self._device.type: digests}, "deleted": deleted}
+        self.shared_digests = {name: digest_state(value) for name, value in values.items() if not _is_sharded(value)}
+        deleted = self._before.keys() | set(self._loaded["deleted"])
+        deleted -= self._latest.keys() | self._copies.keys() | self._process_names
+        return {"values": values, "digests": {self._device.type: digests}, "deleted": sorted(deleted)}
 
-    def collect(self, names: Iterable[str]) -> dict[str, Any]:
+    def collect(self, names: Set[str]) -> dict[str, Any]:
         """Return the values of attributes as a checkpoint contains them; those that it cannot contain are named."""
         values, state = self._find(), {}
-        for name in sorted(values.keys() & names):
+        for name in sorted((values.keys() | self._copies.keys()) & names):
             if name in self._copies:
                 copied = self._copies[name]
                 state[name] = pickle.loads(copied.content) if isinstance(copied, _Pickled) else copied
@@ -176,10 +184,6 @@ class Attributes:
             else:
                 self._name_unstorable(name, values[name])
         return state
-
-    def digests_of_changed(self) -> dict[str, str]:
-        """Return digests of what a checkpoint contains for all processes, which should be the same on each."""
-        return self._shared_digests
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the attributes from `state_dict`; `begin` does so again."""
@@ -198,13 +202,17 @@ class Attributes:
 
     @contextmanager
     def keeping(self, *, unchanged: bool = False) -> Iterator[None]:
-        """Restore the attributes that training has changed afterwards; with `unchanged`, the others as well."""
+        """Restore the attributes that training has changed afterwards; with `unchanged`, the others as well.
+
+        What the code within has not changed is left alone: loading a state into an optimizer may disturb it.
+        """
+        before = self._look_at_all()
         values = self.collect_all()
-        if not unchanged:
-            values = {name: value for name, value in values.items() if name in self.changed}
-        copies = copy_state(values)
+        copies = copy_state({name: value for name, value in values.items() if unchanged or name in self.changed})
         yield
-        self._restore({"values": copies})
+        after = self._look_at_all()
+        changed = {name: value for name, value in copies.items() if after.get(name) != before[name]}
+        self._restore({"values": changed, "deleted": after.keys() - before.keys() if unchanged else ()})
 
     def _find(self) -> dict[str, Any]:
         return {

@@ -150,7 +150,7 @@ def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
     """
     if num_processes() == 1:
         return
-    digests = run.attributes.digests_of_changed()
+    digests = dict(run.attributes.shared_digests)
     digests |= {name: digest_state(states[name]) for name in _user_owners(run)}
     every = gather_objects(digests)
     for name in sorted({name for digests in every for name in digests}):
