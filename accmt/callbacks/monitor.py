@@ -330,7 +330,7 @@ class GradientNorm(Callback):
         self._norm: torch.Tensor | None = None
 
     def on_fit_start(self) -> None:
-        self.trainer.run.stepper.before_clipping = self._take
+        self.trainer.run.stepper.before_clipping(self._take)
 
     def measure(self) -> dict[str, float]:
         norm, self._norm = self._norm, None

@@ -80,33 +80,35 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any, *, skips_bad: bool = False) -> None:
         self.dataset = dataset
         self._skips_bad = skips_bad
-        self._fetch_many = getattr(dataset, "__getitems__", None)
+        self._reads_together = hasattr(dataset, "__getitems__")
         self._only_holds = only_holds(dataset)
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, indices: BatchIndices) -> Fetched:
+    def __getitems__(self, batch: BatchIndices) -> Fetched:
         """Fetch one batch; torch's loader calls this where it exists."""
-        if self._only_holds:  # nothing draws before collating, which then sets the seed
-            fetched = self._fetch(indices)
-            fetched.seed = indices.seed
-            return fetched
-        seed_generators(indices.seed)
-        return self._fetch(indices)
+        if not self._only_holds:
+            seed_generators(batch.seed)
+        if self._reads_together:
+            fetched = self._fetch_together(batch)
+        else:
+            fetched = self._fetch_each(batch.indices, self.dataset.__getitem__)
+        if self._only_holds:  # nothing has drawn yet: collating sets the seed
+            fetched.seed = batch.seed
+        return fetched
 
-    def _fetch(self, indices: BatchIndices) -> Fetched:
-        if self._fetch_many is None:
-            return self._fetch_each(indices, self.dataset.__getitem__)
+    def _fetch_together(self, batch: BatchIndices) -> Fetched:
+        indices = batch.indices
         try:
-            return Fetched(self._fetch_many(list(indices)), indices)
+            return Fetched(self.dataset.__getitems__(list(indices)), indices)
         except Exception as error:
             if _is_out_of_memory(error):
                 raise
             # Read one by one, as the batch was read, to find the bad ones.
             fetch_many: Callable[[list[int]], list[Any]] = self.dataset.__getitems__
             alone = SeededDataset(self.dataset, skips_bad=True)
-            seed_generators(indices.seed)
+            seed_generators(batch.seed)
             found = alone._fetch_each(indices, lambda index: fetch_many([index])[0])
             if self._skips_bad:
                 return found

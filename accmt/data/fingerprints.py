@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from accmt.data.fetching import Fetched, SeededDataset, WorkerStart, end_workers, start_reading
 from accmt.data.seeding import BatchIndices, derive_seed
@@ -51,9 +51,10 @@ def read_rows(dataset: Any, length: int, *, num_workers: int, context: Any = Non
     if num_workers == 0:
         return _rows_of(seeded.__getitems__(one) for one in twice)
     collate: Any = _fingerprint_fetched
+    batches: Any = twice  # what `SeededDataset` reads
     loader: DataLoader[Any] = DataLoader(
         seeded,
-        batch_sampler=_Listed(twice),
+        batch_sampler=batches,
         collate_fn=collate,
         num_workers=1,
         worker_init_fn=WorkerStart(),
@@ -64,17 +65,6 @@ def read_rows(dataset: Any, length: int, *, num_workers: int, context: Any = Non
         return _rows_of(reading)
     finally:
         end_workers(loader, reading)
-
-
-class _Listed(Sampler[list[int]]):
-    def __init__(self, batches: Sequence[BatchIndices]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
 
 def _fingerprint_fetched(fetched: Fetched) -> tuple[list[int], list[Fingerprint]]:

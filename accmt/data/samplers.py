@@ -377,7 +377,7 @@ def _digest(*tensors: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-class GlobalBatchSampler(Sampler[list[int]]):
+class GlobalBatchSampler(Sampler[BatchIndices]):
     """Yields this process's indices of each micro-batch of an epoch, with the seed for fetching them."""
 
     def __init__(self, order: Order | UserBatches, *, seed: int, purpose: str) -> None:
@@ -397,7 +397,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         epoch, plan, order = self._epoch, self._plan, self.order
         for _, part in plan.cut(self._micro_batches):
             if part:
-                yield BatchIndices(order[part.start : part.stop].tolist(), self._seed_at(epoch, part))
+                indices = order[part.start : part.stop].tolist()
+                yield BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, part.start))
 
     def __len__(self) -> int:
         last = self._micro_batches[-1:]  # this process may have no part of it
@@ -418,7 +419,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def samples(self, part: range) -> BatchIndices:
         """Return the indices at these positions of the current epoch's order, with the seed for fetching them."""
-        return BatchIndices(self.indices(part), self._seed_at(self._epoch, part))
+        return BatchIndices(self.indices(part), derive_seed(self._seed, self._purpose, self._epoch, part.start))
 
     @property
     def order(self) -> Any:
@@ -428,9 +429,6 @@ class GlobalBatchSampler(Sampler[list[int]]):
             # Slicing a tensor is many times slower.
             self._drawn = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn
         return self._drawn
-
-    def _seed_at(self, epoch: int, part: range) -> int:
-        return derive_seed(self._seed, self._purpose, epoch, part.start)
 
 
 # ---- Sampling classes more evenly

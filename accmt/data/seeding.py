@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,15 +99,11 @@ def draw_seed() -> int:
     return random.SystemRandom().randrange(2**31) if seed == _TORCH_DEFAULT else seed % 2**31
 
 
-class BatchIndices(list[int]):
+class BatchIndices(NamedTuple):
     """Indices of one batch, with the seed for fetching it; both are sent to loader workers."""
 
-    def __init__(self, indices: Iterable[int], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
-
-    def __reduce__(self) -> tuple[type[BatchIndices], tuple[list[int], int]]:
-        return type(self), (list(self), self.seed)
+    indices: list[int]
+    seed: int
 
 
 # ---- Generators of the user: direct attributes of data, collate functions, samplers, the module and callbacks

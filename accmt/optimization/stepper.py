@@ -71,7 +71,7 @@ class Stepper:
     Attributes:
         optimizer: The torch optimizer.
         may_draw: Whether the optimizer may draw random numbers in its step, for noise or rounding; torch's do not.
-        before_clipping: Called with the parameters before `clip`, even if clipping is disabled.
+        clips: Whether `clip` does anything.
     """
 
     def __init__(
@@ -87,13 +87,14 @@ class Stepper:
         from accelerate import Accelerator
 
         self.optimizer = optimizer
-        self.before_clipping: Callable[[list[nn.Parameter]], None] | None = None
+        self._before_clipping: Callable[[list[nn.Parameter]], None] | None = None
         self._accelerator = accelerator
         self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._is_unscaled = False
         takes_argument = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters  # a wrapper's may not
         self._how_to_zero = {"set_to_none": set_to_none} if takes_argument else {}
         self._clip = clip or None
+        self.clips = self._clip is not None
         self._clip_type = clip_type
         self.may_draw = not all(type(member) in _TORCH for member in members_of(optimizer))
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
@@ -106,11 +107,6 @@ class Stepper:
         self._trained: list[tuple[nn.Parameter, torch.Tensor]] | None = None
         is_plain = self._scaler is None and type(accelerator).backward is Accelerator.backward
         self._is_plain_backward = is_plain and around_backward is None
-
-    @property
-    def clips(self) -> bool:
-        """Whether `clip` does anything."""
-        return self._clip is not None or self.before_clipping is not None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -203,9 +199,13 @@ class Stepper:
             The norm before clipping; None if gradients are not clipped by norm.
         """
         parameters = self.parameters if parameters is None else parameters
-        if self.before_clipping is not None:
-            self.before_clipping(parameters)
+        if self._before_clipping is not None:
+            self._before_clipping(parameters)
         return clip_gradients(parameters, self._clip, self._clip_type)
+
+    def before_clipping(self, look: Callable[[list[nn.Parameter]], None]) -> None:
+        """Call a function with the parameters before each `clip`, even if clipping is disabled."""
+        self._before_clipping, self.clips = look, True
 
     def step(self) -> bool:
         """Make the optimizer step.

@@ -116,9 +116,8 @@ def test_generators_are_left_as_they_were():
 
 
 def test_indices_keep_their_seed_on_the_way_to_a_worker():
-    indices = pickle.loads(pickle.dumps(BatchIndices([3, 1], 77)))
-    assert indices == [3, 1]
-    assert indices.seed == 77
+    batch = pickle.loads(pickle.dumps(BatchIndices([3, 1], 77)))
+    assert batch == BatchIndices([3, 1], 77)
 
 
 def test_an_object_that_raises_whatever_is_read_of_it_is_passed_over():
