@@ -210,7 +210,8 @@ _HOMES = {
 
 require_own_folder(__path__[0])
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings
+_NEEDS_EXTRA = {"Sweep"}  # its package is optional, and a star import imports all names
+__all__ = ["__version__", *(name for name in _HOMES if name not in _NEEDS_EXTRA)]  # noqa: PLE0604 - names of strings
 
 
 def __getattr__(name: str) -> Any:
@@ -234,4 +235,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "accelerator", "seed_everything"])
+    return sorted(["__version__", *_HOMES, "accelerator", "seed_everything"])

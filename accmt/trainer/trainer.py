@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -346,6 +347,10 @@ class Trainer(TrainerProperties):
                     free_finished(self.run.stepper.optimizer)
                     self._fit_once(trained, user_data, recovery)
         except KeyboardInterrupt as error:
+            # At exit, torch 2.13 imports tabulate (`dump_compile_times` in torch/_dynamo/utils.py). A string that is
+            # evaluated then, as for its named tuples, makes Python 3.11 end with 1 in place of 130.
+            with suppress(ImportError):
+                import tabulate  # noqa: F401
             if self._run is not None and self._run.interruption.is_left_in_order:
                 # Between two steps the frames are useless, and would push the resume hint out of view.
                 raise error.with_traceback(None) from None

@@ -577,10 +577,12 @@ class _Reader:
             return []
         found = []
         for name, direction in written.items():
-            direction = direction or direction_of(name)
-            if direction not in ("min", "max"):
-                got = "no direction" if direction is None else describe(direction)
-                self._fault(("objective", name), got, "`min` or `max`", f"write `objective: {{{name}: max}}`")
+            direction = _DIRECTIONS.get(direction or direction_of(name))
+            if direction is None:
+                # No direction is suggested: the wrong one would search for the worst trial.
+                got = "no direction" if written[name] is None else describe(written[name])
+                do = f"write `objective: {{{name}: min}}` if lower is better, `objective: {{{name}: max}}` if higher is"
+                self._fault(("objective", name), got, "`min` or `max`", do)
                 continue
             found.append(Objective(name, maximizes=direction == "max"))
         return found
@@ -612,6 +614,9 @@ class _Reader:
                     (key,), f"optuna's {name} rejects it: {error}", "arguments that it accepts", f"correct `{key}`"
                 )
         return name, arguments
+
+
+_DIRECTIONS = {"min": "min", "max": "max", "minimize": "min", "maximize": "max"}  # the latter are optuna's words
 
 
 def direction_of(name: str) -> str | None:
