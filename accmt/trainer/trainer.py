@@ -350,7 +350,7 @@ class Trainer(TrainerProperties):
             # At exit, torch 2.13 imports tabulate (`dump_compile_times` in torch/_dynamo/utils.py). A string that is
             # evaluated then, as for its named tuples, makes Python 3.11 end with 1 in place of 130.
             with suppress(ImportError):
-                import tabulate  # noqa: F401
+                import tabulate  # type: ignore[import-untyped]  # noqa: F401
             if self._run is not None and self._run.interruption.is_left_in_order:
                 # Between two steps the frames are useless, and would push the resume hint out of view.
                 raise error.with_traceback(None) from None

@@ -577,7 +577,7 @@ class _Reader:
             return []
         found = []
         for name, direction in written.items():
-            direction = _DIRECTIONS.get(direction or direction_of(name))
+            direction = _DIRECTIONS.get(str(direction or direction_of(name)))
             if direction is None:
                 # No direction is suggested: the wrong one would search for the worst trial.
                 got = "no direction" if written[name] is None else describe(written[name])
