@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from accmt.errors import ReplicasDifferError as ReplicasDifferError
     from accmt.errors import SavingError as SavingError
     from accmt.errors import StepDiffersError as StepDiffersError
+    from accmt.errors import StoreError as StoreError
     from accmt.errors import TrackerError as TrackerError
     from accmt.errors import UnknownArgumentError as UnknownArgumentError
     from accmt.errors import WeightsError as WeightsError
@@ -171,6 +172,7 @@ _HOMES = {
     "ProcessFailedError": "accmt.errors",
     "ReplicasDifferError": "accmt.errors",
     "StepDiffersError": "accmt.errors",
+    "StoreError": "accmt.errors",
     "PushToHub": "accmt.addons.hub",
     "R2": "accmt.metrics",
     "RMSE": "accmt.metrics",
