@@ -24,6 +24,17 @@ def add_when_parsed(parser: argparse.ArgumentParser, add: Callable[[argparse.Arg
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
+def read_number(at_least: int) -> Callable[[str], int]:
+    """Return the `type` of a flag that is a whole number of at least this."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < at_least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number from {at_least}")
+        return int(text)
+
+    return read
+
+
 _SHOWN = 10
 
 

@@ -47,15 +47,17 @@ def _name(run: RunRecord, folder: Path) -> str:
     return run.name if name == "." else name
 
 
-def _describe(run: RunRecord, shown: str) -> tuple[str, ...]:
+def _describe(run: RunRecord, name: str) -> tuple[str, ...]:
     from accmt.files import is_locked
 
     status = "killed" if run.status == "running" and not is_locked(run.folder) else run.status
     steps = max(run.num_steps, 0 if run.goodput is None else run.goodput.step)
-    rule = str(run.config.get("model_saving", ""))
-    best = sorted(run.best.items(), key=lambda item: item[0] not in rule)  # first, what models are saved by
-    shown_best = "".join(f"{name} {value:.5g} at {step:,}" for name, (step, value) in best[:1])
-    return shown, status, f"{steps:,}", shown_best, time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
+    best = run.best
+    loss = str(run.config.get("val_loss_metric_name", "val_loss"))
+    saved_by = str(run.config.get("model_saving", "")).removeprefix("best_").replace("valid_loss", loss)
+    shown = saved_by if saved_by in best else next(iter(best), None)
+    shown_best = "" if shown is None else f"{shown} {best[shown][1]:.5g} at {best[shown][0]:,}"
+    return name, status, f"{steps:,}", shown_best, time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
 
 
 def _draw_tree(runs: list[RunRecord], folder: Path) -> Iterator[tuple[str, ...]]:

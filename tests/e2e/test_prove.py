@@ -415,3 +415,5 @@ raise AssertionError("another fit comes after it")
     assert main(["prove", str(script)]) == 2
     assert "ended without trainer.fit" in capsys.readouterr().err
     assert main(["prove", str(tmp_path / "none.py")]) == 2
+    with pytest.raises(SystemExit):  # a flag after the script is one of accmt's, too
+        main(["prove", str(script), "--steps", "0"])

@@ -98,7 +98,11 @@ class FileRows(Dataset[Any]):
         arrays: bool = True,
     ) -> None:
         self._transform = transform
-        size = read_size("cache", cache)
+        try:
+            size = read_size("cache", cache)
+        except ArgumentError as error:
+            accepted = "a number of bytes from 1, or a number with KB, MB, GB or TB"
+            raise ArgumentError(explain(f"{where}(cache=...)", repr(cache), accepted, 'cache="256MB"')) from error
         self.files: list[DataFile] = []
         self._formats: list[Format] = []
         for path in paths:
@@ -127,8 +131,8 @@ class FileRows(Dataset[Any]):
             raise DataError(explain(where, f"{', '.join(paths)}, which has no rows", "at least one row", do))
         empty = [file.name for file, layout in zip(self.files, layouts, strict=True) if not layout.rows.sum()]
         if empty:
-            others = f" and {len(empty) - _FEW} more" if len(empty) > _FEW else ""
-            warn(f"{where}: no rows in {', '.join(empty[:_FEW])}{others}")
+            more = f" and {len(empty) - _FEW} more" if len(empty) > _FEW else ""
+            warn(f"{where}: no rows in {', '.join(empty[:_FEW])}{more}")
         self.has_columns = any(layout.schema is not None for layout in layouts)
         self._is_random = all(layout.is_random for layout in layouts)
         num_bytes = sum(layout.num_bytes for layout in layouts if not layout.is_random)

@@ -582,6 +582,8 @@ class _Reader:
                 # No direction is suggested: the wrong one would search for the worst trial.
                 got = "no direction" if written[name] is None else describe(written[name])
                 do = f"write `objective: {{{name}: min}}` if lower is better, `objective: {{{name}: max}}` if higher is"
+                if written[name] is None:
+                    do = suggest(re.split(r"__|@", name)[0], ["val_loss", *BUILTIN], do)
                 self._fault(("objective", name), got, "`min` or `max`", do)
                 continue
             found.append(Objective(name, maximizes=direction == "max"))
