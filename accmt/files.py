@@ -197,26 +197,6 @@ def require_writable_folder(folder: Path, argument: str) -> None:
         raise SavingError(message) from None  # tempfile's frames add no information
 
 
-def find_moved(before: str, now: Path) -> Callable[[str], str]:
-    """Return a function that maps paths to where they are now, from where one of them was and is.
-
-    The last parts of both are the same; what precedes them has changed, for everything below it.
-    """
-    old, new = list(Path(before).parts), list(now.absolute().parts)
-    while old and new and old[-1] == new[-1]:
-        old.pop()
-        new.pop()
-    if not old or not new:
-        return lambda path: path
-    moved_from, moved_to = Path(*old), Path(*new)
-
-    def find(path: str) -> str:
-        is_below = Path(path).is_relative_to(moved_from)
-        return str(moved_to / Path(path).relative_to(moved_from)) if is_below else path
-
-    return find
-
-
 # ---- Locks for folders that one run at a time writes to, or that processes use in turn.
 
 

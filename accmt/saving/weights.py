@@ -84,25 +84,6 @@ def weight_files_in(folder: Path) -> set[str]:
     return {name for entry in ENTRY_NAMES if (folder / entry).is_file() for name in files_of(folder / entry)}
 
 
-def read_digest(folder: Path) -> str | None:
-    """Return the digest that was saved with the weights of a folder; None if there is none, as in one `.bin` file.
-
-    Raises:
-        OSError: The weights cannot be read.
-    """
-    entry = find_entry(folder)
-    if entry is None:
-        return None
-    if entry.name in (SAFETENSORS.index, PICKLE.index):
-        metadata = json.loads(entry.read_text(encoding="utf-8")).get("metadata") or {}
-        return metadata.get(DIGEST_KEY)
-    path = folder / files_of(entry)[0]
-    if path.suffix != SAFETENSORS.extension:
-        return None
-    with safetensors.safe_open(path, framework="pt") as file:
-        return (file.metadata() or {}).get(DIGEST_KEY)
-
-
 def remove_unnamed_shards(folder: Path) -> None:
     """Delete shards by accmt that no index in `folder` lists; all other files are kept."""
     named = weight_files_in(folder)

@@ -12,7 +12,8 @@ import pytest
 from accelerate.state import PartialState
 
 from accmt import MLFlow, TensorBoard
-from accmt.tracking import read_history, sync_run
+from accmt.addons.sync import sync_run
+from accmt.tracking import read_history
 from accmt.tracking.delivery_state import DELIVERY_FILE
 from accmt.tracking.history import History
 from tests.faults.tracking import (

@@ -12,10 +12,10 @@ import pytest
 from accelerate.tracking import GeneralTracker
 
 from accmt import ArgumentError, HyperParameters, LambdaCallback, secrets
+from accmt.addons.sync import sync_run
 from accmt.errors import explain
 from accmt.messages import say, warn
 from accmt.secrets import hide, hide_text, is_secret_name, remember, write_command
-from accmt.tracking import sync_run
 from accmt.tracking.delivery_state import DeliveryFile
 from tests.toys import HPS, Linear, make_points, make_trainer
 
@@ -245,7 +245,7 @@ def test_rows_are_synced_to_a_server_whose_password_is_in_no_file(monkeypatch, t
         found.append(start.place.logging_dir)
         raise InterruptedError
 
-    monkeypatch.setattr(sys.modules["accmt.tracking.delivery"], "Delivery", record)
+    monkeypatch.setattr(sys.modules["accmt.addons.sync"], "Delivery", record)
     with pytest.raises(InterruptedError):
         sync_run(tmp_path, server=whole)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", whole)

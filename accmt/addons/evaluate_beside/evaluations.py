@@ -34,6 +34,7 @@ from accmt.addons.evaluate_beside.published import (
 from accmt.addons.fork.beginning import find_fork, settings_at
 from accmt.addons.hub import PushToHub
 from accmt.addons.launches import read_launches
+from accmt.addons.sync import sync_run
 from accmt.callbacks import Callback, build_callbacks
 from accmt.callbacks.averaging import WeightAverage
 from accmt.engine.accelerator import build_accelerator
@@ -57,7 +58,7 @@ from accmt.setup.module_checks import as_module
 from accmt.setup.same_on_processes import reporting_failed_setup
 from accmt.setup.torch_flags import running, working
 from accmt.state import TrainingState
-from accmt.tracking import Tracking, resolve_trackers, sync_run
+from accmt.tracking import Tracking, resolve_trackers
 from accmt.tracking.delivery_state import DeliveryFile
 from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, read_rows
 from accmt.tracking.tracking import RunStatus
