@@ -33,18 +33,6 @@ if TYPE_CHECKING:
 # ---- Logging of values in addition to losses.
 
 
-_OF_LIGHTNING: Mapping[str, str] = {
-    "add_dataloader_idx": "remove it: with several validation sets, the set's name is added automatically",
-    "batch_size": 'return {"loss": loss, "weight": weight}, or define get_batch_size',
-    "enable_graph": "remove it: graphs are never kept",
-    "metric_attribute": "remove it: pass metrics to the Trainer, Trainer(metrics=[...])",
-    "on_epoch": "remove it: Trainer(log_every=-1) writes one row per epoch",
-    "on_step": "remove it: Trainer(log_every=10) sets the interval of rows, and instant=True writes one now",
-    "rank_zero_only": "remove it: a value may be logged on some processes only",
-    "reduce_fx": 'write reduction="sum", or remove it for the mean',
-    "sync_dist": "remove it: values are averaged over all processes",
-    "sync_dist_group": "remove it: values are averaged over all processes",
-}
 _KEYWORDS = ("value", "step", "reduction", "instant", "prog_bar", "logger")
 
 
@@ -115,10 +103,11 @@ class LogsValues:
             ArgumentError: Unknown reduction or keyword, or a `step` without `instant`.
         """
         for keyword in others:
+            from accmt.registry import addon
+
             where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
-            got = "a keyword of Lightning's log" if keyword in _OF_LIGHTNING else "an unknown keyword"
-            do = _OF_LIGHTNING.get(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
-            raise ArgumentError(explain(where, got, expected, do))
+            do = addon("hint_for_log")(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
+            raise ArgumentError(explain(where, "an unknown keyword", expected, do))
         self._require_run(f"log({name!r}, ...)")
         self.logs.log(name, value, step, reduction, instant=instant, prog_bar=prog_bar, logger=logger)
 
