@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,15 +45,6 @@ def warn_once(message: str, *, about: str) -> None:
     if about not in _said:
         _said.add(about)
         warn(message)
-
-
-def columns_of_messages() -> int | None:
-    """Return how many columns a message can have on one line of the terminal; None without a terminal."""
-    try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (AttributeError, OSError, ValueError):  # not a terminal, not a file, or None
-        return None
-    return columns - len(PREFIX) if columns else None
 
 
 class _BarFriendlyHandler(logging.Handler):

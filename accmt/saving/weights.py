@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from accmt.errors import SavingError, WeightsError, explain
 from accmt.files import follow_umask, fsync_file, fsync_folder, staging_folder
-from accmt.libraries.private_names import is_made_of_tensors
+from accmt.libraries.private_names import is_traceable_wrapper_subclass
 from accmt.processes import broadcast_object, is_main_process, run_on_main_process
 from accmt.sharded_tensors import bytes_of, is_dtensor, make_whole
 
@@ -199,7 +199,7 @@ def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bo
 
 def _view(tensor: Tensor) -> Hashable:
     anything: object = tensor
-    if is_made_of_tensors(anything):  # a DTensor among them
+    if is_traceable_wrapper_subclass(anything):  # a DTensor among them
         return id(tensor)  # a wrapper has no memory itself
     address = tensor.untyped_storage().data_ptr()
     if address == 0 or tensor.numel() == 0:
@@ -210,11 +210,11 @@ def _view(tensor: Tensor) -> Hashable:
 def _is_dense(value: object) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
-    return is_dtensor(value) or not is_made_of_tensors(value)
+    return is_dtensor(value) or not is_traceable_wrapper_subclass(value)
 
 
 def _kind(value: object) -> str:
-    if is_made_of_tensors(value):
+    if is_traceable_wrapper_subclass(value):
         return f"a {type(value).__name__}, which wraps other tensors"
     return f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
 

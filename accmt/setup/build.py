@@ -21,7 +21,7 @@ from accmt.callbacks import (
     build_callbacks,
     name_by_class,
 )
-from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary
+from accmt.callbacks.console import DynamicRows, EndSummary, EvaluationReport, ModelSummary
 from accmt.callbacks.monitor import build_monitor
 from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
@@ -87,7 +87,7 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     summaries = [ModelSummary(int(running.enable_model_summary))] if running.enable_model_summary else []
     rows = RowLogger(tracking, bar, logging.monitored)
     ending: list[Callback] = [EndSummary(loss_name)] if running.verbose and not running.fast_dev_run else []
-    graphs = [Graphs()] if running.compile_buckets is not None else []
+    graphs = [DynamicRows()] if running.compile_buckets is not None else []
     return [
         *graphs,
         *profiled_first,
