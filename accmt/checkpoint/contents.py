@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -63,7 +64,7 @@ from accmt.files import follow_umask
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
 from accmt.processes import gather_objects, has_separate_disks, is_main_process, num_processes, process_index
-from accmt.sharded_tensors import is_dtensor, is_expanded
+from accmt.sharded_tensors import is_expanded
 
 # ---- Which process writes which piece of each tensor, and to which file.
 #
@@ -110,9 +111,8 @@ class PiecePlanner:
         """
         if num_processes() == 1:
             return Pieces.whole({name: local_part(tensor) for name, tensor in tensors.items()})
-        layout = [
-            (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
-        ]
+        placements = {name: tensor.placements for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        layout = [(name, tensor.shape, tensor.dtype, placements.get(name)) for name, tensor in tensors.items()]
         layouts = gather_objects(hashlib.sha256(repr(layout).encode()).hexdigest())
         if layouts != self._layouts:
             planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -282,7 +282,7 @@ class StateCollector:
             process = {**(process or {}), **({} if is_main_process() else weights)}
         of_process, process_rest = _collect_of_processes(process)
         of_main, other_rest = split_tensors({"others": others})
-        shared |= {name: tensor for name, tensor in of_main.items() if is_dtensor(tensor)}
+        shared |= {name: tensor for name, tensor in of_main.items() if isinstance(tensor, DTensor)}
         of_main = {name: tensor for name, tensor in of_main.items() if name not in shared}
         text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest, **process_rest})
         if self._has_replicas:

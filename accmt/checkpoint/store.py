@@ -43,9 +43,9 @@ from accmt.checkpoint.manifest import (
 from accmt.checkpoint.retention import (
     KEEP_EVERY,
     PIN_NAME,
-    Ages,
     dispose,
     is_kept_for_good,
+    list_by_age,
     list_published,
     make_durable,
     move,
@@ -175,7 +175,6 @@ class CheckpointStore:
         self._group = group
         self._num_kept = 1 if max_checkpoints is None else max_checkpoints
         self._in_progress: Path | None = None
-        self._ages = Ages(folder)
         self._claim: FolderLock | None = None
 
     def claim(self) -> None:
@@ -239,9 +238,7 @@ class CheckpointStore:
             self.discard(staging)
             raise
         # Only now, because on other disks the new one may have been missing until here.
-        self._run_on_each_disk(
-            lambda: prune(self.folder, self._ages, newest=published, num_kept=self._num_kept), step=step
-        )
+        self._run_on_each_disk(lambda: prune(self.folder, newest=published, num_kept=self._num_kept), step=step)
         return published
 
     def discard(self, staging: Staging) -> None:
@@ -333,7 +330,7 @@ class CheckpointStore:
     def _describe(self, step: int, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> tuple[Manifest, bool]:
         """Return the manifest of a new checkpoint, and whether `keep_every` keeps it."""
         is_kept = self._keep_every is not None and is_kept_for_good(self._keep_every, info, self.folder)
-        sequence = 1 + max((sequence for _, sequence in self._ages.oldest_first()), default=0)
+        sequence = 1 + max((sequence for _, sequence in list_by_age(self.folder)), default=0)
         return Manifest.of_this_run(step=step, sequence=sequence, files=files, info=info), is_kept
 
     def _publish(self, staging: Staging, manifest: Manifest, *, is_kept: bool) -> Path:

@@ -214,7 +214,8 @@ def shut_down_workers(dataloader: DataLoader[Any], batches: Any) -> None:
 def prepare_alone(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Prepare a model without an optimizer; before 1.14 Accelerate does not record that."""
     prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
-    vars(prepared)["_is_accelerate_prepared"] = True
+    marked: Any = prepared
+    marked._is_accelerate_prepared = True
     return prepared
 
 
@@ -357,7 +358,8 @@ def _drawing_within(around: Around) -> Iterator[None]:
 
 def generate_together(model: nn.Module) -> None:
     """Run `generate` on each process until all have finished, because a sharded model's forward needs all of them."""
-    vars(model)["_is_fsdp_managed_module"] = True
+    marked: Any = model
+    marked._is_fsdp_managed_module = True
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:

@@ -142,35 +142,6 @@ def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Reject a state dict that holds less than the model's parameters: shards of ZeRO-3 or FSDP, or nothing.
-
-    A model that overrides `state_dict` is not checked.
-    """
-    if any(type(module).state_dict is not nn.Module.state_dict for module in model.modules()):
-        return
-    expected = _count(dict(model.named_parameters()))
-    buffers = set(plain_names(name for name, _ in model.named_buffers(remove_duplicate=False)).values())
-    names = plain_names(state_dict)
-    weights = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
-    got = _count({name: tensor for name, tensor in weights.items() if names[name] not in buffers})
-    if got < expected:
-        empty = [names[name] for name, tensor in weights.items() if not tensor.numel()]
-        message = explain(
-            f"the weights of {type(model).__name__}",
-            f"{got:,} values in {len(state_dict)} tensors" + (f", none in {', '.join(empty[:3])}" if empty else ""),
-            f"at least {expected:,}, the size of its parameters",
-            "gather the shards of all processes before saving (ZeRO-3 and FSDP keep empty ones on each)",
-        )
-        raise WeightsError(message)
-
-
-def _count(tensors: Mapping[str, Tensor]) -> int:
-    tied = find_tied(tensors)
-    # DeepSpeed stores the full size on the empty tensor that ZeRO-3 leaves of a parameter.
-    return sum(getattr(tensors[name], "ds_numel", tensors[name].numel()) for name in tensors if name not in tied)
-
-
 def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
     """Reject every value that a weight file cannot hold: not a tensor, sparse, or without memory."""
     faults = [f"{name}: {_kind(value)}" for name, value in state_dict.items() if not _is_dense(value)]

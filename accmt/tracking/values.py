@@ -122,10 +122,11 @@ def clean_file_name(name: str) -> str:
 
 def _item(value: Any) -> Any:
     """Return the element of a NumPy or torch scalar; return anything else unchanged."""
-    if isinstance(value, float) or getattr(value, "size", None) is None:
-        return value
-    is_single = (value.numel() if hasattr(value, "numel") else value.size) == 1
-    return value.item() if is_single else value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.item() if value.size == 1 else value
+    return value
 
 
 # ---- Images, tables and files: they are written to the run folder and delivered from there.
@@ -299,7 +300,8 @@ def to_images(name: str, images: Any) -> list[Image]:
 
     Processes: waits for the device of a tensor.
     """
-    is_batch = isinstance(images, list | tuple) or getattr(images, "ndim", None) == 4
+    is_array = isinstance(images, np.ndarray | torch.Tensor)
+    is_batch = isinstance(images, list | tuple) or (is_array and images.ndim == 4)
     made = [_to_image(name, image) for image in (images if is_batch else [images])]
     if not made:
         raise ArgumentError(explain(_where(name), "no images", "one or more", "skip the call if there are none"))
@@ -341,7 +343,9 @@ def _to_image(name: str, image: Any) -> Image:
         has_shape = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[-1] in (3, 4))
         is_image = has_shape and (pixels.dtype == np.uint8 or np.issubdtype(pixels.dtype, np.floating))
     if not is_image:
-        shape = f" of shape {list(image.shape)} and {image.dtype}" if hasattr(image, "shape") else ""
+        shape = (
+            f" of shape {list(image.shape)} and {image.dtype}" if isinstance(image, np.ndarray | torch.Tensor) else ""
+        )
         do = 'log_images({"samples": images})'
         raise ArgumentError(explain(_where(name), f"{type(image).__name__}{shape}", _ACCEPTED_IMAGES, do))
     if pixels.dtype != np.uint8:

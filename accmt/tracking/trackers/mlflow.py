@@ -72,7 +72,10 @@ class MLFlow(TrackerSpec):
         return ERROR_CODE_TO_HTTP_STATUS.get(error.error_code, 500) in _TEMPORARY_HTTP_STATUS
 
     def is_refusal(self, error: BaseException) -> bool:
-        return getattr(error, "error_code", None) in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+        from mlflow.exceptions import MlflowException
+
+        refusals = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+        return isinstance(error, MlflowException) and error.error_code in refusals
 
     def attach(self, tracker: TrackerRun) -> None:
         tracker.attach()
