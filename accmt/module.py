@@ -10,7 +10,7 @@ from inspect import signature
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
     from torch import Tensor
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import Dataset
 
+    from accmt import Callback, Trainer
     from accmt.metrics.averages import LoggedValues
     from accmt.options import HyperParameters
-    from accmt.protocols import CallbackProtocol, Data, TrainerProtocol
     from accmt.state import TrainingState
     from accmt.tracking.values import MediaLog
+
+    Data: TypeAlias = Dataset[Any] | Iterable[Any] | Mapping[str, Any]
+    """A dataset, a `datasets` dataset, a stream, a DataLoader, or several of them in a list or dict."""
 
 
 # ---- Logging of values in addition to losses.
@@ -263,7 +267,7 @@ class AcceleratorModule(LogsValues):
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
     state: TrainingState
-    trainer: TrainerProtocol
+    trainer: Trainer
     accelerator: Accelerator
     device: torch.device
     tracker: GeneralTracker | None
@@ -375,7 +379,7 @@ class AcceleratorModule(LogsValues):
         """Return data to predict instead of `predict`'s, which a parameter `dataset` receives."""
         return None
 
-    def get_callbacks(self) -> CallbackProtocol | Sequence[CallbackProtocol] | None:
+    def get_callbacks(self) -> Callback | Sequence[Callback] | None:
         """Return callbacks to add; they replace the Trainer's callbacks of the same class."""
         return None
 

@@ -13,8 +13,8 @@ from torch import nn
 from accmt.errors import ModuleContractError, explain, nearest
 
 if TYPE_CHECKING:
+    from accmt import Trainer
     from accmt.module import AcceleratorModule
-    from accmt.protocols import TrainerProtocol
     from accmt.state import TrainingState
 
 
@@ -110,7 +110,7 @@ class Callback:
 
     process_state: tuple[str, ...] = ()
     order: float = 0
-    trainer: TrainerProtocol
+    trainer: Trainer
     module: AcceleratorModule
     state: TrainingState
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"installation", "libraries", "processes"},
     {"messages", "precision"},
     {"files"},
-    {"options", "protocols"},
+    {"options"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {"without_trace"},
     {"engine"},
@@ -178,7 +178,7 @@ def test_imports_make_no_circle() -> None:
 def test_the_check_of_circles_sees_one() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"a"}}
     assert find_circles(imports) == {"b", "c"}
-    assert "accmt.run" in every_import(BY_NAME["accmt.protocols"]) | every_import(BY_NAME["accmt.loop.fit"])
+    assert "accmt.run" in every_import(BY_NAME["accmt.loop.fit"])
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -37,8 +37,8 @@ from accmt.tracking.history import HISTORY_FILE, RunPlace, folder_name, read_his
 from accmt.tracking.spec import find_specs
 
 if TYPE_CHECKING:
+    from accmt import Trainer
     from accmt.data import Window
-    from accmt.protocols import TrainerProtocol
     from accmt.recovery.restart import Recovery
 
 _BUILT_ONCE = ("accelerator", "mixed_precision", "parallelism")
@@ -357,7 +357,7 @@ def settings_at(settings: Settings, fork: Fork, step: int) -> Settings:
 # ---- The two runs of a fork
 
 
-def begin_fork(trainer: TrainerProtocol, recovery: Recovery) -> None:
+def begin_fork(trainer: Trainer, recovery: Recovery) -> None:
     """Set the Trainer's settings to those with which the fork continues, and choose its checkpoint.
 
     Processes: collective.
