@@ -200,7 +200,7 @@ def test_a_call_by_the_main_process_alone_while_another_is_in_its_step_ends_both
     forks, printed = run_together(SCRIPTS / "called_alone.py", str(tmp_path), case, processes=2)
     assert -signal.SIGKILL in [fork.poll() for fork in forks]  # where it waits, in a collective, no error reaches it
     assert re.search(r"process 0: trainer.save_model, .* in \w+ \(called_alone.py:", printed)
-    assert re.search(r"; process 1: .* in training_step \(toys.py:", printed), printed
+    assert re.search(r"; process 1: .* in step \(toys.py:", printed), printed
 
 
 def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) -> None:
