@@ -273,22 +273,6 @@ class FolderLock:
                 os.close(self._file)
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a folder; on a file system without locks, whether one has taken it."""
-    try:
-        file = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(file)
-
-
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
     """Wait until no other process uses a folder; without effect on a file system without locks.

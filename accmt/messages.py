@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from accmt.processes import is_main_process
@@ -13,12 +13,6 @@ from accmt.secrets import hide_text
 PREFIX = "[accmt] "
 logger = logging.getLogger("accmt")
 _said: set[str] = set()
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def say(message: str) -> None:

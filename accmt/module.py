@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from accmt import Callback, Trainer
-    from accmt.metrics.averages import LoggedValues
     from accmt.options import HyperParameters
     from accmt.state import TrainingState
     from accmt.tracking.values import MediaLog
@@ -40,39 +39,14 @@ if TYPE_CHECKING:
 _KEYWORDS = ("value", "step", "reduction", "instant", "prog_bar", "logger")
 
 
-class Logs(Protocol):
-    """The run's storage for logged values."""
-
-    of_training: LoggedValues
-    of_evaluation: LoggedValues
-    shown: dict[str, float]
-    logged: dict[str, float]
-
-    def log(
-        self,
-        name: str | Mapping[str, Any],
-        value: Any,
-        step: int | None,
-        reduction: str,
-        *,
-        instant: bool,
-        prog_bar: bool,
-        logger: bool,
-    ) -> None: ...
-    def show(self, names: Iterable[str]) -> None: ...
-    def media(self, method: str) -> MediaLog | None: ...
-    def of_bar(self, row: Mapping[str, float]) -> dict[str, float]: ...
-    def of_trackers(self, row: Mapping[str, float]) -> dict[str, float]: ...
-
-
 class LogsValues:
     """The logging methods of `AcceleratorModule`.
 
     Attributes:
-        logs: During a run: the logged values, and the newest rows.
+        logs: During a run: the logged values, and the newest rows; a `Logs` of accmt/loop/logging.py.
     """
 
-    logs: Logs
+    logs: Any
     state: TrainingState
 
     def log(
@@ -206,7 +180,8 @@ class LogsValues:
 
     def _media(self, method: str) -> MediaLog | None:
         self._require_run(method)
-        return self.logs.media(method)
+        media: MediaLog | None = self.logs.media(method)
+        return media
 
     def _require_run(self, where: str) -> None:
         if "logs" not in self.__dict__:

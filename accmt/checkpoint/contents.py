@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -314,9 +313,6 @@ def _reject_stateful_hooks(model: nn.Module) -> None:
             do = "set checkpoint_every=None without failure handlers; or use a hook without state, such as "
             do += "DDPCommunicationHookType.BF16"
             raise CheckpointError(explain("checkpoints", got, expected, do))
-        if not (state is None or isinstance(state, ProcessGroup) or hasattr(state, "state_dict")):
-            what = f"checkpoints do not include the state of the communication hook ({kind})"
-            warn_once(f"{what}: if it changes, return it from the module's `state_dict`", about="communication hook")
 
 
 def require_numbers(collected: CollectedState) -> None:
@@ -368,11 +364,7 @@ def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
     others: dict[str, Any] = saved["others"]
     wanted = {name: others[name] for name in whole if name in others}
     if names := referred_tensors(wanted):
-        reader = _open(folder, saved)
-        stored = _read_metadata(reader, saved, folder)
-        targets = {name: _empty(stored[name], None) for name in names}
-        _read_tensors(targets, reader, folder)
-        others |= join_tensors(targets, wanted)
+        others |= join_tensors(_read_whole(names, saved, _open(folder, saved), folder), wanted)
     return others
 
 
@@ -384,11 +376,9 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
     """
     with rejecting_other_forms(folder):
         saved = _read_rest(folder)
-        reader = HuggingFaceStorageReader(str(folder))
-        stored = _read_metadata(reader, saved, folder)
-        targets = {name: _empty(stored[name], None) for name in referred_tensors(saved["model"])}
-        _read_tensors(targets, reader, folder)
-        model = join_tensors(targets, saved["model"])
+        names = referred_tensors(saved["model"])
+        tensors = _read_whole(names, saved, HuggingFaceStorageReader(str(folder)), folder)
+        model = join_tensors(tensors, saved["model"])
         return {name: value for name, value in model.items() if isinstance(value, Tensor)}, len(saved["frozen"])
 
 
@@ -489,6 +479,13 @@ def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path)
         return stored
     message = explain(str(folder), fault, "a complete checkpoint", "resume from another checkpoint")
     raise CheckpointCorruptError(message)
+
+
+def _read_whole(names: set[str], saved: State, reader: HuggingFaceStorageReader, folder: Path) -> dict[str, Tensor]:
+    stored = _read_metadata(reader, saved, folder)
+    targets = {name: _empty(stored[name], None) for name in names}
+    _read_tensors(targets, reader, folder)
+    return targets
 
 
 def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:

@@ -231,14 +231,6 @@ def forget_prepared(model: nn.Module, wrapped: nn.Module, accelerator: Accelerat
         accelerator._models.remove(wrapped)
 
 
-def shared_state() -> dict[str, Any]:
-    """Return the state shared by a program's Accelerators; empty before the first."""
-    from accelerate.state import AcceleratorState
-
-    state: dict[str, Any] = AcceleratorState._shared_state
-    return state
-
-
 def forget_accelerator() -> None:
     """Forget the program's Accelerators, in a fork that joins other processes than the program did."""
     from accelerate.state import AcceleratorState, GradientState
@@ -254,7 +246,7 @@ def share_other_precision(precision: str) -> None:
     """
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._shared_state = {**shared_state(), "_mixed_precision": precision}
+    AcceleratorState._shared_state = {**AcceleratorState._shared_state, "_mixed_precision": precision}
 
 
 def use_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
@@ -291,11 +283,6 @@ def layers_to_shard(model: nn.Module) -> tuple[str, ...]:
     """Return the classes of layers that a transformers model declares to be sharded separately."""
     own: Any = model
     return tuple(getattr(own, "_no_split_modules", None) or ())
-
-
-def draws_first_values(model: nn.Module) -> bool:
-    """Return whether a model is from transformers, which can initialize each of its parts."""
-    return hasattr(model, "config") and hasattr(model, "_init_weights")
 
 
 def draw_first_values(model: nn.Module, around: Around) -> None:
@@ -391,11 +378,6 @@ def split_of_stream(stream: Any) -> tuple[int, int] | None:
 
 
 # torchmetrics
-
-
-def list_states(metric: torchmetrics.Metric) -> list[str]:
-    """Return the names of a metric's states that are lists."""
-    return [name for name, default in metric._defaults.items() if isinstance(default, list)]
 
 
 def reduction_of(metric: torchmetrics.Metric, state: str) -> Any:

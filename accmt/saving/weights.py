@@ -109,15 +109,6 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in own]
     while plain and all(name.startswith(_PARALLEL) for name in plain):
         plain = [name.removeprefix(_PARALLEL) for name in plain]
-    twice = sorted({name for name in plain if plain.count(name) > 1}) if len(set(plain)) < len(plain) else []
-    if twice:
-        message = explain(
-            "names of the weights",
-            f"several weights are called {', '.join(twice)} after `{_COMPILED}` is removed",
-            "names that are unique without the prefix of torch.compile",
-            f"rename the submodule that is called `{_COMPILED}`",
-        )
-        raise WeightsError(message)
     return dict(zip(own, plain, strict=True))
 
 

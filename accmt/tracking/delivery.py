@@ -327,7 +327,7 @@ class Delivery:
 
     def _start(self) -> Feed:
         replay = Replay(self._history.path, self.account, self.spec.rewinding)
-        resume = Resume(self.account.run_id, self._delivery_file.attempt, replay.first_step, replay.kept_steps)
+        resume = Resume(self.account.run_id, self._delivery_file.attempt, replay.first_step)
         start = replace(self._start_of_run, resume=resume)
         while True:
             tracker = self.spec.build(start)

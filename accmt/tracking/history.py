@@ -257,15 +257,6 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
     return [*merged[:end], *left, *merged[end:]]
 
 
-def find_run_folders(folder: Path) -> list[Path]:
-    """Return the run folders in a logging folder, in that of a project, or the run folder itself."""
-    patterns = (HISTORY_FILE, f"*/{HISTORY_FILE}", f"*/*/{HISTORY_FILE}")
-    found = [path.parent for pattern in patterns for path in folder.glob(pattern)]
-    return [
-        place for place in found if not (place.name == EVALUATIONS_FOLDER and (place.parent / HISTORY_FILE).is_file())
-    ]
-
-
 def _without_superseded(path: Path, *, include_superseded: bool) -> list[dict[str, Any]]:
     rows = list(read_rows(path))
     superseded = Superseded(() if include_superseded else rows)

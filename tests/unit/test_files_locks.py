@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from accelerate.tracking import MLflowTracker
 
-from accmt.files import LOCK_NAME, FolderLock, FolderTakenError, is_locked, taking_turns
+from accmt.addons.run_folders import is_locked
+from accmt.files import LOCK_NAME, FolderLock, FolderTakenError, taking_turns
 from accmt.tracking.trackers.mlflow import MLFlowRun
 
 

@@ -374,10 +374,6 @@ def test_transformers_draws_the_first_values_of_each_part_within_a_context(tiny)
 
     norm = tiny.embeddings.LayerNorm
     nn.init.zeros_(norm.weight)
-    assert names.draws_first_values(tiny), missing(
-        "transformers", "PreTrainedModel._init_weights", "draws_first_values"
-    )
-    assert not names.draws_first_values(nn.Linear(1, 1))
     names.draw_first_values(tiny, around)
     assert norm.weight.tolist() == [1.0] * 8, missing("transformers", "_is_hf_initialized", "draw_first_values")
     assert {*seen} == {*tiny.modules()}, missing("transformers", "_initialize_weights", "_drawing_within")
@@ -471,7 +467,6 @@ def test_datasets_shows_which_part_of_a_stream_is_read():
 def test_torchmetrics_shows_the_states_of_a_metric():
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.CatMetric()
-    assert names.list_states(metric) == ["value"], missing("torchmetrics", "Metric._defaults", "list_states")
     reduce = names.reduction_of(metric, "value")
     both = reduce([torch.ones(1), torch.ones(2)])
     assert len(both) == 3, missing("torchmetrics", "Metric._reductions", "reduction_of")
@@ -481,32 +476,13 @@ def test_torchmetrics_shows_the_states_of_a_metric():
 
 def test_what_accelerators_share_may_have_another_precision():
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     before = Accelerator(cpu=True, mixed_precision="bf16")
     names.share_other_precision("no")
     assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
     assert before.mixed_precision == "bf16"
-    assert {"dynamo_plugin", "_mixed_precision"} <= names.shared_state().keys()
-    names.shared_state().clear()
-
-
-def test_a_checkpoint_refuses_hooks_that_carry_something_from_step_to_step(alone, caplog):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    from accmt.checkpoint.contents import StateCollector
-    from accmt.errors import CheckpointError
-
-    def collect(state, hook):
-        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        model.register_comm_hook(state, hook)
-        StateCollector(model, []).collect({})
-
-    collect(None, default_hooks.fp16_compress_hook)
-    assert "communication hook" not in caplog.text
-    collect({"steps": 0}, default_hooks.fp16_compress_hook)
-    assert "checkpoints do not include the state of the communication hook (dict)" in caplog.text
-    with pytest.raises(CheckpointError, match=r"PowerSGDState\) cannot be saved in checkpoints"):
-        collect(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    AcceleratorState._shared_state.clear()
 
 
 def test_a_hook_may_use_a_gradient_within_backward():
@@ -523,8 +499,9 @@ def test_operations_name_their_arguments():
 
 def test_a_forked_process_forgets_accelerators(alone):
     from accelerate import Accelerator, PartialState
+    from accelerate.state import AcceleratorState
 
     Accelerator(cpu=True)
     names.forget_accelerator()
     assert not PartialState._shared_state, missing("accelerate", "_reset_state", "forget_accelerator")
-    assert not names.shared_state()
+    assert not AcceleratorState._shared_state

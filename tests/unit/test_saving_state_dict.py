@@ -25,11 +25,6 @@ def test_only_wrappers_are_taken_out_of_names(names, plain):
     assert plain_names(names) == dict(zip(names, plain, strict=True))
 
 
-def test_names_that_would_become_one_are_refused():
-    with pytest.raises(WeightsError, match=r"called a\.weight after"):
-        plain_names(["a._orig_mod.weight", "a.weight"])
-
-
 def test_only_identical_views_are_tied():
     memory = torch.zeros(4, 4)
     tensors = {

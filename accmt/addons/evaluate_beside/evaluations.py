@@ -34,12 +34,13 @@ from accmt.addons.evaluate_beside.published import (
 from accmt.addons.fork.beginning import find_fork, settings_at
 from accmt.addons.hub import PushToHub
 from accmt.addons.launches import read_launches
+from accmt.addons.run_folders import is_locked
 from accmt.addons.sync import sync_run
 from accmt.callbacks import Callback, build_callbacks
 from accmt.callbacks.averaging import WeightAverage
 from accmt.engine.accelerator import build_accelerator
 from accmt.errors import ArgumentError, explain
-from accmt.files import current_folder, dumps, is_locked, loads, write_text
+from accmt.files import current_folder, dumps, loads, write_text
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.messages import warn
 from accmt.options import Settings

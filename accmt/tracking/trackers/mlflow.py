@@ -36,7 +36,7 @@ class MLFlow(TrackerSpec):
 
     A resumed run continues the same MLflow run. MLflow cannot delete points, and would show two for the same step:
     points that a killed attempt logged after the checkpoint are kept, and new ones of the same name and step are
-    skipped (they are in `history.jsonl`). The tags `accmt.attempt` and `accmt.steps_of_earlier_attempts` mark such
+    skipped (they are in `history.jsonl`). The tag `accmt.attempt` marks such
     runs. MLflow cannot change a parameter either: a changed one is stored as `<name>.attempt_<number>`. A preempted
     run is KILLED in MLflow; the tag `accmt.status` has the exact status.
     """
