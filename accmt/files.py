@@ -273,27 +273,6 @@ class FolderLock:
                 os.close(self._file)
 
 
-@contextmanager
-def taking_turns(folder: Path) -> Iterator[None]:
-    """Wait until no other process uses a folder; without effect on a file system without locks.
-
-    Locks the folder itself, so nothing is left behind, and the lock ends when the process is killed.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked in the meantime has the descriptor too
-        os.close(descriptor)
-
-
 @cache
 def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_let_go)

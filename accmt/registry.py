@@ -97,8 +97,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",
-        "mlflow": "accmt.tracking.trackers.mlflow:MLFlow",
-        "wandb": "accmt.tracking.trackers.wandb:WandB",
+        "mlflow": "accmt.addons.trackers.mlflow:MLFlow",
+        "wandb": "accmt.addons.trackers.wandb:WandB",
         "comet_ml": "accmt.addons.trackers.comet_ml:CometML",
         "aim": "accmt.addons.trackers.aim:Aim",
         "clearml": "accmt.addons.trackers.clearml:ClearML",

@@ -1,9 +1,11 @@
-"""Finds run folders, and whether a process is writing to one."""
+"""Finds run folders, and locks that tell whether a process is writing to one, or let processes take turns."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accmt.files import LOCK_NAME
@@ -33,3 +35,24 @@ def is_locked(folder: Path) -> bool:
         return False
     finally:
         os.close(file)
+
+
+@contextmanager
+def taking_turns(folder: Path) -> Iterator[None]:
+    """Wait until no other process uses a folder; without effect on a file system without locks.
+
+    Locks the folder itself, so nothing is left behind, and the lock ends when the process is killed.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked in the meantime has the descriptor too
+        os.close(descriptor)

@@ -8,8 +8,6 @@ MLflow's database stores an infinity as the largest float.
 from __future__ import annotations
 
 import itertools
-import posixpath
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,16 +106,6 @@ class CleanNames:
         self._taken.add(cleaned)
         self._cleaned[name] = cleaned
         return cleaned
-
-
-def clean_path(name: str) -> str:
-    """Convert a name to a normalized relative path that cannot leave its folder."""
-    return posixpath.normpath(posixpath.join("/", name)).strip("/") or "_"
-
-
-def clean_file_name(name: str) -> str:
-    """Convert the name of a file or folder to a valid artifact name."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:128]
 
 
 def _item(value: Any) -> Any:

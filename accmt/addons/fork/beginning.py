@@ -19,12 +19,13 @@ from accmt.addons.fork.checkpoints import fork_checkpoint
 from accmt.addons.fork.lineage import FORK_FILE, Origin, ancestors_of, note_fork, read_origin
 from accmt.addons.goodput.records import read_goodput
 from accmt.addons.launches import DECIDE_STEPS, arguments_of, read_launches
+from accmt.addons.run_folders import taking_turns
 from accmt.checkpoint.manifest import Manifest, read_manifest
 from accmt.checkpoint.retention import delete, list_published
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import ArgumentError, CheckpointCorruptError, StepDiffersError, explain
 from accmt.features.hooks import Feature
-from accmt.files import current_folder, dumps, loads, taking_turns
+from accmt.files import current_folder, dumps, loads
 from accmt.messages import say, warn
 from accmt.options import HyperParameters, Settings
 from accmt.options.changes import Change, compare, require_allowed

@@ -10,13 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.run_folders import taking_turns
+from accmt.addons.trackers.common import STATUS, clean_path
 from accmt.errors import explain
-from accmt.files import taking_turns
 from accmt.messages import warn, warn_once
 from accmt.tracking.delivery_state import Resume, Row
 from accmt.tracking.history import DEFAULT_LOGGING_DIR, RunPlace
-from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
-from accmt.tracking.values import Media, Scalar, clean_path
+from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
+from accmt.tracking.values import Media, Scalar
 
 _TRACKING_URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _SQLITE = "sqlite:///"
