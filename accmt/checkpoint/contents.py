@@ -36,7 +36,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
-from accmt.checkpoint.several_disks import SpreadReader
 from accmt.checkpoint.state_dicts import (
     State,
     TensorReference,
@@ -63,6 +62,7 @@ from accmt.files import follow_umask
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
 from accmt.processes import gather_objects, has_separate_disks, is_main_process, num_processes, process_index
+from accmt.registry import addon
 from accmt.sharded_tensors import is_expanded
 
 # ---- Which process writes which piece of each tensor, and to which file.
@@ -465,7 +465,10 @@ def _read_rest(folder: Path) -> State:
 
 
 def _open(folder: Path, saved: State) -> HuggingFaceStorageReader:
-    return SpreadReader(folder, saved["files"]) if has_separate_disks() else HuggingFaceStorageReader(str(folder))
+    if not has_separate_disks():
+        return HuggingFaceStorageReader(str(folder))
+    reader: HuggingFaceStorageReader = addon("spread_reader")(folder, saved["files"])
+    return reader
 
 
 def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path) -> Mapping[str, Any]:
@@ -498,8 +501,8 @@ def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:
 def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, folder: Path) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        if isinstance(reader, SpreadReader):
-            reader.read_into(targets)
+        if has_separate_disks():
+            reader.read_into(targets)  # type: ignore[attr-defined]
             return
         with warnings.catch_warnings():
             # "assuming the intent is to load in a single process", which is the case here

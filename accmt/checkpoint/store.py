@@ -54,7 +54,6 @@ from accmt.checkpoint.retention import (
     remove,
     set_aside,
 )
-from accmt.checkpoint.several_disks import copy_missing, find_newest_on_disks
 from accmt.errors import CheckpointError, explain
 from accmt.files import (
     LOCK_NAME,
@@ -77,6 +76,7 @@ from accmt.processes import (
     run_on_every_process,
     run_on_main_process,
 )
+from accmt.registry import addon
 
 T = TypeVar("T")
 
@@ -264,7 +264,8 @@ class CheckpointStore:
         if not has_separate_disks():
             return self._run_on_main(self._find_newest)
         self._run_on_each_disk(self._finish_replacements)
-        return find_newest_on_disks(self.folder)
+        found: Checkpoint | None = addon("find_newest_on_disks")(self.folder)
+        return found
 
     def find(self, path: Path) -> Checkpoint:
         """Return the checkpoint in the folder `path`, with every file verified.
@@ -284,8 +285,10 @@ class CheckpointStore:
         if has_separate_disks():
             here = run_on_every_process(lambda: read_manifest(path) if manages_disk() else None)
             found = [manifest for manifest in here if isinstance(manifest, Manifest)]
-            if found and not copy_missing(path, newest := max(found, key=lambda manifest: manifest.sequence)):
-                return Checkpoint(path, newest)
+            if found:
+                newest = max(found, key=lambda manifest: manifest.sequence)
+                if not addon("copy_missing")(path, newest):
+                    return Checkpoint(path, newest)
         return self._run_on_main(read)
 
     def set_aside_previous(self) -> Path | None:

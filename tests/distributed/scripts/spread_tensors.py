@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from accmt.checkpoint import several_disks
+from accmt.addons import several_disks
+from accmt.addons.several_disks import SpreadReader
 from accmt.checkpoint.contents import PiecePlanner, file_names, write_pieces
-from accmt.checkpoint.several_disks import SpreadReader
 from accmt.errors import CheckpointError
 from accmt.processes import process_index, separate_disks
 from accmt.sharded_tensors import make_whole
