@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from accmt.addons.trackers.clearml import ClearML as ClearML
     from accmt.addons.trackers.comet_ml import CometML as CometML
     from accmt.addons.trackers.dvclive import DVCLive as DVCLive
+    from accmt.addons.trackers.mlflow import MLFlow as MLFlow
     from accmt.addons.trackers.swanlab import SwanLab as SwanLab
     from accmt.addons.trackers.trackio import Trackio as Trackio
+    from accmt.addons.trackers.wandb import WandB as WandB
     from accmt.callbacks import EMA as EMA
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
@@ -105,9 +107,7 @@ if TYPE_CHECKING:
     from accmt.setup.model import create_optimizer as create_optimizer
     from accmt.state import TrainingState as TrainingState
     from accmt.tracking import read_history as read_history
-    from accmt.tracking.trackers.mlflow import MLFlow as MLFlow
     from accmt.tracking.trackers.tensorboard import TensorBoard as TensorBoard
-    from accmt.tracking.trackers.wandb import WandB as WandB
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -148,7 +148,7 @@ _HOMES = {
     "LambdaCallback": "accmt.callbacks",
     "Limits": "accmt.options.data",
     "MAE": "accmt.metrics",
-    "MLFlow": "accmt.tracking.trackers.mlflow",
+    "MLFlow": "accmt.addons.trackers.mlflow",
     "MSE": "accmt.metrics",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
@@ -195,7 +195,7 @@ _HOMES = {
     "Trainer": "accmt.trainer",
     "TrainingState": "accmt.state",
     "UnknownArgumentError": "accmt.errors",
-    "WandB": "accmt.tracking.trackers.wandb",
+    "WandB": "accmt.addons.trackers.wandb",
     "WeightsError": "accmt.errors",
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",

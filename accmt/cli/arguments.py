@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.run_folders import find_run_folders
 from accmt.errors import ArgumentError, explain
-from accmt.tracking.history import HISTORY_FILE, find_run_folders
+from accmt.tracking.history import HISTORY_FILE
 
 
 def add_when_parsed(parser: argparse.ArgumentParser, add: Callable[[argparse.ArgumentParser], None]) -> None:

@@ -68,8 +68,8 @@ def _read_size(text: str) -> int:
 
 
 def _find(path: Path) -> Checkpoint:
+    from accmt.addons.inspection import inspect
     from accmt.checkpoint.manifest import read_checkpoint
-    from accmt.checkpoint.store import inspect
 
     return read_checkpoint(inspect(path)[-1].folder)
 

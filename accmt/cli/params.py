@@ -37,9 +37,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.model_from_hps import build_from_hps
+    from accmt.addons.text_tables import align
     from accmt.errors import ArgumentError, explain
     from accmt.huggingface import build_empty
-    from accmt.messages import align
     from accmt.optimization import build_optimizer
     from accmt.options import HyperParameters
     from accmt.options.command_line import HPS_FLAGS

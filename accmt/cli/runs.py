@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accmt.addons.run_folders import find_run_folders
 from accmt.errors import ArgumentError, explain
-from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE, find_run_folders
+from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE
 
 if TYPE_CHECKING:
     from accmt.addons.report import RunRecord
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.report import read_run
-    from accmt.messages import align
+    from accmt.addons.text_tables import align
 
     folder = options.folder
     places = [place for place in find_run_folders(folder) if (place / HISTORY_FILE).stat().st_size]
@@ -48,7 +49,7 @@ def _name(run: RunRecord, folder: Path) -> str:
 
 
 def _describe(run: RunRecord, name: str) -> tuple[str, ...]:
-    from accmt.files import is_locked
+    from accmt.addons.run_folders import is_locked
 
     status = "killed" if run.status == "running" and not is_locked(run.folder) else run.status
     steps = max(run.num_steps, 0 if run.goodput is None else run.goodput.step)

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from accmt.engine.reduction import broadcast_tensors, require_same_tensors
 from accmt.engine.shards import is_by_fsdp, is_on_meta, untie
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import (
-    plan_of_tensors,
-    sums_gradients_of_parts,
-)
+from accmt.libraries.private_names import plan_of_tensors
 from accmt.libraries.versions import parallel_size
 from accmt.processes import num_data_processes, num_processes, process_index
 from accmt.sharded_tensors import is_dtensor, mesh_of
@@ -171,7 +168,13 @@ def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
     It does so whenever a gradient is accumulated: at the second micro-batch of a window the sum of the first would be
     summed again (seen with transformers 5.23).
     """
-    return [parameter for parameter in sums_gradients_of_parts(model) if not is_dtensor(parameter)]
+    size = getattr(model, "tp_size", None)
+    if size in (None, 1):
+        return []
+    styles = plan_of_tensors(model, size)
+    summed = {name for name, style in styles.items() if style == "replicated_with_grad_allreduce"}
+    named = model.named_parameters()
+    return [parameter for name, parameter in named if name in summed and not is_dtensor(parameter)]
 
 
 @contextmanager

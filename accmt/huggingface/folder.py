@@ -28,7 +28,6 @@ from accmt.saving.weights import (
     find_tied,
     plain_names,
     remove_leftovers,
-    require_complete,
     stream_weights,
 )
 from accmt.sharded_tensors import class_of
@@ -80,7 +79,6 @@ def save_model(
         saved = _stream(model, state_dict, folder, processor, max_shard_size) if safe_serialization else None
         state_dict = state_dict.fetch_all() if saved is None else {}
     if saved is None:
-        require_complete(state_dict, model)
         if is_peft_model(model):
             is_safe = safe_serialization
             saved = save_adapters(model, state_dict, folder, processor=processor, safe_serialization=is_safe)

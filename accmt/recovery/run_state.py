@@ -20,11 +20,12 @@ from accmt.data.planned import PlannedSource
 from accmt.errors import CheckpointError, explain
 from accmt.glances import digest_state
 from accmt.huggingface import AdaLoraRanks
-from accmt.libraries.private_names import buffers_of, count_writes, has_running_statistics, note_optimizer_step
+from accmt.libraries.private_names import buffers_of, count_writes, note_optimizer_step
 from accmt.messages import say, warn, warn_once
 from accmt.module import defines
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
+from accmt.precision import WITH_STATISTICS
 from accmt.processes import gather_objects, num_processes
 from accmt.recovery.resume import Resumed
 from accmt.run import Run
@@ -487,7 +488,7 @@ class _Buffers:
     def copy(self) -> None:
         for index, (module, name) in enumerate(self.places):
             buffer = buffers_of(module).get(name)
-            version = None if buffer is None or has_running_statistics(module) else _version_of(buffer)
+            version = None if buffer is None or isinstance(module, WITH_STATISTICS) else _version_of(buffer)
             if buffer is None or (version is not None and version == self._versions[index]):
                 continue
             self._versions[index] = version
@@ -502,7 +503,7 @@ class _Buffers:
             buffer, copied = buffers_of(module).get(name), self._copies[index]
             if buffer is None or copied is None:
                 continue
-            version = None if has_running_statistics(module) else _version_of(buffer)
+            version = None if isinstance(module, WITH_STATISTICS) else _version_of(buffer)
             if version is None or version != self._versions[index]:  # otherwise unchanged, and may be read-only
                 write_into(buffer, copied)
 

@@ -46,7 +46,7 @@ from accmt.state import TrainingState
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from accmt.protocols import TrainerProtocol
+    from accmt import Trainer
 
 
 # ---- Data or a datamodule passed to a method of the Trainer.
@@ -103,7 +103,7 @@ class DataModule:
             raise DataError(explain(where, "None", expected, "return DataLoader(dataset, batch_size=16)"))
         return data
 
-    def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
+    def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
         """Call `prepare_data` on one process (per machine, if `prepare_data_per_node`), then `setup` on all.
 
         Processes: collective. Does nothing if the stage has already started.
@@ -179,7 +179,7 @@ class UserData:
         """Return the data for a purpose, from the datamodule if there is one; None if there are none."""
         return self._data.get(purpose) if self._datamodule is None else self._datamodule.load(purpose)
 
-    def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
+    def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
         """Prepare the data, once the process group exists.
 
         Processes: collective.
@@ -530,7 +530,7 @@ class Loaders:
 
     def __init__(
         self,
-        trainer: TrainerProtocol,
+        trainer: Trainer,
         module: AcceleratorModule,
         user_data: UserData,
         recovery: Recovery,

@@ -41,7 +41,7 @@ from accmt.state import Counters
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from accmt.protocols import TrainerProtocol
+    from accmt import Trainer
 
 
 # ---- The number of optimizer steps, and the learning-rate scheduler for them.
@@ -277,18 +277,14 @@ def is_prepared(module: AcceleratorModule) -> bool:
     return model is not None and private_names.is_prepared(model)
 
 
-def attach_run(
-    trainer: TrainerProtocol, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared
-) -> None:
+def attach_run(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared) -> None:
     """Set the attributes that a module has during training."""
     attach_evaluation(trainer, module, accelerator, prepared.model)
     module.optimizer = prepared.stepper.optimizer
     module.scheduler = prepared.scheduler
 
 
-def attach_evaluation(
-    trainer: TrainerProtocol, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module
-) -> None:
+def attach_evaluation(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module) -> None:
     """Set the attributes that a module has in training and evaluation."""
     module.trainer = trainer
     module.state = trainer.state

@@ -19,8 +19,8 @@ from accmt.recovery.digests import changed_attributes, digest, digest_attributes
 from accmt.recovery.run_state import collect_others, list_parts
 
 if TYPE_CHECKING:
+    from accmt import Trainer
     from accmt.module import AcceleratorModule
-    from accmt.protocols import TrainerProtocol
 
 _LEFT_OUT = ("checkpointer", "fork", "run_name", "log_with", "tracker_options")
 
@@ -67,7 +67,7 @@ class _Witness(StatelessCallback):
 
 
 def check_resume(
-    trainer: TrainerProtocol,
+    trainer: Trainer,
     module: AcceleratorModule,
     train_dataset: Any,
     val_dataset: Any = None,
@@ -110,7 +110,7 @@ def check_resume(
 
 
 def _run(
-    trainer: TrainerProtocol,
+    trainer: Trainer,
     folder: Path,
     module: Any,
     data: tuple[Any, Any],

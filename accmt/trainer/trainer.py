@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accmt.addons.tuning import Search, Tuning
     from accmt.callbacks import Callback
     from accmt.checkpoint.manifest import Checkpoint
+    from accmt.module import Data
     from accmt.options import (
         Checkpointer,
         CheckpointOptions,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     )
     from accmt.options.running import ParallelismOptions, TorchFlags
     from accmt.options.saving import PatienceOptions
-    from accmt.protocols import Data
     from accmt.recovery.restart import Recovery
     from accmt.setup.datasets import UserData
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers

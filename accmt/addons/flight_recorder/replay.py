@@ -22,13 +22,13 @@ from accmt.addons.flight_recorder.compare import RELATIVE_TOLERANCE
 from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, compare_steps, read_ledger, require_ledger, step_of
 from accmt.addons.launches import build_command, relocate
+from accmt.addons.text_tables import align
 from accmt.callbacks import Callback, StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import read_others
 from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, explain
 from accmt.files import current_folder, dumps
-from accmt.messages import align
 from accmt.recovery.restart import Restart
 from accmt.registry import FIT_VARIABLE
 

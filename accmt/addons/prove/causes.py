@@ -240,7 +240,7 @@ class Laboratory(StatelessCallback):
         data = getattr(loader.dataset, "dataset", loader.dataset)
         collate = getattr(loader.collate_fn, "collate", loader.collate_fn)
         if num_processes() > 1:
-            self._compare_processes(run, data, collate, gather_objects(indices)[0])
+            self._compare_processes(run, data, collate, gather_objects(indices)[0] or [])
             return
         if indices and not self.findings.data:
             self.findings.data = _read_twice(data, indices[:3])

@@ -361,6 +361,7 @@ class Observer(Callback):
 
     def on_fit_start(self) -> None:
         if self._launch.freezes_batch_norm:
+            layer: Any
             for layer in filter(is_batch_norm, self.trainer.run.unwrapped_model.modules()):
                 layer.eval()
                 layer.train = lambda mode=True, layer=layer: layer  # it stays so after `model.train()`
