@@ -72,6 +72,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "reject_stream": "accmt.addons.readers.shards:reject_stream",
         "profiler": "accmt.addons.profilers:build_profiler",
         "sweep_arguments": "accmt.addons.sweep.trial:trial_arguments",
+        "text_function": "accmt.addons.text_metrics:load_text_function",
         "sweep_fit": "accmt.addons.sweep.trial:fit_trial",
         "token_batches": "accmt.addons.token_batches.batcher:find_token_batcher",
         "tune": "accmt.addons.tuning:tune",
@@ -96,6 +97,14 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "sft": "accmt.addons.sft.section:read_sft_section",
         "prefer": "accmt.addons.prefer.section:read_prefer_section",
         "data": "accmt.addons.mix.section:read_data_section",
+    },
+    "accmt.metrics": {
+        "cer": "accmt.addons.text_metrics:CER",
+        "chrf": "accmt.addons.text_metrics:ChrF",
+        "exact_match": "accmt.addons.text_metrics:ExactMatch",
+        "rouge": "accmt.addons.text_metrics:Rouge",
+        "sacrebleu": "accmt.addons.text_metrics:SacreBLEU",
+        "wer": "accmt.addons.text_metrics:WER",
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",

@@ -21,9 +21,8 @@ from accmt.libraries.private_names import count_writes
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
-from accmt.metrics.builtin import NoExpectedTextError
 from accmt.metrics.collector import consolidate, find_members, require_members
-from accmt.metrics.results import describe, find_scalar
+from accmt.metrics.results import TooFewSamplesError, describe, find_scalar
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
 from accmt.precision import autocast
 from accmt.processes import broadcast_object, data_index, gather_objects, num_processes, sum_over_data
@@ -230,7 +229,7 @@ _MISTAKES = (AccmtError, AttributeError, ImportError, MemoryError, NameError, No
 def _handle_error_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
     """Raise errors that would also occur with all data; only warn about a metric that may need the whole set."""
     name = metric.name
-    if not is_cut or (isinstance(error, _MISTAKES) and not isinstance(error, NoExpectedTextError)):
+    if not is_cut or (isinstance(error, _MISTAKES) and not isinstance(error, TooFewSamplesError)):
         batches = "the first batches" if is_cut else "all batches"
         error.add_note(f"This happened in the trial before training, when computing {name!r} over {batches} of a set.")
         raise error

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from importlib import import_module
-from inspect import isfunction, signature
-from pathlib import Path
+from inspect import isfunction
 from typing import Any
 
 from accmt.errors import MetricError, explain
 from accmt.metrics.builtin import (
     AUROC,
-    CER,
     F1,
     MAE,
     MSE,
     R2,
     RMSE,
-    WER,
     Accuracy,
-    ChrF,
-    ExactMatch,
     Perplexity,
     Precision,
     Recall,
-    Rouge,
-    SacreBLEU,
-    TextFunction,
 )
 from accmt.metrics.metric import Metric, ReportedValue
 from accmt.metrics.results import describe, find_scalar, metric_error
 from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
 from accmt.options.checks import as_float
-from accmt.registry import find, names
+from accmt.registry import addon, find, names
 
 # ---- Metrics of the `evaluate` package, which most transformers examples use
 
@@ -80,9 +70,6 @@ class EvaluationMetric(Metric):
 BUILTIN: dict[str, Callable[..., Metric]] = {
     "accuracy": Accuracy,
     "auroc": AUROC,
-    "cer": CER,
-    "chrf": ChrF,
-    "exact_match": ExactMatch,
     "f1": F1,
     "mae": MAE,
     "mse": MSE,
@@ -91,15 +78,11 @@ BUILTIN: dict[str, Callable[..., Metric]] = {
     "r2": R2,
     "recall": Recall,
     "rmse": RMSE,
-    "rouge": Rouge,
-    "sacrebleu": SacreBLEU,
-    "wer": WER,
 }
-"""The built-in metrics by name."""
+"""The built-in metrics by name, besides those of texts."""
 
 _WHERE = "Trainer(metrics=...)"
 _EXPECTED = "accmt.Metric or torchmetrics.Metric objects, a MetricCollection, metrics of evaluate, or names of "
-_EXPECTED += ", ".join(BUILTIN)
 
 
 def build_metrics(value: Any) -> tuple[Metric, ...]:
@@ -129,9 +112,10 @@ def _build_one(value: Any, name: str | None) -> Metric:
     if isinstance(value, str) and value in ("min", "max") and name is not None:
         return ReportedValue(name, greater_is_better=value == "max")
     if isinstance(value, str) and ":" in value:
-        return _load_function(value, name)
+        function: Metric = addon("text_function")(value, name)
+        return function
     if isinstance(value, str):
-        return _find_builtin(value)() if name is None else _find_builtin(value)(name)
+        return _find_by_name(value)() if name is None else _find_by_name(value)(name)
     if is_torch_metric(value):
         return TorchMetric(value, name)
     if is_evaluation_module(value):
@@ -156,41 +140,31 @@ def _build_one(value: Any, name: str | None) -> Metric:
     return value
 
 
-def _find_builtin(name: str) -> Callable[..., Metric]:
-    if name not in BUILTIN:
-        known_names = [*BUILTIN, *names("accmt.metrics")]
-        if name in known_names:
-            added: Callable[..., Metric] = find("accmt.metrics", name)
-            return added
+def find_metric(name: str) -> Callable[..., Metric]:
+    """Return the built-in metric of a name, an add-on's, or another package's.
+
+    Raises:
+        KeyError: Nothing has this name.
+    """
+    if name in BUILTIN:
+        return BUILTIN[name]
+    metric: Callable[..., Metric] = find("accmt.metrics", name)
+    return metric
+
+
+def _find_by_name(name: str) -> Callable[..., Metric]:
+    try:
+        return find_metric(name)
+    except KeyError:
+        known_names = _known_names()
         begun = [known for known in known_names if known.startswith(name.lower())]
         nearest = begun or get_close_matches(name.lower(), known_names, n=1)
-        raise _wrong_value(
-            repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a custom metric: class MyMetric(Metric)"
-        )
-    return BUILTIN[name]
+        do = f"metrics=[{nearest[0]!r}]" if nearest else "a custom metric: class MyMetric(Metric)"
+        raise _wrong_value(repr(name), do) from None
 
 
-def _load_function(path: str, name: str | None) -> Metric:
-    """Return the metric of a user's function of texts, "module:function"."""
-    module, _, attribute = path.partition(":")
-    here = str(Path.cwd())
-    sys.path.append(here)  # which a command such as `accmt sft` does not do by itself
-    try:
-        function = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        do = f"write `def {attribute or 'score'}(written, expected)` in {module or 'my_metrics'}.py, in a folder that "
-        do += "Python imports from, or the working directory"
-        raise MetricError(explain(_WHERE, f"{path!r}: {error}", "a module and a function in it", do)) from error
-    finally:
-        sys.path.remove(here)
-    try:
-        signature(function).bind([], [])
-    except TypeError as error:
-        got, do = f"{path!r}: {error}", f"write `def {attribute}(written, expected)`"
-        raise MetricError(explain(_WHERE, got, "a function of two lists of strings", do)) from error
-    except ValueError:  # a function in C has no signature
-        pass
-    return TextFunction(function, name or attribute)
+def _known_names() -> list[str]:
+    return sorted({*BUILTIN, *names("accmt.metrics")})
 
 
 def _require_distinct(names: list[str]) -> None:
@@ -199,4 +173,4 @@ def _require_distinct(names: list[str]) -> None:
 
 
 def _wrong_value(got: str, do: str) -> MetricError:
-    return MetricError(explain(_WHERE, got, _EXPECTED, do))
+    return MetricError(explain(_WHERE, got, _EXPECTED + ", ".join(_known_names()), do))

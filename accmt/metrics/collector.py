@@ -11,7 +11,6 @@ import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain, nearest
 from accmt.metrics.averages import LoggedValues, Weight, combine
-from accmt.metrics.builtin import TextMetric
 from accmt.metrics.gathering import CHUNK_BYTES, Position
 from accmt.metrics.metric import IsBetter, Metric, ReportedValue
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
@@ -101,12 +100,7 @@ class ValidationCollector:
             del self._accumulations[name]
         for name in (name for name in self._accumulations if name in missing):
             got = f"no predictions; validation_step returned {sorted(returned)}"
-            do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
-            do += f'; or pass metrics={{"{name}": "max"}} (or "min") if a step or a hook reports its value'
-            do += "; if you passed `fit` the path of a model, labels for tokens need a custom module"
-            if isinstance(self._metrics[name], TextMetric):
-                do = "write `evaluation: {generate: {max_new_tokens: 64}}` in the hyper-parameters, or return "
-                do += f'{{"{name}": (written, expected)}} from validation_step'
+            do = self._metrics[name].how_to_return()
             raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
         results = combine(totals for totals, _ in every)
         for name, accumulation in self._accumulations.items():

@@ -107,6 +107,12 @@ class Metric(ABC):
             Values by name; the entry `main_metric` must be among them.
         """
 
+    def how_to_return(self) -> str:
+        """Return what to write if `validation_step` returns nothing for this metric."""
+        do = f'return {{"loss": loss, "{self.name}": (predictions, references)}}'
+        do += f'; or pass metrics={{"{self.name}": "max"}} (or "min") if a step or a hook reports its value'
+        return f"{do}; if you passed `fit` the path of a model, labels for tokens need a custom module"
+
     def is_better(self, new: float, best: float) -> bool:
         """Return whether `new` beats `best` in this metric's direction; NaN never does."""
         return _COMPARATORS[self.comparator](new, best)
