@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from accmt.addons.curricula import StepsCurriculum as StepsCurriculum
     from accmt.addons.hub import PushToHub as PushToHub
     from accmt.addons.merging import merge_adapter as merge_adapter
+    from accmt.addons.outputs import OutputCollector as OutputCollector
+    from accmt.addons.outputs import gather_on_cpu as gather_on_cpu
     from accmt.addons.prefer.distillation import DistillationModule as DistillationModule
     from accmt.addons.prefer.module import PreferenceModule as PreferenceModule
     from accmt.addons.prefer.reward import RewardModule as RewardModule
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from accmt.addons.sft.module import SFTModule as SFTModule
     from accmt.addons.swa import SWA as SWA
     from accmt.addons.sweep.worker import Sweep as Sweep
+    from accmt.addons.temperature import TemperatureSampler as TemperatureSampler
     from accmt.addons.trackers.aim import Aim as Aim
     from accmt.addons.trackers.clearml import ClearML as ClearML
     from accmt.addons.trackers.comet_ml import CometML as CometML
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
-    from accmt.data import TemperatureSampler as TemperatureSampler
     from accmt.data import set_seed as set_seed
     from accmt.engine.borrowed import gather_with_gradients as gather_with_gradients
     from accmt.errors import AccmtError as AccmtError
@@ -72,11 +74,9 @@ if TYPE_CHECKING:
     from accmt.metrics import RMSE as RMSE
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
-    from accmt.metrics import OutputCollector as OutputCollector
     from accmt.metrics import Perplexity as Perplexity
     from accmt.metrics import Precision as Precision
     from accmt.metrics import Recall as Recall
-    from accmt.metrics import gather_on_cpu as gather_on_cpu
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.optimization import ChainedOptimizer as ChainedOptimizer
@@ -160,7 +160,7 @@ _HOMES = {
     "NoCheckpointError": "accmt.errors",
     "NonFiniteError": "accmt.errors",
     "Optimizer": "accmt.options",
-    "OutputCollector": "accmt.metrics",
+    "OutputCollector": "accmt.addons.outputs",
     "PackageConflictError": "accmt.errors",
     "ParallelismOptions": "accmt.options.running",
     "PatienceOptions": "accmt.options.saving",
@@ -184,7 +184,7 @@ _HOMES = {
     "CombinedError": "accmt.errors",
     "StepsCurriculum": "accmt.addons.curricula",
     "SwanLab": "accmt.addons.trackers.swanlab",
-    "TemperatureSampler": "accmt.data",
+    "TemperatureSampler": "accmt.addons.temperature",
     "TensorBoard": "accmt.tracking.trackers.tensorboard",
     "TorchFlags": "accmt.options.running",
     "TrackerError": "accmt.errors",
@@ -197,7 +197,7 @@ _HOMES = {
     "WeightsError": "accmt.errors",
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",
-    "gather_on_cpu": "accmt.metrics",
+    "gather_on_cpu": "accmt.addons.outputs",
     "gather_with_gradients": "accmt.engine.borrowed",
     "merge_adapter": "accmt.addons.merging",
     "on_last_process": "accmt.processes",

@@ -12,7 +12,6 @@ from accmt.data.collate import in_buckets as in_buckets
 from accmt.data.fetching import BadSample as BadSample
 from accmt.data.fetching import note_dead_worker as note_dead_worker
 from accmt.data.samplers import Shard as Shard
-from accmt.data.samplers import TemperatureSampler as TemperatureSampler
 from accmt.data.seeding import derive_seed as derive_seed
 from accmt.data.seeding import draw_seed as draw_seed
 from accmt.data.seeding import preserve_generators as preserve_generators

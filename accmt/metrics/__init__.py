@@ -16,8 +16,6 @@ from accmt.metrics.builtin import Perplexity as Perplexity
 from accmt.metrics.builtin import Precision as Precision
 from accmt.metrics.builtin import Recall as Recall
 from accmt.metrics.collector import ValidationCollector as ValidationCollector
-from accmt.metrics.gathering import OutputCollector as OutputCollector
-from accmt.metrics.gathering import gather_on_cpu as gather_on_cpu
 from accmt.metrics.metric import Metric as Metric
 from accmt.metrics.metric import MetricBatch as MetricBatch
 from accmt.metrics.metric import MetricParallel as MetricParallel
