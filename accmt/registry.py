@@ -47,8 +47,10 @@ HPS_SECTIONS = "accmt.hps_sections"
 
 _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
+        "averages": "accmt.addons.averages:Averages",
         "begin_fork": "accmt.addons.fork.beginning:begin_fork",
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
+        "evaluation_metric": "accmt.addons.evaluate_metrics:EvaluationMetric",
         "evaluate": "accmt.addons.evaluate_beside.evaluations:evaluate_fit",
         "fork": "accmt.addons.fork.program:fork_fit",
         "fork_arguments": "accmt.addons.fork.program:change_arguments",
@@ -75,7 +77,9 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "text_function": "accmt.addons.text_metrics:load_text_function",
         "sweep_fit": "accmt.addons.sweep.trial:fit_trial",
         "token_batches": "accmt.addons.token_batches.batcher:find_token_batcher",
+        "try_quantized_layers": "accmt.addons.quantized_layers:try_quantized_layers",
         "tune": "accmt.addons.tuning:tune",
+        "window_function": "accmt.addons.window_function:ByFunction",
     },
     ADDED_FEATURES: {
         "launches": "accmt.addons.launches:LaunchRecord",

@@ -22,7 +22,6 @@ from accmt.data.sources import build_source as build_source
 from accmt.data.sources import is_stream as is_stream
 from accmt.data.sources import require_readable as require_readable
 from accmt.data.windows import ByCount as ByCount
-from accmt.data.windows import ByFunction as ByFunction
 from accmt.data.windows import Grouping as Grouping
 from accmt.data.windows import Loader as Loader
 from accmt.data.windows import Window as Window

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt.data import (
     ByCount,
-    ByFunction,
     LargestBatch,
     Loader,
     MicroBatch,
@@ -367,13 +366,14 @@ def build_train_loader(
         also_read=also_read,
     )
     source = build_source(batcher.data if batcher else data, options)
-    maker: ByCount | ByFunction
+    maker: Any
     if (name := settings.optimization.window_maker) is not None:
         if module.uses_manual_optimization:
             got = f"{name!r}, and a module with manual optimization"
             do = "leave it out: the module decides when to step"
             raise ArgumentError(explain("Trainer(grad_accumulation_steps=...)", got, "one of the two", do))
-        maker = ByFunction(name, find("accmt.window_makers", name), state, batcher.count_tokens if batcher else None)
+        is_full = find("accmt.window_makers", name)
+        maker = addon("window_function")(name, is_full, state, batcher.count_tokens if batcher else None)
     else:
         maker = ByCount(None if module.uses_manual_optimization else settings.optimization.accumulation_at)
     return Loader(source, batcher.for_training(maker) if batcher else maker)
