@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from accmt.addons.merging import merge_adapter as merge_adapter
     from accmt.addons.outputs import OutputCollector as OutputCollector
     from accmt.addons.outputs import gather_on_cpu as gather_on_cpu
+    from accmt.addons.prediction_metrics import AUROC as AUROC
+    from accmt.addons.prediction_metrics import F1 as F1
+    from accmt.addons.prediction_metrics import MAE as MAE
+    from accmt.addons.prediction_metrics import MSE as MSE
+    from accmt.addons.prediction_metrics import R2 as R2
+    from accmt.addons.prediction_metrics import RMSE as RMSE
+    from accmt.addons.prediction_metrics import Perplexity as Perplexity
+    from accmt.addons.prediction_metrics import Precision as Precision
+    from accmt.addons.prediction_metrics import Recall as Recall
     from accmt.addons.prefer.distillation import DistillationModule as DistillationModule
     from accmt.addons.prefer.module import PreferenceModule as PreferenceModule
     from accmt.addons.prefer.reward import RewardModule as RewardModule
@@ -66,17 +75,8 @@ if TYPE_CHECKING:
     from accmt.errors import TrackerError as TrackerError
     from accmt.errors import UnknownArgumentError as UnknownArgumentError
     from accmt.errors import WeightsError as WeightsError
-    from accmt.metrics import AUROC as AUROC
-    from accmt.metrics import F1 as F1
-    from accmt.metrics import MAE as MAE
-    from accmt.metrics import MSE as MSE
-    from accmt.metrics import R2 as R2
-    from accmt.metrics import RMSE as RMSE
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
-    from accmt.metrics import Perplexity as Perplexity
-    from accmt.metrics import Precision as Precision
-    from accmt.metrics import Recall as Recall
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.optimization import ChainedOptimizer as ChainedOptimizer
@@ -110,7 +110,7 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
-    "AUROC": "accmt.metrics",
+    "AUROC": "accmt.addons.prediction_metrics",
     "AcceleratorModule": "accmt.module",
     "AccmtError": "accmt.errors",
     "Accuracy": "accmt.metrics",
@@ -137,7 +137,7 @@ _HOMES = {
     "SWA": "accmt.addons.swa",
     "Sweep": "accmt.addons.sweep.worker",
     "ExtendedAcceleratorModule": "accmt.module",
-    "F1": "accmt.metrics",
+    "F1": "accmt.addons.prediction_metrics",
     "Failures": "accmt.options.failures",
     "Handler": "accmt.options.failures",
     "HyperParameterError": "accmt.errors",
@@ -146,9 +146,9 @@ _HOMES = {
     "HyperParameters": "accmt.options",
     "LambdaCallback": "accmt.callbacks",
     "Limits": "accmt.options.data",
-    "MAE": "accmt.metrics",
+    "MAE": "accmt.addons.prediction_metrics",
     "MLFlow": "accmt.tracking.trackers.mlflow",
-    "MSE": "accmt.metrics",
+    "MSE": "accmt.addons.prediction_metrics",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
     "MetricError": "accmt.errors",
@@ -164,19 +164,19 @@ _HOMES = {
     "PackageConflictError": "accmt.errors",
     "ParallelismOptions": "accmt.options.running",
     "PatienceOptions": "accmt.options.saving",
-    "Perplexity": "accmt.metrics",
-    "Precision": "accmt.metrics",
+    "Perplexity": "accmt.addons.prediction_metrics",
+    "Precision": "accmt.addons.prediction_metrics",
     "Preempted": "accmt.errors",
     "PreferenceModule": "accmt.addons.prefer.module",
     "ProcessFailedError": "accmt.errors",
     "ReplicasDifferError": "accmt.errors",
     "StepDiffersError": "accmt.errors",
     "PushToHub": "accmt.addons.hub",
-    "R2": "accmt.metrics",
-    "RMSE": "accmt.metrics",
+    "R2": "accmt.addons.prediction_metrics",
+    "RMSE": "accmt.addons.prediction_metrics",
     "RangeCurriculum": "accmt.addons.curricula",
     "RatioCurriculum": "accmt.addons.curricula",
-    "Recall": "accmt.metrics",
+    "Recall": "accmt.addons.prediction_metrics",
     "RewardModule": "accmt.addons.prefer.reward",
     "SFTModule": "accmt.addons.sft.module",
     "Scheduler": "accmt.options",

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import isfunction
 from typing import Any
 
 from accmt.errors import MetricError, explain
-from accmt.metrics.builtin import (
-    AUROC,
-    F1,
-    MAE,
-    MSE,
-    R2,
-    RMSE,
-    Accuracy,
-    Perplexity,
-    Precision,
-    Recall,
-)
 from accmt.metrics.metric import Metric, ReportedValue
 from accmt.metrics.results import describe
-from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
 from accmt.registry import addon, find, names
+
+
+def is_torch_metric(value: Any) -> bool:
+    """Return whether a value is a `torchmetrics.Metric` or `MetricCollection`, without importing the package."""
+    package = sys.modules.get("torchmetrics")
+    return package is not None and isinstance(value, package.Metric | package.MetricCollection)
 
 
 def is_evaluation_module(value: Any) -> bool:
@@ -31,20 +25,6 @@ def is_evaluation_module(value: Any) -> bool:
     names = ("EvaluationModule", "CombinedEvaluations")
     return any(kind.__module__ == "evaluate.module" and kind.__name__ in names for kind in type(value).__mro__)
 
-
-BUILTIN: dict[str, Callable[..., Metric]] = {
-    "accuracy": Accuracy,
-    "auroc": AUROC,
-    "f1": F1,
-    "mae": MAE,
-    "mse": MSE,
-    "perplexity": Perplexity,
-    "precision": Precision,
-    "r2": R2,
-    "recall": Recall,
-    "rmse": RMSE,
-}
-"""The built-in metrics by name, besides those of texts."""
 
 _WHERE = "Trainer(metrics=...)"
 _EXPECTED = "accmt.Metric or torchmetrics.Metric objects, a MetricCollection, metrics of evaluate, or names of "
@@ -81,11 +61,10 @@ def _build_one(value: Any, name: str | None) -> Metric:
         return function
     if isinstance(value, str):
         return _find_by_name(value)() if name is None else _find_by_name(value)(name)
-    if is_torch_metric(value):
-        return TorchMetric(value, name)
-    if is_evaluation_module(value):
-        of_package: Metric = addon("evaluation_metric")(value, name)
-        return of_package
+    if is_torch_metric(value) or is_evaluation_module(value):
+        wrap = addon("torch_metric" if is_torch_metric(value) else "evaluation_metric")
+        wrapped: Metric = wrap(value, name)
+        return wrapped
     if not isinstance(value, Metric):
         if isfunction(value):
             called = f"{value.__name__}(predictions, references)"
@@ -99,38 +78,20 @@ def _build_one(value: Any, name: str | None) -> Metric:
         raise _wrong_value(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
     if name not in (None, value.name):
         got = f"the name {name!r} for a {type(value).__name__} named {value.name!r}"
-        made = f"{type(value).__name__}(name={name!r})"
-        if isinstance(value, TorchMetric):
-            made = f"TorchMetric(metric, {name!r}) from accmt.metrics"
-        raise _wrong_value(got, f"{made}, or metrics=[...] without names")
+        raise _wrong_value(got, f"{type(value).__name__}(..., name={name!r}), or metrics=[...] without names")
     return value
-
-
-def find_metric(name: str) -> Callable[..., Metric]:
-    """Return the built-in metric of a name, an add-on's, or another package's.
-
-    Raises:
-        KeyError: Nothing has this name.
-    """
-    if name in BUILTIN:
-        return BUILTIN[name]
-    metric: Callable[..., Metric] = find("accmt.metrics", name)
-    return metric
 
 
 def _find_by_name(name: str) -> Callable[..., Metric]:
     try:
-        return find_metric(name)
+        metric: Callable[..., Metric] = find("accmt.metrics", name)
     except KeyError:
-        known_names = _known_names()
+        known_names = names("accmt.metrics")
         begun = [known for known in known_names if known.startswith(name.lower())]
         nearest = begun or get_close_matches(name.lower(), known_names, n=1)
         do = f"metrics=[{nearest[0]!r}]" if nearest else "a custom metric: class MyMetric(Metric)"
         raise _wrong_value(repr(name), do) from None
-
-
-def _known_names() -> list[str]:
-    return sorted({*BUILTIN, *names("accmt.metrics")})
+    return metric
 
 
 def _require_distinct(names: list[str]) -> None:
@@ -139,4 +100,4 @@ def _require_distinct(names: list[str]) -> None:
 
 
 def _wrong_value(got: str, do: str) -> MetricError:
-    return MetricError(explain(_WHERE, got, _EXPECTED + ", ".join(_known_names()), do))
+    return MetricError(explain(_WHERE, got, _EXPECTED + ", ".join(names("accmt.metrics")), do))

@@ -24,10 +24,10 @@ from accmt.errors import AccmtError, SavingError, explain
 from accmt.files import current_folder
 from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
-from accmt.metrics.building import find_metric
 from accmt.options import Settings
 from accmt.options.saving import LAST
 from accmt.processes import run_on_main_process
+from accmt.registry import find
 from accmt.run import Run
 from accmt.saving import (
     RUN_KEY,
@@ -344,7 +344,7 @@ def _name_metrics(metrics: Any) -> Any:
         return {name: _name_metrics(item) for name, item in metrics.items()}
     if not isinstance(metrics, Metric) or metrics.name not in METRIC_NAMES:
         return metrics
-    kind: Any = find_metric(metrics.name)
+    kind: Any = find("accmt.metrics", metrics.name)
     has_plain_name = kind is type(metrics) and list(inspect.signature(kind).parameters) == ["name"]
     return metrics.name if has_plain_name else metrics
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from accmt.data.seeding import derive_seed
 from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, explain, nearest
-from accmt.metrics.building import find_metric
 from accmt.options.changes import RULES
 from accmt.options.checks import is_number, whole
 from accmt.options.optimizer_and_scheduler_arguments import check_names
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers
 from accmt.options.settings import Settings
 from accmt.options.yaml_reader import KEYS, Document, Fault, KeyPath, describe, read_document, suggest
+from accmt.registry import find
 from accmt.saving.selection import METRIC_NAMES
 
 try:
@@ -622,7 +622,7 @@ def direction_of(name: str) -> str | None:
         return "min"
     if plain not in METRIC_NAMES:
         return None
-    return "max" if find_metric(plain)().greater_is_better else "min"
+    return "max" if find("accmt.metrics", plain)().greater_is_better else "min"
 
 
 def _label(choice: Any) -> Any:
