@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from accmt.addons.curricula import StepsCurriculum as StepsCurriculum
     from accmt.addons.hub import PushToHub as PushToHub
     from accmt.addons.merging import merge_adapter as merge_adapter
+    from accmt.addons.outputs import OutputCollector as OutputCollector
+    from accmt.addons.outputs import gather_on_cpu as gather_on_cpu
+    from accmt.addons.prediction_metrics import AUROC as AUROC
+    from accmt.addons.prediction_metrics import F1 as F1
+    from accmt.addons.prediction_metrics import MAE as MAE
+    from accmt.addons.prediction_metrics import MSE as MSE
+    from accmt.addons.prediction_metrics import R2 as R2
+    from accmt.addons.prediction_metrics import RMSE as RMSE
+    from accmt.addons.prediction_metrics import Perplexity as Perplexity
+    from accmt.addons.prediction_metrics import Precision as Precision
+    from accmt.addons.prediction_metrics import Recall as Recall
     from accmt.addons.prefer.distillation import DistillationModule as DistillationModule
     from accmt.addons.prefer.module import PreferenceModule as PreferenceModule
     from accmt.addons.prefer.reward import RewardModule as RewardModule
@@ -25,6 +36,7 @@ if TYPE_CHECKING:
     from accmt.addons.sft.module import SFTModule as SFTModule
     from accmt.addons.swa import SWA as SWA
     from accmt.addons.sweep.worker import Sweep as Sweep
+    from accmt.addons.temperature import TemperatureSampler as TemperatureSampler
     from accmt.addons.trackers.aim import Aim as Aim
     from accmt.addons.trackers.clearml import ClearML as ClearML
     from accmt.addons.trackers.comet_ml import CometML as CometML
@@ -37,7 +49,6 @@ if TYPE_CHECKING:
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
-    from accmt.data import TemperatureSampler as TemperatureSampler
     from accmt.data import set_seed as set_seed
     from accmt.engine.borrowed import gather_with_gradients as gather_with_gradients
     from accmt.errors import AccmtError as AccmtError
@@ -67,19 +78,8 @@ if TYPE_CHECKING:
     from accmt.errors import TrackerError as TrackerError
     from accmt.errors import UnknownArgumentError as UnknownArgumentError
     from accmt.errors import WeightsError as WeightsError
-    from accmt.metrics import AUROC as AUROC
-    from accmt.metrics import F1 as F1
-    from accmt.metrics import MAE as MAE
-    from accmt.metrics import MSE as MSE
-    from accmt.metrics import R2 as R2
-    from accmt.metrics import RMSE as RMSE
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
-    from accmt.metrics import OutputCollector as OutputCollector
-    from accmt.metrics import Perplexity as Perplexity
-    from accmt.metrics import Precision as Precision
-    from accmt.metrics import Recall as Recall
-    from accmt.metrics import gather_on_cpu as gather_on_cpu
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.optimization import ChainedOptimizer as ChainedOptimizer
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
-    "AUROC": "accmt.metrics",
+    "AUROC": "accmt.addons.prediction_metrics",
     "AcceleratorModule": "accmt.module",
     "AccmtError": "accmt.errors",
     "Accuracy": "accmt.metrics",
@@ -138,7 +138,7 @@ _HOMES = {
     "SWA": "accmt.addons.swa",
     "Sweep": "accmt.addons.sweep.worker",
     "ExtendedAcceleratorModule": "accmt.module",
-    "F1": "accmt.metrics",
+    "F1": "accmt.addons.prediction_metrics",
     "Failures": "accmt.options.failures",
     "Handler": "accmt.options.failures",
     "HyperParameterError": "accmt.errors",
@@ -147,9 +147,9 @@ _HOMES = {
     "HyperParameters": "accmt.options",
     "LambdaCallback": "accmt.callbacks",
     "Limits": "accmt.options.data",
-    "MAE": "accmt.metrics",
+    "MAE": "accmt.addons.prediction_metrics",
     "MLFlow": "accmt.addons.trackers.mlflow",
-    "MSE": "accmt.metrics",
+    "MSE": "accmt.addons.prediction_metrics",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
     "MetricError": "accmt.errors",
@@ -161,12 +161,12 @@ _HOMES = {
     "NoCheckpointError": "accmt.errors",
     "NonFiniteError": "accmt.errors",
     "Optimizer": "accmt.options",
-    "OutputCollector": "accmt.metrics",
+    "OutputCollector": "accmt.addons.outputs",
     "PackageConflictError": "accmt.errors",
     "ParallelismOptions": "accmt.options.running",
     "PatienceOptions": "accmt.options.saving",
-    "Perplexity": "accmt.metrics",
-    "Precision": "accmt.metrics",
+    "Perplexity": "accmt.addons.prediction_metrics",
+    "Precision": "accmt.addons.prediction_metrics",
     "Preempted": "accmt.errors",
     "PreferenceModule": "accmt.addons.prefer.module",
     "ProcessFailedError": "accmt.errors",
@@ -174,11 +174,11 @@ _HOMES = {
     "StepDiffersError": "accmt.errors",
     "StoreError": "accmt.errors",
     "PushToHub": "accmt.addons.hub",
-    "R2": "accmt.metrics",
-    "RMSE": "accmt.metrics",
+    "R2": "accmt.addons.prediction_metrics",
+    "RMSE": "accmt.addons.prediction_metrics",
     "RangeCurriculum": "accmt.addons.curricula",
     "RatioCurriculum": "accmt.addons.curricula",
-    "Recall": "accmt.metrics",
+    "Recall": "accmt.addons.prediction_metrics",
     "RewardModule": "accmt.addons.prefer.reward",
     "SFTModule": "accmt.addons.sft.module",
     "Scheduler": "accmt.options",
@@ -186,7 +186,7 @@ _HOMES = {
     "CombinedError": "accmt.errors",
     "StepsCurriculum": "accmt.addons.curricula",
     "SwanLab": "accmt.addons.trackers.swanlab",
-    "TemperatureSampler": "accmt.data",
+    "TemperatureSampler": "accmt.addons.temperature",
     "TensorBoard": "accmt.tracking.trackers.tensorboard",
     "TorchFlags": "accmt.options.running",
     "TrackerError": "accmt.errors",
@@ -199,7 +199,7 @@ _HOMES = {
     "WeightsError": "accmt.errors",
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",
-    "gather_on_cpu": "accmt.metrics",
+    "gather_on_cpu": "accmt.addons.outputs",
     "gather_with_gradients": "accmt.engine.borrowed",
     "merge_adapter": "accmt.addons.merging",
     "on_last_process": "accmt.processes",

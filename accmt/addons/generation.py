@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from accmt.addons.benchmark_tasks import TaskSection, find_tokenizer, read_tasks
+from accmt.addons.text_metrics import TextMetric
 from accmt.data import MicroBatch
 from accmt.errors import ArgumentError, HyperParameterError, explain, nearest
 from accmt.features.hooks import Feature
 from accmt.messages import warn_once
-from accmt.metrics import TextMetric
-from accmt.metrics.builtin import IGNORED
+from accmt.metrics.accuracy import IGNORED
 from accmt.options.checks import is_off
 from accmt.options.yaml_reader import Fault, describe, suggest
 from accmt.processes import data_index, gather_from_data, run_on_main_process

@@ -2,6 +2,7 @@
 
 from accmt.data.base import Source as Source
 from accmt.data.base import SourceOptions as SourceOptions
+from accmt.data.batches import LargestBatch as LargestBatch
 from accmt.data.batches import MicroBatch as MicroBatch
 from accmt.data.batches import count_samples as count_samples
 from accmt.data.batches import first_dimension as first_dimension
@@ -10,14 +11,7 @@ from accmt.data.collate import build_collate as build_collate
 from accmt.data.collate import in_buckets as in_buckets
 from accmt.data.fetching import BadSample as BadSample
 from accmt.data.fetching import note_dead_worker as note_dead_worker
-from accmt.data.lengths import StreamGroups as StreamGroups
-from accmt.data.lengths import group_dataset as group_dataset
-from accmt.data.lengths import known_lengths as known_lengths
-from accmt.data.packing import DocumentPacker as DocumentPacker
-from accmt.data.packing import pack_by_tokens as pack_by_tokens
-from accmt.data.packing import packed_tokens as packed_tokens
 from accmt.data.samplers import Shard as Shard
-from accmt.data.samplers import TemperatureSampler as TemperatureSampler
 from accmt.data.seeding import derive_seed as derive_seed
 from accmt.data.seeding import draw_seed as draw_seed
 from accmt.data.seeding import preserve_generators as preserve_generators
@@ -27,16 +21,7 @@ from accmt.data.sources import UnshardedSource as UnshardedSource
 from accmt.data.sources import build_source as build_source
 from accmt.data.sources import is_stream as is_stream
 from accmt.data.sources import require_readable as require_readable
-from accmt.data.token_budget import TokenBudget as TokenBudget
-from accmt.data.token_budget import cut_by_tokens as cut_by_tokens
-from accmt.data.token_budget import padded_tokens as padded_tokens
 from accmt.data.windows import ByCount as ByCount
-from accmt.data.windows import ByFunction as ByFunction
-from accmt.data.windows import ByPackedRows as ByPackedRows
-from accmt.data.windows import ByTokens as ByTokens
-from accmt.data.windows import ByTokensInEvaluation as ByTokensInEvaluation
 from accmt.data.windows import Grouping as Grouping
 from accmt.data.windows import Loader as Loader
 from accmt.data.windows import Window as Window
-from accmt.data.windows import keep_samples as keep_samples
-from accmt.data.windows import take_apart as take_apart

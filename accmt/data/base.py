@@ -13,7 +13,6 @@ from accmt.data.batches import MicroBatch
 from accmt.data.collate import collate_or_explain
 from accmt.data.fetching import Fetched, WorkerStart
 from accmt.data.fingerprints import Rows, compare
-from accmt.data.lengths import StreamGroups
 from accmt.data.samplers import Plan, Shard
 from accmt.data.seeding import derive_seed
 from accmt.errors import DataError, explain
@@ -111,7 +110,7 @@ class SourceOptions:
         pin_memory: Whether batches are pinned.
         skips_bad: Whether samples that cannot be read are skipped.
         also_read: Other data that is read meanwhile; it may be the same.
-        groups: How a stream's samples are grouped by length; None does not group them.
+        group_stream: Returns a stream with its samples in groups, given the stream and the run's seed.
     """
 
     purpose: str
@@ -130,7 +129,7 @@ class SourceOptions:
     pin_memory: bool = False
     skips_bad: bool = False
     also_read: Sequence[Any] = ()
-    groups: StreamGroups | None = None
+    group_stream: Callable[[Any, int], Any] | None = None
 
     @property
     def kind(self) -> str:

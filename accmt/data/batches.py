@@ -102,6 +102,20 @@ class MicroBatch:
         return None if self.cut is None else self.cut.places
 
 
+class LargestBatch(NamedTuple):
+    """The largest micro-batch of the data, or one of about that size.
+
+    Attributes:
+        batch: The batch.
+        num_samples: Its number of samples.
+        longest: The length of its longest sample.
+    """
+
+    batch: Any
+    num_samples: int
+    longest: int
+
+
 def count_samples(batch: Any, collated: int | None) -> int:
     """Return the number of samples in a batch.
 

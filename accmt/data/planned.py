@@ -42,7 +42,7 @@ from accmt.data.samplers import (
     Plan,
     UserBatches,
     call_set_epoch,
-    check_labels,
+    check_length,
     is_user_class,
 )
 from accmt.data.seeding import preserve_generators
@@ -272,7 +272,7 @@ class DatasetSource(PlannedSource):
         sampler = options.sampler
         if callable(sampler) and not isinstance(sampler, Sampler):
             sampler = sampler(dataset)
-        check_labels(sampler, dataset)
+        check_length(sampler, dataset)
         options = options.without_second_sharding(sampler)
         self._has_user_order = sampler is not None and is_user_class(sampler)
         permute = getattr(dataset, "shuffle_rows", None)
@@ -305,7 +305,7 @@ class BatchesSource(PlannedSource):
     _unit = "batches"
 
     def __init__(self, user_loader: DataLoader[Any], options: SourceOptions) -> None:
-        check_labels(user_loader.sampler, user_loader.dataset)
+        check_length(user_loader.sampler, user_loader.dataset)
         batch_sampler: Any = user_loader.batch_sampler
         order = UserBatches(batch_sampler, options.seed)
         options = replace(options, batch_size=1, micro_batches_per_batch=1)  # the plan counts the user's batches

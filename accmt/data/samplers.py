@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ from accmt.data.seeding import (
     state_of,
     user_seed,
 )
-from accmt.errors import ArgumentError, DataError, explain
 from accmt.processes import broadcast_object
 from accmt.state import Stateful
 
@@ -163,6 +162,13 @@ class TensorSampler(Sampler[int]):
     def draw(self) -> torch.Tensor:
         """Draw the indices of an epoch from torch's generator."""
         raise NotImplementedError
+
+    def check_length(self, length: int) -> None:
+        """Check that this sampler is one for a dataset of `length` samples.
+
+        Raises:
+            DataError: It is not.
+        """
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.draw().tolist())
@@ -431,85 +437,7 @@ class GlobalBatchSampler(Sampler[BatchIndices]):
         return self._drawn
 
 
-# ---- Sampling classes more evenly
-
-
-class TemperatureSampler(TensorSampler):
-    """Draws each class c with probability proportional to (n_c / N) ** (1 / temperature), and its samples uniformly.
-
-    Temperature 1 keeps the class frequencies of the data; a high temperature makes them equal. Samples are drawn with
-    replacement; with `Trainer(sampler=TemperatureSampler(labels, 3.0))`, the draw depends on (seed, epoch).
-
-    Source: Arivazhagan et al. 2019, "Massively Multilingual Neural Machine Translation in the Wild", section 4.
-
-    Args:
-        labels: The class of each sample, in the order of the dataset: a list, tensor, array or column; numbers or
-            strings.
-        temperature: A number above 0; below 1, frequent classes become more frequent. `math.inf` draws all equally.
-        num_samples: Samples per epoch; None means as many as there are labels.
-
-    Raises:
-        ArgumentError: The temperature or the number is invalid.
-        DataError: There are no labels, or a sample has several.
-    """
-
-    def __init__(self, labels: Iterable[Any], temperature: float = 1.0, num_samples: int | None = None) -> None:
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
-            raise self._wrong(
-                "temperature", temperature, "a number above 0", "temperature=1.0 to keep the class frequencies"
-            )
-        if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-            raise self._wrong(
-                "num_samples",
-                num_samples,
-                "a whole number of at least 1",
-                "omit num_samples to draw as many as there are labels",
-            )
-        # Tensors are never equal as dict keys.
-        items = labels.tolist() if hasattr(labels, "tolist") else labels
-        values = [label.item() if getattr(label, "ndim", None) == 0 else label for label in items]
-        wrong = next((value for value in values if isinstance(value, tuple) or not isinstance(value, Hashable)), None)
-        if wrong is not None:  # tuples are samples: equal ones would become separate classes
-            got, do = f"a label of type {type(wrong).__name__}", "convert each label to one number or string"
-            raise DataError(explain("TemperatureSampler(labels=...)", got, "one class per sample", do))
-        if not values:
-            do = "check the data's column and filters"
-            raise DataError(explain("TemperatureSampler(labels=...)", "no labels", "one label per sample", do))
-        numbers: dict[Any, int] = {}  # of classes, in order of first occurrence
-        classes = torch.tensor([numbers.setdefault(value, len(numbers)) for value in values])
-        self.num_labels = len(classes)
-        self._num_samples = num_samples or self.num_labels
-        self._counts = classes.bincount()
-        self._starts = self._counts.cumsum(0) - self._counts
-        self._by_class = classes.argsort(stable=True)
-        # As a softmax: powers of small probabilities would underflow at a low temperature.
-        self.probabilities = (self._counts.double().log() / temperature).softmax(0)
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def draw(self) -> torch.Tensor:
-        """Draw the indices of an epoch `[num_samples]` from torch's generator."""
-        drawn = torch.multinomial(self.probabilities, self._num_samples, replacement=True)
-        places = torch.rand(self._num_samples, dtype=torch.float64) * self._counts[drawn]
-        return self._by_class[self._starts[drawn] + places.long()]
-
-    def check_length(self, length: int) -> None:
-        """Check that there are `length` labels.
-
-        Raises:
-            DataError: There are more or fewer.
-        """
-        if length != self.num_labels:
-            got, expected = f"{self.num_labels} labels", f"{length} labels, one per sample"
-            do = 'pass the labels of the training data: TemperatureSampler(train["label"], ...)'
-            raise DataError(explain("TemperatureSampler", got, expected, do))
-
-    def _wrong(self, name: str, value: Any, expected: str, do: str) -> ArgumentError:
-        return ArgumentError(explain(f"TemperatureSampler({name}=...)", f"{value!r}", expected, do))
-
-
-def check_labels(sampler: Any, dataset: Any) -> None:
-    """Check that a sampler with labels has one for each sample of a dataset."""
-    if isinstance(sampler, TemperatureSampler):
+def check_length(sampler: Any, dataset: Any) -> None:
+    """Check that a sampler that knows for how many samples it was made gets as many."""
+    if isinstance(sampler, TensorSampler):
         sampler.check_length(len(dataset))

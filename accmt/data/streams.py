@@ -371,8 +371,8 @@ class StreamSource(SequentialSource):
         if not isinstance(data, IterableDataset):
             options = replace(options, num_workers=min(options.num_workers, 1))
         source = data
-        if options.groups is not None:
-            data = options.groups.group(data, options.seed)
+        if options.group_stream is not None:
+            data = options.group_stream(data, options.seed)
         self._data = data
         self._readers = _count_readers(options.num_workers)
         self._global_batch_size = options.batch_size * options.shard.count

@@ -12,7 +12,7 @@ from torch import nn
 from accmt.data import MicroBatch
 from accmt.engine.borrowed import running_uneven_step
 from accmt.engine.meta_device import fill
-from accmt.engine.quantized import try_quantized_layers
+from accmt.engine.quantized import find_quantized
 from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_container, require_same_tensors
 from accmt.engine.shards import is_on_meta
 from accmt.engine.sync_batchnorm import (
@@ -24,6 +24,7 @@ from accmt.engine.sync_batchnorm import (
 from accmt.libraries.private_names import buffers_of, forget_prepared, prepare_alone
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
+from accmt.registry import addon
 from accmt.saving.weights import ShardedState, WholeState
 from accmt.sharded_tensors import is_expanded
 
@@ -95,9 +96,9 @@ class Engine:
             move(model, self.accelerator.device)
         if self.accelerator.mixed_precision in ("fp16", "bf16"):
             hold_in_float32(model)
-        if places:
+        if places and any(True for _ in find_quantized(model)):
             with autocast(self.accelerator):
-                try_quantized_layers(model)
+                addon("try_quantized_layers")(model)
 
     def require_optimizer(self, optimizer: Any) -> None:
         """Check that the optimizer supports the parameters as they are trained."""

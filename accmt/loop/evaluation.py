@@ -21,12 +21,11 @@ from accmt.libraries.private_names import count_writes
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
-from accmt.metrics.builtin import NoExpectedTextError
-from accmt.metrics.collector import consolidate, find_members, require_members
-from accmt.metrics.results import describe, find_scalar
+from accmt.metrics.results import TooFewSamplesError, describe, find_scalar
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
 from accmt.precision import autocast
 from accmt.processes import broadcast_object, data_index, gather_objects, num_processes, sum_over_data
+from accmt.registry import addon
 from accmt.run import TEST_LOSS, EvaluationRun, Run
 from accmt.saving import name_by_rules
 from accmt.state import Stage
@@ -180,10 +179,11 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
             results |= add_results(stage)
         settings = run.settings.evaluation.metric_options
         if settings.averages is not None and results:
+            averages = addon("averages")(settings.averages, settings.derived)
             metrics = _without_losses(run, results)
             if run.state.fn == "fit":  # a manual evaluation may use other sets
-                require_members(settings.averages, list(metrics))
-            results |= consolidate(settings.averages, settings.derived, metrics)
+                averages.require_members(list(metrics))
+            results |= averages.compute(metrics)
         return results
 
 
@@ -198,7 +198,7 @@ def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
     settings = run.settings.evaluation.metric_options
     if settings.averages is None or settings.report_all:
         return dict(results)
-    members = find_members(settings.averages, list(_without_losses(run, results)))
+    members = addon("averages")(settings.averages).find_members(list(_without_losses(run, results)))
     hidden = set(chain(*members.values())) - members.keys()
     return {name: value for name, value in results.items() if name not in hidden}
 
@@ -230,7 +230,7 @@ _MISTAKES = (AccmtError, AttributeError, ImportError, MemoryError, NameError, No
 def _handle_error_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
     """Raise errors that would also occur with all data; only warn about a metric that may need the whole set."""
     name = metric.name
-    if not is_cut or (isinstance(error, _MISTAKES) and not isinstance(error, NoExpectedTextError)):
+    if not is_cut or (isinstance(error, _MISTAKES) and not isinstance(error, TooFewSamplesError)):
         batches = "the first batches" if is_cut else "all batches"
         error.add_note(f"This happened in the trial before training, when computing {name!r} over {batches} of a set.")
         raise error

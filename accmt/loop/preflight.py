@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accmt.checkpoint.retention import estimate_size, estimate_state, find_shortage
-from accmt.data.lengths import LargestBatch
+from accmt.data import LargestBatch
 from accmt.errors import AccmtError, is_out_of_memory
 from accmt.files import format_bytes, free_space
 from accmt.huggingface import is_peft_model

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
-import numpy as np
 import torch
 
 from accmt.errors import ModuleContractError, explain
@@ -104,126 +103,6 @@ class WeightedSum:
         return values.to(weights.device, non_blocking=True) if values.device.type == "cpu" else values, weights
 
 
-_Array: TypeAlias = np.ndarray[Any, Any]
-
-
-class GroupedSum:
-    """Sums of the losses of samples in groups. Adding only keeps references; sums are computed when they are needed.
-
-    The samples are summed one after the other, so that the bits of the sums do not depend on when that happens.
-
-    Args:
-        names: The names of the groups.
-        find_groups: Returns the number of the group of each sample, by their positions in the data.
-    """
-
-    LOSS, WEIGHT, SAMPLES, UNKNOWN = "loss__", "weight__", "samples__", "samples_of_unknown_loss"
-    MOST_WAITING = 1024
-    """After this many batches without a row, their samples are summed, which waits for the device."""
-
-    def __init__(self, names: Sequence[str], find_groups: Callable[[_Array], _Array]) -> None:
-        self._names = list(names)
-        self._find_groups = find_groups
-        self._entries: list[tuple[_Array, torch.Tensor, Weight]] = []
-        self._sums: _Array | None = None  # [4, groups]: loss x weight, weights, samples, and samples without a loss
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was added since the last `take`."""
-        return not self._entries and self._sums is None
-
-    def add(self, samples: Sequence[int] | _Array, losses: torch.Tensor, weights: Weight) -> None:
-        """Add the samples of one batch.
-
-        Args:
-            samples: Their positions in the data, at least one.
-            losses: Their detached losses `[samples]`, or their mean, which is that of a group if all are of one.
-            weights: Their weights `[samples]`, or the sum of equal ones.
-        """
-        self._entries.append((np.array(samples, np.int64), losses, weights))
-        if len(self._entries) >= self.MOST_WAITING:
-            self._add_waiting()
-
-    def take(self) -> Totals:
-        """Return the mean loss of each group with its weight, its total weight and its samples, and reset.
-
-        Waits for the device.
-        """
-        self._add_waiting()
-        if self._sums is None:
-            return {}
-        losses, weights, samples, unknown = self._sums.tolist()
-        self._sums = None
-        totals: Totals = {self.UNKNOWN: (sum(unknown), None)}
-        for name, loss, weight, number in zip(self._names, losses, weights, samples, strict=True):
-            totals[self.LOSS + name] = loss, weight
-            totals[self.WEIGHT + name] = weight, None
-            totals[self.SAMPLES + name] = number, None
-        return totals
-
-    def copy(self) -> GroupedSum:
-        """Return a copy that shares the values, which are never modified."""
-        copied = GroupedSum(self._names, self._find_groups)
-        copied._entries, copied._sums = self._entries.copy(), self._sums
-        return copied
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums. Waits for the device."""
-        self._add_waiting()
-        return {"names": self._names, "sums": None if self._sums is None else self._sums.tolist()}
-
-    def add_state(self, state: Mapping[str, Any]) -> None:
-        """Add a `state_dict` of this or another process."""
-        if state["names"] != self._names or state["sums"] is None:
-            return  # the groups of another run, or nothing
-        sums = np.array(state["sums"], np.float64)
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def _add_waiting(self) -> None:
-        """Add the waiting batches to the sums."""
-        if not self._entries:
-            return
-        (samples, losses, weights), self._entries = zip(*self._entries, strict=True), []
-        sizes = np.array([len(positions) for positions in samples])
-        groups = self._find_groups(np.concatenate(samples))
-        weight, count = _weights_of_samples(weights, sizes), len(self._names)
-        before = np.zeros((4, count)) if self._sums is None else self._sums
-        unknown = before[3]
-        if not all(loss.ndim for loss in losses):
-            begins = sizes.cumsum() - sizes
-            is_of_one = np.minimum.reduceat(groups, begins) == np.maximum.reduceat(groups, begins)
-            is_known = (is_of_one | [loss.ndim > 0 for loss in losses]).repeat(sizes)
-            weight = np.where(is_known, weight, 0.0)
-            unknown = unknown + np.bincount(groups, ~is_known, minlength=count)
-        loss = np.where(weight == 0, 0.0, _concatenate(losses, sizes))  # that of no target may be NaN
-        places = np.concatenate([np.arange(count), groups])  # `bincount` adds in this order
-        lost, weighed = (
-            np.bincount(places, np.concatenate(part)) for part in zip(before[:2], (loss * weight, weight), strict=True)
-        )
-        numbers = before[2] + np.bincount(groups, minlength=count)
-        self._sums = np.array([lost, weighed, numbers, unknown])
-
-
-def _weights_of_samples(weights: Sequence[Weight], sizes: _Array) -> _Array:
-    """Return the weight of each sample; where a batch has only the sum of them, they are equal."""
-    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
-    if not tensors:
-        return (np.array(weights, np.float64) / sizes).repeat(sizes)
-    if len(tensors) < len(weights):
-        tensors = [torch.as_tensor(weight, dtype=torch.float64, device="cpu") for weight in weights]
-    shared_by = np.where([tensor.ndim == 0 for tensor in tensors], sizes, 1)
-    return _concatenate(tensors, sizes) / shared_by.repeat(sizes)
-
-
-def _concatenate(values: Sequence[torch.Tensor], sizes: _Array) -> _Array:
-    """Return a number for each sample of some batches; the scalars of batches are repeated. Waits for the device."""
-    if len({value.device for value in values}) > 1:
-        values = [value.cpu() for value in values]
-    parts = [value if value.ndim else value.expand(size) for value, size in zip(values, sizes, strict=True)]
-    concatenated: _Array = torch.cat(parts).cpu().double().numpy()
-    return concatenated
-
-
 def _read(values: Sequence[Weight]) -> list[float]:
     """Return the numbers, with a single transfer for those on a device, which waits for it."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -259,6 +138,17 @@ Totals: TypeAlias = dict[str, tuple[float, float | None]]
 """By name, a sum and its weight; the weight is None if the value is a total, not an average."""
 
 
+class AttachedSums(Protocol):
+    """Sums of an add-on, which are kept like logged values."""
+
+    @property
+    def is_empty(self) -> bool: ...
+    def take(self) -> Totals: ...
+    def copy(self) -> AttachedSums: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def add_state(self, state: Mapping[str, Any]) -> None: ...
+
+
 class LoggedValues:
     """The logged values of one phase: training, or the evaluation of one set.
 
@@ -273,13 +163,13 @@ class LoggedValues:
         self.is_open = True
         self._sums: dict[str, WeightedSum] = {}
         self._totals: set[str] = set()
-        self._groups: GroupedSum | None = None
-        self._states_of_groups: list[Mapping[str, Any]] = []  # until somebody asks for the groups
+        self._attached: AttachedSums | None = None
+        self._states_of_attached: list[Mapping[str, Any]] = []  # until they are attached
         self._waiting: list[tuple[str, torch.Tensor]] | None = None
         self._weight: Weight = 1.0
 
     def __len__(self) -> int:
-        return len(self._sums) + (self._groups is not None and not self._groups.is_empty)
+        return len(self._sums) + (self._attached is not None and not self._attached.is_empty)
 
     def begin_batch(self) -> None:
         """Let values wait for the weight of the new batch; the waiting values of a failed batch are dropped."""
@@ -321,13 +211,11 @@ class LoggedValues:
         else:
             self._waiting.append((name, scalar))
 
-    def grouped(self, names: Sequence[str], find_groups: Callable[[_Array], _Array]) -> GroupedSum:
-        """Return the sums of the losses of samples in groups, which are taken together with the other values."""
-        if self._groups is None:
-            self._groups = GroupedSum(names, find_groups)
-            for state in self._states_of_groups:
-                self._groups.add_state(state)
-        return self._groups
+    def attach(self, sums: AttachedSums) -> None:
+        """Let sums travel with the logged values: into rows, copies and checkpoints."""
+        self._attached = sums
+        for state in self._states_of_attached:
+            sums.add_state(state)
 
     def end_batch(
         self,
@@ -351,7 +239,7 @@ class LoggedValues:
         sums = {name: values.take() for name, values in self._sums.items()}
         totals = {name: (total, None if name in self._totals else weight) for name, (total, weight) in sums.items()}
         self._sums, self._totals = {}, set()
-        return totals if self._groups is None else totals | self._groups.take()
+        return totals if self._attached is None else totals | self._attached.take()
 
     def copy(self) -> LoggedValues:
         """Return a copy that shares the values, which are never modified."""
@@ -359,7 +247,7 @@ class LoggedValues:
         copied.__dict__.update(self.__dict__)
         copied._sums = {name: values.copy() for name, values in self._sums.items()} if self._sums else {}
         copied._totals = self._totals.copy()
-        copied._groups = None if self._groups is None else self._groups.copy()
+        copied._attached = None if self._attached is None else self._attached.copy()
         copied._waiting = None if self._waiting is None else self._waiting.copy()
         return copied
 
@@ -368,7 +256,7 @@ class LoggedValues:
             "sums": {name: values.state_dict() for name, values in self._sums.items()},
             "totals": sorted(self._totals),
             "weight": float(self._weight),
-            "groups": None if self._groups is None else self._groups.state_dict(),
+            "groups": None if self._attached is None else self._attached.state_dict(),
         }
 
     def add_state(self, state: Mapping[str, Any]) -> None:
@@ -377,10 +265,10 @@ class LoggedValues:
             self._sums.setdefault(name, WeightedSum()).add_state(values)
         self._totals.update(state["totals"])
         self._weight = state["weight"]
-        if state["groups"] is not None and self._groups is not None:
-            self._groups.add_state(state["groups"])
+        if state["groups"] is not None and self._attached is not None:
+            self._attached.add_state(state["groups"])
         elif state["groups"] is not None:
-            self._states_of_groups.append(state["groups"])
+            self._states_of_attached.append(state["groups"])
 
     def _weigh(self, name: str, value: torch.Tensor) -> None:
         self._sums[name].add(value, 1.0 if name in self._totals else self._weight)

@@ -5,41 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from importlib import import_module
-from inspect import isfunction, signature
-from pathlib import Path
+from inspect import isfunction
 from typing import Any
 
 from accmt.errors import MetricError, explain
-from accmt.metrics.builtin import (
-    AUROC,
-    CER,
-    F1,
-    MAE,
-    MSE,
-    R2,
-    RMSE,
-    WER,
-    Accuracy,
-    ChrF,
-    ExactMatch,
-    Perplexity,
-    Precision,
-    Recall,
-    Rouge,
-    SacreBLEU,
-    TextFunction,
-)
 from accmt.metrics.metric import Metric, ReportedValue
-from accmt.metrics.results import describe, find_scalar, metric_error
-from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
-from accmt.options.checks import as_float
-from accmt.registry import find, names
-
-# ---- Metrics of the `evaluate` package, which most transformers examples use
+from accmt.metrics.results import describe
+from accmt.registry import addon, find, names
 
 
-_LOWER_IS_BETTER = {"brier_score", "cer", "mae", "mape", "mase", "mse", "perplexity", "rmse", "smape", "ter", "wer"}
+def is_torch_metric(value: Any) -> bool:
+    """Return whether a value is a `torchmetrics.Metric` or `MetricCollection`, without importing the package."""
+    package = sys.modules.get("torchmetrics")
+    return package is not None and isinstance(value, package.Metric | package.MetricCollection)
 
 
 def is_evaluation_module(value: Any) -> bool:
@@ -48,58 +26,8 @@ def is_evaluation_module(value: Any) -> bool:
     return any(kind.__module__ == "evaluate.module" and kind.__name__ in names for kind in type(value).__mro__)
 
 
-class EvaluationMetric(Metric):
-    """A metric of `evaluate`, such as `evaluate.load("f1")`, computed over the whole set on the main process.
-
-    Lists and dicts in its results, such as the scores of single classes, are left out.
-
-    Args:
-        module: The metric.
-        name: The key under which `validation_step` returns predictions and references; None uses the metric's own name.
-    """
-
-    def __init__(self, module: Any, name: str | None = None) -> None:
-        own = str(getattr(module, "name", None) or type(module).__name__.lower())
-        super().__init__(name or own, greater_is_better=own not in _LOWER_IS_BETTER)
-        self._module = module
-
-    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """Return the numbers that the metric computes; a single number gets this metric's name."""
-        result = self._module.compute(predictions=predictions, references=references)
-        found = {name: find_scalar(value) for name, value in result.items()} if isinstance(result, Mapping) else {}
-        numbers = {name: as_float(scalar) for name, scalar in found.items() if scalar is not None}
-        if self.main_metric not in numbers and len(numbers) == 1:
-            return {self.main_metric: next(iter(numbers.values()))}
-        if self.main_metric not in numbers:
-            expected = f"an entry {self.name!r} for model selection, or a single number"
-            do = f"use the name of an entry: metrics={{{next(iter(numbers), 'accuracy')!r}: ...}}"
-            raise metric_error(self.name, f"compute returned the entries {list(numbers)}", expected, do)
-        return numbers
-
-
-BUILTIN: dict[str, Callable[..., Metric]] = {
-    "accuracy": Accuracy,
-    "auroc": AUROC,
-    "cer": CER,
-    "chrf": ChrF,
-    "exact_match": ExactMatch,
-    "f1": F1,
-    "mae": MAE,
-    "mse": MSE,
-    "perplexity": Perplexity,
-    "precision": Precision,
-    "r2": R2,
-    "recall": Recall,
-    "rmse": RMSE,
-    "rouge": Rouge,
-    "sacrebleu": SacreBLEU,
-    "wer": WER,
-}
-"""The built-in metrics by name."""
-
 _WHERE = "Trainer(metrics=...)"
 _EXPECTED = "accmt.Metric or torchmetrics.Metric objects, a MetricCollection, metrics of evaluate, or names of "
-_EXPECTED += ", ".join(BUILTIN)
 
 
 def build_metrics(value: Any) -> tuple[Metric, ...]:
@@ -129,13 +57,14 @@ def _build_one(value: Any, name: str | None) -> Metric:
     if isinstance(value, str) and value in ("min", "max") and name is not None:
         return ReportedValue(name, greater_is_better=value == "max")
     if isinstance(value, str) and ":" in value:
-        return _load_function(value, name)
+        function: Metric = addon("text_function")(value, name)
+        return function
     if isinstance(value, str):
-        return _find_builtin(value)() if name is None else _find_builtin(value)(name)
-    if is_torch_metric(value):
-        return TorchMetric(value, name)
-    if is_evaluation_module(value):
-        return EvaluationMetric(value, name)
+        return _find_by_name(value)() if name is None else _find_by_name(value)(name)
+    if is_torch_metric(value) or is_evaluation_module(value):
+        wrap = addon("torch_metric" if is_torch_metric(value) else "evaluation_metric")
+        wrapped: Metric = wrap(value, name)
+        return wrapped
     if not isinstance(value, Metric):
         if isfunction(value):
             called = f"{value.__name__}(predictions, references)"
@@ -149,48 +78,20 @@ def _build_one(value: Any, name: str | None) -> Metric:
         raise _wrong_value(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
     if name not in (None, value.name):
         got = f"the name {name!r} for a {type(value).__name__} named {value.name!r}"
-        made = f"{type(value).__name__}(name={name!r})"
-        if isinstance(value, TorchMetric):
-            made = f"TorchMetric(metric, {name!r}) from accmt.metrics"
-        raise _wrong_value(got, f"{made}, or metrics=[...] without names")
+        raise _wrong_value(got, f"{type(value).__name__}(..., name={name!r}), or metrics=[...] without names")
     return value
 
 
-def _find_builtin(name: str) -> Callable[..., Metric]:
-    if name not in BUILTIN:
-        known_names = [*BUILTIN, *names("accmt.metrics")]
-        if name in known_names:
-            added: Callable[..., Metric] = find("accmt.metrics", name)
-            return added
+def _find_by_name(name: str) -> Callable[..., Metric]:
+    try:
+        metric: Callable[..., Metric] = find("accmt.metrics", name)
+    except KeyError:
+        known_names = names("accmt.metrics")
         begun = [known for known in known_names if known.startswith(name.lower())]
         nearest = begun or get_close_matches(name.lower(), known_names, n=1)
-        raise _wrong_value(
-            repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a custom metric: class MyMetric(Metric)"
-        )
-    return BUILTIN[name]
-
-
-def _load_function(path: str, name: str | None) -> Metric:
-    """Return the metric of a user's function of texts, "module:function"."""
-    module, _, attribute = path.partition(":")
-    here = str(Path.cwd())
-    sys.path.append(here)  # which a command such as `accmt sft` does not do by itself
-    try:
-        function = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        do = f"write `def {attribute or 'score'}(written, expected)` in {module or 'my_metrics'}.py, in a folder that "
-        do += "Python imports from, or the working directory"
-        raise MetricError(explain(_WHERE, f"{path!r}: {error}", "a module and a function in it", do)) from error
-    finally:
-        sys.path.remove(here)
-    try:
-        signature(function).bind([], [])
-    except TypeError as error:
-        got, do = f"{path!r}: {error}", f"write `def {attribute}(written, expected)`"
-        raise MetricError(explain(_WHERE, got, "a function of two lists of strings", do)) from error
-    except ValueError:  # a function in C has no signature
-        pass
-    return TextFunction(function, name or attribute)
+        do = f"metrics=[{nearest[0]!r}]" if nearest else "a custom metric: class MyMetric(Metric)"
+        raise _wrong_value(repr(name), do) from None
+    return metric
 
 
 def _require_distinct(names: list[str]) -> None:
@@ -199,4 +100,4 @@ def _require_distinct(names: list[str]) -> None:
 
 
 def _wrong_value(got: str, do: str) -> MetricError:
-    return MetricError(explain(_WHERE, got, _EXPECTED, do))
+    return MetricError(explain(_WHERE, got, _EXPECTED + ", ".join(names("accmt.metrics")), do))

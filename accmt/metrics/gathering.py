@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from accmt.errors import ModuleContractError, explain
-from accmt.messages import say_once
-from accmt.metrics.results import metric_error, read_result, require_pair
 from accmt.processes import (
     each_once,
-    gather_from_data,
     gather_objects,
     is_counted,
     is_main_process,
     num_processes,
-    run_on_main_process,
 )
 
 T = TypeVar("T")
@@ -32,44 +27,6 @@ CHUNK_BYTES = 32_000_000
 
 Position = int | list[tuple[int, int]]
 """The index of a batch; if samples were regrouped, for each sample the index of its batch and its position there."""
-Pair = tuple[Position, Any, Any]
-"""The position of a batch, its predictions and its references."""
-
-
-class OfPairs(Protocol):
-    """The part of `Metric` needed to compute it from predictions and references."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def main_metric(self) -> str: ...
-    @property
-    def padding(self) -> float | None: ...
-
-    def compute(self, predictions: Any, references: Any) -> Any:
-        """Return the metric's values for them."""
-
-
-class GatheredPairs:
-    """Keeps predictions and references on the CPU until the metric is computed over all of them."""
-
-    def __init__(self, metric: OfPairs) -> None:
-        self._metric = metric
-        self._pairs: list[Pair] = []
-
-    def add(self, entry: Any, position: Position) -> None:
-        predictions, references = require_pair(self._metric.name, entry)
-        self._pairs.append((position, to_cpu(predictions), to_cpu(references)))
-
-    def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
-        every = gather_on_main_process(self._pairs, chunk_bytes)
-        self._pairs = []
-        return run_on_main_process(lambda: self._compute(every))
-
-    def _compute(self, every: list[list[Pair]]) -> dict[str, float]:
-        predictions, references = join_pairs(self._metric, every)
-        metric = self._metric
-        return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
 
 
 def gather_on_main_process(items: list[T], chunk_bytes: int | None = CHUNK_BYTES) -> list[list[T]]:
@@ -138,19 +95,6 @@ def to_cpu(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def join_pairs(metric: OfPairs, every: list[list[Pair]]) -> tuple[Any, Any]:
-    """Return the joined predictions and the joined references of all processes for a metric.
-
-    They have the order of the data; if samples were regrouped and not all have one entry each, the order of batches.
-    """
-    pairs, order = order_parts(every)
-    predictions = _join(metric, [predictions for _, predictions, _ in pairs])
-    references = _join(metric, [references for _, _, references in pairs])
-    if order is not None and not (_has_samples(predictions, len(order)) and _has_samples(references, len(order))):
-        order = None  # both keep the order in which they match
-    return put_in_order(predictions, order), put_in_order(references, order)
-
-
 def order_parts(every: list[list[T]], *, are_shared: bool = True) -> tuple[list[T], list[int] | None]:
     """Put the parts of all processes into one list, in the order of the data.
 
@@ -183,127 +127,3 @@ def put_in_order(joined: Any, order: list[int] | None) -> Any:
     if isinstance(joined, tuple):
         return tuple(put_in_order(value, order) for value in joined)
     return joined[order] if isinstance(joined, torch.Tensor) else [joined[index] for index in order]
-
-
-def _has_samples(joined: Any, number: int) -> bool:
-    if isinstance(joined, Mapping):
-        return all(_has_samples(value, number) for value in joined.values())
-    return len(joined) == number
-
-
-def _join(metric: OfPairs, parts: list[Any]) -> Any:
-    if all(isinstance(part, Mapping) for part in parts):
-        keys = sorted({tuple(part) for part in parts}, key=str)
-        if len({frozenset(of_part) for of_part in keys}) > 1:
-            got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
-            do = "return the same keys for every batch"
-            raise metric_error(metric.name, got, "the same keys in all batches", do)
-        return {key: _join(metric, [part[key] for part in parts]) for key in keys[0]}
-    if not all(isinstance(part, torch.Tensor) for part in parts):
-        return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
-    parts = [part.reshape(1) if part.ndim == 0 else part for part in parts]
-    shapes = sorted({tuple(part.shape[1:]) for part in parts})
-    if len(shapes) == 1:
-        return torch.cat(parts)
-    if metric.padding is None:
-        return [sample for part in parts for sample in part]
-    is_signed = all(part.dtype.is_signed for part in parts)
-    if len({len(shape) for shape in shapes}) > 1 or not is_signed:
-        got = f"samples of shapes {shapes[0]} and {shapes[-1]} in different batches, of {parts[0].dtype}"
-        expected = "samples of one shape, or of equally many dimensions and a dtype that can be padded with -100"
-        do = "pad them to one length, flatten them, return lists, or set padding = None in the metric's class"
-        raise metric_error(metric.name, got, expected, do)
-    what = f"metric {metric.name!r} gets samples of different shapes, {shapes[0]} to {shapes[-1]}"
-    say_once(f"{what}: they are padded with {metric.padding:g}; set padding = None in its class to get a list instead")
-    widths = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    return torch.cat([_pad(part, widths, metric.padding) for part in parts])
-
-
-def _pad(part: torch.Tensor, widths: list[int], value: float) -> torch.Tensor:
-    """Pad every dimension except the first at its end."""
-    missing = [width - size for width, size in zip(widths, part.shape[1:], strict=True)]
-    return torch.nn.functional.pad(part, [number for one in reversed(missing) for number in (0, one)], value=value)
-
-
-# ---- Collecting outputs in callbacks and custom evaluations
-
-
-Outputs = list[Any] | dict[str, list[Any] | torch.Tensor]
-
-
-class OutputCollector:
-    """Collects outputs batch by batch, detached on the CPU, and joins them along their first dimension.
-
-    Examples:
-        >>> collector = OutputCollector()
-        >>> for _ in range(2):
-        ...     collector.collect(torch.zeros(2, 3))
-        >>> [tensor.shape for tensor in collector.all_outputs]
-        [torch.Size([4, 3])]
-    """
-
-    def __init__(self) -> None:
-        self._batches: list[list[Any] | dict[str, Any]] = []
-
-    def collect(self, outputs: Any) -> None:
-        """Keep the outputs of one batch.
-
-        Args:
-            outputs: A tensor, a list or tuple of tensors and other values, or a dict of them by name. A tensor of shape
-                `[]` is treated as one of shape `[1]`.
-
-        Raises:
-            ModuleContractError: The parts differ from those of the first batch.
-        """
-        if isinstance(outputs, Mapping):
-            batch: list[Any] | dict[str, Any] = {str(name): to_cpu(value) for name, value in outputs.items()}
-        else:
-            batch = [to_cpu(value) for value in (outputs if isinstance(outputs, list | tuple) else [outputs])]
-        if self._batches and _parts_of(batch) != _parts_of(self._batches[0]):
-            got = f"the parts {_parts_of(batch)} after {_parts_of(self._batches[0])}"
-            do = "return the same parts for every batch, or reset() in between"
-            raise ModuleContractError(explain("OutputCollector.collect", got, "the same parts", do))
-        self._batches.append(batch)
-
-    def reset(self) -> None:
-        """Discard everything collected so far."""
-        self._batches = []
-
-    @property
-    def all_outputs(self) -> Outputs:
-        """Each part over all batches: tensors concatenated to `[samples, ...]`, other values in a list."""
-        if not self._batches:
-            return []
-        first = self._batches[0]
-        if isinstance(first, dict):
-            return {name: _join_values([batch[name] for batch in self._batches]) for name in first}  # type: ignore[call-overload]
-        return [_join_values([batch[part] for batch in self._batches]) for part in range(len(first))]  # type: ignore[index]
-
-
-def _parts_of(batch: list[Any] | dict[str, Any]) -> list[str] | int:
-    return sorted(batch) if isinstance(batch, dict) else len(batch)
-
-
-def _join_values(values: list[Any]) -> Any:
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return values
-    return torch.cat([value.reshape(1) if value.ndim == 0 else value for value in values])
-
-
-def gather_on_cpu(tensor: torch.Tensor, *, chunk: int | None = None) -> torch.Tensor:
-    """Concatenate the tensors of all processes on the CPU in rank order; their lengths may differ.
-
-    Processes: collective; every process gets all rows.
-
-    Args:
-        tensor: Of shape `[rows, ...]` on any device; the shape of a row is the same on all processes.
-        chunk: Rows of each process to send at a time, which bounds memory; None sends all at once.
-
-    Returns:
-        A tensor of shape `[rows of all processes, ...]`.
-    """
-    own = tensor.detach().cpu()
-    parts = list(torch.split(own, chunk)) if chunk and len(own) else [own]
-    num_parts = max(gather_from_data(len(parts)))
-    gathered = [gather_from_data(parts[index] if index < len(parts) else own[:0]) for index in range(num_parts)]
-    return torch.cat([part for of_process in zip(*gathered, strict=True) for part in of_process])

@@ -14,11 +14,21 @@ import torch
 from accmt.errors import MetricError, explain, nearest
 from accmt.messages import say_once
 from accmt.metrics.averages import COMPACT_AT, exact_sum
-from accmt.metrics.gathering import CHUNK_BYTES, GatheredPairs, Position, join_pairs
+from accmt.metrics.gathering import (
+    CHUNK_BYTES,
+    Position,
+    gather_on_main_process,
+    order_parts,
+    put_in_order,
+    to_cpu,
+)
 from accmt.metrics.results import metric_error, read_result, read_scalars, require_pair
 from accmt.processes import each_once, gather_from_data, num_data_processes, run_on_every_process, run_on_main_process
 
 IsBetter = Callable[[float, float], bool]
+
+Pair = tuple[Position, Any, Any]
+"""The position of a batch, its predictions and its references."""
 
 _COMPARATORS: dict[str, IsBetter] = {
     ">": operator.gt,
@@ -107,6 +117,12 @@ class Metric(ABC):
             Values by name; the entry `main_metric` must be among them.
         """
 
+    def how_to_return(self) -> str:
+        """Return what to write if `validation_step` returns nothing for this metric."""
+        do = f'return {{"loss": loss, "{self.name}": (predictions, references)}}'
+        do += f'; or pass metrics={{"{self.name}": "max"}} (or "min") if a step or a hook reports its value'
+        return f"{do}; if you passed `fit` the path of a model, labels for tokens need a custom module"
+
     def is_better(self, new: float, best: float) -> bool:
         """Return whether `new` beats `best` in this metric's direction; NaN never does."""
         return _COMPARATORS[self.comparator](new, best)
@@ -124,6 +140,81 @@ class Metric(ABC):
     def accumulate(self) -> Accumulation:
         """Return an empty accumulation for one validation set."""
         return GatheredPairs(self)
+
+
+class GatheredPairs:
+    """Keeps predictions and references on the CPU until the metric is computed over all of them."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._pairs: list[Pair] = []
+
+    def add(self, entry: Any, position: Position) -> None:
+        predictions, references = require_pair(self._metric.name, entry)
+        self._pairs.append((position, to_cpu(predictions), to_cpu(references)))
+
+    def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
+        every = gather_on_main_process(self._pairs, chunk_bytes)
+        self._pairs = []
+        return run_on_main_process(lambda: self._compute(every))
+
+    def _compute(self, every: list[list[Pair]]) -> dict[str, float]:
+        predictions, references = join_pairs(self._metric, every)
+        metric = self._metric
+        return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
+
+
+def join_pairs(metric: Metric, every: list[list[Pair]]) -> tuple[Any, Any]:
+    """Return the joined predictions and the joined references of all processes for a metric.
+
+    They have the order of the data; if samples were regrouped and not all have one entry each, the order of batches.
+    """
+    pairs, order = order_parts(every)
+    predictions = _join(metric, [predictions for _, predictions, _ in pairs])
+    references = _join(metric, [references for _, _, references in pairs])
+    if order is not None and not (_has_samples(predictions, len(order)) and _has_samples(references, len(order))):
+        order = None  # both keep the order in which they match
+    return put_in_order(predictions, order), put_in_order(references, order)
+
+
+def _has_samples(joined: Any, number: int) -> bool:
+    if isinstance(joined, Mapping):
+        return all(_has_samples(value, number) for value in joined.values())
+    return len(joined) == number
+
+
+def _join(metric: Metric, parts: list[Any]) -> Any:
+    if all(isinstance(part, Mapping) for part in parts):
+        keys = sorted({tuple(part) for part in parts}, key=str)
+        if len({frozenset(of_part) for of_part in keys}) > 1:
+            got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
+            do = "return the same keys for every batch"
+            raise metric_error(metric.name, got, "the same keys in all batches", do)
+        return {key: _join(metric, [part[key] for part in parts]) for key in keys[0]}
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
+    parts = [part.reshape(1) if part.ndim == 0 else part for part in parts]
+    shapes = sorted({tuple(part.shape[1:]) for part in parts})
+    if len(shapes) == 1:
+        return torch.cat(parts)
+    if metric.padding is None:
+        return [sample for part in parts for sample in part]
+    is_signed = all(part.dtype.is_signed for part in parts)
+    if len({len(shape) for shape in shapes}) > 1 or not is_signed:
+        got = f"samples of shapes {shapes[0]} and {shapes[-1]} in different batches, of {parts[0].dtype}"
+        expected = "samples of one shape, or of equally many dimensions and a dtype that can be padded with -100"
+        do = "pad them to one length, flatten them, return lists, or set padding = None in the metric's class"
+        raise metric_error(metric.name, got, expected, do)
+    what = f"metric {metric.name!r} gets samples of different shapes, {shapes[0]} to {shapes[-1]}"
+    say_once(f"{what}: they are padded with {metric.padding:g}; set padding = None in its class to get a list instead")
+    widths = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    return torch.cat([_pad(part, widths, metric.padding) for part in parts])
+
+
+def _pad(part: torch.Tensor, widths: list[int], value: float) -> torch.Tensor:
+    """Pad every dimension except the first at its end."""
+    missing = [width - size for width, size in zip(widths, part.shape[1:], strict=True)]
+    return torch.nn.functional.pad(part, [number for one in reversed(missing) for number in (0, one)], value=value)
 
 
 class ReportedValue(Metric):

@@ -11,6 +11,10 @@ from accmt.errors import MetricError, ModuleContractError, explain
 from accmt.options.checks import as_float
 
 
+class TooFewSamplesError(MetricError):
+    """The samples so far do not suffice to compute a metric; all samples of a set may."""
+
+
 def metric_error(name: str, got: str, expected: str, do: str) -> MetricError:
     return MetricError(explain(f"metric {name!r}", got, expected, do))
 

@@ -24,10 +24,10 @@ from accmt.errors import AccmtError, SavingError, explain
 from accmt.files import current_folder
 from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
-from accmt.metrics.building import BUILTIN
 from accmt.options import Settings
 from accmt.options.saving import LAST
 from accmt.processes import run_on_main_process
+from accmt.registry import find
 from accmt.run import Run
 from accmt.saving import (
     RUN_KEY,
@@ -43,6 +43,7 @@ from accmt.saving import (
     write_status,
     write_trainer_config,
 )
+from accmt.saving.selection import METRIC_NAMES
 from accmt.saving.weights import ShardedState
 from accmt.secrets import write_command
 from accmt.sharded_tensors import class_of
@@ -297,7 +298,7 @@ def write_card(run: Run, folder: Path) -> None:
     read = [loader.source.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
     infos = [getattr(getattr(data, "dataset", data), "info", None) for data in read]
     names = {str(name) for info in infos if (name := getattr(info, "dataset_name", None)) and name not in _READERS}
-    metrics = sorted({name.split("__")[0] for name in state.metrics} & BUILTIN.keys())
+    metrics = sorted({name.split("__")[0] for name in state.metrics} & set(METRIC_NAMES))
     on_hub = {key: values for key, values in (("datasets", sorted(names)), ("metrics", metrics)) if values}
     loss = run.running_averages.epoch_loss
     losses = {} if loss is None else {run.settings.tracking.train_loss_metric_name: loss}
@@ -341,7 +342,9 @@ def _name_metrics(metrics: Any) -> Any:
         return [_name_metrics(item) for item in metrics]
     if isinstance(metrics, dict):
         return {name: _name_metrics(item) for name, item in metrics.items()}
-    kind: Any = BUILTIN.get(metrics.name) if isinstance(metrics, Metric) else None
+    if not isinstance(metrics, Metric) or metrics.name not in METRIC_NAMES:
+        return metrics
+    kind: Any = find("accmt.metrics", metrics.name)
     has_plain_name = kind is type(metrics) and list(inspect.signature(kind).parameters) == ["name"]
     return metrics.name if has_plain_name else metrics
 

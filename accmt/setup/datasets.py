@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -12,22 +13,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt.data import (
     ByCount,
-    ByFunction,
+    LargestBatch,
     Loader,
     MicroBatch,
     Shard,
     SourceOptions,
-    StreamGroups,
     build_collate,
     build_source,
-    group_dataset,
     in_buckets,
     is_stream,
-    keep_samples,
     require_readable,
 )
 from accmt.data.collate import CollateChain
-from accmt.data.lengths import LargestBatch
 from accmt.data.seeding import seed_with_global
 from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, DataError, explain, nearest
@@ -40,7 +37,6 @@ from accmt.processes import data_index, num_data_processes, run_on_every_process
 from accmt.recovery.restart import Recovery
 from accmt.registry import addon, find
 from accmt.setup.same_on_processes import find_same_data
-from accmt.setup.token_budget import find_token_batcher, make_largest, reject_conflicts
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:
@@ -336,10 +332,9 @@ def build_train_loader(
         expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
-    reject_conflicts(module, settings)
     collate, pins_memory = _collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
-    batcher = find_token_batcher(
+    batcher = _find_token_batcher(
         module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training"
     )
     micro_batches_per_batch = 1
@@ -360,10 +355,10 @@ def build_train_loader(
         limit=data_settings.limits.train,
         shuffle=data_settings.shuffle_train,
         sampler=find_sampler(module, data, settings, num_shards=shard.count, seed=seed),
-        groups=_find_groups(module, data, settings) if is_stream(data) else None,
+        group_stream=_find_stream_groups(module, data, settings),
         batch_sampler=data_settings.data_options.batch_sampler,
         drop_last=data_settings.data_options.drop_last,
-        collate=keep_samples if batcher else collate,
+        collate=batcher.keep_samples if batcher else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.data_options.persistent_workers,
         pin_memory=pins_memory and not batcher,
@@ -371,13 +366,14 @@ def build_train_loader(
         also_read=also_read,
     )
     source = build_source(batcher.data if batcher else data, options)
-    maker: ByCount | ByFunction
+    maker: Any
     if (name := settings.optimization.window_maker) is not None:
         if module.uses_manual_optimization:
             got = f"{name!r}, and a module with manual optimization"
             do = "leave it out: the module decides when to step"
             raise ArgumentError(explain("Trainer(grad_accumulation_steps=...)", got, "one of the two", do))
-        maker = ByFunction(name, find("accmt.window_makers", name), state, batcher.count_tokens if batcher else None)
+        is_full = find("accmt.window_makers", name)
+        maker = addon("window_function")(name, is_full, state, batcher.count_tokens if batcher else None)
     else:
         maker = ByCount(None if module.uses_manual_optimization else settings.optimization.accumulation_at)
     return Loader(source, batcher.for_training(maker) if batcher else maker)
@@ -386,13 +382,21 @@ def build_train_loader(
 def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
     """Return the largest possible training micro-batch, or why it is unknown."""
     collate = _collate(module, settings, data, "train")
-    batcher = find_token_batcher(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
+    batcher = _find_token_batcher(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
     size: int | None = settings.hps.train_batch_size // loader.source.micro_batches_per_batch
     if isinstance(data, DataLoader):
         collate, size = data.collate_fn, data.batch_size
     if settings.data.data_options.batch_sampler is not None:
         size = None
-    return make_largest(module, data, settings, collate=collate, batcher=batcher, size=size)
+    largest: LargestBatch | str = addon("largest_batch")(
+        module, data, settings, collate=collate, batcher=batcher, size=size
+    )
+    return largest
+
+
+def _find_token_batcher(module: AcceleratorModule, data: Any, settings: Settings, **others: Any) -> Any:
+    """Return what splits the samples of some data by a token budget; None if batches are used as loaded."""
+    return None if settings.hps.max_tokens is None else addon("token_batches")(module, data, settings, **others)
 
 
 def build_evaluation_loader(
@@ -418,7 +422,7 @@ def build_evaluation_loader(
     _seed_own_generators(data, collate)
     batcher = None
     if not logs_batches:
-        batcher = find_token_batcher(
+        batcher = _find_token_batcher(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
     batch_size = settings.hps.val_batch_size if is_validation else settings.hps.test_batch_size
@@ -432,7 +436,7 @@ def build_evaluation_loader(
         limit=getattr(data_settings.limits, _DATA[purpose].limit),
         shuffle=is_validation and data_settings.shuffle_validation,
         sampler=data_settings.sampler_of("val") if is_validation else None,
-        collate=keep_samples if batcher else collate,
+        collate=batcher.keep_samples if batcher else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.data_options.persistent_workers,
         pin_memory=pins_memory and not batcher,
@@ -490,18 +494,28 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
         name = type(data.dataset).__name__
         got, do = f"a DataLoader around a {name}", f"pass the {name} itself to fit: it decides the order"
         raise ArgumentError(explain("the training data", got, f"the {name} alone", do))
-    groups = _find_groups(module, data, settings)
-    if groups is None or is_stream(data):
+    if not _groups_by_length(data, settings) or is_stream(data):
         return settings.data.sampler_of("train")
-    return group_dataset(data, groups.length_of, groups.batch_size, shuffle=settings.data.shuffle_train)
+    return addon("group_dataset")(
+        data, _length_of(module), settings.hps.train_batch_size, shuffle=settings.data.shuffle_train
+    )
 
 
-def _find_groups(module: AcceleratorModule, data: Any, settings: Settings) -> StreamGroups | None:
-    """Return how training samples are grouped by length, or None."""
-    if not settings.data.data_options.group_by_length or isinstance(data, DataLoader):
+def _find_stream_groups(
+    module: AcceleratorModule, data: Any, settings: Settings
+) -> Callable[[Any, int], IterableDataset[Any]] | None:
+    """Return what groups the samples of a training stream by length, or None."""
+    if not _groups_by_length(data, settings) or not is_stream(data):
         return None
-    length_of = module.length_of if defines(module, "length_of") else None
-    return StreamGroups(settings.hps.train_batch_size, length_of)
+    return partial(addon("group_stream"), batch_size=settings.hps.train_batch_size, length_of=_length_of(module))
+
+
+def _groups_by_length(data: Any, settings: Settings) -> bool:
+    return settings.data.data_options.group_by_length and not isinstance(data, DataLoader)
+
+
+def _length_of(module: AcceleratorModule) -> Callable[[Any], Any] | None:
+    return module.length_of if defines(module, "length_of") else None
 
 
 # ---- The loaders of a training run, and how they are rebuilt at the start of an epoch.

@@ -11,7 +11,6 @@ from accmt.errors import ArgumentError, explain
 from accmt.files import require_writable_folder
 from accmt.messages import say_once
 from accmt.metrics import Metric, build_metrics
-from accmt.metrics.collector import directions_of
 from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
@@ -19,6 +18,7 @@ from accmt.options.optimizer_and_scheduler_arguments import watches_a_result
 from accmt.options.saving import RegisteredSaving
 from accmt.options.yaml_reader import SECTIONS
 from accmt.processes import broadcast_object, is_main_process
+from accmt.registry import addon
 from accmt.saving import TRAIN_LOSS, Patience, Selection, without_validation
 from accmt.saving.selection import Quantity
 from accmt.setup.datasets import UserData, find_sets
@@ -170,11 +170,14 @@ def _directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | Non
     for section in map(settings.hps.section, SECTIONS):  # of the hyper-parameters, which may add results
         directions |= section.directions() if hasattr(section, "directions") else {}
     directions |= {entry: is_better for (_, entry), is_better in every.items()}
-    choices = settings.evaluation.metric_options.averages or {}
+    choices = settings.evaluation.metric_options.averages
+    if choices is None:
+        return directions
     if sets is None:  # so the inputs are unknown until it is called, but the results are known
         return dict.fromkeys(choices, operator.gt) | directions
     of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in every.items()}
-    return directions_of(choices, of_sets) | directions
+    of_averages: dict[str, IsBetter] = addon("averages")(choices).find_directions(of_sets)
+    return of_averages | directions
 
 
 def _selection_of(

@@ -36,8 +36,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Data
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from accmt import AcceleratorModule, Callback, Trainer
-from accmt.data.token_budget import TokenBudget, cut_by_tokens, padded_tokens
-from accmt.data.windows import ByTokens
+from accmt.addons.token_batches.budget import TokenBudget, cut_by_tokens, padded_tokens
+from accmt.addons.token_batches.windows import ByTokens
 
 LONGEST = 512
 LR = 1e-5

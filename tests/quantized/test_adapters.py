@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from accmt import AcceleratorModule
-from accmt.engine.quantized import reject_sharding_quantized_weights, try_quantized_layers
+from accmt.addons.quantized_layers import try_quantized_layers
+from accmt.engine.quantized import reject_sharding_quantized_weights
 from accmt.errors import HyperParameterError, ModuleContractError
 from tests.quantized import test_matrix as matrix
 from tests.quantized.test_matrix import OPTIMIZERS, fit, trained_weights

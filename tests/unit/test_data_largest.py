@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from accmt.data.lengths import find_largest
-from accmt.data.packing import pack_by_tokens, packed_tokens
-from accmt.data.token_budget import TokenBudget, cut_by_tokens, padded_tokens
+from accmt.addons.token_batches.budget import TokenBudget, cut_by_tokens, padded_tokens
+from accmt.addons.token_batches.lengths import find_largest
+from accmt.addons.token_batches.packing import pack_by_tokens, packed_tokens
 from tests.tables import each
 
 STEP = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accmt.addons.curricula import RatioCurriculum
-from accmt.data import Shard, SourceOptions, StreamGroups, build_source
-from accmt.data.lengths import LengthGroupedSampler, group_dataset
+from accmt.addons.token_batches.lengths import LengthGroupedSampler, group_dataset, group_stream
+from accmt.data import Shard, SourceOptions, build_source
 from accmt.errors import ArgumentError, DataError
 from tests.pairs import pairs
 from tests.unit.test_loop_token_budget import LENGTHS, NUMBER, Break, BrokenError, Shaky, Texts, pad, run
@@ -118,7 +119,9 @@ def loader_of(data: Any, shard: Shard, batch_size: int) -> Any:
         purpose="train", batch_size=batch_size, shard=shard, seed=3, collate=lambda samples: samples
     )
     if isinstance(data, IterableDataset):
-        return build_source(data, SourceOptions(**vars(options) | {"groups": StreamGroups(2)}))
+        return build_source(
+            data, SourceOptions(**vars(options) | {"group_stream": partial(group_stream, batch_size=2)})
+        )
     return build_source(data, SourceOptions(**vars(options) | {"sampler": group_dataset(data, None, 2, shuffle=True)}))
 
 
@@ -150,7 +153,7 @@ KINDS: dict[str, Any] = {
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
     tmp_path: Path, kind: str, after: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accmt.data.lengths._BATCHES", 2)  # buffers of 4 samples
+    monkeypatch.setattr("accmt.addons.token_batches.lengths._BATCHES", 2)  # buffers of 4 samples
     settings = {
         "dataloader_num_workers": workers,
         "checkpoint_every": "1 step",

@@ -8,7 +8,7 @@ import datasets
 import pytest
 from torch.utils.data import Dataset, Subset
 
-from accmt.data.lengths import known_lengths
+from accmt.addons.token_batches.lengths import known_lengths
 from accmt.errors import DataError
 
 ROWS = [{"input_ids": list(range(length)), "label": length % 2} for length in (3, 1, 0, 7, 2)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from accmt.data.packing import DocumentPacker, count_targets, pack_by_tokens
-from accmt.data.token_budget import TokenBudget
+from accmt.addons.token_batches.budget import TokenBudget
+from accmt.addons.token_batches.packing import DocumentPacker, count_targets, pack_by_tokens
 from accmt.errors import DataError
 from tests.tables import each
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from accmt.data.lengths import find_length
-from accmt.data.token_budget import TokenBudget, cut_by_tokens, padded_tokens
+from accmt.addons.token_batches.budget import TokenBudget, cut_by_tokens, padded_tokens
+from accmt.addons.token_batches.lengths import find_length
 from accmt.errors import DataError
 from tests.tables import each
 

@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
-from accmt.data import ByCount, ByTokens, Loader, SourceOptions, TokenBudget, build_source, keep_samples
+from accmt.addons.token_batches.budget import TokenBudget
+from accmt.addons.token_batches.windows import ByTokens, keep_samples
+from accmt.data import ByCount, Loader, SourceOptions, build_source
 from accmt.errors import ArgumentError, DataError
 from tests.toys import Record
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accmt import Accuracy, Callback, Metric, read_history
+from accmt.addons.averages import Averages
 from accmt.errors import ArgumentError, MetricError
-from accmt.metrics.collector import consolidate, directions_of, find_members
 from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
 
 SETS = {"en": Numbers([1, 2, 3]), "de": Numbers([5, 7]), "fr": Numbers([0])}
@@ -196,12 +196,12 @@ def test_a_rule_with_an_unknown_name_is_rejected_when_the_trainer_is_made():
 @pytest.mark.parametrize("made", [3.0, {"lowest": torch.ones(2)}, {"lowest": "low"}, None])
 def test_a_function_that_returns_no_numbers_is_rejected(made):
     with pytest.raises(MetricError, match="a dict of numbers by name"):
-        consolidate({"average": ["a"]}, lambda values: made, {"a": 1.0})
+        Averages({"average": ["a"]}, lambda values: made).compute({"a": 1.0})
 
 
 def test_a_further_result_with_a_name_that_there_is_is_rejected():
     with pytest.raises(MetricError, match="'average', which another result already has"):
-        consolidate({"average": ["a"]}, lambda values: {"average": 1.0}, {"a": 1.0})
+        Averages({"average": ["a"]}, lambda values: {"average": 1.0}).compute({"a": 1.0})
 
 
 # The parts
@@ -209,7 +209,7 @@ def test_a_further_result_with_a_name_that_there_is_is_rejected():
 
 def test_of_a_list_all_names_have_to_be_there():
     choices = {"both": ["a", "b"], "long": lambda name: len(name) > 1}
-    assert find_members(choices, ["a", "long"]) == {"both": [], "long": ["long"]}
+    assert Averages(choices).find_members(["a", "long"]) == {"both": [], "long": ["long"]}
 
 
 def test_directions_are_known_where_all_that_is_taken_has_one():
@@ -218,4 +218,4 @@ def test_directions_are_known_where_all_that_is_taken_has_one():
 
     directions = {"up": operator.gt, "down": operator.lt, "strange": unknown}
     choices = {"ups": ["up"], "downs": ["down"], "strange": ["strange"], "none": ["missing"]}
-    assert directions_of(choices, directions) == {"ups": operator.gt, "downs": operator.lt}
+    assert Averages(choices).find_directions(directions) == {"ups": operator.gt, "downs": operator.lt}

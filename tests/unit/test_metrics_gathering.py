@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from accmt.errors import MetricError
-from accmt.metrics.gathering import CHUNK_BYTES, _count_bytes, _cut, _join, gather_on_main_process, to_cpu
+from accmt.metrics.gathering import CHUNK_BYTES, _count_bytes, _cut, gather_on_main_process, to_cpu
+from accmt.metrics.metric import _join
 
 OWN = SimpleNamespace(name="own", padding=-100)
 

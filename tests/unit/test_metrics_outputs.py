@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from accmt import OutputCollector
+from accmt.addons.outputs import gather_on_cpu
 from accmt.errors import ModuleContractError
-from accmt.metrics.gathering import gather_on_cpu
 
 
 def collected(*batches):

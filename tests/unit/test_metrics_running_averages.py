@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from accmt.addons.mix.sums import GroupedSum
 from accmt.metrics import RunningAverages
-from accmt.metrics.averages import COMPACT_AT, GroupedSum, WeightedSum, exact_sum
+from accmt.metrics.averages import COMPACT_AT, WeightedSum, exact_sum
 
 CPU = torch.device("cpu")
 

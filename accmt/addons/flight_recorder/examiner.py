@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accmt.data import ByPackedRows, MicroBatch, Window, derive_seed, first_dimension, seed_generators
+from accmt.addons.token_batches.lengths import find_length
+from accmt.addons.token_batches.windows import ByPackedRows, unpack
+from accmt.data import MicroBatch, Window, derive_seed, first_dimension, seed_generators
 from accmt.data.fetching import Fetched
-from accmt.data.lengths import find_length
-from accmt.data.windows import unpack
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.features.hooks import Feature
 from accmt.files import dumps, loads
@@ -259,7 +259,7 @@ def measuring(run: Run) -> Iterator[Any]:
     Processes: collective; all call it with the same batches.
     """
     from accmt.addons.prove.randomness import SameForAllSamples, seed_step
-    from accmt.data.packing import count_targets
+    from accmt.addons.token_batches.packing import count_targets
     from accmt.loop.logging import SilentLogs
     from accmt.loop.step_outputs import read_training_output
     from accmt.precision import autocast

@@ -14,11 +14,12 @@ import torch
 
 from accmt.addons.mix.order import Array
 from accmt.addons.mix.sources import MixedStream, Mixture
+from accmt.addons.mix.sums import GroupedSum
 from accmt.data import MicroBatch
 from accmt.errors import ModuleContractError, explain
 from accmt.features.hooks import Feature
 from accmt.messages import warn_once
-from accmt.metrics.averages import GroupedSum, Weight
+from accmt.metrics.averages import Weight
 from accmt.run import EvaluationRun, Run
 from accmt.state import Place
 
@@ -42,7 +43,8 @@ class SourceLosses(Feature):
         self._run = run
         self._data = data
         self._loss_name = run.settings.tracking.train_loss_metric_name
-        self._sums = run.module.logs.of_training.grouped(data.names, self._find_sources)
+        self._sums = GroupedSum(data.names, self._find_sources)
+        run.module.logs.of_training.attach(self._sums)
         self._counts: dict[str, dict[str, float]] = {
             name: {"samples_seen": 0, "target_tokens_seen": 0} for name in data.names
         }

@@ -25,9 +25,9 @@ from accmt.addons.mix.order import (
     whole_parts,
 )
 from accmt.addons.mix.section import MixSection
+from accmt.addons.token_batches.lengths import find_length, known_lengths
 from accmt.data import is_stream
 from accmt.data.fetching import only_holds
-from accmt.data.lengths import find_length, known_lengths
 from accmt.data.samplers import call_set_epoch, draw_permutation
 from accmt.data.seeding import derive_seed, preserve_generators, seed_parts_with_global
 from accmt.errors import ArgumentError, DataError, explain, nearest

@@ -34,9 +34,9 @@ from accmt.addons.prefer.rows import (
 from accmt.addons.sft.chat import IGNORED
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import TokenizedRows, padding_id
+from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.checkpoint.frozen import digest_of
 from accmt.data import is_stream
-from accmt.data.packing import DocumentPacker
 from accmt.engine.accelerator import current_accelerator
 from accmt.engine.meta_device import building_for
 from accmt.engine.quantized import keeping_quantized_weights

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from accmt.addons.sft.rows import TokenizedRow, TokenizedRows
-from accmt.data.token_budget import TokenBudget, cut_by_tokens
+from accmt.addons.token_batches.budget import TokenBudget, cut_by_tokens
 from accmt.errors import DataError, explain
 from accmt.files import replace_file, write_text
 from accmt.messages import say_once

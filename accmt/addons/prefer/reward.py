@@ -12,7 +12,7 @@ from accmt.addons.prefer.losses import bradley_terry, in_full_precision, share_r
 from accmt.addons.prefer.rows import OF_PACKED_ROWS, AnswersReader, PackAnswers, PadAnswers, length_of_pair
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import padding_id
-from accmt.data.packing import DocumentPacker
+from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.model_kinds import without_adapter
 

@@ -10,7 +10,7 @@ import torch
 
 from accmt.addons.sft.chat import NO_TARGET, MaskedRow, Problem, is_messages, mask_row, read_number
 from accmt.addons.sft.rows import PadRows, TokenizedRows
-from accmt.data.packing import DocumentPacker
+from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.errors import DataError, explain
 
 EQUAL = "with two equal answers, not trained"

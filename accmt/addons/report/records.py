@@ -118,7 +118,7 @@ def _means_of_sets(values: Mapping[str, float]) -> dict[str, float]:
 
 def _sign_of(name: str, config: Mapping[str, Any]) -> int:
     """Return 1 if higher is better, -1 if lower is better, 0 if unknown; custom metrics are in the configuration."""
-    from accmt.metrics.building import BUILTIN
+    from accmt.saving.selection import METRIC_NAMES
 
     base = name.split("__")[0]
     declared = {HIGHER_IS_BETTER: 1, LOWER_IS_BETTER: -1}.get(str(config.get(f"metrics.{base}")))
@@ -126,7 +126,7 @@ def _sign_of(name: str, config: Mapping[str, Any]) -> int:
         return declared
     if "loss" in base:
         return -1
-    return 0 if base not in BUILTIN else -1 if base in ("cer", "mae", "mse", "perplexity", "rmse", "wer") else 1
+    return 0 if base not in METRIC_NAMES else -1 if base in ("cer", "mae", "mse", "perplexity", "rmse", "wer") else 1
 
 
 def name_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -29,8 +29,8 @@ from accmt.addons.sft.rows import (
     padding_id,
 )
 from accmt.addons.text_tables import align
+from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.data import is_stream
-from accmt.data.packing import DocumentPacker
 from accmt.data.samplers import Order
 from accmt.data.seeding import seeded_generators
 from accmt.errors import ArgumentError, DataError, explain

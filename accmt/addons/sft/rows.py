@@ -25,7 +25,7 @@ from accmt.addons.sft.chat import (
     mask_row,
 )
 from accmt.addons.sft.images import ImageReader
-from accmt.data.packing import DocumentPacker
+from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, MissingPackageError, explain
 from accmt.huggingface.model_kinds import is_peft_model

@@ -14,13 +14,14 @@ from typing import Any
 
 from accmt.data.seeding import derive_seed
 from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, explain, nearest
-from accmt.metrics.building import BUILTIN
 from accmt.options.changes import RULES
 from accmt.options.checks import is_number, whole
 from accmt.options.optimizer_and_scheduler_arguments import check_names
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers
 from accmt.options.settings import Settings
 from accmt.options.yaml_reader import KEYS, Document, Fault, KeyPath, describe, read_document, suggest
+from accmt.registry import find
+from accmt.saving.selection import METRIC_NAMES
 
 try:
     import optuna
@@ -583,7 +584,7 @@ class _Reader:
                 got = "no direction" if written[name] is None else describe(written[name])
                 do = f"write `objective: {{{name}: min}}` if lower is better, `objective: {{{name}: max}}` if higher is"
                 if written[name] is None:
-                    do = suggest(re.split(r"__|@", name)[0], ["val_loss", *BUILTIN], do)
+                    do = suggest(re.split(r"__|@", name)[0], ["val_loss", *METRIC_NAMES], do)
                 self._fault(("objective", name), got, "`min` or `max`", do)
                 continue
             found.append(Objective(name, maximizes=direction == "max"))
@@ -626,9 +627,9 @@ def direction_of(name: str) -> str | None:
     plain = re.split(r"__|@", name)[0]
     if plain == "loss" or plain.endswith("_loss"):
         return "min"
-    if plain not in BUILTIN:
+    if plain not in METRIC_NAMES:
         return None
-    return "max" if BUILTIN[plain]().greater_is_better else "min"
+    return "max" if find("accmt.metrics", plain)().greater_is_better else "min"
 
 
 def _label(choice: Any) -> Any:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 
+from accmt.addons.outputs import gather_on_cpu
 from accmt.data import Shard, SourceOptions, build_source
-from accmt.metrics import gather_on_cpu
 from accmt.processes import (
     broadcast_object,
     gather_objects,

@@ -7,7 +7,6 @@ batch has an empty state of another shape, and averages mean states without weig
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -22,6 +21,7 @@ from torch import nn
 from accmt.errors import MetricError, explain
 from accmt.libraries.private_names import reduction_of, set_update_count
 from accmt.libraries.versions import require
+from accmt.metrics.building import is_torch_metric
 from accmt.metrics.gathering import CHUNK_BYTES, Position, gather_on_main_process, to_cpu
 from accmt.metrics.metric import Accumulation, IsBetter, Metric
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 _INPUT_ERRORS = (TypeError, ValueError, IndexError, RuntimeError)  # raised by torchmetrics for wrong inputs
 
 State = dict[str, Any]
-
-
-def is_torch_metric(value: Any) -> bool:
-    """Return whether a value is a `torchmetrics.Metric` or `MetricCollection`, without importing the package."""
-    package = sys.modules.get("torchmetrics")
-    return package is not None and isinstance(value, package.Metric | package.MetricCollection)
 
 
 def load_torch_metric(name: str, path: str, **arguments: Any) -> torchmetrics.Metric:

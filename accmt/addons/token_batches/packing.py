@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accmt.data.token_budget import Groups, TokenBudget
+from accmt.addons.token_batches.budget import Groups, TokenBudget
 from accmt.errors import DataError, explain
 
 IGNORED = -100

@@ -12,20 +12,12 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
-from accmt.data import (
-    ByPackedRows,
-    ByTokens,
-    ByTokensInEvaluation,
-    Grouping,
-    TokenBudget,
-    in_buckets,
-    is_stream,
-    known_lengths,
-    take_apart,
-)
+from accmt.addons.token_batches.budget import TokenBudget
+from accmt.addons.token_batches.lengths import find_largest, find_length, known_lengths
+from accmt.addons.token_batches.packing import DocumentPacker
+from accmt.addons.token_batches.windows import ByPackedRows, ByTokens, ByTokensInEvaluation, keep_samples, take_apart
+from accmt.data import Grouping, LargestBatch, in_buckets, is_stream
 from accmt.data.collate import collate_or_explain
-from accmt.data.lengths import LargestBatch, find_largest, find_length
-from accmt.data.packing import DocumentPacker
 from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.libraries.private_names import attention_of
@@ -53,6 +45,8 @@ class TokenBatcher:
     settings: Settings
     data: Any
     options: dict[str, Any]
+
+    keep_samples = staticmethod(keep_samples)
 
     def for_training(self, grouping: Grouping) -> ByTokens:
         """Return the maker of micro-batches for training."""
@@ -144,7 +138,7 @@ def find_token_batcher(
     pins_memory: bool,
     kind: str,
 ) -> TokenBatcher | None:
-    """Return the token batcher for some data, or None if batches are used as loaded.
+    """Return the token batcher for some data, or None if a DataLoader builds its own batches.
 
     Args:
         module: The module.
@@ -155,8 +149,8 @@ def find_token_batcher(
         pins_memory: Whether batches are pinned.
         kind: The name of the data in warnings.
     """
-    if settings.hps.max_tokens is None:
-        return None
+    if kind == "training":
+        _reject_conflicts(module, settings)
     if isinstance(data, DataLoader):
         parts = take_apart(data)
         if parts is None and settings.hps.packing and kind == "training":
@@ -182,14 +176,15 @@ def find_token_batcher(
     return TokenBatcher(module=module, settings=settings, data=data, options=options)
 
 
-def reject_conflicts(module: AcceleratorModule, settings: Settings) -> None:
+def _reject_conflicts(module: AcceleratorModule, settings: Settings) -> None:
     """Reject other settings that determine the size of training micro-batches."""
     others = {
         "a module with manual optimization": module.uses_manual_optimization,
         "max_micro_batch_size: auto, which splits by samples": settings.hps.halves_micro_batches,
     }
-    for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
-        _reject("max_tokens", f"together with {got}")
+    for got, is_so in others.items():
+        if is_so:
+            _reject("max_tokens", f"together with {got}")
     collate_fn = settings.data.collate_fn
     collates = module.collate_fn_train or (isinstance(collate_fn, Mapping) and collate_fn.get("train"))
     if settings.hps.packing and collates:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 
+from accmt.addons.token_batches.budget import TokenBudget
 from accmt.data.samplers import TensorSampler, call_set_epoch
 from accmt.data.seeding import derive_seed, seeded_generators
-from accmt.data.token_budget import TokenBudget
 from accmt.errors import DataError, explain
+from accmt.state import Stateful
 
 
 def find_length(sample: Any, length_of: Callable[[Any], Any] | None = None) -> int:
@@ -99,20 +99,6 @@ def known_lengths(
 
 
 _AS_LARGE = 0.9
-
-
-class LargestBatch(NamedTuple):
-    """The largest micro-batch of the data, or one of about that size.
-
-    Attributes:
-        batch: The batch.
-        num_samples: Its number of samples.
-        longest: The length of its longest sample.
-    """
-
-    batch: Any
-    num_samples: int
-    longest: int
 
 
 def find_largest(
@@ -219,23 +205,19 @@ def group_dataset(
     return LengthGroupedSampler(lengths, batch_size, shuffle=shuffle)
 
 
-@dataclass(frozen=True)
-class StreamGroups:
-    """Groups the samples of a stream by length.
+def group_stream(
+    data: Any, seed: int, *, batch_size: int, length_of: Callable[[Any], Any] | None = None
+) -> GroupedStream:
+    """Return a stream of the same samples, grouped by length.
 
-    Attributes:
+    Args:
+        data: The stream.
+        seed: The run's seed.
         batch_size: Samples per batch of one process.
         length_of: The module's `length_of`.
     """
-
-    batch_size: int
-    length_of: Callable[[Any], Any] | None = None
-
-    def group(self, data: Any, seed: int) -> GroupedStream:
-        """Return a stream of the same samples in groups."""
-        is_stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-        kind = StatefulGroupedStream if is_stateful else GroupedStream
-        return kind(data, _BATCHES * self.batch_size, self.length_of, seed)
+    kind = StatefulGroupedStream if isinstance(data, Stateful) else GroupedStream
+    return kind(data, _BATCHES * batch_size, length_of, seed)
 
 
 class GroupedStream(IterableDataset[Any]):
@@ -247,7 +229,7 @@ class GroupedStream(IterableDataset[Any]):
     Args:
         data: The stream.
         size: Samples per buffer.
-        length_of: As in `StreamGroups`.
+        length_of: The module's `length_of`.
         seed: The run's seed.
     """
 
