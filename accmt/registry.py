@@ -49,6 +49,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
         "begin_fork": "accmt.addons.fork.beginning:begin_fork",
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
+        "check_resume": "accmt.addons.resume_check:check_resume",
         "evaluate": "accmt.addons.evaluate_beside.evaluations:evaluate_fit",
         "fork": "accmt.addons.fork.program:fork_fit",
         "fork_arguments": "accmt.addons.fork.program:change_arguments",
@@ -73,6 +74,9 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "tune": "accmt.addons.tuning:tune",
     },
     ADDED_FEATURES: {
+        "packing_check": "accmt.addons.packing_check:PackingCheck",
+        "batch_notes": "accmt.addons.batch_notes:BatchNotes",
+        "crash_loop": "accmt.addons.crash_loop:CrashLoop",
         "launches": "accmt.addons.launches:LaunchRecord",
         "fork_point": "accmt.addons.fork.beginning:ForkPoint",
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",
@@ -108,6 +112,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
 
 
 ONLY_WITH: dict[str, tuple[str, ...]] = {
+    "crash_loop": ("checkpoint_every",),
     "flight_recorder": ("ledger",),
     "examiner": ("ledger",),
     "generation": ("evaluation",),

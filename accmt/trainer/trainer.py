@@ -535,8 +535,6 @@ class Trainer(TrainerProperties):
             ArgumentError: A single sample does not fit in memory, or `batch_size` is something else.
             DataError: There are no training data.
         """
-        from accmt.registry import addon
-
         rates = (lowest_lr, highest_lr, lr_updates) if lr else None
         tuning: Tuning = addon("tune")(self, module, train_dataset, batch_size, rates)
         return tuning
@@ -646,9 +644,8 @@ class Trainer(TrainerProperties):
         Raises:
             CheckpointError: Something differs; the message names the first difference and its likely cause.
         """
-        from accmt.trainer.resume_check import check_resume
-
-        return check_resume(self, module, train_dataset, val_dataset)
+        compared: int = addon("check_resume")(self, module, train_dataset, val_dataset)
+        return compared
 
     def prove(
         self,
@@ -680,8 +677,6 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: The program has several processes, has used a GPU, or the system cannot fork.
         """
-        from accmt.registry import addon
-
         proof: Proof = addon("prove")(
             self, module, train_dataset, val_dataset, datamodule=datamodule, steps=steps, samples=samples
         )
@@ -714,8 +709,6 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: The steps cannot be made again.
         """
-        from accmt.registry import addon
-
         made: Replay = addon("replay_run")(self.log_dir, step, to, without=without, probe=probe, export=export)
         return made
 
