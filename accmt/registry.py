@@ -51,6 +51,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
         "check_resume": "accmt.addons.resume_check:check_resume",
         "evaluate": "accmt.addons.evaluate_beside.evaluations:evaluate_fit",
+        "find_sample_losses": "accmt.addons.token_losses:find_sample_losses",
         "fork": "accmt.addons.fork.program:fork_fit",
         "fork_arguments": "accmt.addons.fork.program:change_arguments",
         "hint_for_argument": "accmt.addons.hints.arguments:find_foreign",

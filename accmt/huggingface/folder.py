@@ -16,11 +16,10 @@ from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, 
 from accmt.huggingface.peft_adapters import load_adapters, save_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.libraries.private_names import names_not_saved
-from accmt.libraries.versions import require
 from accmt.messages import warn_once
 from accmt.precision import HALVES
 from accmt.saving import SavedWeights, load_weights, save_weights
-from accmt.saving.load_weights import require_files, require_fit
+from accmt.saving.load_weights import require_files
 from accmt.saving.model_folder import read_status
 from accmt.saving.weights import (
     ADAPTER_CONFIG,
@@ -120,32 +119,6 @@ def _stream(
     if fetch is None:
         return None
     return stream_weights(outlines, fetch, folder, max_shard_size=max_shard_size, write_others=write_others)
-
-
-def save_by_config(
-    state_dict: Mapping[str, Tensor], config_folder: Path, folder: Path, *, max_shard_size: int | str
-) -> SavedWeights:
-    """Save full weights with only the `config.json` of a model, like `save_model`.
-
-    Needs no memory for a second model.
-    """
-    require("transformers")
-    import transformers
-
-    if not (config_folder / _CONFIG).is_file():  # otherwise transformers would ask the hub
-        do = "pass the folder of a saved model, or write only the weights: --bare"
-        raise WeightsError(explain(str(config_folder), f"no {_CONFIG}", "the configuration of the model", do))
-    config = transformers.AutoConfig.from_pretrained(config_folder, local_files_only=True)
-    name = next(iter(config.architectures or ()), "no class")
-    model_class = getattr(transformers, name, None)
-    if model_class is None:
-        expected, do = "a class of transformers", "write only the weights, and load them into your own model"
-        raise WeightsError(explain(str(config_folder / _CONFIG), f"the model class {name}", expected, do))
-    with torch.device("meta"):
-        model = model_class(config)
-    model.to(next(value.dtype for value in state_dict.values() if value.is_floating_point()))
-    require_fit(state_dict, model.state_dict(), config_folder, what=name)
-    return save_model(model, state_dict, folder, max_shard_size=max_shard_size)
 
 
 def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -> None:

@@ -118,14 +118,6 @@ def read_config(folder: Path) -> PeftConfig:
     return config
 
 
-def can_be_merged(kind: type[PeftConfig]) -> bool:
-    """Return whether PEFT can merge adapters of a configuration, which excludes prompts and added layers."""
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-
-    names = [name for name, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if one is kind]
-    return any(hasattr(PEFT_TYPE_TO_TUNER_MAPPING[name], "merge_and_unload") for name in names)
-
-
 def reject_unsaved_adapters(model: object) -> None:
     """Reject adapters that could not be restored from their folder.
 

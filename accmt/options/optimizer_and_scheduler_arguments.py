@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -469,27 +468,6 @@ def _fits(value: Any, annotation: Any) -> bool:
         TypeAdapter(annotation, config=config).validate_python(value)
     except ValidationError:
         return False
-    return True
-
-
-def fits_as_written(value: Any, annotation: Any) -> bool:
-    """Return whether a value from YAML matches a type; types that YAML does not have, such as tuples, match lists.
-
-    Python objects, types that pydantic does not know, and patterns of names (such as "pissa_niter_[number of iters]")
-    always match: their users check them.
-    """
-    from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-
-    is_pattern = isinstance(value, str) and "[number" in str(annotation)
-    try:
-        adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
-        text = json.dumps(value)
-    except (TypeError, PydanticUserError, NameError):
-        return True
-    try:
-        adapter.validate_json(text)
-    except ValidationError:
-        return is_pattern
     return True
 
 

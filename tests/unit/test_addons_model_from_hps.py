@@ -101,7 +101,7 @@ def test_each_process_reads_where_a_launch_would_have_the_main_one_read_alone(mo
     kind = SimpleNamespace(from_pretrained=lambda _: os.environ.get(name, "unset"))
     with monkeypatch.context() as patch:
         patch.setenv(name, "true")
-        assert pretrained._read(kind, "./llama") == "unset"
+        assert pretrained.read_pretrained(kind, "./llama") == "unset"
         assert os.environ[name] == "true"
 
 
