@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accmt.errors import nearest
 from accmt.libraries.versions import without_tensors
 from accmt.messages import warn_once
-from accmt.options.checks import is_number, is_off, number_in, whole
+from accmt.options.checks import is_number, is_off, whole
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, is_listed, name_of
 from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
 
@@ -142,8 +142,8 @@ COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs
 FILLED_IF_MISSING = frozenset({"num_warmup_steps", "T_max"})
 """Scheduler arguments that accmt sets if the user does not."""
 
+_WARM_UP = ("warmup_ratio", "num_warmup_steps")
 _SYNONYMS = {"learning_rate": "lr"}
-_RATES_OF_SCHEDULERS = ("max_lr", "base_lr", "eta_min", "min_lr")
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -219,37 +219,7 @@ def read_grouping(
             warn_once(message, about="no_decay")
     if "layer_decay" in about_groups:
         read["layer_decay"] = read_layer_decay(("optim", "layer_decay"), about_groups["layer_decay"], faults)
-    grouping = Grouping(**read)
-    is_able = "relative_step" in parameters_of(optimizer_class) and standard_rate(optimizer_class) is None
-    if is_able and defaults.get("lr") is None and defaults.get("relative_step", True) is not False:
-        # like transformers' Adafactor without `lr`, which computes its own learning rate
-        useless: list[KeyPath] = [("optim", "layer_decay")] if grouping.layer_decay != 1 else []
-        for number, group in enumerate(grouping.groups):
-            own = group.arguments
-            if group.optimizer_class is None and "lr" in own and own.get("relative_step", True) is not False:
-                useless.append(("optim", "groups", number, "lr"))
-        for place in useless:
-            got = f"{place[-1]}, but {name_of(optimizer_class)} without `lr` computes its own learning rate"
-            faults.append(Fault(place, got, "`lr` for the optimizer too", "add `lr:` to optim"))
-    return grouping, faults
-
-
-def trains_nothing(
-    optimizer_class: type[torch.optim.Optimizer],
-    values: Mapping[str, Any],
-    scheduler: Callable[..., Any] | None,
-    of_scheduler: Mapping[str, Any],
-) -> bool:
-    """Return whether every learning rate is 0 and no scheduler raises it."""
-    if scheduler is not None and not is_listed(scheduler):
-        return False  # a custom scheduler may set any rate
-    grouping, _ = read_grouping(optimizer_class, values)
-    default = values.get("lr", standard_rate(optimizer_class))
-    rates = [default]
-    for group in grouping.groups:
-        otherwise = default if group.optimizer_class is None else standard_rate(group.optimizer_class)
-        rates.append(group.arguments.get("lr", otherwise))
-    return all(rate == 0 for rate in rates) and not any(of_scheduler.get(name) for name in _RATES_OF_SCHEDULERS)
+    return Grouping(**read), faults
 
 
 def standard_rate(optimizer_class: Any) -> float | None:
@@ -290,71 +260,58 @@ def _check_call(
     beside: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Fault]]:
     """Return arguments in the types of the signature, and their errors; `beside` are further arguments of the call."""
-    call = _Call(path, optimizer_class)
     beside = beside or {}
-    arguments, faults = call.check(values, known=beside)
+    arguments, faults = _Call(path, optimizer_class).check(values, known=beside)
     if faults or not is_listed(optimizer_class):
         return arguments, faults
-    # Build the optimizer for one weight, to find values that it rejects, and the argument that causes it.
+    # Build the optimizer for one weight, to find values that it rejects.
     refusal = _refusal(optimizer_class, {**beside, **arguments})
-    if refusal is not None and (not beside or _refusal(optimizer_class, beside) is None):  # else the error is in those
-        others = {name: {key: arguments[key] for key in arguments if key != name} for name in arguments}
-        accepted = (name for name in arguments if _refusal(optimizer_class, {**beside, **others[name]}) is None)
-        culprit = next(accepted, None)
-        path = call.path if culprit is None else (*call.path, culprit)
-        got = describe(dict(arguments) if culprit is None else arguments[culprit])
-        do = f"correct `{culprit or call.where}`"
-        faults.append(Fault(path, got, f"a value that {call.name} accepts: {refusal}", do))
-    return arguments, faults
+    if refusal is None or (beside and _refusal(optimizer_class, beside) is not None):  # then the error is in those
+        return arguments, []
+    got, do = describe(dict(arguments)), f"correct `{'.'.join(map(str, path))}`"
+    for name, value in arguments.items():
+        rest = {key: arguments[key] for key in arguments if key != name}
+        if _refusal(optimizer_class, {**beside, **rest}) is None:
+            path, got, do = (*path, name), describe(value), f"correct `{name}`"
+            break
+    return arguments, [Fault(path, got, f"a value that {name_of(optimizer_class)} accepts: {refusal}", do)]
 
 
 def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     """Return the arguments in the types of the scheduler's signature, warm-up as written, and their errors."""
-    if watches_a_result(factory):
-        return _check_plateau(factory, values)
     call = _Call(("scheduler",), factory)
-    warmup = {name: whole(values[name]) for name in ("warmup_ratio", "num_warmup_steps") if name in values}
-    if "num_warmup_steps" not in call.parameters or len(warmup) > 1:  # none, or no other, is as good as left out
-        values = {name: value for name, value in values.items() if name not in warmup or not _is_none(value)}
-        warmup = {name: value for name, value in warmup.items() if not _is_none(value)}
-    if "num_warmup_steps" not in call.parameters or not warmup:
-        return call.check(values)
-    rest = {name: value for name, value in values.items() if name not in warmup}
-    arguments, faults = call.check(rest)
-    if len(warmup) == 2:
+    if watches_a_result(factory):
+        return _check_plateau(call, values)
+    warmup = {name: whole(values[name]) for name in _WARM_UP if values.get(name) not in (None, 0)}
+    others = {name: value for name, value in values.items() if name not in _WARM_UP}
+    if "num_warmup_steps" not in call.parameters:
+        return call.check({**others, **warmup})
+    arguments, faults = call.check(others)
+    if len(warmup) == len(_WARM_UP):
         got = ", ".join(f"{name} = {value!r}" for name, value in warmup.items())
         do = "keep one: remove `num_warmup_steps` or `warmup_ratio`"
-        return {**warmup, **arguments}, [Fault(("scheduler", "num_warmup_steps"), got, "one of them", do), *faults]
-    ((name, value),) = warmup.items()
-    is_ratio, is_right = name == "warmup_ratio", is_number(value) and value >= 0
-    if is_ratio and not (is_right and value <= 1):
-        expected = "a number from 0 to 1, the fraction of all steps"
-        do = "write `warmup_ratio: 0.1`, or `num_warmup_steps:` for a number of steps"
-        faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
-    if not is_ratio and not (is_right and (isinstance(value, int) or value < 1)):
-        do = "write `num_warmup_steps: 100`, or `warmup_ratio: 0.1`"
-        faults.insert(0, Fault(("scheduler", name), describe(value), "a whole number of steps, at least 0", do))
+        faults.insert(0, Fault(("scheduler", "num_warmup_steps"), got, "one of them", do))
+        return {**warmup, **arguments}, faults
+    for name, value in warmup.items():
+        is_positive = is_number(value) and value > 0
+        if name == "warmup_ratio" and not (is_positive and value <= 1):
+            expected, do = "a number from 0 to 1, the fraction of all steps", "write `warmup_ratio: 0.1`"
+            faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
+        elif name == "num_warmup_steps" and not (is_positive and (isinstance(value, int) or value < 1)):
+            expected, do = "a whole number of steps, at least 0", "write `num_warmup_steps: 100`"
+            faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
     return {**warmup, **arguments}, faults
 
 
-def _check_plateau(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    monitor, rest = values.get("monitor"), {name: value for name, value in values.items() if name != "monitor"}
-    arguments, faults = _Call(("scheduler",), factory).check(rest)
+def _check_plateau(call: _Call, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    arguments, faults = call.check({name: value for name, value in values.items() if name != "monitor"})
     if "monitor" not in values:
-        if arguments.get("mode") == "max" and not faults:
-            got = "max, for the validation loss: the rate would be reduced each time the loss improves"
-            expected = "the better direction of the monitored value"
-            do = "add for example `monitor: accuracy` to monitor a metric, or remove `mode`"
-            faults = [Fault(("scheduler", "mode"), got, expected, do)]
         return arguments, faults
+    monitor = values["monitor"]
     if not isinstance(monitor, str) or not monitor:
         expected = "the name of a metric, as in model_saving but without best_, or valid_loss"
-        faults = [*faults, Fault(("scheduler", "monitor"), describe(monitor), expected, "write `monitor: accuracy`")]
+        faults.append(Fault(("scheduler", "monitor"), describe(monitor), expected, "write `monitor: accuracy`"))
     return {"monitor": monitor, **arguments}, faults
-
-
-def _is_none(warmup: Any) -> bool:
-    return warmup is None or (is_number(warmup) and warmup == 0)
 
 
 def watches_a_result(factory: Any) -> bool:
@@ -362,26 +319,8 @@ def watches_a_result(factory: Any) -> bool:
     return isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau)
 
 
-def check_names(part: str, factories: Iterable[Callable[..., Any]], values: Mapping[str, Any]) -> list[Fault]:
-    """Return an error for each argument that no optimizer or scheduler has; used when its name is unknown.
-
-    Args:
-        part: "optim" or "scheduler".
-        factories: All optimizers or schedulers.
-        values: The arguments.
-    """
-    known = {*GROUPING} if part == "optim" else set()
-    for factory in factories:
-        if known >= values.keys():
-            return []
-        known.update(_Call((part,), factory).names)
-    names = sorted(known)
-    expected = f"an argument of {'an optimizer' if part == 'optim' else 'a scheduler'}"
-    unknown = [name for name in values if name not in names]
-    return [_no_argument((part, name), values[name], expected, names) for name in unknown]
-
-
-def _no_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str]) -> Fault:
+def unknown_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str]) -> Fault:
+    """Return the error about an argument that is not among `names`, with the nearest of them."""
     name = str(path[-1])
     synonym = _SYNONYMS.get(name)
     meant = synonym if synonym in names else nearest(name, names)
@@ -403,11 +342,6 @@ class _Call:
         extra = {"warmup_ratio"} if "num_warmup_steps" in parameters else set()
         self.names = sorted((set(self.parameters) | extra) - COMPUTED)
 
-    @property
-    def where(self) -> str:
-        """The location of the call in the hyper-parameters."""
-        return ".".join(map(str, self.path))
-
     def check(self, values: Mapping[str, Any], known: Iterable[str] = ()) -> tuple[dict[str, Any], list[Fault]]:
         """Return `values` in the types of the signature, and an error for each invalid or missing argument."""
         arguments = {}
@@ -423,7 +357,7 @@ class _Call:
         filled = {*values, *known, *COMPUTED, *FILLED_IF_MISSING}
         for name, parameter in self.parameters.items():
             if parameter.default is parameter.empty and name not in filled:
-                do = f"add `{name}:` to {self.where}"
+                do = f"add `{name}:` to {'.'.join(map(str, self.path))}"
                 faults.append(Fault((*self.path, name), "nothing", f"{self.name} needs {name}", do))
         return arguments, faults
 
@@ -436,15 +370,13 @@ class _Call:
         if name not in self.parameters:
             beside = GROUPING if self.path == ("optim",) else SELECTORS if self.path[0] == "optim" else ()
             expected = f"an argument of {self.name}: {', '.join(self.names) or 'nothing'}"
-            return _no_argument(path, value, expected, [*self.names, *beside])
+            return unknown_argument(path, value, expected, [*self.names, *beside])
         annotation = annotation_of(self.parameters[name])
         if _fits(value, annotation):
             return None
         expected = without_tensors(inspect.formatannotation(annotation))
-        do = f"write `{name}: [{value}]`" if isinstance(value, str) and "," in value else f"correct `{name}`"
-        number = number_in(value.replace(",", ".")) if isinstance(value, str) and value.count(",") == 1 else None
-        if number is not None and _fits(number, annotation):  # a decimal comma
-            do = f"write `{name}: {value.replace(',', '.')}`"
+        is_list = isinstance(value, str) and get_origin(annotation) is tuple
+        do = f"write `{name}: [{value}]`" if is_list else f"correct `{name}`"
         return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", do)
 
 
