@@ -47,9 +47,11 @@ HPS_SECTIONS = "accmt.hps_sections"
 
 _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
+        "add_flags": "accmt.addons.command_line:add_flags",
         "begin_fork": "accmt.addons.fork.beginning:begin_fork",
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
         "check_resume": "accmt.addons.resume_check:check_resume",
+        "datamodule": "accmt.addons.datamodule:DataModule",
         "evaluate": "accmt.addons.evaluate_beside.evaluations:evaluate_fit",
         "find_sample_losses": "accmt.addons.token_losses:find_sample_losses",
         "fork": "accmt.addons.fork.program:fork_fit",
@@ -64,7 +66,9 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "mix_sources": "accmt.addons.mix.sources:mix_sources",
         "notebook_curve": "accmt.addons.notebook:NotebookView",
         "other_hook_names": "accmt.compat:HOOK_NAMES",
+        "overlay_flags": "accmt.addons.hps_flags:overlay",
         "prove": "accmt.addons.prove:prove",
+        "read_config": "accmt.addons.command_line:read_config",
         "replay": "accmt.addons.flight_recorder.replay:replay_fit",
         "replay_run": "accmt.addons.flight_recorder.replay:replay",
         "reject_foreign_methods": "accmt.addons.hints.methods:reject_foreign_methods",
@@ -72,12 +76,15 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "profiler": "accmt.addons.profilers:build_profiler",
         "sweep_arguments": "accmt.addons.sweep.trial:trial_arguments",
         "sweep_fit": "accmt.addons.sweep.trial:fit_trial",
+        "take_typed": "accmt.addons.command_line:take_typed",
         "tune": "accmt.addons.tuning:tune",
     },
     ADDED_FEATURES: {
         "packing_check": "accmt.addons.packing_check:PackingCheck",
+        "own_loss": "accmt.addons.own_loss:OwnLoss",
         "batch_notes": "accmt.addons.batch_notes:BatchNotes",
         "crash_loop": "accmt.addons.crash_loop:CrashLoop",
+        "changed_data": "accmt.addons.changed_data:ChangedData",
         "launches": "accmt.addons.launches:LaunchRecord",
         "fork_point": "accmt.addons.fork.beginning:ForkPoint",
         "flight_recorder": "accmt.addons.flight_recorder.recorder:Recorder",

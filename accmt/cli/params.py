@@ -31,18 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from accmt.options.command_line import read_hps_flags
+    from accmt.addons.command_line import read_hps_flags
 
     read_hps_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    from accmt.addons.command_line import HPS_FLAGS
     from accmt.addons.model_from_hps import build_from_hps
     from accmt.errors import ArgumentError, explain
     from accmt.messages import align
     from accmt.optimization import build_optimizer
     from accmt.options import HyperParameters
-    from accmt.options.command_line import HPS_FLAGS
 
     hps = HyperParameters.from_config(options.hps, getattr(options, HPS_FLAGS, None))
     section = hps.section("model")

@@ -776,10 +776,8 @@ class Trainer(TrainerProperties):
             ArgumentError: The file does not contain a mapping.
             FileNotFoundError: There is no such file.
         """
-        from accmt.options.command_line import read_config
-
         make: Callable[..., Self] = cls  # a subclass may have another constructor
-        return make(**{**read_config(config), **kwargs})
+        return make(**{**addon("read_config")(config), **kwargs})
 
     @classmethod
     def add_argparse_args(cls, parser: ArgumentParser) -> ArgumentParser:
@@ -796,9 +794,7 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: The parser already has an argument with one of these names; nothing was added.
         """
-        from accmt.options.command_line import add_flags
-
-        add_flags(parser)
+        addon("add_flags")(parser)
         return parser
 
     @classmethod
@@ -816,9 +812,7 @@ class Trainer(TrainerProperties):
             ArgumentError: `hps_config` or `model_path` is missing, or a value is invalid.
             FileNotFoundError: There is no such file.
         """
-        from accmt.options.command_line import take_typed
-
-        return cls.from_config(take_typed(args, config, kwargs))
+        return cls.from_config(addon("take_typed")(args, config, kwargs))
 
 
 Trainer.own_steps = (Trainer.do_backward, Trainer.do_opt_step, Trainer.do_zero_grad)
