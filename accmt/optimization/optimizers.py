@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accmt.errors import ArgumentError, HyperParameterError, ModuleContractError, explain
-from accmt.messages import warn_once
 from accmt.options import HyperParameters
 from accmt.options.optimizer_and_scheduler_arguments import (
     Group,
@@ -249,16 +248,11 @@ def _build(
     several = (one["params"] if isinstance(one, dict) else [one] for one in parameters)
     trainable = [parameter for some in several for parameter in some if parameter.requires_grad]
     if "fused" in parameters_of(optimizer_class) and not _IMPLEMENTATIONS & set(arguments):
-        # Other errors of a trial show up when the real optimizer is built.
+        # Errors of a trial show up when the real optimizer is built.
         with suppress(RuntimeError, TypeError, ValueError):
-            is_right = _is_fused_right(optimizer_class, arguments, trainable, as_trained)
-            if is_right and _accepts_late_gradients(optimizer_class, arguments, trainable):
+            if _is_fused_right(optimizer_class, arguments, trainable, as_trained):
                 arguments["fused"] = True
     try:
-        if arguments.get("fused") and not _is_fused_right(optimizer_class, arguments, trainable, as_trained):
-            types = ", ".join(sorted({f"{weight.dtype} on {weight.device.type}" for weight in trainable}))
-            message = f"the fused step for {types} differs from the standard step in torch {torch.__version__}"
-            raise ValueError(message)  # noqa: TRY301 - one message for all refusals
         return optimizer_class(parameters, **arguments)
     except (TypeError, ValueError, AssertionError) as error:
         name = optimizer_class.__name__
@@ -271,44 +265,27 @@ def _build(
         raise HyperParameterError(explain(where, f"{name}: {error}", expected, do)) from error
 
 
-def _accepts_late_gradients(
-    optimizer_class: type[Optimizer], arguments: Mapping[str, Any], trainable: Iterable[nn.Parameter]
-) -> bool:
-    """Return whether a fused step accepts a parameter that has its first gradient after others, as unfrozen ones do.
-
-    In torch 2.13, fused SGD with momentum raises a TypeError.
-    """
-    device = next((parameter.device for parameter in trainable if not parameter.is_meta), None)
-    weights = [nn.Parameter(torch.zeros(1, device=device)) for _ in range(2)]
-    optimizer = optimizer_class(weights, **{**arguments, "fused": True})
-    try:
-        for weight in weights:
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-    except TypeError:
-        return False
-    return True
-
-
 def _is_fused_right(
     optimizer_class: type[Optimizer],
     arguments: Mapping[str, Any],
-    trainable: Iterable[nn.Parameter],
+    trainable: Sequence[nn.Parameter],
     as_trained: AsTrained,
 ) -> bool:
-    """Compare a fused step with a standard one on a few numbers, for each device and dtype of the parameters.
+    """Compare fused steps with standard ones on a few numbers, for each device and dtype of the parameters.
 
-    In torch 2.13, fused SGD silently leaves bfloat16 and float16 weights on a CPU unchanged.
+    The second weight has its first gradient after the other, like one that is unfrozen. In torch 2.13, fused SGD with
+    momentum then raises a TypeError, and fused SGD silently leaves bfloat16 and float16 weights on a CPU unchanged.
     """
-    trainable = list(trainable)
     is_mixed = len({mesh_of(parameter) for parameter in trainable}) > 1  # each kind has a separate step
     makes = (as_trained, torch.clone) if is_mixed else (as_trained,)
 
     def step(make: AsTrained, device: torch.device, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
-        weight = torch.nn.Parameter(make(torch.zeros(_TRIED, device=device, dtype=dtype)))
-        weight.grad = torch.ones_like(weight)
-        optimizer_class([weight], **{**arguments, "fused": fused}).step()
-        return make_whole(weight.detach())
+        weights = [nn.Parameter(make(torch.zeros(_TRIED, device=device, dtype=dtype))) for _ in range(2)]
+        optimizer = optimizer_class(weights, **{**arguments, "fused": fused})
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return torch.stack([make_whole(weight.detach()) for weight in weights])
 
     found = {(parameter.device, parameter.dtype) for parameter in trainable if not parameter.is_meta}
     kinds = [(make, *kind) for make in makes for kind in found]
@@ -406,14 +383,9 @@ def assign(model: nn.Module, grouping: Grouping, hps: HyperParameters) -> list[l
     kinds = kinds_of(model)
     names = _names(model)
     chosen = {parameter: _choose(parameter, names[parameter], kinds, grouping, hps) for parameter in kinds}
-    faults = [*_unused(chosen, names, kinds, grouping)]
+    faults = [*_unused(chosen, names, grouping)]
     if faults:
         raise hps.reject(faults)
-    for number, group in enumerate(grouping.groups, 1):
-        if not any(parameter.requires_grad for parameter, own in chosen.items() if own == number):
-            where = hps.where(*_GROUPS, number - 1)
-            what = f"all parameters of {_label(group)} are frozen, so the group trains nothing until they are unfrozen"
-            warn_once(f"{where}: {what}", about=f"frozen parameters of group {number}")
     depth = _rates(model, grouping.layer_decay, hps)
     heads = [Assigned("default"), *(Assigned(_label(one), one.optimizer_class) for one in grouping.groups)]
     parts: list[dict[tuple[bool, float], Assigned]] = [{} for _ in heads]
@@ -465,10 +437,9 @@ def _fits(group: Group, name: str, kinds: set[str]) -> bool:
 def _unused(
     chosen: Mapping[nn.Parameter, int],
     names: Mapping[nn.Parameter, list[str]],
-    kinds: Mapping[nn.Parameter, set[str]],
     grouping: Grouping,
 ) -> Iterator[Fault]:
-    """Yield an error for each unused pattern and group, and for an empty default group."""
+    """Yield an error for each unused pattern and group."""
     every = [name for several in names.values() for name in several]
     for number, group in enumerate(grouping.groups):
         place = (*_GROUPS, number)
@@ -478,16 +449,9 @@ def _unused(
             got = f"{pattern!r}, which matches no parameter name"
             yield Fault((*place, "match"), got, "part of a parameter name of the model", do)
         if not unknown and number + 1 not in chosen.values():
-            fitting = [name for one in chosen for name in names[one] if _fits(group, name, kinds[one])]
-            got = f"{_label(group)}: no parameter of the model"
-            if fitting:
-                got = f"{_label(group)}: earlier groups contain all its parameters, such as {fitting[0]}"
+            got = f"{_label(group)}: no parameter of the model that an earlier group does not have"
             do = "remove the group, or move it up: the first group that matches a parameter gets it"
             yield Fault(place, got, "a group with at least one parameter", do)
-    if grouping.groups and 0 not in chosen.values():
-        got = f"groups with all {len(chosen)} parameters, so that none is left for the default optimizer"
-        do = "move the arguments of the last group to `optim`, and remove the group"
-        yield Fault(_GROUPS, got, "at least one parameter outside the groups", do)
 
 
 def _label(group: Group) -> str:
