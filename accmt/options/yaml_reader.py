@@ -139,7 +139,6 @@ class Document:
 
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-_MAX_REPEATED = 10_000  # values repeated by aliases: far more than any real file has
 _EXAMPLE = "`hps: {epochs: 3, batch_size: 16, optim: {type: AdamW, lr: 1e-4}}`"
 _LAYOUT = "a mapping: `hps:` with epochs, batch_size and optim below it"
 
@@ -248,23 +247,11 @@ class _NodeReader:
         self.faults: list[Fault] = []
         self._text = text
         self._flattened: set[int] = set()
-        self._seen: set[int] = set()
-        self._num_repeated = 0
 
     def read_root(self) -> Any:
         import yaml  # not at the top: importing accmt loads no package that torch does not load
 
-        class Loader(yaml.SafeLoader):
-            def flatten_mapping(self, node: yaml.MappingNode) -> None:
-                """Merge mappings given by `<<`; keep each key once, or nested merges would grow without bound."""
-                super().flatten_mapping(node)
-                pairs = {
-                    key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value)
-                    for key, value in node.value
-                }
-                node.value = list(pairs.values())
-
-        self._loader = Loader(self._text)
+        self._loader = yaml.SafeLoader(self._text)
         try:
             node = self._loader.get_single_node()
             return None if node is None else self._read(node, ())
@@ -275,7 +262,6 @@ class _NodeReader:
         import yaml
 
         self.lines.setdefault(path, _line(node))
-        self._count(node)
         if isinstance(node, yaml.SequenceNode):
             return [self._read(item, (*path, index)) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
@@ -303,14 +289,6 @@ class _NodeReader:
             self.lines[(*path, key)] = _line(key_node)
             values[key] = self._read(value_node, (*path, key))
         return values
-
-    def _count(self, node: yaml.Node) -> None:
-        """Reject nested aliases that would grow without bound: a few hundred bytes could fill the memory."""
-        if id(node) in self._seen:
-            self._num_repeated += 1
-        self._seen.add(id(node))
-        if self._num_repeated > _MAX_REPEATED:
-            raise _fault(node, f"aliases that repeat more than {_MAX_REPEATED:,} values", "use fewer aliases (*name)")
 
 
 def _fault(node: yaml.Node, got: str, do: str) -> yaml.MarkedYAMLError:

@@ -16,21 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
-from accmt.errors import ArgumentError, ModuleContractError, UnknownArgumentError, describe_value, explain, nearest
+from accmt.errors import ModuleContractError, describe_value, explain
 from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
 from accmt.module import AcceleratorModule, HuggingFaceModule, defines
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
-from accmt.options import HyperParameters
 from accmt.registry import addon
 from accmt.state import Function, TrainingState
-
-_CONTRACT = tuple(
-    name
-    for name in vars(AcceleratorModule)
-    if callable(getattr(AcceleratorModule, name)) or name.startswith("collate_fn")
-)
-
 
 _MOST = 1000  # entries of a container that are searched for parameters
 
@@ -42,54 +34,6 @@ STEPS: dict[str, tuple[str, ...]] = {
     "predict_step": ("predict_step",),
 }
 """Each step with those that stand in its place where it is not defined, in this order."""
-
-
-def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
-    """Return the module for an argument of `fit`: a module, a model's path, `(path, type)`, or hyper-parameters.
-
-    Args:
-        module: One of these.
-        kwargs: Further keywords of `fit`, used to build the model.
-        hps: The Trainer's hyper-parameters.
-
-    Raises:
-        UnknownArgumentError: There are unused keywords.
-        ArgumentError: The hyper-parameters describe a different model than the Trainer's.
-    """
-    is_path = isinstance(module, str | PathLike)
-    is_hps_file = is_path and str(module).endswith((".yaml", ".yml", ".json"))
-    if is_hps_file or isinstance(module, Mapping | HyperParameters):
-        if kwargs.keys() - {"processor"}:
-            got = f"the keywords {sorted(kwargs)} together with hyper-parameters"
-            expected = "only `processor`: arguments of `from_pretrained` belong in the `model` section"
-            raise UnknownArgumentError(explain("fit", got, expected, "write them in the section `model`"))
-        model_hps = hps  # if from the same source: only the Trainer's include the flags, and the run records them
-        if not is_hps_file or not hps.is_from(module):
-            model_hps = HyperParameters.from_config(module)
-            _require_same_model(model_hps, hps, "trainer.fit(trainer.hps, data)")
-        return AcceleratorModule.from_hps(model_hps, in_fit=True, **kwargs)
-    if is_path or isinstance(module, tuple):
-        return AcceleratorModule.from_hf(*(module if isinstance(module, tuple) else (module,)), in_fit=True, **kwargs)
-    if kwargs:
-        got, expected = f"the keywords {sorted(kwargs)}", "keywords only if `module` is the path of a model"
-        raise UnknownArgumentError(explain("fit", got, expected, "pass them to the Trainer, or to your module"))
-    if isinstance(module, HuggingFaceModule) and module.hps is not None:
-        _require_same_model(module.hps, hps, f"{type(module).__name__}.from_hps(trainer.hps)")
-    checked: AcceleratorModule = module
-    return checked
-
-
-def _require_same_model(own: HyperParameters, hps: HyperParameters, do: str) -> None:
-    """Check that a module matches the Trainer's hyper-parameters, which the run records.
-
-    Raises:
-        ArgumentError: They differ, for example because of flags.
-    """
-    for section in ("model", "sft", "prefer"):
-        if hps[section] is not None and own[section] != hps[section]:
-            got = f"{own.where(section)}: {own[section]}, and {hps.where(section)}: {hps[section]}"
-            do = f"{do}: the Trainer's hyper-parameters include the flags"
-            raise ArgumentError(explain("fit", got, "the model of the Trainer's hyper-parameters", do))
 
 
 def check_module(module: Any) -> None:
@@ -117,7 +61,7 @@ def check_untrained_module(module: Any, function: Function) -> None:
     """Check what a module needs for training and evaluation."""
     require_module(module, function)
     addon("reject_foreign_methods")(module)
-    _check_spelling(module)
+    addon("reject_misspelt_methods")(module)
     model = getattr(module, "model", None)
     if model is None:
         _reject(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
@@ -221,18 +165,6 @@ def require_module(module: Any, function: str) -> None:
         if isinstance(module, Dataset | DataLoader):
             do = f"trainer.{function}(module, data): the module comes first"
         raise ModuleContractError(explain(where, type(module).__name__, "an AcceleratorModule", do))
-
-
-def _check_spelling(module: AcceleratorModule) -> None:
-    own = {name for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__ for name in vars(kind)}
-    for name in sorted(own - set(dir(AcceleratorModule))):
-        meant = nearest(name, _CONTRACT, cutoff=0.9)
-        if meant and not name.startswith("_") and not defines(module, meant):
-            _reject(
-                module,
-                f"a method {name}, but no {meant}",
-                f"rename it to {meant} (or to a less similar name)",
-            )
 
 
 def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None:

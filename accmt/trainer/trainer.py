@@ -333,10 +333,9 @@ class Trainer(TrainerProperties):
             return state
         from accmt.recovery.restart import Recovery, free_finished
         from accmt.setup.datasets import UserData
-        from accmt.setup.module_checks import as_module  # loads sympy, which `import accmt` does not
         from accmt.setup.torch_flags import running, working
 
-        trained, recovery = as_module(module, kwargs, self.hps), Recovery()
+        trained, recovery = addon("as_module")(module, kwargs, self.hps), Recovery()
         user_data = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
             with ShortTraceback(), running(self, trained), working(self.settings.running), user_data.ending("fit"):
