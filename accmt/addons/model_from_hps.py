@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
+from accmt.addons.parameter_groups import read_patterns
 from accmt.engine.meta_device import building_for
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain, nearest
 from accmt.huggingface.peft_adapters import read_base_name
@@ -30,7 +31,7 @@ from accmt.huggingface.pretrained import (
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
 from accmt.options.checks import is_empty, is_off
-from accmt.options.optimizer_and_scheduler_arguments import annotation_of, read_patterns
+from accmt.options.optimizer_and_scheduler_arguments import annotation_of
 from accmt.options.yaml_reader import Fault, KeyPath, describe, names_like, suggest
 from accmt.saving.weights import ADAPTER_CONFIG
 

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from accmt import ChainedOptimizer, HyperParameters, create_optimizer
+from accmt.addons.parameter_groups import kinds_of
 from accmt.errors import ArgumentError, HyperParameterError
 from accmt.optimization import build_optimizer, build_scheduler
-from accmt.optimization.optimizers import kinds_of
 from accmt.options.optimizer_and_scheduler_names import scheduler_names
 
 pytestmark = pytest.mark.feature("N70")

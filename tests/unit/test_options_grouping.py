@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from accmt.addons.parameter_groups import Group, Grouping, read_grouping
 from accmt.errors import HyperParameterError
 from accmt.optimization import build_optimizer
 from accmt.options import HyperParameters
-from accmt.options.optimizer_and_scheduler_arguments import Group, Grouping, read_grouping
 from accmt.setup.model import trains_nothing
 
 YAML = """\
