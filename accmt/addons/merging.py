@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accmt.addons.peft_adapters import read_config
 from accmt.errors import HyperParameterError, WeightsError, explain
 from accmt.huggingface.folder import save_model
-from accmt.huggingface.peft_adapters import read_config
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from accmt.addons.parameter_groups import read_patterns
+from accmt.addons.peft_adapters import read_base_name
 from accmt.engine.meta_device import building_for
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain, nearest
-from accmt.huggingface.peft_adapters import read_base_name
 from accmt.huggingface.pretrained import (
     find_model_class,
     load_pretrained,

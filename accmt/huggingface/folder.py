@@ -13,11 +13,11 @@ from torch import nn
 
 from accmt.errors import WeightsError, explain
 from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, reject_injected_adapters
-from accmt.huggingface.peft_adapters import load_adapters, save_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.libraries.private_names import names_not_saved
 from accmt.messages import warn_once
 from accmt.precision import HALVES
+from accmt.registry import addon
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.load_weights import require_files
 from accmt.saving.model_folder import read_status
@@ -82,7 +82,7 @@ def save_model(
         require_complete(state_dict, model)
         if is_peft_model(model):
             is_safe = safe_serialization
-            saved = save_adapters(model, state_dict, folder, processor=processor, safe_serialization=is_safe)
+            saved = addon("save_adapters")(model, state_dict, folder, processor=processor, safe_serialization=is_safe)
         else:
             write_others = None
             if is_transformers_model(model):
@@ -146,7 +146,7 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
             do = "load them into the model before get_peft_model(model, ...) wraps it"
         raise WeightsError(explain(f"weights in {folder}", got, expected, do))
     if is_peft_model(model):
-        load_adapters(model, folder, strict=strict)
+        addon("load_adapters")(model, folder, strict=strict)
     elif strict and is_transformers_model(model):
         load_pretrained_weights(model, folder)
     else:

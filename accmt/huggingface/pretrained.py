@@ -17,10 +17,10 @@ from torch import nn
 from accmt.engine.meta_device import accelerator_to_build_for, as_wholes, device_of_shards, distribute_empty
 from accmt.errors import ArgumentError, ModuleContractError, explain, nearest
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
-from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.libraries.private_names import distributing_as_read, has_first_value
 from accmt.libraries.versions import checkpoint_activations, require
 from accmt.processes import broadcast_object, gather_objects
+from accmt.registry import addon
 from accmt.saving.load_weights import describe_shapes, misfit
 from accmt.saving.weights import ADAPTER_CONFIG, plain_names
 from accmt.sharded_tensors import class_of, shard_state
@@ -60,9 +60,9 @@ def load_pretrained(
     model_class = find_model_class(type)
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
-        base = read_base_name(folder)
+        base = addon("read_base_name")(folder)
         require_model_folder(base, f"the base model of the adapter in {folder}, from its {ADAPTER_CONFIG}")
-        return build_with_adapter(read_pretrained(model_class, base, **kwargs), folder)
+        return addon("build_with_adapter")(read_pretrained(model_class, base, **kwargs), folder)
     model = _read_in_parts(model_class, os.fspath(path), kwargs) or read_pretrained(
         model_class, os.fspath(path), **kwargs
     )

@@ -19,8 +19,8 @@ from accmt.engine.sync_batchnorm import synchronize_if_asked
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import (
     enable_gradient_checkpointing,
+    is_peft_model,
     reject_injected_adapters,
-    reject_unsaved_adapters,
     require_library,
 )
 from accmt.libraries import private_names
@@ -34,6 +34,7 @@ from accmt.optimization.stepper import Stepper
 from accmt.options import HyperParameters, RunningSettings, Settings
 from accmt.options.optimizer_and_scheduler_arguments import standard_rate
 from accmt.options.optimizer_and_scheduler_names import is_listed, name_of
+from accmt.registry import addon
 from accmt.run import Run
 from accmt.setup.module_checks import call_get_scheduler, require_optimizer, require_scheduler
 from accmt.state import Counters
@@ -143,7 +144,8 @@ def prepare(
     Args:
         callbacks: The callbacks of the run: some PEFT models require one.
     """
-    reject_unsaved_adapters(module.model)
+    if is_peft_model(module.model):
+        addon("reject_unsaved_adapters")(module.model)
     require_library(module.model)
     reject_injected_adapters(module.model)
     reject_training_quantized_weights(module.model)
