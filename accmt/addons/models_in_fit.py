@@ -41,7 +41,8 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
         got, expected = f"the keywords {sorted(kwargs)}", "keywords only if `module` is the path of a model"
         raise UnknownArgumentError(explain("fit", got, expected, "pass them to the Trainer, or to your module"))
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
-        _require_same_model(module.hps, hps, f"{type(module).__name__}.from_hps(trainer.hps)")
+        name = "AcceleratorModule" if type(module) is HuggingFaceModule else type(module).__name__
+        _require_same_model(module.hps, hps, f"{name}.from_hps(trainer.hps)")
     checked: AcceleratorModule = module
     return checked
 

@@ -40,7 +40,7 @@ from accmt.processes import data_index, num_data_processes
 from accmt.recovery.restart import Recovery
 from accmt.registry import addon, find
 from accmt.setup.same_on_processes import find_same_data
-from accmt.setup.token_budget import find_token_batcher, make_largest, reject_conflicts
+from accmt.setup.token_budget import find_token_batcher, reject_conflicts
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def build_train_loader(
         do = "an IterableDataset, a list, or epochs: 1"
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
     reject_conflicts(module, settings)
-    collate, pins_memory = _collate(module, settings, data, "train"), _pins_memory(data_settings, device)
+    collate, pins_memory = find_collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
     batcher = find_token_batcher(
         module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training"
@@ -296,18 +296,6 @@ def build_train_loader(
     return Loader(source, batcher.for_training(maker) if batcher else maker)
 
 
-def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
-    """Return the largest possible training micro-batch, or why it is unknown."""
-    collate = _collate(module, settings, data, "train")
-    batcher = find_token_batcher(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
-    size: int | None = settings.hps.train_batch_size // loader.source.micro_batches_per_batch
-    if isinstance(data, DataLoader):
-        collate, size = data.collate_fn, data.batch_size
-    if settings.data.data_options.batch_sampler is not None:
-        size = None
-    return make_largest(module, data, settings, collate=collate, batcher=batcher, size=size)
-
-
 def build_evaluation_loader(
     module: AcceleratorModule,
     data: Any,
@@ -326,7 +314,7 @@ def build_evaluation_loader(
     is_validation = purpose == "validate"
     # Losses logged per batch are those of batches as loaded.
     logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
-    collate = _collate(module, settings, data, "val")
+    collate = find_collate(module, settings, data, "val")
     pins_memory = _pins_memory(data_settings, engine.accelerator.device)
     _seed_own_generators(data, collate)
     batcher = None
@@ -383,7 +371,7 @@ def _shard(settings: DataSettings) -> Shard:
     return Shard(data_index(), num_data_processes()) if settings.data_options.shard else Shard()
 
 
-def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Literal["train", "val"]) -> Any:
+def find_collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Literal["train", "val"]) -> Any:
     """Return the user's collate function for a phase: that of the module, of the Trainer, or None."""
     bucket = settings.running.compile_buckets
     collate = getattr(module, f"collate_fn_{phase}") or module.collate_fn
@@ -565,7 +553,10 @@ class Loaders:
 
     def make_largest_batch(self) -> LargestBatch | str:
         """Return the largest possible training micro-batch, or why it is unknown."""
-        return make_largest_batch(self._module, self.train_data, self._trainer.settings, self.train)
+        largest: LargestBatch | str = addon("make_largest_batch")(
+            self._module, self.train_data, self._trainer.settings, self.train
+        )
+        return largest
 
 
 def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,20 +16,17 @@ from accmt.data import (
     Grouping,
     TokenBudget,
     in_buckets,
-    is_stream,
-    known_lengths,
     take_apart,
 )
 from accmt.data.collate import collate_or_explain
-from accmt.data.lengths import LargestBatch, find_largest, find_length
+from accmt.data.lengths import find_length
 from accmt.data.packing import DocumentPacker
 from accmt.engine.sync_batchnorm import is_batch_norm
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import attention_of
 from accmt.messages import warn_once
-from accmt.module import AcceleratorModule, defines
+from accmt.module import AcceleratorModule
 from accmt.options import Settings
-from accmt.processes import num_data_processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,61 +152,3 @@ def reject_conflicts(module: AcceleratorModule, settings: Settings) -> None:
 def _reject(name: str, got: str) -> NoReturn:
     where, expected = f"{name} in the hyper-parameters", "one of the two"
     raise ArgumentError(explain(where, got, expected, "leave one of them out"))
-
-
-# ---- The largest possible training micro-batch, which is tried before the first step.
-
-
-_READ = 8
-
-
-def make_largest(
-    module: AcceleratorModule,
-    data: Any,
-    settings: Settings,
-    *,
-    collate: Any,
-    batcher: TokenBatcher | None,
-    size: int | None,
-) -> LargestBatch | str:
-    """Return the largest micro-batch, or why it is unknown. This reads additional samples.
-
-    Args:
-        module: The module.
-        data: The training data, or a DataLoader.
-        settings: The Trainer's settings.
-        collate: The collate function; None uses torch's.
-        batcher: The token batcher, if there is one.
-        size: Samples of a micro-batch without a token budget; None if sizes vary.
-    """
-    dataset: Any = data.dataset if isinstance(data, DataLoader) else data
-    if is_stream(dataset):
-        return "the data are a stream"
-    budget = None if batcher is None else batcher.training_budget
-    collate = (collate or collate_or_explain) if batcher is None else batcher.training_options["collate"]
-    if batcher is not None:
-        size = settings.samples_per_step(num_data_processes()) or len(dataset)
-    if size is None or len(dataset) == 0:
-        return "batches vary in size"
-    length_of = module.length_of if defines(module, "length_of") else None
-    lengths = _known(dataset, length_of)
-    if lengths is not None:
-        indices = find_largest(lengths, size, budget, packs=isinstance(collate, DocumentPacker))
-        return LargestBatch(collate([dataset[index] for index in indices]), len(indices), int(lengths[indices].max()))
-    if budget is None:
-        return "the lengths of samples are unknown before they are read"
-    # Fill the budget with copies of one sample, the longest of the first few.
-    samples = [dataset[index] for index in range(min(_READ, len(dataset)))]
-    lengths = [find_length(sample, length_of) for sample in samples]
-    longest = max(lengths)
-    width = max(1, *budget.widths([longest]))
-    number = max(1, min(budget.max_tokens // width, budget.max_samples, size))
-    sample = samples[lengths.index(longest)]
-    return LargestBatch(collate([copy.copy(sample) for _ in range(number)]), number, longest)
-
-
-def _known(dataset: Any, length_of: Any) -> Any:
-    try:
-        return known_lengths(dataset, length_of)
-    except DataError:  # samples without a length
-        return None
