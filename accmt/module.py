@@ -785,9 +785,9 @@ class HuggingFaceModule(AcceleratorModule):
             return loss
         result = {"loss": loss, "weight": weight}
         if self.wants_sample_losses and torch.is_grad_enabled():  # not in an evaluation
-            from accmt.huggingface.losses import find_sample_losses
+            from accmt.registry import addon
 
-            result |= find_sample_losses(self.unwrapped_model, outputs, batch)
+            result |= addon("find_sample_losses")(self.unwrapped_model, outputs, batch)
         return result
 
     def predict_step(self, batch: Any) -> Any:

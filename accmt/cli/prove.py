@@ -54,8 +54,8 @@ class _Proven(BaseException):
 
 def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) -> _Proven:
     """Run a script with a `Trainer.fit` that proves instead, and return the first proof."""
+    from accmt.addons.models_in_fit import as_module
     from accmt.addons.prove import prove
-    from accmt.setup.module_checks import as_module
     from accmt.trainer import Trainer
 
     original: Any = Trainer.fit

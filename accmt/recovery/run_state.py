@@ -19,7 +19,7 @@ from accmt.data import UnshardedSource
 from accmt.data.planned import PlannedSource
 from accmt.errors import CheckpointError, explain
 from accmt.glances import digest_state
-from accmt.huggingface import AdaLoraRanks
+from accmt.huggingface import is_peft_model
 from accmt.libraries.private_names import buffers_of, count_writes, note_optimizer_step
 from accmt.messages import say, warn, warn_once
 from accmt.module import defines
@@ -28,6 +28,7 @@ from accmt.options.changes import Change, changed_arguments
 from accmt.precision import WITH_STATISTICS
 from accmt.processes import gather_objects, num_processes
 from accmt.recovery.resume import Resumed
+from accmt.registry import addon
 from accmt.run import Run
 from accmt.secrets import hide
 from accmt.sharded_tensors import write_into
@@ -64,7 +65,7 @@ def list_parts(run: Run) -> list[Part]:
         "trained": run.trained,
         "patience": run.saver.patience,
         "scaler": run.accelerator.scaler,
-        "adalora": AdaLoraRanks.of(run.unwrapped_model),
+        "adalora": addon("adalora_ranks")(run.unwrapped_model) if is_peft_model(run.unwrapped_model) else None,
         "features": run.features,
         "trainer": _TrainerState(run.module.trainer) if run.module.trainer.has_state else None,
     }

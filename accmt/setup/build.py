@@ -56,7 +56,7 @@ from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_
 from accmt.setup.inputs import Inputs, check_inputs, find_monitored
 from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
-from accmt.setup.same_on_processes import find_disks, require_same_settings
+from accmt.setup.same_on_processes import require_same_settings
 from accmt.state import Counters, TrainingState
 from accmt.tracking import Tracking
 
@@ -210,7 +210,8 @@ def _objects_of(prepared: Prepared, inputs: Inputs, settings: Settings) -> Itera
 def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return the checkpoint to resume from, and set its position before the module's data methods are called."""
     require_same_settings(trainer.settings)
-    find_disks(trainer.settings)
+    if num_processes() > 1:
+        addon("find_disks")(trainer.settings)
     folder = recovery.take_checkpoint()
     if folder is None and is_relaunched(trainer.settings):
         folder = _find_folder(trainer.settings.resuming_newest()) or find_newest(trainer.settings)

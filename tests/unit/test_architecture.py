@@ -288,7 +288,7 @@ QUESTIONS_LEFT = {
     # What is tried before training, or saved when others are gone, is another thing where a process cannot act alone.
     "loop/preflight.py": 3,
     "recovery/shutdown.py": 1,
-    "features/packing_check.py": 3,
+    "addons/packing_check.py": 3,
     "loop/trained_parameters.py": 1,
     # Of single tensors, in layers below the engine.
     "sharded_tensors.py": 5,

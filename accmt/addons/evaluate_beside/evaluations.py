@@ -34,6 +34,7 @@ from accmt.addons.evaluate_beside.published import (
 from accmt.addons.fork.beginning import find_fork, settings_at
 from accmt.addons.hub import PushToHub
 from accmt.addons.launches import read_launches
+from accmt.addons.models_in_fit import as_module
 from accmt.addons.run_folders import is_locked
 from accmt.addons.sync import sync_run
 from accmt.callbacks import Callback, build_callbacks
@@ -55,7 +56,6 @@ from accmt.setup.build import build_run
 from accmt.setup.datasets import UserData
 from accmt.setup.inputs import check_metrics
 from accmt.setup.model import detach_run
-from accmt.setup.module_checks import as_module
 from accmt.setup.same_on_processes import reporting_failed_setup
 from accmt.setup.torch_flags import running, working
 from accmt.state import TrainingState

@@ -8,7 +8,8 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from accmt.callbacks.callback import HOOKS
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, explain, nearest
+from accmt.module import AcceleratorModule, defines
 from accmt.registry import addon
 
 _OPTIMIZER_AND_SCHEDULER = "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler"
@@ -186,6 +187,27 @@ def reject_foreign_methods(module: Any) -> None:
         where, got = f"{name}.automatic_optimization", "False, which has no effect"
         do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"
         raise ModuleContractError(explain(where, got, "an ExtendedAcceleratorModule, which steps manually", do))
+
+
+_CONTRACT = tuple(
+    name
+    for name in vars(AcceleratorModule)
+    if callable(getattr(AcceleratorModule, name)) or name.startswith("collate_fn")
+)
+
+
+def reject_misspelt_methods(module: AcceleratorModule) -> None:
+    """Reject methods that are nearly called like one of an `AcceleratorModule`: they would silently be ignored.
+
+    Raises:
+        ModuleContractError: The module has one, and not the method itself.
+    """
+    names = {name for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__ for name in vars(kind)}
+    for name in sorted(names - set(dir(AcceleratorModule))):
+        meant = nearest(name, _CONTRACT, cutoff=0.9)
+        if meant and not name.startswith("_") and not defines(module, meant):
+            got, do = f"a method {name}, but no {meant}", f"rename it to {meant} (or to a less similar name)"
+            raise ModuleContractError(explain(type(module).__name__, got, "methods of an AcceleratorModule", do))
 
 
 _LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from accmt.addons.digests import changed_attributes, digest, digest_attributes
 from accmt.addons.flight_recorder.examiner import rows
 from accmt.addons.prove.launches import Launch, Outcome
 from accmt.addons.prove.randomness import SameForAllSamples, seed_step
@@ -21,7 +22,6 @@ from accmt.data import first_dimension
 from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.loop.step_outputs import read_training_output
 from accmt.processes import gather_objects, num_processes
-from accmt.recovery.digests import changed_attributes, digest, digest_attributes
 from accmt.without_trace import without_trace
 
 _READING_MODIFIES = "reading modifies "

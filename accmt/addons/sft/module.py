@@ -30,11 +30,11 @@ from accmt.addons.sft.rows import (
 )
 from accmt.addons.text_tables import align
 from accmt.addons.token_batches.packing import DocumentPacker
+from accmt.addons.token_losses import weigh_tokens
 from accmt.data import is_stream
 from accmt.data.samplers import Order
 from accmt.data.seeding import seeded_generators
 from accmt.errors import ArgumentError, DataError, explain
-from accmt.huggingface.losses import weigh_tokens
 from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.module import HuggingFaceModule
 

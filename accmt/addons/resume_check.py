@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accmt.addons.digests import changed_attributes, digest, digest_attributes
 from accmt.callbacks import StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import StateCollector
 from accmt.checkpoint.manifest import step_name
@@ -15,7 +16,6 @@ from accmt.errors import CheckpointError, explain
 from accmt.messages import say, speaking
 from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
-from accmt.recovery.digests import changed_attributes, digest, digest_attributes
 from accmt.recovery.run_state import collect_others, list_parts
 
 if TYPE_CHECKING:
