@@ -79,8 +79,10 @@ _LEASE = "lease.json"
 ORIGIN = ".remote.json"
 """In a local checkpoint folder: the URL that its checkpoints are uploaded to."""
 
-_ATTEMPTS = 5
-_FIRST_PAUSE_S = 0.5
+_ATTEMPTS = 8
+_FIRST_PAUSE_S = 0.5  # doubled after each attempt: about a minute in all
+_LONGEST_S = 60.0  # also if each attempt itself takes long
+_S3 = ("s3://", "s3a://")
 _THREADS = 8
 
 
@@ -135,8 +137,14 @@ class RemoteFolder:
             from fsspec.core import url_to_fs
 
             is_local = self.url.startswith(("file://", "local://"))  # whose folders do not appear by themselves
-            options = {"auto_mkdir": True} if is_local else {}
+            options: dict[str, Any] = {"auto_mkdir": True} if is_local else {}
+            if self.url.startswith(_S3):
+                # Requests are repeated here. botocore and s3fs repeat each up to five times: three minutes without a
+                # word if the store is down.
+                options = {"config_kwargs": {"retries": {"total_max_attempts": 1}}, "skip_instance_cache": True}
             self._fs, root = url_to_fs(self.url, use_listings_cache=False, **options)
+            if self.url.startswith(_S3):
+                self._fs.retries = 1
         except ImportError as error:
             extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}.get(url.partition(":")[0])
             do = f"pip install 'accmt-trainer[{extra}]'" if extra else "install the package that the error names"
@@ -154,14 +162,17 @@ class RemoteFolder:
     # ---- Requests
 
     def _retry(self, request: Callable[[], T]) -> T:
+        begin = time.monotonic()
         for attempt in range(_ATTEMPTS):
             try:
                 return request()
             except (FileNotFoundError, FileExistsError, PermissionError):
                 raise
-            except Exception:
-                if attempt == _ATTEMPTS - 1:
+            except Exception as error:
+                if attempt == _ATTEMPTS - 1 or time.monotonic() - begin > _LONGEST_S:
                     raise
+                answer = hide_text(f"{type(error).__name__}: {error}")
+                warn_once(f"{self.shown}: {answer}; requests are repeated for up to a minute", about=self.url)
                 time.sleep(_FIRST_PAUSE_S * 2**attempt * (0.5 + random.random()))  # noqa: S311 - no secret
         raise AssertionError
 
