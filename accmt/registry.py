@@ -16,11 +16,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+MONITORED_VALUES = "accmt.monitored_values"
+
 EXTENSION_POINTS = (
     "accmt.optimizers",
     "accmt.schedulers",
     "accmt.metrics",
-    "accmt.monitored_values",
+    MONITORED_VALUES,
     "accmt.trackers",
     "accmt.checkpointers",
     "accmt.engines",
@@ -97,6 +99,11 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "sft": "accmt.addons.sft.section:read_sft_section",
         "prefer": "accmt.addons.prefer.section:read_prefer_section",
         "data": "accmt.addons.mix.section:read_data_section",
+    },
+    MONITORED_VALUES: {
+        "cpu_utilization": "accmt.addons.utilization:CpuUse",
+        "gpu_utilization": "accmt.addons.utilization:GpuUse",
+        "mfu": "accmt.addons.utilization:ModelOperations",
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",

@@ -22,7 +22,7 @@ from accmt.options.checks import (
     write_argument,
 )
 from accmt.options.units import read_every
-from accmt.registry import names
+from accmt.registry import MONITORED_VALUES, names
 
 # ---- What a run measures and logs in addition to losses and metrics.
 
@@ -144,7 +144,7 @@ class Monitor:
             )
         known = [field.name for field in fields(cls)]
         others = {name: is_on for name, is_on in config.items() if name not in known}
-        added = names("accmt.monitored_values") if others else []
+        added = [name for name in names(MONITORED_VALUES) if name not in known] if others else []
         for name, is_on in others.items():
             if name not in added:
                 every = [*known, *added]
