@@ -63,6 +63,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hint_for_precision": "accmt.addons.hints.table:find_precision",
         "hint_for_replaced": "accmt.addons.hints.arguments:find_replaced",
         "hints_for_parameters": "accmt.addons.hints.methods:find_parameters",
+        "media_log": "accmt.addons.media:MediaLog",
         "mix_sources": "accmt.addons.mix.sources:mix_sources",
         "notebook_curve": "accmt.addons.notebook:NotebookView",
         "other_hook_names": "accmt.compat:HOOK_NAMES",
