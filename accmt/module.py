@@ -531,7 +531,7 @@ class AcceleratorModule(LogsValues):
             self.__dict__.pop(name, None)
 
     def __repr__(self) -> str:
-        size = f"{len(self):,} parameters" if isinstance(getattr(self, "model", None), nn.Module) else "no model"
+        size = f"{len(self):,} parameters" if isinstance(self.__dict__.get("model"), nn.Module) else "no model"
         return f"{type(self).__name__}({size})"
 
     def __str__(self) -> str:
@@ -657,7 +657,8 @@ def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim
 
 def defines(module: AcceleratorModule, name: str) -> bool:
     """Return whether the user's class or object defines `name` itself."""
-    return getattr(type(module), name) is not getattr(AcceleratorModule, name) or name in vars(module)
+    own_classes = [kind for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__]
+    return name in module.__dict__ or any(name in kind.__dict__ for kind in own_classes)
 
 
 class FunctionModule(AcceleratorModule):
