@@ -531,7 +531,7 @@ class AcceleratorModule(LogsValues):
             self.__dict__.pop(name, None)
 
     def __repr__(self) -> str:
-        size = f"{len(self):,} parameters" if isinstance(self.__dict__.get("model"), nn.Module) else "no model"
+        size = f"{len(self):,} parameters" if isinstance(getattr(self, "model", None), nn.Module) else "no model"
         return f"{type(self).__name__}({size})"
 
     def __str__(self) -> str:

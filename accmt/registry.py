@@ -65,6 +65,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hints_for_parameters": "accmt.addons.hints.methods:find_parameters",
         "media_log": "accmt.addons.media:MediaLog",
         "mix_sources": "accmt.addons.mix.sources:mix_sources",
+        "monitor": "accmt.addons.monitor:build_monitor",
         "notebook_curve": "accmt.addons.notebook:NotebookView",
         "other_hook_names": "accmt.compat:HOOK_NAMES",
         "prove": "accmt.addons.prove:prove",
@@ -100,11 +101,6 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "sft": "accmt.addons.sft.section:read_sft_section",
         "prefer": "accmt.addons.prefer.section:read_prefer_section",
         "data": "accmt.addons.mix.section:read_data_section",
-    },
-    MONITORED_VALUES: {
-        "cpu_utilization": "accmt.addons.utilization:CpuUse",
-        "gpu_utilization": "accmt.addons.utilization:GpuUse",
-        "mfu": "accmt.addons.utilization:ModelOperations",
     },
     "accmt.trackers": {
         "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",

@@ -104,6 +104,13 @@ class Monitor:
             _reject("record_goodput", self.record_goodput, expected)
 
     @property
+    def has_measurements(self) -> bool:
+        """Whether anything is measured, besides what training and evaluation compute anyway."""
+        use = self.cpu_utilization or self.gpu_utilization or self.mfu
+        times = self.throughput or self.time_split or self.checkpoint
+        return bool(use or times or self.learning_rate or self.epoch or self.added or self.norm_order is not None)
+
+    @property
     def norm_order(self) -> float | None:
         """The order of the gradient's norm; None is off."""
         if isinstance(self.grad_norm, bool):
@@ -144,7 +151,7 @@ class Monitor:
             )
         known = [field.name for field in fields(cls)]
         others = {name: is_on for name, is_on in config.items() if name not in known}
-        added = [name for name in names(MONITORED_VALUES) if name not in known] if others else []
+        added = names(MONITORED_VALUES) if others else []
         for name, is_on in others.items():
             if name not in added:
                 every = [*known, *added]

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, Callback
-from accmt.addons import utilization
-from accmt.addons.utilization import PEAKS, GpuUse, Use
-from accmt.callbacks.monitor import PURPOSES, Stopwatch, StopwatchOfCallbacks
+from accmt.addons import monitor
+from accmt.addons.monitor import PEAKS, PURPOSES, GpuUse, Stopwatch, StopwatchOfCallbacks, Use
 from accmt.tracking import read_history
 from tests.slow import SlowData, SlowLinear, Ticks
 from tests.tables import each
@@ -226,7 +225,7 @@ def test_memory_and_use_are_plausible():
 
 def test_use_is_looked_at_twice_a_second_at_most(monkeypatch):
     now = Ticks()
-    monkeypatch.setattr(utilization, "monotonic", now)
+    monkeypatch.setattr(monitor, "monotonic", now)
 
     class Counted(Use):
         looks = 0
