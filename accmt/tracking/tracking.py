@@ -16,7 +16,7 @@ from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.delivery_state import Account, DeliveryFile, Rewinding, count_rows_left
 from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_rows
-from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, name_error, report_missing_key
+from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, name_error
 from accmt.tracking.values import to_floats, to_plain
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ class Tracking:
         for key, (spec, kwargs) in self._trackers.items():
             if key in held_back:
                 continue
-            report_missing_key(spec, self._place, kwargs, is_needed=self._offline is False)
+            spec.require_access(self._place, kwargs, is_needed=self._offline is False)
             delivery = Delivery(
                 spec,
                 RunStart(self._place, kwargs, is_quiet=self._is_quiet),
