@@ -76,6 +76,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "profiler": "accmt.addons.profilers:build_profiler",
         "copy_missing": "accmt.addons.several_disks:copy_missing",
         "find_newest_on_disks": "accmt.addons.several_disks:find_newest_on_disks",
+        "signs_of_life": "accmt.addons.machines:SignsOfLife",
         "spread_reader": "accmt.addons.several_disks:SpreadReader",
         "sweep_arguments": "accmt.addons.sweep.trial:trial_arguments",
         "sweep_fit": "accmt.addons.sweep.trial:fit_trial",
