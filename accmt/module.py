@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from accmt import Callback, Trainer
     from accmt.options import HyperParameters
     from accmt.state import TrainingState
-    from accmt.tracking.values import MediaLog
 
     Data: TypeAlias = Dataset[Any] | Iterable[Any] | Mapping[str, Any]
     """A dataset, a `datasets` dataset, a stream, a DataLoader, or several of them in a list or dict."""
@@ -178,10 +177,9 @@ class LogsValues:
     def _step(self, step: int | None) -> int:
         return self.state.global_step if step is None else step
 
-    def _media(self, method: str) -> MediaLog | None:
+    def _media(self, method: str) -> Any:
         self._require_run(method)
-        media: MediaLog | None = self.logs.media(method)
-        return media
+        return self.logs.media(method)
 
     def _require_run(self, where: str) -> None:
         if "logs" not in self.__dict__:
@@ -659,7 +657,8 @@ def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim
 
 def defines(module: AcceleratorModule, name: str) -> bool:
     """Return whether the user's class or object defines `name` itself."""
-    return getattr(type(module), name) is not getattr(AcceleratorModule, name) or name in vars(module)
+    own_classes = [kind for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__]
+    return name in module.__dict__ or any(name in kind.__dict__ for kind in own_classes)
 
 
 class FunctionModule(AcceleratorModule):

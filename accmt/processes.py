@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import reduce, wraps
 from operator import add
 from pathlib import Path
@@ -120,9 +119,9 @@ def has_separate_disks() -> bool:
     return len(set(_disk_managers)) > 1 and num_processes() > 1
 
 
-def shares_disk_with(process: int) -> bool:
-    """Return whether another process sees the files that this one writes."""
-    return not has_separate_disks() or _disk_managers[process] == _disk_managers[process_index()]
+def disk_managers() -> tuple[int, ...]:
+    """Return, for each process, the process that manages the files on its disk; empty if all share a disk."""
+    return _disk_managers if has_separate_disks() else ()
 
 
 def manages_disk() -> bool:
@@ -382,20 +381,6 @@ def run_on_each_disk(action: Callable[[], T], *, group: dist.ProcessGroup | None
         return run_on_main_process(action, group=group)
     results = run_on_every_process(lambda: action() if manages_disk() else None, group=group)
     return results[_disk_managers[process_index()]]  # type: ignore[return-value]
-
-
-def new_disk_group() -> dist.ProcessGroup | None:
-    """Return a new group of the processes that manage a disk, for another thread; None if there is one disk.
-
-    Processes: collective; other processes get a group that they cannot use.
-    """
-    if not has_separate_disks():
-        return None
-    managers = sorted(set(_disk_managers))
-    group: dist.ProcessGroup = dist.new_group(managers, backend="gloo", timeout=timedelta(days=1))
-    if manages_disk():
-        names_of_threads.add(group.group_name)
-    return group
 
 
 def run_on_every_process(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+MONITORED_VALUES = "accmt.monitored_values"
+
 EXTENSION_POINTS = (
     "accmt.optimizers",
     "accmt.schedulers",
     "accmt.metrics",
-    "accmt.monitored_values",
+    MONITORED_VALUES,
     "accmt.trackers",
     "accmt.checkpointers",
     "accmt.engines",
@@ -79,7 +81,9 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hints_for_parameters": "accmt.addons.hints.methods:find_parameters",
         "load_adapters": "accmt.addons.peft_adapters:load_adapters",
         "make_largest_batch": "accmt.addons.largest_batch:make_largest_batch",
+        "media_log": "accmt.addons.media:MediaLog",
         "mix_sources": "accmt.addons.mix.sources:mix_sources",
+        "monitor": "accmt.addons.monitor:build_monitor",
         "notebook_curve": "accmt.addons.notebook:NotebookView",
         "other_hook_names": "accmt.compat:HOOK_NAMES",
         "overlay_flags": "accmt.addons.hps_flags:overlay",
@@ -95,6 +99,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "replay": "accmt.addons.flight_recorder.replay:replay_fit",
         "replay_run": "accmt.addons.flight_recorder.replay:replay",
         "save_adapters": "accmt.addons.peft_adapters:save_adapters",
+        "signs_of_life": "accmt.addons.machines:SignsOfLife",
         "spread_reader": "accmt.addons.several_disks:SpreadReader",
         "sweep_arguments": "accmt.addons.sweep.trial:trial_arguments",
         "sweep_fit": "accmt.addons.sweep.trial:fit_trial",

@@ -158,5 +158,5 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     from tests.slow import Ticks
 
     ticks = Ticks()
-    monkeypatch.setattr("accmt.callbacks.monitor.perf_counter", ticks)
+    monkeypatch.setattr("accmt.addons.monitor.perf_counter", ticks)
     return ticks

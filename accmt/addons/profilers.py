@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from accmt.addons.monitor import Moment, Stopwatch, StopwatchOfCallbacks
 from accmt.callbacks.callback import Callback, StatelessCallback
-from accmt.callbacks.monitor import Moment, Stopwatch, StopwatchOfCallbacks
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, write_text
 from accmt.messages import say, warn

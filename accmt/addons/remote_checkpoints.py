@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch.distributed as dist
 
 from accmt.addons.inspection import Inspection, find_resumable, inspect
+from accmt.addons.several_disks import new_disk_group, shares_disk_with
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
     Damage,
@@ -54,12 +55,10 @@ from accmt.messages import say, warn, warn_once
 from accmt.processes import (
     close_cpu_group,
     is_main_process,
-    new_disk_group,
     num_processes,
     process_index,
     run_on_each_disk,
     run_on_main_process,
-    shares_disk_with,
 )
 from accmt.run import EvaluationRun, Run
 from accmt.secrets import hide_text

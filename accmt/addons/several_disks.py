@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed import ProcessGroup, new_group
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
@@ -43,8 +45,10 @@ from accmt.files import fsync_folder
 from accmt.processes import (
     broadcast_buffer,
     broadcast_object,
+    disk_managers,
     gather_objects,
     manages_disk,
+    names_of_threads,
     process_index,
     run_on_each_disk,
     run_on_every_process,
@@ -52,6 +56,29 @@ from accmt.processes import (
 
 _CHUNK = 1 << 26
 """At most this many bytes are sent at a time."""
+
+# ---- Which processes are on the same disk.
+
+
+def shares_disk_with(process: int) -> bool:
+    """Return whether another process sees the files that this one writes."""
+    managers = disk_managers()
+    return not managers or managers[process] == managers[process_index()]
+
+
+def new_disk_group() -> ProcessGroup | None:
+    """Return a new group of the processes that manage a disk, for another thread; None if there is one disk.
+
+    Processes: collective; other processes get a group that they cannot use.
+    """
+    managers = sorted(set(disk_managers()))
+    if not managers:
+        return None
+    group: ProcessGroup = new_group(managers, backend="gloo", timeout=timedelta(days=1))
+    if manages_disk():
+        names_of_threads.add(group.group_name)
+    return group
+
 
 # ---- Finding it, and copying to each disk the small files that it lacks.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accmt.addons.run_folders import find_run_folders
 from accmt.errors import ArgumentError, explain
 from accmt.tracking.history import HISTORY_FILE
 
@@ -41,6 +40,8 @@ _SHOWN = 10
 
 def require_run(folder: Path, command: str) -> None:
     """Raise an error for a folder that is not a run folder; if it contains runs, the message lists them."""
+    from accmt.addons.run_folders import find_run_folders
+
     if (folder / HISTORY_FILE).is_file():
         return
     expected, do = "the folder of a run", "name a run folder: <logging_dir>/<track_name>/<run_name>"

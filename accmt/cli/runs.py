@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accmt.addons.run_folders import find_run_folders
 from accmt.errors import ArgumentError, explain
 from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE
 
@@ -29,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.report import read_run
+    from accmt.addons.run_folders import find_run_folders
     from accmt.addons.text_tables import align
 
     folder = options.folder

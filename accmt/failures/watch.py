@@ -25,12 +25,13 @@ from typing import Any
 import torch.distributed as dist
 
 from accmt.errors import AccmtError, ModuleContractError, Preempted, ProcessFailedError, file_of, is_out_of_memory
-from accmt.failures.board import LEFT, Board, Machine, SignsOfLife
+from accmt.failures.board import LEFT, Board, Machine
 from accmt.failures.interruption import Interruption, Reason
 from accmt.libraries.private_names import count_collectives
 from accmt.messages import warn
 from accmt.options.failures import Handler
 from accmt.processes import describe_call, explain_apart, is_running, names_of_threads
+from accmt.registry import addon
 
 # ---- Detecting deadlocks between processes, and long waits for a slow process.
 #
@@ -182,9 +183,9 @@ class Watch:
     ) -> None:
         self.board = board
         self._waits_of_all = Waits(board, lambda: describe_call(self._main_frame()))
-        self._signs: SignsOfLife | None = None
+        self._signs: Any = None
         if machine_timeout_s is not None and len(machines) > 1:
-            self._signs = SignsOfLife(board, machines, machine_timeout_s, self._end_lost)
+            self._signs = addon("signs_of_life")(board, machines, machine_timeout_s, self._end_lost)
         self._interruption = interruption
         self._hang_timeout_s = hang_timeout_s
         self._progress = progress

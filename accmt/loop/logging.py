@@ -21,7 +21,6 @@ from accmt.tracking import Tracking
 if TYPE_CHECKING:
     from accmt import Trainer
     from accmt.state import TrainingState
-    from accmt.tracking.values import MediaLog
 
 
 _EVALUATIONS = ("sanity_check", "validate", "test")
@@ -93,7 +92,7 @@ class Logs:
         """Show values of these names on the progress bar."""
         self._names_on_bar.update(names)
 
-    def media(self, method: str) -> MediaLog | None:
+    def media(self, method: str) -> Any:
         """Return the current log of images, tables and files.
 
         Args:

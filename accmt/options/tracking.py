@@ -22,7 +22,7 @@ from accmt.options.checks import (
     write_argument,
 )
 from accmt.options.units import read_every
-from accmt.registry import names
+from accmt.registry import MONITORED_VALUES, names
 
 # ---- What a run measures and logs in addition to losses and metrics.
 
@@ -104,6 +104,13 @@ class Monitor:
             _reject("record_goodput", self.record_goodput, expected)
 
     @property
+    def has_measurements(self) -> bool:
+        """Whether anything is measured, besides what training and evaluation compute anyway."""
+        use = self.cpu_utilization or self.gpu_utilization or self.mfu
+        times = self.throughput or self.time_split or self.checkpoint
+        return bool(use or times or self.learning_rate or self.epoch or self.added or self.norm_order is not None)
+
+    @property
     def norm_order(self) -> float | None:
         """The order of the gradient's norm; None is off."""
         if isinstance(self.grad_norm, bool):
@@ -144,7 +151,7 @@ class Monitor:
             )
         known = [field.name for field in fields(cls)]
         others = {name: is_on for name, is_on in config.items() if name not in known}
-        added = names("accmt.monitored_values") if others else []
+        added = names(MONITORED_VALUES) if others else []
         for name, is_on in others.items():
             if name not in added:
                 every = [*known, *added]

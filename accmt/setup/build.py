@@ -22,7 +22,6 @@ from accmt.callbacks import (
     name_by_class,
 )
 from accmt.callbacks.console import DynamicRows, EndSummary, EvaluationReport, ModelSummary
-from accmt.callbacks.monitor import build_monitor
 from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.data.seeding import seed_with_global
@@ -79,7 +78,10 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     if enable_bar:
         stream = None if view is None else view.terminal
         bar = ProgressBar(enable=running.enable_progress_bar, loss_name=loss_name, stream=stream)
-    first, last = build_monitor(logging.monitored, loss_name, is_main_process=is_main_process())
+    first: list[Callback] = []
+    last: list[Callback] = []
+    if logging.monitored.has_measurements:
+        first, last = addon("monitor")(logging.monitored, loss_name, is_main_process=is_main_process())
     profiled_first: list[Callback] = []
     profiled_last: list[Callback] = []
     if running.profiler is not None:

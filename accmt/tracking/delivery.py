@@ -18,7 +18,7 @@ from accmt.errors import explain
 from accmt.messages import say, warn, warn_once
 from accmt.tracking.delivery_state import Account, DeliveryFile, Replay, Resume, Row, count_rows_left
 from accmt.tracking.history import History, HistoryReader
-from accmt.tracking.spec import Outage, RunStart, TrackerRun, TrackerSpec, UserTracker, name_error
+from accmt.tracking.spec import Outage, RunStart, TrackerSpec, UserTracker, name_error
 from accmt.tracking.values import CleanNames, Media, flatten
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Feed:
         self._names = CleanNames(spec.clean_name, account.names)
         self._reader = HistoryReader(history, replay.start)
         self._items: deque[_Item] = deque()
-        self._settles_in_s = tracker.settles_in_s if isinstance(tracker, TrackerRun) else 0.0
+        self._settles_in_s = getattr(tracker, "settles_in_s", 0.0)  # unknown for a user's tracker
         self._arrivals: deque[tuple[float, int]] = deque()
 
     def fetch(self) -> bool:

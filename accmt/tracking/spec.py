@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
-from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError, explain, nearest
+from accmt.errors import ArgumentError, MissingPackageError, UnknownArgumentError, explain, nearest
 from accmt.messages import say, warn
 from accmt.registry import find, is_built_in, names
 from accmt.secrets import remember
@@ -159,13 +159,12 @@ class TrackerSpec:
         """Return whether the tracker, started with `kwargs`, uses the network."""
         return False
 
-    def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
-        """Return how to provide the missing API key; None if nothing is missing."""
-        return None
+    def require_access(self, place: RunPlace, kwargs: Mapping[str, Any], *, is_needed: bool) -> None:
+        """Check before a run whether its tracker's service will accept it, as far as that is known here.
 
-    def upload_command(self, place: RunPlace) -> str:
-        """Return the command that uploads the files of a run without an API key."""
-        return ""
+        Args:
+            is_needed: Whether the service has to be reached, because of `tracker_options={"offline": False}`.
+        """
 
     def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
         """Log rows in order; yields how many more rows were delivered."""
@@ -256,8 +255,8 @@ class UserTracker(TrackerSpec):
     def __init__(self, tracker: GeneralTracker | type[GeneralTracker]) -> None:
         super().__init__()
         self._tracker = tracker
-        own_name = getattr(tracker, "name", None)
-        self.name = own_name if isinstance(own_name, str) else getattr(tracker, "__name__", type(tracker).__name__)
+        name, kind = getattr(tracker, "name", None), tracker if isinstance(tracker, type) else type(tracker)
+        self.name = name if isinstance(name, str) else kind.__name__
 
     def accepted_names(self) -> frozenset[str] | None:
         return parameter_names(self._tracker) if isinstance(self._tracker, type) else frozenset()
@@ -366,22 +365,6 @@ def kwargs_of_each(specs: Sequence[TrackerSpec], kwargs: Mapping[str, Any]) -> l
         result.append({**taken, **direct})
     _require_accepted(shared, frozenset(known), "Trainer(...)")
     return result
-
-
-def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, Any], *, is_needed: bool) -> None:
-    """Log that a tracker without an API key writes files, and how to upload them later.
-
-    accmt never prompts for a key: a run that waits for input does not train.
-    """
-    how = spec.missing_key(kwargs)
-    if how is None:
-        return
-    if is_needed:
-        where = f"the tracker {spec.name}"
-        expected = 'an API key, because of tracker_options={"offline": False}'
-        raise TrackerError(explain(where, "no API key", expected, f'{how}, or tracker_options={{"offline": "auto"}}'))
-    command = spec.upload_command(place)
-    say(f"the tracker {spec.name} has no API key ({how}) and writes files; upload them with `{command}`")
 
 
 def _find_spec(entry: Any) -> TrackerSpec:

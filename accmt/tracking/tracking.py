@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from accmt.errors import ArgumentError, MissingPackageError, SavingError, TrackerError, explain
 from accmt.files import FolderLock, FolderTakenError, current_folder, require_writable_folder
 from accmt.messages import say, warn
+from accmt.registry import addon
 from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.delivery_state import Account, DeliveryFile, Rewinding, count_rows_left
 from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_rows
-from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, name_error, report_missing_key
-from accmt.tracking.values import MediaLog, to_floats, to_plain
+from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, name_error
+from accmt.tracking.values import to_floats, to_plain
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -114,9 +115,9 @@ class Tracking:
         return {key: account.run_id for key, account in accounts.items() if account.run_id is not None}
 
     @property
-    def media(self) -> MediaLog | None:
+    def media(self) -> Any:
         """Logs images, tables and files; None before `start`, after `finish`, and except on the main process."""
-        return None if self._history is None else MediaLog(self._history, self._notify)
+        return None if self._history is None else addon("media_log")(self._history, self._notify)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state that a resumed run needs to continue this one.
@@ -334,7 +335,7 @@ class Tracking:
         for key, (spec, kwargs) in self._trackers.items():
             if key in held_back:
                 continue
-            report_missing_key(spec, self._place, kwargs, is_needed=self._offline is False)
+            spec.require_access(self._place, kwargs, is_needed=self._offline is False)
             delivery = Delivery(
                 spec,
                 RunStart(self._place, kwargs, is_quiet=self._is_quiet),

@@ -37,7 +37,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from accmt import AcceleratorModule, Callback, Trainer
-from accmt.callbacks.monitor import PEAKS
+from accmt.addons.monitor import PEAKS
 
 LR = 1e-4
 CLIP = 1.0

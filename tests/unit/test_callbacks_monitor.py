@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, Callback
-from accmt.callbacks import monitor
-from accmt.callbacks.monitor import PEAKS, PURPOSES, GpuUse, Stopwatch, StopwatchOfCallbacks, Use
+from accmt.addons import monitor
+from accmt.addons.monitor import PEAKS, PURPOSES, GpuUse, Stopwatch, StopwatchOfCallbacks, Use
 from accmt.tracking import read_history
 from tests.slow import SlowData, SlowLinear, Ticks
 from tests.tables import each

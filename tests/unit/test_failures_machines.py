@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from accmt.addons.machines import SignsOfLife
 from accmt.failures import Board, find_machines
-from accmt.failures.board import Machine, SignsOfLife
+from accmt.failures.board import Machine
 
 MACHINES = [Machine("here", (0, 1)), Machine("there", (2, 3)), Machine("beyond", (4,))]
 

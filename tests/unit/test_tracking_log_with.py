@@ -15,9 +15,10 @@ from accelerate.tracking import (
 )
 
 from accmt import Aim, ClearML, CometML, DVCLive, MLFlow, SwanLab, TensorBoard, Trackio, WandB
+from accmt.addons.trackers.common import ServiceSpec
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, report_missing_key, resolve_trackers
+from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, resolve_trackers
 
 
 class Own(GeneralTracker):
@@ -207,11 +208,15 @@ def test_keywords_of_a_tracker_that_is_not_used_are_an_error():
         kwargs_of_each([TensorBoard()], {"mlflow": {"description": "x"}})
 
 
-class Keyless(TrackerSpec):
+class Keyless(ServiceSpec):
     name = "keyless"
+    key_advice = "set THE_KEY"
 
-    def missing_key(self, kwargs):
-        return None if "key" in kwargs else "set THE_KEY"
+    def has_key(self, kwargs):
+        return "key" in kwargs
+
+    def is_offline_wanted(self, kwargs):
+        return False
 
     def upload_command(self, place):
         return f"upload {place.run_folder}"
@@ -222,18 +227,18 @@ PLACE = RunPlace("logs", "track", "run")
 
 def test_a_missing_key_is_one_line_that_says_how_to_upload_later(caplog):
     caplog.set_level("INFO", logger="accmt")
-    report_missing_key(Keyless(), PLACE, {}, is_needed=False)
+    Keyless().require_access(PLACE, {}, is_needed=False)
     (line,) = caplog.messages
     assert line.endswith("has no API key (set THE_KEY) and writes files; upload them with `upload logs/track/run`")
 
 
 def test_a_missing_key_is_an_error_where_the_service_must_be_reached():
     with pytest.raises(TrackerError, match="the tracker keyless\\s+got: no API key[\\s\\S]*do: set THE_KEY, or"):
-        report_missing_key(Keyless(), PLACE, {}, is_needed=True)
+        Keyless().require_access(PLACE, {}, is_needed=True)
 
 
 def test_nothing_is_said_where_nothing_is_missing(caplog):
     caplog.set_level("INFO", logger="accmt")
-    report_missing_key(Keyless(), PLACE, {"key": "x"}, is_needed=True)
-    report_missing_key(TrackerSpec(), PLACE, {}, is_needed=True)
+    Keyless().require_access(PLACE, {"key": "x"}, is_needed=True)
+    TrackerSpec().require_access(PLACE, {}, is_needed=True)
     assert caplog.messages == []

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from accmt.addons.media import to_images, write_images
 from accmt.errors import ArgumentError, DataError, MissingPackageError
-from accmt.tracking.values import Media, read_image, to_images, write_images
+from accmt.tracking.values import Media, read_image
 
 RGB = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
 

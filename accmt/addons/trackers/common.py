@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from accmt.errors import TrackerError, explain
+from accmt.messages import say
 from accmt.tracking.history import RunPlace
 from accmt.tracking.spec import TrackerSpec
 
@@ -35,8 +37,24 @@ class ServiceSpec(TrackerSpec):
     def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
         return not self.is_offline(kwargs)
 
-    def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
-        return None if self.is_offline_wanted(kwargs) or self.has_key(kwargs) else self.key_advice
+    def upload_command(self, place: RunPlace) -> str:
+        """Return the command that uploads the files of a run without an API key."""
+        raise NotImplementedError
+
+    def require_access(self, place: RunPlace, kwargs: Mapping[str, Any], *, is_needed: bool) -> None:
+        """Log that a tracker without an API key writes files, and how to upload them later.
+
+        accmt never prompts for a key: a run that waits for input does not train.
+        """
+        if self.is_offline_wanted(kwargs) or self.has_key(kwargs):
+            return
+        how = self.key_advice
+        if is_needed:
+            where, do = f"the tracker {self.name}", f'{how}, or tracker_options={{"offline": "auto"}}'
+            expected = 'an API key, because of tracker_options={"offline": False}'
+            raise TrackerError(explain(where, "no API key", expected, do))
+        command = self.upload_command(place)
+        say(f"the tracker {self.name} has no API key ({how}) and writes files; upload them with `{command}`")
 
 
 def clean_path(name: str) -> str:

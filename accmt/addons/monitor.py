@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accmt.callbacks.callback import Callback, MainProcessCallback
+from accmt.callbacks import Callback, MainProcessCallback
 from accmt.messages import warn, warn_once
 from accmt.options.tracking import Monitor
 from accmt.processes import num_data_processes, num_processes
-from accmt.registry import find
+from accmt.registry import MONITORED_VALUES, find
 from accmt.sharded_tensors import total_norm
 
 # ---- CPU and GPU utilization, sampled at most twice a second
@@ -467,7 +467,7 @@ def build_monitor(monitor: Monitor, loss_name: str, *, is_main_process: bool) ->
         *([ModelOperations(stopwatch, None if monitor.mfu is True else monitor.mfu)] if monitor.mfu else []),
         *([CpuUse()] if monitor.cpu_utilization else []),
         *([GpuUse()] if monitor.gpu_utilization else []),
-        *(find("accmt.monitored_values", name)() for name in monitor.added),
+        *(find(MONITORED_VALUES, name)() for name in monitor.added),
     ]
     acting = [measure for measure in measures if is_main_process or not isinstance(measure, MainProcessCallback)]
     first: list[Callback] = [*measures, Measurements(acting, loss_name)] if measures else []
