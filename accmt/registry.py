@@ -80,6 +80,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "torch_metric": "accmt.addons.torch_metrics:TorchMetric",
         "try_quantized_layers": "accmt.addons.quantized_layers:try_quantized_layers",
         "tune": "accmt.addons.tuning:tune",
+        "without_bad_samples": "accmt.addons.bad_samples:without_bad_samples",
         "window_function": "accmt.addons.window_function:ByFunction",
     },
     ADDED_FEATURES: {
