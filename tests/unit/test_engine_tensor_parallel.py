@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from accmt.addons import tensor_parallel
 from accmt.addons.bad_samples import without_bad_samples
+from accmt.addons.tensor_parallel import beginning_anew
 from accmt.data import BadSample, MicroBatch, SourceOptions
-from accmt.engine import tensor_parallel
 from accmt.engine.shards import as_shard, untie
-from accmt.engine.tensor_parallel import beginning_anew, ranks_of_batch
+from accmt.engine.tensor_parallel import ranks_of_batch
 from accmt.errors import DataError, ModuleContractError
 from accmt.optimization import ChainedOptimizer, build_optimizer
 from accmt.optimization.optimizers import mesh_by_mesh
