@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from accmt.addons.trackers.clearml import ClearML as ClearML
     from accmt.addons.trackers.comet_ml import CometML as CometML
     from accmt.addons.trackers.dvclive import DVCLive as DVCLive
+    from accmt.addons.trackers.mlflow import MLFlow as MLFlow
     from accmt.addons.trackers.swanlab import SwanLab as SwanLab
     from accmt.addons.trackers.trackio import Trackio as Trackio
+    from accmt.addons.trackers.wandb import WandB as WandB
     from accmt.callbacks import EMA as EMA
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from accmt.errors import ReplicasDifferError as ReplicasDifferError
     from accmt.errors import SavingError as SavingError
     from accmt.errors import StepDiffersError as StepDiffersError
+    from accmt.errors import StoreError as StoreError
     from accmt.errors import TrackerError as TrackerError
     from accmt.errors import UnknownArgumentError as UnknownArgumentError
     from accmt.errors import WeightsError as WeightsError
@@ -104,9 +107,7 @@ if TYPE_CHECKING:
     from accmt.setup.model import create_optimizer as create_optimizer
     from accmt.state import TrainingState as TrainingState
     from accmt.tracking import read_history as read_history
-    from accmt.tracking.trackers.mlflow import MLFlow as MLFlow
     from accmt.tracking.trackers.tensorboard import TensorBoard as TensorBoard
-    from accmt.tracking.trackers.wandb import WandB as WandB
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -147,7 +148,7 @@ _HOMES = {
     "LambdaCallback": "accmt.callbacks",
     "Limits": "accmt.options.data",
     "MAE": "accmt.addons.prediction_metrics",
-    "MLFlow": "accmt.tracking.trackers.mlflow",
+    "MLFlow": "accmt.addons.trackers.mlflow",
     "MSE": "accmt.addons.prediction_metrics",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
@@ -171,6 +172,7 @@ _HOMES = {
     "ProcessFailedError": "accmt.errors",
     "ReplicasDifferError": "accmt.errors",
     "StepDiffersError": "accmt.errors",
+    "StoreError": "accmt.errors",
     "PushToHub": "accmt.addons.hub",
     "R2": "accmt.addons.prediction_metrics",
     "RMSE": "accmt.addons.prediction_metrics",
@@ -193,7 +195,7 @@ _HOMES = {
     "Trainer": "accmt.trainer",
     "TrainingState": "accmt.state",
     "UnknownArgumentError": "accmt.errors",
-    "WandB": "accmt.tracking.trackers.wandb",
+    "WandB": "accmt.addons.trackers.wandb",
     "WeightsError": "accmt.errors",
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",
@@ -210,7 +212,8 @@ _HOMES = {
 
 require_own_folder(__path__[0])
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings
+_NEEDS_EXTRA = {"Sweep"}  # its package is optional, and a star import imports all names
+__all__ = ["__version__", *(name for name in _HOMES if name not in _NEEDS_EXTRA)]  # noqa: PLE0604 - names of strings
 
 
 def __getattr__(name: str) -> Any:
@@ -234,4 +237,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "accelerator", "seed_everything"])
+    return sorted(["__version__", *_HOMES, "accelerator", "seed_everything"])

@@ -77,6 +77,10 @@ class DataError(AccmtError, ValueError):
     """The data cannot be used for training or evaluation."""
 
 
+class StoreError(AccmtError, RuntimeError):
+    """A file or a store of data cannot be read, or has changed during the run; `on_bad_sample` does not apply to it."""
+
+
 class SavingError(AccmtError, OSError):
     """A folder for models or logs is not writable."""
 

@@ -197,26 +197,6 @@ def require_writable_folder(folder: Path, argument: str) -> None:
         raise SavingError(message) from None  # tempfile's frames add no information
 
 
-def find_moved(before: str, now: Path) -> Callable[[str], str]:
-    """Return a function that maps paths to where they are now, from where one of them was and is.
-
-    The last parts of both are the same; what precedes them has changed, for everything below it.
-    """
-    old, new = list(Path(before).parts), list(now.absolute().parts)
-    while old and new and old[-1] == new[-1]:
-        old.pop()
-        new.pop()
-    if not old or not new:
-        return lambda path: path
-    moved_from, moved_to = Path(*old), Path(*new)
-
-    def find(path: str) -> str:
-        is_below = Path(path).is_relative_to(moved_from)
-        return str(moved_to / Path(path).relative_to(moved_from)) if is_below else path
-
-    return find
-
-
 # ---- Locks for folders that one run at a time writes to, or that processes use in turn.
 
 
@@ -291,43 +271,6 @@ class FolderLock:
                 self._path.unlink(missing_ok=True)
             finally:
                 os.close(self._file)
-
-
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a folder; on a file system without locks, whether one has taken it."""
-    try:
-        file = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(file)
-
-
-@contextmanager
-def taking_turns(folder: Path) -> Iterator[None]:
-    """Wait until no other process uses a folder; without effect on a file system without locks.
-
-    Locks the folder itself, so nothing is left behind, and the lock ends when the process is killed.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked in the meantime has the descriptor too
-        os.close(descriptor)
 
 
 @cache

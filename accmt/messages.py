@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from accmt.processes import is_main_process
@@ -14,12 +13,6 @@ from accmt.secrets import hide_text
 PREFIX = "[accmt] "
 logger = logging.getLogger("accmt")
 _said: set[str] = set()
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def say(message: str) -> None:
@@ -46,15 +39,6 @@ def warn_once(message: str, *, about: str) -> None:
     if about not in _said:
         _said.add(about)
         warn(message)
-
-
-def columns_of_messages() -> int | None:
-    """Return how many columns a message can have on one line of the terminal; None without a terminal."""
-    try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (AttributeError, OSError, ValueError):  # not a terminal, not a file, or None
-        return None
-    return columns - len(PREFIX) if columns else None
 
 
 class _BarFriendlyHandler(logging.Handler):

@@ -10,7 +10,7 @@ from inspect import signature
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -22,65 +22,31 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
     from torch import Tensor
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import Dataset
 
-    from accmt.metrics.averages import LoggedValues
+    from accmt import Callback, Trainer
     from accmt.options import HyperParameters
-    from accmt.protocols import CallbackProtocol, Data, TrainerProtocol
     from accmt.state import TrainingState
     from accmt.tracking.values import MediaLog
+
+    Data: TypeAlias = Dataset[Any] | Iterable[Any] | Mapping[str, Any]
+    """A dataset, a `datasets` dataset, a stream, a DataLoader, or several of them in a list or dict."""
 
 
 # ---- Logging of values in addition to losses.
 
 
-_OF_LIGHTNING: Mapping[str, str] = {
-    "add_dataloader_idx": "remove it: with several validation sets, the set's name is added automatically",
-    "batch_size": 'return {"loss": loss, "weight": weight}, or define get_batch_size',
-    "enable_graph": "remove it: graphs are never kept",
-    "metric_attribute": "remove it: pass metrics to the Trainer, Trainer(metrics=[...])",
-    "on_epoch": "remove it: Trainer(log_every=-1) writes one row per epoch",
-    "on_step": "remove it: Trainer(log_every=10) sets the interval of rows, and instant=True writes one now",
-    "rank_zero_only": "remove it: a value may be logged on some processes only",
-    "reduce_fx": 'write reduction="sum", or remove it for the mean',
-    "sync_dist": "remove it: values are averaged over all processes",
-    "sync_dist_group": "remove it: values are averaged over all processes",
-}
 _KEYWORDS = ("value", "step", "reduction", "instant", "prog_bar", "logger")
-
-
-class Logs(Protocol):
-    """The run's storage for logged values."""
-
-    of_training: LoggedValues
-    of_evaluation: LoggedValues
-    shown: dict[str, float]
-    logged: dict[str, float]
-
-    def log(
-        self,
-        name: str | Mapping[str, Any],
-        value: Any,
-        step: int | None,
-        reduction: str,
-        *,
-        instant: bool,
-        prog_bar: bool,
-        logger: bool,
-    ) -> None: ...
-    def show(self, names: Iterable[str]) -> None: ...
-    def media(self, method: str) -> MediaLog | None: ...
-    def of_bar(self, row: Mapping[str, float]) -> dict[str, float]: ...
-    def of_trackers(self, row: Mapping[str, float]) -> dict[str, float]: ...
 
 
 class LogsValues:
     """The logging methods of `AcceleratorModule`.
 
     Attributes:
-        logs: During a run: the logged values, and the newest rows.
+        logs: During a run: the logged values, and the newest rows; a `Logs` of accmt/loop/logging.py.
     """
 
-    logs: Logs
+    logs: Any
     state: TrainingState
 
     def log(
@@ -115,10 +81,11 @@ class LogsValues:
             ArgumentError: Unknown reduction or keyword, or a `step` without `instant`.
         """
         for keyword in others:
+            from accmt.registry import addon
+
             where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
-            got = "a keyword of Lightning's log" if keyword in _OF_LIGHTNING else "an unknown keyword"
-            do = _OF_LIGHTNING.get(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
-            raise ArgumentError(explain(where, got, expected, do))
+            do = addon("hint_for_log")(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
+            raise ArgumentError(explain(where, "an unknown keyword", expected, do))
         self._require_run(f"log({name!r}, ...)")
         self.logs.log(name, value, step, reduction, instant=instant, prog_bar=prog_bar, logger=logger)
 
@@ -213,7 +180,8 @@ class LogsValues:
 
     def _media(self, method: str) -> MediaLog | None:
         self._require_run(method)
-        return self.logs.media(method)
+        media: MediaLog | None = self.logs.media(method)
+        return media
 
     def _require_run(self, where: str) -> None:
         if "logs" not in self.__dict__:
@@ -274,7 +242,7 @@ class AcceleratorModule(LogsValues):
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
     state: TrainingState
-    trainer: TrainerProtocol
+    trainer: Trainer
     accelerator: Accelerator
     device: torch.device
     tracker: GeneralTracker | None
@@ -386,7 +354,7 @@ class AcceleratorModule(LogsValues):
         """Return data to predict instead of `predict`'s, which a parameter `dataset` receives."""
         return None
 
-    def get_callbacks(self) -> CallbackProtocol | Sequence[CallbackProtocol] | None:
+    def get_callbacks(self) -> Callback | Sequence[Callback] | None:
         """Return callbacks to add; they replace the Trainer's callbacks of the same class."""
         return None
 
@@ -817,9 +785,9 @@ class HuggingFaceModule(AcceleratorModule):
             return loss
         result = {"loss": loss, "weight": weight}
         if self.wants_sample_losses and torch.is_grad_enabled():  # not in an evaluation
-            from accmt.huggingface.losses import find_sample_losses
+            from accmt.registry import addon
 
-            result |= find_sample_losses(self.unwrapped_model, outputs, batch)
+            result |= addon("find_sample_losses")(self.unwrapped_model, outputs, batch)
         return result
 
     def predict_step(self, batch: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accmt.libraries.private_names import has_running_statistics
 from accmt.sharded_tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -23,6 +22,11 @@ HALVES = frozenset({torch.bfloat16, torch.float16})
 
 _AS_IT_IS = nullcontext()
 _NORMALIZATIONS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+WITH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Layers with running statistics."""
 
 
 def allow_tf32(flag: bool = True) -> None:  # noqa: FBT001, FBT002 - the documented signature
@@ -48,7 +52,7 @@ def hold_in_float32(model: nn.Module) -> None:
     trained = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype in HALVES]
     if not trained:
         return
-    parts = [part for part in model.modules() if isinstance(part, _NORMALIZATIONS) or has_running_statistics(part)]
+    parts = [part for part in model.modules() if isinstance(part, (*_NORMALIZATIONS, *WITH_STATISTICS))]
     beside = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
     for tensor in (*trained, *beside):
         if tensor.dtype in HALVES:

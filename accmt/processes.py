@@ -28,52 +28,22 @@ from accmt.errors import ModuleContractError, ProcessFailedError, explain
 # ---- What a process is doing, derived from its stack, for messages about several processes.
 
 
-_PACKAGE = str(Path(__file__).parent)
-_CALLS = ("validate", "test", "predict", "save_model", "save_checkpoint", "load_checkpoint")
-# The first match wins.
-_PLACES = {
-    "/data/": "reading data",
-    "/loop/train_step.py": "a training step",
-    "/features/manual_optimization.py": "a training step",
-    "/loop/evaluation.py": "an evaluation",
-    "/loop/prediction.py": "a prediction",
-    "/loop/preflight.py": "the preflight",
-    "/recovery/checkpoints.py": "saving a checkpoint",
-    "/recovery/model_saver.py": "saving the model",
-    "/engine/replicas.py": "comparing replicas",
-    "/metrics/averages.py": "",
-    "/metrics/": "computing metrics",
-    "/features/loss_guard.py": "checking losses",
-    "/checkpoint/": "saving a checkpoint",
-    "/saving/": "saving the model",
-    "/setup/": "setting up the run",
-    "/trainer/standalone_evaluation.py": "",
-    "/loop/fit.py": "fit",
-}
+_PACKAGE = Path(__file__).parent
+_LIBRARIES = ("site-packages", "/lib/python", "<")
 
 
 def describe_activity(frame: FrameType | None) -> str:
-    """Describe what a frame and its callers are doing: "trainer.test in on_epoch_end (train.py:7)"."""
-    words: list[str] = []
-    place = ""
+    """Describe what a frame is doing: accmt's function and the user's, "loop.evaluation.run in on_log (train.py:7)"."""
+    function, place = "", ""
     while frame is not None:
-        code, file = frame.f_code, frame.f_code.co_filename
-        if file.startswith(_PACKAGE):
-            own = file.removeprefix(_PACKAGE)
-            if own == "/trainer/trainer.py":
-                words += [f"trainer.{code.co_name}"] if code.co_name in _CALLS else []
-            else:
-                words += [what for start, what in _PLACES.items() if own.startswith(start)][:1]
-        elif not any(part in file for part in ("site-packages", "/lib/python", "<")):
-            place = place or f"{Path(file).name}:{frame.f_lineno}"
-            words += [code.co_name] if code.co_name.startswith("on_") or code.co_name.endswith("_step") else []
+        file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if file.is_relative_to(_PACKAGE):
+            if not function and file != Path(__file__):
+                function = ".".join([*file.relative_to(_PACKAGE).with_suffix("").parts, name])
+        elif not place and not any(part in str(file) for part in _LIBRARIES):
+            place = f" in {name} ({file.name}:{frame.f_lineno})"
         frame = frame.f_back
-    named = list(dict.fromkeys(word for word in words if word))
-    if len(named) > 1:
-        named = [word for word in named if word != "fit"]
-    called = next((index for index, word in enumerate(named) if word.startswith("trainer.")), 0)
-    named = named[called:]  # frames inside such a call explain nothing
-    return " in ".join(named[:3] or ["the program"]) + (f" ({place})" if place else "")
+    return (function or "the program") + place
 
 
 P = ParamSpec("P")
@@ -302,8 +272,7 @@ def serving(call: str) -> Iterator[None]:
 
 def describe_call(frame: FrameType | None) -> str:
     """Describe what the main thread, with this frame, is doing, and for which call of the user."""
-    doing = describe_activity(frame)
-    return doing if not _serving or _serving[-1] in doing else f"{_serving[-1]}, {doing}"
+    return ", ".join([*_serving[-1:], describe_activity(frame)])
 
 
 def explain_apart(doing: Mapping[int, str]) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +27,7 @@ from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
 from accmt.options import Settings
 from accmt.processes import num_processes
-from accmt.saving import Patience, Selection, may_stop
+from accmt.saving import may_stop
 from accmt.state import TrainingState
 from accmt.tracking import Tracking
 
@@ -37,7 +35,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.failures import Clock, Interruption, Watch
+    from accmt.recovery.checkpoints import Checkpoints
+    from accmt.recovery.model_saver import ModelSaver
     from accmt.recovery.restart import Recovery
+    from accmt.recovery.run_state import StepSnapshot
     from accmt.setup.datasets import Loaders
 
 TEST_LOSS = "test_loss"
@@ -157,70 +158,6 @@ class EvaluationRun:
         return count_samples(batch, micro_batch.own_samples) if samples is None else samples
 
 
-# Protocols for parts of a run whose methods take a run, so that their modules import this one.
-
-
-class SaverProtocol(Protocol):
-    """The parts of `accmt.recovery.model_saver.ModelSaver` that a run uses."""
-
-    selection: Selection
-    patience: Patience | None
-    run_id: str
-
-    def claim(self, run: Run) -> None: ...
-    def release(self) -> None: ...
-    def check(self, run: Run, metrics: Mapping[str, float]) -> None: ...
-    def forget_missing(self, model_path: Path, run_id: str) -> None: ...
-    def update_patience_left(self) -> None: ...
-    def save_last(self, run: Run) -> None: ...
-    @property
-    def lacks_best(self) -> bool: ...
-    def require_saved(self, model_folder: Path) -> None: ...
-    def warn_if_nothing_was_saved(self) -> None: ...
-
-
-class CheckpointsProtocol(Protocol):
-    """The parts of `accmt.recovery.checkpoints.Checkpoints` that a run uses."""
-
-    folder: Path
-    began_elsewhere: bool
-    requests: list[Path | None]
-    is_prepared: bool
-
-    @property
-    def are_written(self) -> bool: ...
-    @property
-    def has_saved(self) -> bool: ...
-    def begin(self, run: Run) -> None: ...
-    def continue_from(self, folder: Path) -> None: ...
-    def owns(self, folder: Path) -> bool: ...
-    def find_newest_known(self) -> Path | None: ...
-    def try_collecting(self, run: Run) -> None: ...
-    def request(self, folder: Path | None) -> None: ...
-    def save_requested(self, run: Run, *, is_due: bool) -> None: ...
-    def save_last(self, run: Run) -> None: ...
-    def save_snapshot(self, run: Run, *, is_alone: bool = False) -> None: ...
-    def save(self, run: Run, folder: Path | None = None) -> None: ...
-    def wait(self) -> None: ...
-    def newest(self) -> Path: ...
-    def close(self, *, has_result: bool) -> None: ...
-
-
-class SnapshotProtocol(Protocol):
-    """The parts of `accmt.recovery.run_state.StepSnapshot` that a run uses."""
-
-    next_stage: int
-    made_step: bool
-    may_change_in_step_hooks: bool
-    state: dict[str, Any] | None
-
-    def find_obstacle(self, run: Run) -> str | None: ...
-    def capture(self, run: Run, next_stage: int, *, after_step: bool = False, compares: bool = False) -> None: ...
-    def capture_all(self, run: Run) -> None: ...
-    def invalidate(self) -> None: ...
-    def restored(self, run: Run) -> AbstractContextManager[None]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run(EvaluationRun):
     """A training run: its settings, resources, and stateful parts.
@@ -261,10 +198,10 @@ class Run(EvaluationRun):
     cadence: Cadence
     weighting: Weighting
     running_averages: RunningAverages
-    saver: SaverProtocol
+    saver: ModelSaver
     tracking: Tracking
-    checkpoints: CheckpointsProtocol
-    snapshot: SnapshotProtocol
+    checkpoints: Checkpoints
+    snapshot: StepSnapshot
     clock: Clock
     recovery: Recovery
     interruption: Interruption

@@ -68,9 +68,6 @@ _TOKENS = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)*"  # a JSON web token
     r")"
 )
-_PLAIN = re.compile(r"[\w.,:/=+@%~-]*")
-_RANDOM = re.compile(r"(?=[A-Za-z+=_-]*\d)(?=[\d+=_-]*[A-Za-z])[\w+=-]{20,}")  # letters and digits, and long
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 _remembered: set[str] = set()
 
@@ -112,41 +109,17 @@ def remember(value: Any) -> None:
 
 
 def write_command(arguments: Sequence[str]) -> str:
-    """Return a program's arguments as a shell command: the program, its flags, and harmless values.
-
-    Numbers, words and paths without a secret's flag before them are harmless; others become `...`.
-    """
-    known, shown, flag = _known(), [_hide_text(name, _known()) for name in arguments[:1]], ""
-    for argument in arguments[1:]:
-        name, is_assigned, value = argument.partition("=")
-        if argument.startswith("-") and not _NUMBER.fullmatch(argument):
-            flag = name
-            shown.append(name if _is_harmless("", name, known) else "...")
-        elif is_assigned and re.fullmatch(r"[+~]*[\w.@/-]+", name):  # Hydra's syntax
-            name, value = ("..." if is_secret_name(flag) else name), ("..." if is_secret_name(flag) else value)
-            shown.append(name)
-        else:
-            shown.append(argument if _is_harmless(flag, argument, known) else "...")
-            flag = argument if is_secret_name(argument) else flag
-            continue
-        if is_assigned:
-            shown[-1] += f"={value if _is_harmless(name, value, known) else '...'}"
+    """Return a program's arguments as a shell command, with `...` in place of each secret."""
+    shown = [
+        argument.replace(secret, "...") if secret else hide_text(argument)
+        for argument, secret in _find_in_command(arguments)
+    ]
     return shlex.join(["python", *shown])
 
 
 def _is_surely_secret(words: Sequence[str]) -> bool:
     written = "".join(words)
     return any(known in written for known in _INSIDE) or not _WORDS.isdisjoint(words)
-
-
-def _is_harmless(flag: str, value: str, known: Sequence[str]) -> bool:
-    if is_secret_name(flag):
-        return False
-    if _NUMBER.fullmatch(value) or _exists(value):
-        return True
-    is_letter = re.fullmatch(r"-\w", flag) is not None  # often -p, -u and -H are a password, a user and a header
-    is_plain = _PLAIN.fullmatch(value) is not None and not _RANDOM.search(value)
-    return is_plain and not is_letter and _hide_text(value, known) == value
 
 
 def _hide(value: Any, known: Sequence[str], *, leave_out: bool) -> Any:
@@ -227,16 +200,23 @@ def _exists(path: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _secrets_of_command(arguments: tuple[str, ...]) -> frozenset[str]:
-    found, flag = set[str](), ""
-    for argument in arguments[1:]:
-        name, is_assigned, value = argument.partition("=")
-        flag = name if argument.startswith("-") else flag
-        if is_secret_name(flag) and not argument.startswith("-"):
-            found.add(argument)
-        elif is_assigned and is_secret_name(name):
-            found.add(value)
-        found.update(_passwords_in(argument))
+    found = set[str]()
+    for argument, secret in _find_in_command(arguments[1:]):
+        found.update((secret, *_passwords_in(argument)))
     return frozenset(secret for secret in found if len(secret) >= _SHORTEST_VALUE)
+
+
+def _find_in_command(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each argument with the secret in it, known by the name of its flag or variable; "" if there is none."""
+    flag = ""
+    for argument in arguments:
+        name, is_assigned, value = argument.partition("=")
+        is_flag = argument.startswith("-")
+        flag = name if is_flag else flag
+        if is_secret_name(flag) and not is_flag:
+            yield argument, argument
+        else:
+            yield argument, value if is_assigned and is_secret_name(name) else ""
 
 
 def _find(value: Any, *, is_secret: bool) -> Iterator[str]:

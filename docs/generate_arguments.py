@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from accmt import Trainer
+from accmt.addons.command_line import read_meanings
 from accmt.options import Settings
 from accmt.options.checks import Options
-from accmt.options.command_line import read_meanings
 from accmt.trainer.calls import ALIASES
 
 PAGE = Path(__file__).with_name("arguments.md")

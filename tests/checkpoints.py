@@ -11,9 +11,9 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+from accmt.addons.crash_loop import FILE_NAME
 from accmt.checkpoint.contents import HostSnapshot, StateCollector, write_state
 from accmt.checkpoint.store import CheckpointStore
-from accmt.features.crash_loop import FILE_NAME
 from accmt.files import dumps
 
 

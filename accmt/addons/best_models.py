@@ -83,7 +83,8 @@ class BestModels(Callback):
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         """Save the model if it is among the best, and delete the worst one."""
-        if self.state.last_evaluation_step is None:  # before training
+        # Before training, or in `trainer.test` and `trainer.validate`, whose results are not those of the run.
+        if self.state.last_evaluation_step is None or self.state.fn != "fit":
             return
         if self.monitor not in metrics:
             got, expected = f"an evaluation with the results {sorted(metrics)}", f"a result named {self.monitor!r}"

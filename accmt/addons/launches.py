@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, explain
 from accmt.features.hooks import Feature
-from accmt.files import current_folder, dumps, find_moved, loads, read_json_lines, write_text
+from accmt.files import current_folder, dumps, loads, read_json_lines, write_text
 from accmt.messages import warn
 from accmt.processes import is_main_process, num_processes
 from accmt.registry import ARGUMENTS_VARIABLE
@@ -224,3 +224,23 @@ def build_command(start: Mapping[str, Any], where: str) -> tuple[list[str], Path
         command = [sys.executable, "-m", "torch.distributed.run", *launch, *command]
     own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
     return command, folder, {**own, **start["environment"]}
+
+
+def find_moved(before: str, now: Path) -> Callable[[str], str]:
+    """Return a function that maps paths to where they are now, from where one of them was and is.
+
+    The last parts of both are the same; what precedes them has changed, for everything below it.
+    """
+    old, new = list(Path(before).parts), list(now.absolute().parts)
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    if not old or not new:
+        return lambda path: path
+    moved_from, moved_to = Path(*old), Path(*new)
+
+    def find(path: str) -> str:
+        is_below = Path(path).is_relative_to(moved_from)
+        return str(moved_to / Path(path).relative_to(moved_from)) if is_below else path
+
+    return find

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accmt.addons.peft_adapters import read_config
 from accmt.errors import HyperParameterError, WeightsError, explain
 from accmt.huggingface.folder import save_model
-from accmt.huggingface.peft_adapters import can_be_merged, read_config
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
 from accmt.saving.weights import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
 CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -58,7 +58,7 @@ def merge_adapter(
         got, do = f"no {ADAPTER_CONFIG}", "pass the folder of an adapter; a full model needs no merging"
         raise WeightsError(explain(where, got, "a PEFT adapter", do))
     config = read_config(folder)
-    if not can_be_merged(config.__class__):
+    if not _can_be_merged(config.__class__):
         raise WeightsError(_explain_unmergeable(where, config.__class__.__name__.removesuffix("Config")))
     found = type or CLASSES.get(str(config.task_type))
     if found is None:
@@ -81,6 +81,14 @@ def merge_adapter(
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
     save_model(merged, merged.state_dict(), Path(output), processor=tokenizer)
+
+
+def _can_be_merged(kind: type[PeftConfig]) -> bool:
+    """Return whether PEFT can merge adapters of a configuration, which excludes prompts and added layers."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+
+    names = [name for name, config_class in PEFT_TYPE_TO_CONFIG_MAPPING.items() if config_class is kind]
+    return any(hasattr(PEFT_TYPE_TO_TUNER_MAPPING[name], "merge_and_unload") for name in names)
 
 
 def _merge(model: PeftModel) -> Any:
@@ -145,7 +153,7 @@ def require_mergeable(hps: HyperParameters, rows: str) -> None:
 
     config = getattr(peft, f"{section.adapter['type'].removesuffix('Config')}Config", None)
     # An unknown name is reported when the model is built.
-    if config is not None and not can_be_merged(config):
+    if config is not None and not _can_be_merged(config):
         raise HyperParameterError(_explain_unmergeable(hps.where(rows, "merge"), section.adapter["type"]))
 
 

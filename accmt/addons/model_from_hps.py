@@ -6,6 +6,7 @@ Keys that accmt does not know are passed on to the libraries.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,10 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
+from accmt.addons.parameter_groups import read_patterns
+from accmt.addons.peft_adapters import read_base_name
 from accmt.engine.meta_device import building_for
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain, nearest
-from accmt.huggingface.peft_adapters import read_base_name
 from accmt.huggingface.pretrained import (
     find_model_class,
     load_pretrained,
@@ -29,7 +31,7 @@ from accmt.huggingface.pretrained import (
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
 from accmt.options.checks import is_empty, is_off
-from accmt.options.optimizer_and_scheduler_arguments import annotation_of, fits_as_written, read_patterns
+from accmt.options.optimizer_and_scheduler_arguments import annotation_of
 from accmt.options.yaml_reader import Fault, KeyPath, describe, names_like, suggest
 from accmt.saving.weights import ADAPTER_CONFIG
 
@@ -479,7 +481,7 @@ def _call(
                 f"an argument of {takes}",
             )
             faults.append(Fault((*where, name), f"{name} = {describe(value)}", expected, do))
-        elif not fits_as_written(value, annotation := types.get(name) or annotation_of(parameters[name])):
+        elif not _fits_as_written(value, annotation := types.get(name) or annotation_of(parameters[name])):
             expected = f"{inspect.formatannotation(annotation)} ({takes}'s signature)"
             faults.append(Fault((*where, written), describe(value), expected, f"correct `{written}`"))
     if faults:
@@ -489,6 +491,27 @@ def _call(
     except (TypeError, ValueError, AttributeError, AssertionError) as error:
         got, expected = str(error), f"arguments that {takes} accepts"
         raise HyperParameterError(explain(hps.where(*where), got, expected, "correct them")) from error
+
+
+def _fits_as_written(value: Any, annotation: Any) -> bool:
+    """Return whether a value from YAML matches a type; types that YAML does not have, such as tuples, match lists.
+
+    Python objects, types that pydantic does not know, and patterns of names (such as "pissa_niter_[number of iters]")
+    always match: their users check them.
+    """
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+    is_pattern = isinstance(value, str) and "[number" in str(annotation)
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+        text = json.dumps(value)
+    except (TypeError, PydanticUserError, NameError):
+        return True
+    try:
+        adapter.validate_json(text)
+    except ValidationError:
+        return is_pattern
+    return True
 
 
 def _advise_name(name: str, names: Sequence[str]) -> str:

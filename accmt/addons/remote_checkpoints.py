@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
+from accmt.addons.inspection import Inspection, find_resumable, inspect
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
     Damage,
@@ -45,7 +46,7 @@ from accmt.checkpoint.manifest import (
     read_manifest,
 )
 from accmt.checkpoint.retention import KEEP_EVERY, PIN_NAME, list_published, make_durable, publish
-from accmt.checkpoint.store import CheckpointStore, Inspection, find_resumable, inspect
+from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import AccmtError, CheckpointError, MissingPackageError, NoCheckpointError, explain
 from accmt.features.hooks import Feature
 from accmt.files import dumps, fsync_file, fsync_folder, loads, write_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,7 +124,7 @@ class SWA(WeightAverage):
     def _is_due(self) -> bool:
         run, state = self.trainer.run, self.state
         if isinstance(self.start, float):
-            has_begun = state.global_step >= self.start * run.total_steps
+            has_begun = state.global_step >= self.start * (run.total_steps or math.inf)
         else:
             has_begun = state.epoch >= self.start
         if self.every is None:

@@ -18,9 +18,9 @@ from accmt.engine.reduction import broadcast_tensors, require_same_tensors
 from accmt.engine.sharded import Sharded
 from accmt.engine.shards import is_by_fsdp, is_on_meta, is_sharded, shard_model, untie
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import plan_of_tensors, sums_gradients_of_parts
+from accmt.libraries.private_names import plan_of_tensors
+from accmt.module import AcceleratorModule
 from accmt.processes import num_data_processes, num_processes
-from accmt.protocols import ModelOwner
 from accmt.sharded_tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _ASKED = 'Trainer(parallelism={"tp": ...})'
 class Split(Sharded):
     """Tensors that are split over processes which share each batch (tensor parallelism), with FSDP2 over the others."""
 
-    def __init__(self, module: ModelOwner, accelerator: Accelerator) -> None:
+    def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
         super().__init__(module, accelerator)
         _require_whole_heads(self.unwrapped_model, num_processes() // num_data_processes())
 
@@ -144,7 +144,13 @@ def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
     It does so whenever a gradient is accumulated: at the second micro-batch of a window the sum of the first would be
     summed again (seen with transformers 5.23).
     """
-    return [parameter for parameter in sums_gradients_of_parts(model) if not is_dtensor(parameter)]
+    size = getattr(model, "tp_size", None)
+    if size in (None, 1):
+        return []
+    styles = plan_of_tensors(model, size)
+    summed = {name for name, style in styles.items() if style == "replicated_with_grad_allreduce"}
+    named = model.named_parameters()
+    return [parameter for name, parameter in named if name in summed and not is_dtensor(parameter)]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from accmt.errors import MetricError, explain
-from accmt.libraries.private_names import list_states, reduction_of, set_update_count
+from accmt.libraries.private_names import reduction_of, set_update_count
 from accmt.libraries.versions import require
 from accmt.metrics.building import is_torch_metric
 from accmt.metrics.gathering import CHUNK_BYTES, Position, gather_on_main_process, to_cpu
@@ -263,7 +263,7 @@ def _reset(metric: torchmetrics.Metric) -> None:
     metric.reset()
     for each in _every_metric(metric):
         each.distributed_available_fn = bool  # False
-        for name in list_states(each):
+        for name in _list_states(each):
             setattr(each, name, [])  # members of a collection may have shared one list
     if not _has_network(metric):
         metric.to("cpu")
@@ -298,15 +298,20 @@ class _KeptLists:
     def move_new(self) -> None:
         """Move the entries added since the last call."""
         for index, metric in enumerate(self._metrics):
-            for name in list_states(metric):
+            for name in _list_states(metric):
                 values = getattr(metric, name)
                 first = self._num_moved[index, name]
                 values[first:] = to_cpu(values[first:])
                 self._num_moved[index, name] = len(values)
 
 
+def _list_states(metric: torchmetrics.Metric) -> list[str]:
+    """Return the names of a metric's states that are lists."""
+    return [name for name, value in metric.metric_state.items() if isinstance(value, list)]
+
+
 def _gather_states(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tuple[int, State]]:
-    lists = list_states(metric)
+    lists = _list_states(metric)
     tensors = {name: to_cpu(value) for name, value in metric.metric_state.items() if name not in lists}
     counted = gather_on_main_process([(metric.update_count, tensors)], chunk_bytes)
     items = gather_on_main_process([(name, item) for name in lists for item in getattr(metric, name)], chunk_bytes)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.options.settings import without_traces
 from accmt.processes import broadcast_object, num_data_processes
-from accmt.protocols import TrainerProtocol
 from accmt.recovery.restart import Restart, free_finished
 from accmt.setup.datasets import find_train_data
 from accmt.setup.module_checks import require_module
 from accmt.setup.torch_flags import working
+
+if TYPE_CHECKING:
+    from accmt import Trainer
 
 Search = Literal["power", "binsearch"]
 
@@ -51,7 +53,7 @@ class Tuning:
 
 
 def tune(
-    trainer: TrainerProtocol,
+    trainer: Trainer,
     module: AcceleratorModule,
     train_dataset: Any,
     search: Search | None,
@@ -130,7 +132,7 @@ def find_batch_size(fits: Callable[[int], bool], start: int, limit: int, search:
     return good
 
 
-def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: Any, size: int) -> bool:
+def _fits_in_memory(trainer: Trainer, module: AcceleratorModule, data: Any, size: int) -> bool:
     """Train a few steps with a batch size, and return whether it fits.
 
     Processes: collective; it must fit on all.
@@ -162,7 +164,7 @@ class _EndIfSmaller(StatelessCallback):
 
 
 def sweep_rates(
-    trainer: TrainerProtocol, module: AcceleratorModule, data: Any, lowest: float, highest: float, steps: int
+    trainer: Trainer, module: AcceleratorModule, data: Any, lowest: float, highest: float, steps: int
 ) -> list[tuple[float, float]]:
     """Train with an exponentially increasing learning rate until the loss diverges.
 
@@ -239,15 +241,13 @@ def _changed_hps(settings: Settings, **changes: Any) -> Any:
     return hps
 
 
-def _try(
-    trainer: TrainerProtocol, module: AcceleratorModule, data: Any, *, callbacks: Any = None, **groups: Any
-) -> TrainerProtocol:
+def _try(trainer: Trainer, module: AcceleratorModule, data: Any, *, callbacks: Any = None, **groups: Any) -> Trainer:
     """Run with other settings, without validation, files and trackers, then restore the module's weights."""
     before = {name: tensor.detach().cpu().clone() for name, tensor in module.model.state_dict().items()}
     is_training, trial = module.model.training, copy.copy(trainer)
     with tempfile.TemporaryDirectory() as folder:
         trial.settings = _quiet(trainer.settings, Path(folder), callbacks, groups)
-        trial.registered_savings, trial.chosen_checkpoint, trial._run = [], None, None
+        trial.__dict__.update(registered_savings=[], chosen_checkpoint=None, _run=None)
         try:
             trial.fit(module, data)
         finally:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accmt.callbacks.callback import Callback
 from accmt.errors import ArgumentError, explain
-from accmt.libraries.private_names import approach_
 from accmt.precision import HALVES
 from accmt.sharded_tensors import by_mesh, shard_like
 
@@ -132,7 +132,9 @@ class EMA(WeightAverage):
 
     def _update(self, averages: list[Tensor], weights: list[Tensor]) -> None:
         warm = (1 + self.num_averaged) / (10 + self.num_averaged)
-        approach_(averages, weights, 1 - (min(self.decay, warm) if self.warmup else self.decay))
+        decay = min(self.decay, warm) if self.warmup else self.decay
+        update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        update(averages, weights, self.num_averaged)
 
 
 @contextmanager

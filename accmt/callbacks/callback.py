@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from accmt.errors import ModuleContractError, explain, nearest
-from accmt.messages import warn_once
 
 if TYPE_CHECKING:
+    from accmt import Trainer
     from accmt.module import AcceleratorModule
-    from accmt.protocols import TrainerProtocol
     from accmt.state import TrainingState
 
 
@@ -80,19 +79,11 @@ def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
     """
     from accmt.registry import addon
 
-    theirs: Mapping[str, str] = addon("other_hook_names")
     spelled = re.sub("_begin$", "_start", re.sub("_(finish|finished|stop|done)$", "_end", attribute))
-    meant = nearest(spelled, [*HOOKS, *ALIASES, *theirs], cutoff=0) or attribute
+    meant = nearest(spelled, [*HOOKS, *ALIASES], cutoff=0) or attribute
     got = "a method that is named like a hook but is not one"
-    meant = theirs.get(meant, meant)
     do = f"did you mean {meant}? If it is not a hook, choose a name that does not start with {', '.join(HOOK_PREFIXES)}"
-    foreign = addon("hint_for_method")(attribute)
-    if foreign is not None:
-        got, do = f"a hook of {foreign[0]}, which does not exist here", foreign[1]
-    if attribute in theirs:
-        keywords = ", ".join(("self", *HOOKS[theirs[attribute]]))
-        got = "a name that other trainers use for a hook"
-        do = f"def {theirs[attribute]}({keywords}); or also derive from accmt.compat.OtherHookNames, which accepts it"
+    got, do = addon("hint_for_hook")(attribute) or (got, do)
     where, expected = f"{type(callback).__name__}.{attribute}", "one of: " + ", ".join(HOOKS)
     raise ModuleContractError(explain(where, got, expected, do))
 
@@ -119,7 +110,7 @@ class Callback:
 
     process_state: tuple[str, ...] = ()
     order: float = 0
-    trainer: TrainerProtocol
+    trainer: Trainer
     module: AcceleratorModule
     state: TrainingState
 
@@ -194,28 +185,6 @@ class LambdaCallback(Callback):
 
 Hook = Callable[..., Any]
 
-_CHANGED_IN_PLACE = {
-    "batch": "for example batch[0].add_(noise); or change it in the collate function, or at the start of the step",
-    "loss": "return another loss from training_step",
-    "outputs": "return something else from the step",
-    "values": 'values["name"] = number',
-    "metrics": 'metrics["name"] = number',
-}
-"""Arguments that hooks may change in place, and how; other trainers use the value that a hook returns."""
-
-
-_INSTEAD = {
-    "args": "self.trainer.settings",
-    "batch_idx": "self.state.batch_idx",
-    "checkpoint": "what `def state_dict(self)` returns and `def load_state_dict(self, state)` restores",
-    "control": "self.trainer.should_stop",
-    "dataloader_idx": "the `key` of on_validation_start",
-    "pl_module": "self.module",
-    "state": "self.state",
-    "trainer": "self.trainer",
-}
-"""Parameters that other trainers pass to hooks, and the accmt equivalent."""
-
 
 class Hooks:
     """The hooks of a run: each is a tuple of functions, called in order with the keywords of the table.
@@ -255,24 +224,9 @@ class Hooks:
                 where = f"{type(callback).__qualname__}.{name}"
                 if seed is not None and is_users and name not in ONCE_PER_BATCH:
                     found[name].append(_seeding(seed, where))
-                found[name] += [self._noticing(name, where, method) for method in methods] if is_users else methods
+                found[name] += methods
         for name, methods in found.items():
             setattr(self, name, tuple(methods))
-
-    def _noticing(self, name: str, where: str, method: Hook) -> Hook:
-        """Wrap a hook so that its first call warns about an ignored return value; later calls use the hook directly."""
-        keyword = next((one for one in HOOKS[name] if one in _CHANGED_IN_PLACE), None)
-        if keyword is None:
-            return method
-
-        def first(**data: Any) -> None:
-            returned, passed = method(**data), data[keyword]
-            setattr(self, name, tuple(method if hook is first else hook for hook in getattr(self, name)))
-            if returned is not None and type(returned) is type(passed):
-                got, do = f"the hook returned a {type(returned).__name__}; it is ignored", _CHANGED_IN_PLACE[keyword]
-                warn_once(explain(where, got, f"a hook that changes the {keyword} in place", do), about=where)
-
-        return first
 
 
 def _seeding(seed: Callable[[str], None], purpose: str) -> Hook:
@@ -325,13 +279,12 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     unfilled = required - (named & set(keywords))
     if unfilled:
-        instead = [f"{name} is {_INSTEAD[name]}" for name in sorted(unfilled & set(_INSTEAD))]
-        do = "; ".join([f"def {attribute}({', '.join(('self', *keywords))})", *instead])
-        where, expected = (
-            f"{type(callback).__name__}.{attribute}",
-            "any of: " + (", ".join(keywords) or "no parameters"),
-        )
-        raise ModuleContractError(explain(where, f"parameters {sorted(unfilled)}", expected, do))
+        from accmt.registry import addon
+
+        hints = addon("hints_for_parameters")(unfilled)
+        do = "; ".join([f"def {attribute}({', '.join(('self', *keywords))})", *hints])
+        where, expected = f"{type(callback).__name__}.{attribute}", ", ".join(keywords) or "no parameters"
+        raise ModuleContractError(explain(where, f"parameters {sorted(unfilled)}", f"any of: {expected}", do))
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords):
         return method
     wanted = tuple(name for name in keywords if name in named)
@@ -352,13 +305,8 @@ def build_callbacks(value: Any) -> list[Any]:
     callbacks = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for callback in callbacks:
         if isinstance(callback, type):
-            message = explain(
-                "Trainer(callbacks=...)",
-                f"the class {callback.__name__}",
-                "an instance",
-                f"callbacks={callback.__name__}()",
-            )
-            raise ModuleContractError(message)
+            got, do = f"the class {callback.__name__}", f"callbacks={callback.__name__}()"
+            raise ModuleContractError(explain("Trainer(callbacks=...)", got, "an instance", do))
         if not isinstance(callback, Callback):
             from accmt.registry import addon
 

@@ -1,4 +1,4 @@
-"""What a run prints besides its progress bar: model summary, evaluations, compiled graphs and run summary."""
+"""What a run prints besides its progress bar: model summary, evaluations and run summary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from accmt.callbacks.callback import Callback, MainProcessCallback
-from accmt.libraries.private_names import count_graphs, mark_rows_dynamic
-from accmt.messages import columns_of_messages, say
+from accmt.libraries.private_names import mark_rows_dynamic
+from accmt.messages import say
 from accmt.sharded_tensors import class_of
 
 # ---- Run summary
@@ -144,14 +144,7 @@ class EvaluationReport(MainProcessCallback):
                 mark += " best"
             cells.append(f"{name} {value:<7.4g} {mark:<6}")
         cells += ["saved"] if self._is_saved else []
-        # One line, wrapped to the width of the terminal.
-        columns = columns_of_messages()
-        lines = [head]
-        for cell in cells:
-            if columns is not None and len(lines[-1]) + 2 + len(cell) > columns and lines[-1].strip():
-                lines.append(" " * len(head))
-            lines[-1] += f"  {cell}"
-        say("\n".join(line.rstrip() for line in lines))
+        say("  ".join([head, *cells]).rstrip())
 
 
 # ---- Model summary
@@ -204,47 +197,19 @@ def _count(module: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-class Graphs(Callback):
-    """Logs each graph that is compiled for length buckets, with the shape of the batch that required it.
+class DynamicRows(Callback):
+    """Marks the number of samples as dynamic for the compiler, and the length as static.
 
-    The number of samples is marked as dynamic and the length is not, so the compiler builds one graph per length, not
-    per batch. A batch of one sample gets a separate graph.
-
-    Attributes:
-        number: The number of graphs compiled in this run.
+    The compiler then builds one graph per length, not per batch. A batch of one sample gets a separate graph.
     """
 
     order = -1e6  # mark batches before the hooks of other callbacks use them
 
-    def __init__(self) -> None:
-        self.number = self._before = 0
-
     def on_before_training_step(self, batch: Any) -> None:
-        self._begin(batch)
-
-    def on_after_training_step(self, batch: Any) -> None:
-        self._note(batch)
-
-    def on_before_validation_step(self, batch: Any) -> None:
-        self._begin(batch)
-
-    def on_after_validation_step(self, batch: Any) -> None:
-        self._note(batch)
-
-    def on_fit_end(self) -> None:
-        say(f"torch.compile: {self.number} graphs compiled in total")
-
-    def _begin(self, batch: Any) -> None:
-        self._before = count_graphs()
         mark_rows_dynamic([value for value in _tensors(batch) if value.ndim])
 
-    def _note(self, batch: Any) -> None:
-        made = count_graphs() - self._before
-        if made:
-            self.number += made
-            shapes = {" x ".join(map(str, value.shape)): None for value in _tensors(batch)}
-            step = self.state.global_step + 1
-            say(f"torch.compile: compiled graph {self.number} at step {step} for a batch of {', '.join(shapes)}")
+    def on_before_validation_step(self, batch: Any) -> None:
+        self.on_before_training_step(batch)
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

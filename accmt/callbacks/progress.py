@@ -130,7 +130,7 @@ class ProgressBar(MainProcessCallback):
     def _values(self) -> list[str]:
         """Return the values to show, most important first; those that do not fit are omitted."""
         samples_per_s = None if "tokens_per_s" in self._shown else self._rates.samples_per_s
-        groups = getattr(getattr(self.module, "optimizer", None), "param_groups", None)
+        groups = getattr(self.module.optimizer, "param_groups", None)
         lr = float(groups[0]["lr"]) if groups else None
         known = {"loss": None, "lr": lr, "samples/s": samples_per_s} | self._shown
         texts = {name: f"{name} {value:.4g}" for name, value in known.items() if value is not None}
@@ -175,7 +175,7 @@ class _Bar:
 
     def __init__(self, stream: TextIO, total: int | None, initial: int, stage: str) -> None:
         counted = f"{{bar:{BAR_WIDTH}}} {{n_fmt}}/{{total_fmt}} {{elapsed}}<{{remaining}}"
-        encoding = getattr(stream, "encoding", None) or "ascii"
+        encoding = stream.encoding or "ascii"
         self._bar = _bar_class()(
             desc=stage,
             total=total,

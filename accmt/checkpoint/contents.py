@@ -31,12 +31,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
-from accmt.checkpoint.several_disks import SpreadReader
 from accmt.checkpoint.state_dicts import (
     State,
     TensorReference,
@@ -63,7 +62,8 @@ from accmt.files import follow_umask
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
 from accmt.processes import gather_objects, has_separate_disks, is_main_process, num_processes, process_index
-from accmt.sharded_tensors import is_dtensor, is_expanded
+from accmt.registry import addon
+from accmt.sharded_tensors import is_expanded
 
 # ---- Which process writes which piece of each tensor, and to which file.
 #
@@ -110,9 +110,8 @@ class PiecePlanner:
         """
         if num_processes() == 1:
             return Pieces.whole({name: local_part(tensor) for name, tensor in tensors.items()})
-        layout = [
-            (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
-        ]
+        placements = {name: tensor.placements for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        layout = [(name, tensor.shape, tensor.dtype, placements.get(name)) for name, tensor in tensors.items()]
         layouts = gather_objects(hashlib.sha256(repr(layout).encode()).hexdigest())
         if layouts != self._layouts:
             planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -282,7 +281,7 @@ class StateCollector:
             process = {**(process or {}), **({} if is_main_process() else weights)}
         of_process, process_rest = _collect_of_processes(process)
         of_main, other_rest = split_tensors({"others": others})
-        shared |= {name: tensor for name, tensor in of_main.items() if is_dtensor(tensor)}
+        shared |= {name: tensor for name, tensor in of_main.items() if isinstance(tensor, DTensor)}
         of_main = {name: tensor for name, tensor in of_main.items() if name not in shared}
         text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest, **process_rest})
         if self._has_replicas:
@@ -314,9 +313,6 @@ def _reject_stateful_hooks(model: nn.Module) -> None:
             do = "set checkpoint_every=None without failure handlers; or use a hook without state, such as "
             do += "DDPCommunicationHookType.BF16"
             raise CheckpointError(explain("checkpoints", got, expected, do))
-        if not (state is None or isinstance(state, ProcessGroup) or hasattr(state, "state_dict")):
-            what = f"checkpoints do not include the state of the communication hook ({kind})"
-            warn_once(f"{what}: if it changes, return it from the module's `state_dict`", about="communication hook")
 
 
 def require_numbers(collected: CollectedState) -> None:
@@ -368,11 +364,7 @@ def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
     others: dict[str, Any] = saved["others"]
     wanted = {name: others[name] for name in whole if name in others}
     if names := referred_tensors(wanted):
-        reader = _open(folder, saved)
-        stored = _read_metadata(reader, saved, folder)
-        targets = {name: _empty(stored[name], None) for name in names}
-        _read_tensors(targets, reader, folder)
-        others |= join_tensors(targets, wanted)
+        others |= join_tensors(_read_whole(names, saved, _open(folder, saved), folder), wanted)
     return others
 
 
@@ -384,11 +376,9 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
     """
     with rejecting_other_forms(folder):
         saved = _read_rest(folder)
-        reader = HuggingFaceStorageReader(str(folder))
-        stored = _read_metadata(reader, saved, folder)
-        targets = {name: _empty(stored[name], None) for name in referred_tensors(saved["model"])}
-        _read_tensors(targets, reader, folder)
-        model = join_tensors(targets, saved["model"])
+        names = referred_tensors(saved["model"])
+        tensors = _read_whole(names, saved, HuggingFaceStorageReader(str(folder)), folder)
+        model = join_tensors(tensors, saved["model"])
         return {name: value for name, value in model.items() if isinstance(value, Tensor)}, len(saved["frozen"])
 
 
@@ -475,7 +465,10 @@ def _read_rest(folder: Path) -> State:
 
 
 def _open(folder: Path, saved: State) -> HuggingFaceStorageReader:
-    return SpreadReader(folder, saved["files"]) if has_separate_disks() else HuggingFaceStorageReader(str(folder))
+    if not has_separate_disks():
+        return HuggingFaceStorageReader(str(folder))
+    reader: HuggingFaceStorageReader = addon("spread_reader")(folder, saved["files"])
+    return reader
 
 
 def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path) -> Mapping[str, Any]:
@@ -491,6 +484,13 @@ def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path)
     raise CheckpointCorruptError(message)
 
 
+def _read_whole(names: set[str], saved: State, reader: HuggingFaceStorageReader, folder: Path) -> dict[str, Tensor]:
+    stored = _read_metadata(reader, saved, folder)
+    targets = {name: _empty(stored[name], None) for name in names}
+    _read_tensors(targets, reader, folder)
+    return targets
+
+
 def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:
     # A scalar is most likely a step count, which torch.optim keeps on the CPU; it moves other scalars itself.
     if like is not None and like.dim() > 0 and like.shape == stored.size:
@@ -501,8 +501,8 @@ def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:
 def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, folder: Path) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        if isinstance(reader, SpreadReader):
-            reader.read_into(targets)
+        if has_separate_disks():
+            reader.read_into(targets)  # type: ignore[attr-defined]
             return
         with warnings.catch_warnings():
             # "assuming the intent is to load in a single process", which is the case here

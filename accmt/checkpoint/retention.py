@@ -43,38 +43,18 @@ def list_published(folder: Path) -> list[Path]:
         return sorted(folder / entry.name for entry in entries if STEP.fullmatch(entry.name) and entry.is_dir())
 
 
-class Ages:
-    """The ages of a folder's checkpoints; reads each manifest once, however many checkpoints are kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: dict[tuple[str, int, int], int] = {}
-
-    def oldest_first(self) -> list[tuple[Path, int]]:
-        """Return the checkpoints with a readable manifest, each with its sequence number in the folder."""
-        ages: list[tuple[Path, int]] = []
-        known = self._known
-        self._known = {}
-        for path in list_published(self._folder):
-            try:
-                stat = (path / MANIFEST_NAME).stat()
-            except OSError:
-                continue
-            key = path.name, stat.st_ino, stat.st_mtime_ns
-            if key not in known:
-                try:
-                    manifest = read_manifest(path)
-                except CheckpointError:  # of a newer accmt, which may need it
-                    continue
-                if isinstance(manifest, Damage):
-                    continue
-                known[key] = manifest.sequence
-            self._known[key] = known[key]
-            ages.append((path, known[key]))
-        return sorted(ages, key=lambda item: item[1])
+def list_by_age(folder: Path) -> list[tuple[Path, int]]:
+    """Return the checkpoints with a readable manifest, each with its sequence number in the folder, oldest first."""
+    ages: list[tuple[Path, int]] = []
+    for path in list_published(folder):
+        with suppress(CheckpointError):  # of a newer accmt, which may need it
+            manifest = read_manifest(path)
+            if not isinstance(manifest, Damage):
+                ages.append((path, manifest.sequence))
+    return sorted(ages, key=lambda item: item[1])
 
 
-def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
+def prune(folder: Path, *, newest: Path, num_kept: int) -> None:
     """Delete surplus checkpoints, and damaged ones that are older than the newest.
 
     Pinned folders stay and do not count. Folders without an accmt manifest are never touched: someone else may have
@@ -82,7 +62,7 @@ def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
 
     Processes: main only.
     """
-    kept = [path for path, _ in ages.oldest_first() if path != newest]
+    kept = [path for path, _ in list_by_age(folder) if path != newest]
     if len(kept) >= num_kept:  # otherwise there is no need to inspect each
         kept = [path for path in kept if is_deletable(path)]
     surplus = kept[: max(len(kept) - (num_kept - 1), 0)]

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError, explain
-from accmt.libraries.private_names import buffers_of, children_of, is_made_of_tensors, is_saved, tree_leaves
+from accmt.libraries.private_names import buffers_of, is_saved, is_traceable_wrapper_subclass, tree_leaves
 from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.sharded_tensors import is_expanded, write_into
 
@@ -501,7 +501,7 @@ def _wrapped_paths(model: nn.Module) -> set[str]:
     paths = set()
     for path, module in model.named_modules(remove_duplicate=False):
         inner = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"  # the latter: torch.compile
-        if inner in children_of(module):
+        if inner in dict(module.named_children()):
             paths.add(f"{path}.{inner}".removeprefix("."))
     return paths
 
@@ -616,7 +616,7 @@ def is_made_of_others(tensor: Tensor) -> bool:
     """Return whether a tensor wraps other tensors and has no memory itself, such as a quantized tensor."""
     is_other = isinstance(tensor, DTensor) or tensor.layout != torch.strided
     anything: object = tensor  # otherwise mypy considers such a subclass impossible
-    return not is_other and is_made_of_tensors(anything)
+    return not is_other and is_traceable_wrapper_subclass(anything)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from safetensors import safe_open
 
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -33,7 +32,6 @@ from accmt.checkpoint.manifest import (
     Kind,
     Manifest,
     examine,
-    find_faults,
     is_abandoned,
     make_unfinished_name,
     parse_unfinished_name,
@@ -45,9 +43,9 @@ from accmt.checkpoint.manifest import (
 from accmt.checkpoint.retention import (
     KEEP_EVERY,
     PIN_NAME,
-    Ages,
     dispose,
     is_kept_for_good,
+    list_by_age,
     list_published,
     make_durable,
     move,
@@ -56,8 +54,7 @@ from accmt.checkpoint.retention import (
     remove,
     set_aside,
 )
-from accmt.checkpoint.several_disks import copy_missing, find_newest_on_disks
-from accmt.errors import CheckpointError, NoCheckpointError, explain
+from accmt.errors import CheckpointError, explain
 from accmt.files import (
     LOCK_NAME,
     FolderLock,
@@ -79,6 +76,7 @@ from accmt.processes import (
     run_on_every_process,
     run_on_main_process,
 )
+from accmt.registry import addon
 
 T = TypeVar("T")
 
@@ -177,7 +175,6 @@ class CheckpointStore:
         self._group = group
         self._num_kept = 1 if max_checkpoints is None else max_checkpoints
         self._in_progress: Path | None = None
-        self._ages = Ages(folder)
         self._claim: FolderLock | None = None
 
     def claim(self) -> None:
@@ -241,9 +238,7 @@ class CheckpointStore:
             self.discard(staging)
             raise
         # Only now, because on other disks the new one may have been missing until here.
-        self._run_on_each_disk(
-            lambda: prune(self.folder, self._ages, newest=published, num_kept=self._num_kept), step=step
-        )
+        self._run_on_each_disk(lambda: prune(self.folder, newest=published, num_kept=self._num_kept), step=step)
         return published
 
     def discard(self, staging: Staging) -> None:
@@ -269,7 +264,8 @@ class CheckpointStore:
         if not has_separate_disks():
             return self._run_on_main(self._find_newest)
         self._run_on_each_disk(self._finish_replacements)
-        return find_newest_on_disks(self.folder)
+        found: Checkpoint | None = addon("find_newest_on_disks")(self.folder)
+        return found
 
     def find(self, path: Path) -> Checkpoint:
         """Return the checkpoint in the folder `path`, with every file verified.
@@ -289,8 +285,10 @@ class CheckpointStore:
         if has_separate_disks():
             here = run_on_every_process(lambda: read_manifest(path) if manages_disk() else None)
             found = [manifest for manifest in here if isinstance(manifest, Manifest)]
-            if found and not copy_missing(path, newest := max(found, key=lambda manifest: manifest.sequence)):
-                return Checkpoint(path, newest)
+            if found:
+                newest = max(found, key=lambda manifest: manifest.sequence)
+                if not addon("copy_missing")(path, newest):
+                    return Checkpoint(path, newest)
         return self._run_on_main(read)
 
     def set_aside_previous(self) -> Path | None:
@@ -335,7 +333,7 @@ class CheckpointStore:
     def _describe(self, step: int, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> tuple[Manifest, bool]:
         """Return the manifest of a new checkpoint, and whether `keep_every` keeps it."""
         is_kept = self._keep_every is not None and is_kept_for_good(self._keep_every, info, self.folder)
-        sequence = 1 + max((sequence for _, sequence in self._ages.oldest_first()), default=0)
+        sequence = 1 + max((sequence for _, sequence in list_by_age(self.folder)), default=0)
         return Manifest.of_this_run(step=step, sequence=sequence, files=files, info=info), is_kept
 
     def _publish(self, staging: Staging, manifest: Manifest, *, is_kept: bool) -> Path:
@@ -425,80 +423,3 @@ def _merge(parts: Sequence[Part]) -> Part:
     if taken:
         return Part(failure=Failure(f"more than one file called {', '.join(taken)}", "use a file name per process"))
     return Part({name: entry for part in parts for name, entry in part.files.items()})
-
-
-# ---- Inspecting checkpoints without loading, renaming or writing anything.
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """The result of verifying a checkpoint folder.
-
-    Attributes:
-        manifest: Its manifest; None if unreadable.
-        faults: Each damaged file and its problem; empty if the checkpoint is complete.
-        is_known: Whether this accmt can read its format; a resume stops at an unknown format.
-        num_tensors: Tensors in its files; 0 if it is not complete.
-        num_values: Elements in the model's parameters and buffers, each counted once.
-    """
-
-    folder: Path
-    manifest: Manifest | None
-    faults: tuple[str, ...]
-    is_known: bool = True
-    num_tensors: int = 0
-    num_values: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.faults
-
-    @property
-    def is_pinned(self) -> bool:
-        return (self.folder / PIN_NAME).exists()
-
-
-def inspect(path: Path) -> list[Inspection]:
-    """Verify every file of a checkpoint, or of all checkpoints in a folder.
-
-    The newest is last; checkpoints without a readable manifest count as newest.
-    """
-    if (path / MANIFEST_NAME).is_file() or (path.is_dir() and STEP.fullmatch(path.name)):
-        return [_inspect_one(path)]
-    found = [_inspect_one(folder) for folder in list_published(path)]
-    if not found:
-        got = "a folder without checkpoints" if path.is_dir() else "a file" if path.exists() else "no such folder"
-        expected = f"a checkpoint (a folder with its {MANIFEST_NAME}), or a folder of checkpoints (step-00000120 ...)"
-        raise NoCheckpointError(explain(f"checkpoint {path}", got, expected, "check the path"))
-    return sorted(found, key=lambda one: math.inf if one.manifest is None else one.manifest.sequence)
-
-
-def find_resumable(found: list[Inspection]) -> Inspection | None:
-    """Return the checkpoint that a resume would use: the newest complete one.
-
-    None if there is none, or if one has an unknown format: a resume stops there, so that nothing is lost.
-    """
-    if not all(one.is_known for one in found):
-        return None
-    return next((one for one in reversed(found) if one.is_complete), None)
-
-
-def _inspect_one(folder: Path) -> Inspection:
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        return Inspection(folder, None, (str(error),), is_known=False)
-    if isinstance(manifest, Damage):
-        return Inspection(folder, None, (manifest.reason,))
-    faults = list(find_faults(folder, manifest))
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name not in manifest.files:
-            faults.append(f"{path.name} does not belong to it, but would be read with it")
-    if faults:
-        return Inspection(folder, manifest, tuple(faults))
-    shapes: list[tuple[str, list[int]]] = []
-    for path in (folder / name for name in manifest.files if name.endswith(".safetensors")):
-        with safe_open(path, framework="numpy") as file:
-            shapes += [(name, file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118 - not a dict
-    num_values = sum(math.prod(shape) for name, shape in shapes if name.startswith("model."))
-    return Inspection(folder, manifest, (), num_tensors=len({name for name, _ in shapes}), num_values=num_values)

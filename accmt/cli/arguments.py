@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.run_folders import find_run_folders
 from accmt.errors import ArgumentError, explain
-from accmt.tracking.history import HISTORY_FILE, find_run_folders
+from accmt.tracking.history import HISTORY_FILE
 
 
 def add_when_parsed(parser: argparse.ArgumentParser, add: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -22,6 +23,17 @@ def add_when_parsed(parser: argparse.ArgumentParser, add: Callable[[argparse.Arg
         return parser.parse_known_args(args, namespace)
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def read_number(at_least: int) -> Callable[[str], int]:
+    """Return the `type` of a flag that is a whole number of at least this."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < at_least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number from {at_least}")
+        return int(text)
+
+    return read
 
 
 _SHOWN = 10

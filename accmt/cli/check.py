@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accmt.addons.inspection import Inspection
     from accmt.checkpoint.manifest import Manifest
-    from accmt.checkpoint.store import Inspection
 
 DAMAGED = 1
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from accmt.checkpoint.store import find_resumable, inspect
+    from accmt.addons.inspection import find_resumable, inspect
     from accmt.files import dumps
 
     if "://" in options.path:

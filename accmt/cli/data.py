@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from accmt.options.command_line import add_flags
+    from accmt.addons.command_line import add_flags
 
     add_flags(parser, without=_OWN)
 

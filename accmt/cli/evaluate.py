@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from accmt.cli.arguments import require_run
+from accmt.cli.arguments import read_number, require_run
 from accmt.errors import ArgumentError, explain
 
 
@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-path", type=Path, metavar="FOLDER", help="its folder; default: `evaluated` in the run's model folder"
     )
-    parser.add_argument("--processes", type=_read_number, metavar="NUMBER", help="default: as many as the run has")
+    processes = "default: as many as the run has"
+    parser.add_argument("--processes", type=read_number(at_least=1), metavar="NUMBER", help=processes)
     parser.add_argument(
         "--wait",
         default="10 minutes",
@@ -71,9 +72,3 @@ def run(options: argparse.Namespace) -> int:
     )
     run_program(*prepared, called=["accmt", *sys.argv[1:]])
     raise AssertionError
-
-
-def _read_number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes from 1")
-    return int(text)

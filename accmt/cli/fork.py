@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from accmt.options.command_line import add_flags
+    from accmt.addons.command_line import add_flags
 
     add_flags(parser, without=_WITHOUT)
 
 
 def run(options: argparse.Namespace) -> int:
+    from accmt.addons.command_line import HPS_FLAGS, list_flags
     from accmt.addons.fork.program import prepare_fork, run_program
-    from accmt.options.command_line import HPS_FLAGS, list_flags
 
     if ":/" in str(options.run_folder):
         got, do = "a URL", "copy the run folder and its checkpoints to this machine"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from accmt.checkpoint.manifest import Checkpoint
+    from accmt.saving import SavedWeights
 
 _CONFIG = "config.json"
 _PREFIX = "checkpoint-"
@@ -68,8 +69,8 @@ def _read_size(text: str) -> int:
 
 
 def _find(path: Path) -> Checkpoint:
+    from accmt.addons.inspection import inspect
     from accmt.checkpoint.manifest import read_checkpoint
-    from accmt.checkpoint.store import inspect
 
     return read_checkpoint(inspect(path)[-1].folder)
 
@@ -86,9 +87,40 @@ def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _write(weights: Mapping[str, Tensor], config: Path | None, output: Path, max_shard_size: int) -> tuple[str, ...]:
-    from accmt.huggingface.folder import save_by_config
     from accmt.saving import save_weights
 
     if config is None:
         return save_weights(weights, output, max_shard_size=max_shard_size).files
-    return save_by_config(weights, config, output, max_shard_size=max_shard_size).files
+    return _save_by_config(weights, config, output, max_shard_size).files
+
+
+def _save_by_config(
+    state_dict: Mapping[str, Tensor], config_folder: Path, folder: Path, max_shard_size: int
+) -> SavedWeights:
+    """Save full weights with only the `config.json` of a model, like `save_model`.
+
+    Needs no memory for a second model.
+    """
+    import torch
+
+    from accmt.huggingface.folder import save_model
+    from accmt.libraries.versions import require
+    from accmt.saving.load_weights import require_fit
+
+    require("transformers")
+    import transformers
+
+    if not (config_folder / _CONFIG).is_file():  # otherwise transformers would ask the hub
+        do = "pass the folder of a saved model, or write only the weights: --bare"
+        raise WeightsError(explain(str(config_folder), f"no {_CONFIG}", "the configuration of the model", do))
+    config = transformers.AutoConfig.from_pretrained(config_folder, local_files_only=True)
+    name = next(iter(config.architectures or ()), "no class")
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
+        expected, do = "a class of transformers", "write only the weights, and load them into your own model"
+        raise WeightsError(explain(str(config_folder / _CONFIG), f"the model class {name}", expected, do))
+    with torch.device("meta"):
+        model = model_class(config)
+    model.to(next(value.dtype for value in state_dict.values() if value.is_floating_point()))
+    require_fit(state_dict, model.state_dict(), config_folder, what=name)
+    return save_model(model, state_dict, folder, max_shard_size=max_shard_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.cli.arguments import add_when_parsed
@@ -30,26 +31,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from accmt.options.command_line import read_hps_flags
+    from accmt.addons.command_line import read_hps_flags
 
     read_hps_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    from accmt.addons.command_line import HPS_FLAGS
     from accmt.addons.model_from_hps import build_from_hps
+    from accmt.addons.text_tables import align
     from accmt.errors import ArgumentError, explain
-    from accmt.huggingface import build_empty
-    from accmt.messages import align
     from accmt.optimization import build_optimizer
     from accmt.options import HyperParameters
-    from accmt.options.command_line import HPS_FLAGS
 
     hps = HyperParameters.from_config(options.hps, getattr(options, HPS_FLAGS, None))
     section = hps.section("model")
     if options.model is None and section is None:
         do = "add --model out/base"
         raise ArgumentError(explain("accmt params", f"no `model` in {options.hps}", "the model to show", do))
-    model = build_empty(options.model, options.type) if section is None or options.model else build_from_hps(hps)
+    model = _build_empty(options.model, options.type) if section is None or options.model else build_from_hps(hps)
     optimizer = build_optimizer(hps, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     rows = [_row(group, number, optimizer, names) for number, group in enumerate(optimizer.param_groups)]
@@ -58,6 +58,33 @@ def run(options: argparse.Namespace) -> int:
         for parameter in optimizer.param_groups[number - 1]["params"] if options.names and number else ():
             print(f"    {names[parameter]}")
     return 0
+
+
+def _build_empty(path: str, type_name: str | None) -> Any:
+    """Build a transformers model without its weights: its tensors only have shapes.
+
+    An adapter is built with the weights of its base model, because PEFT reads them.
+
+    Args:
+        path: A model folder, or a name on the hub.
+        type_name: The name of the class; None for the class in the configuration, or `AutoModel`.
+    """
+    import torch
+
+    from accmt.huggingface.pretrained import find_model_class, load_pretrained, read_pretrained
+    from accmt.libraries.versions import require
+    from accmt.saving.weights import ADAPTER_CONFIG
+
+    require("transformers", "a model from a path")
+    import transformers
+
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return load_pretrained(path, type_name)
+    config = read_pretrained(transformers.AutoConfig, path)
+    named = next(iter(config.architectures or ()), None)
+    model_class = find_model_class(type_name or (named if hasattr(transformers, named or "") else None))
+    with torch.device("meta"):
+        return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
 
 
 def _row(

@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accmt.cli.arguments import read_number
 from accmt.errors import AccmtError, ArgumentError, explain
 
 if TYPE_CHECKING:
@@ -26,21 +27,19 @@ DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--steps", type=int, default=4, metavar="NUMBER", help="optimizer steps of each launch; default: 4"
-    )
+    steps = "optimizer steps of each launch; default: 4"
+    parser.add_argument("--steps", type=read_number(at_least=1), default=4, metavar="NUMBER", help=steps)
     samples = "maximum training samples of each launch; default: 64"
-    parser.add_argument("--samples", type=int, default=64, metavar="NUMBER", help=samples)
+    parser.add_argument("--samples", type=read_number(at_least=1), default=64, metavar="NUMBER", help=samples)
     parser.add_argument("script", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, after --")
+    parser.add_argument("arguments", nargs="*", help="its arguments, after --")
 
 
 def run(options: argparse.Namespace) -> int:
     script = Path(options.script)
     if not script.is_file():
         raise ArgumentError(explain("accmt prove", f"{script}: no such file", "a Python file", "accmt prove train.py"))
-    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
-    found = _prove_script(script, arguments, options.steps, options.samples)
+    found = _prove_script(script, options.arguments, options.steps, options.samples)
     print(f"the first trainer.fit, {found.place}\n{found.proof}")
     return 0 if found.proof.is_right else DIFFERENT
 
@@ -55,8 +54,8 @@ class _Proven(BaseException):
 
 def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) -> _Proven:
     """Run a script with a `Trainer.fit` that proves instead, and return the first proof."""
+    from accmt.addons.models_in_fit import as_module
     from accmt.addons.prove import prove
-    from accmt.setup.module_checks import as_module
     from accmt.trainer import Trainer
 
     original: Any = Trainer.fit

@@ -10,14 +10,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from accmt.cli.arguments import read_number
+
 DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, help="the folder with ledger.jsonl: logs/<track>/<run>")
-    parser.add_argument("--step", type=int, required=True, metavar="NUMBER", help="the optimizer step, from 1")
-    parser.add_argument("--to", type=int, metavar="NUMBER", help="the last step to replay; default: --step")
-    parser.add_argument("--top", type=int, default=5, metavar="NUMBER", help="samples and layers to show; 0: none")
+    from_1, last = read_number(at_least=1), "the last step to replay; default: --step"
+    parser.add_argument("--step", type=from_1, required=True, metavar="NUMBER", help="the optimizer step, from 1")
+    parser.add_argument("--to", type=from_1, metavar="NUMBER", help=last)
+    shown = "samples and layers to show; 0: none"
+    parser.add_argument("--top", type=read_number(at_least=0), default=5, metavar="NUMBER", help=shown)
     parser.add_argument(
         "--without", type=_read_numbers, default=(), metavar="17,23", help="samples to leave out of the step"
     )

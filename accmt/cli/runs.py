@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accmt.addons.run_folders import find_run_folders
 from accmt.errors import ArgumentError, explain
-from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE, find_run_folders
+from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE
 
 if TYPE_CHECKING:
     from accmt.addons.report import RunRecord
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.report import read_run
-    from accmt.messages import align
+    from accmt.addons.text_tables import align
 
     folder = options.folder
     places = [place for place in find_run_folders(folder) if (place / HISTORY_FILE).stat().st_size]
@@ -47,15 +48,17 @@ def _name(run: RunRecord, folder: Path) -> str:
     return run.name if name == "." else name
 
 
-def _describe(run: RunRecord, shown: str) -> tuple[str, ...]:
-    from accmt.files import is_locked
+def _describe(run: RunRecord, name: str) -> tuple[str, ...]:
+    from accmt.addons.run_folders import is_locked
 
     status = "killed" if run.status == "running" and not is_locked(run.folder) else run.status
     steps = max(run.num_steps, 0 if run.goodput is None else run.goodput.step)
-    rule = str(run.config.get("model_saving", ""))
-    best = sorted(run.best.items(), key=lambda item: item[0] not in rule)  # first, what models are saved by
-    shown_best = "".join(f"{name} {value:.5g} at {step:,}" for name, (step, value) in best[:1])
-    return shown, status, f"{steps:,}", shown_best, time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
+    best = run.best
+    loss = str(run.config.get("val_loss_metric_name", "val_loss"))
+    saved_by = str(run.config.get("model_saving", "")).removeprefix("best_").replace("valid_loss", loss)
+    shown = saved_by if saved_by in best else next(iter(best), None)
+    shown_best = "" if shown is None else f"{shown} {best[shown][1]:.5g} at {best[shown][0]:,}"
+    return name, status, f"{steps:,}", shown_best, time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
 
 
 def _draw_tree(runs: list[RunRecord], folder: Path) -> Iterator[tuple[str, ...]]:

@@ -39,8 +39,8 @@ def add_row_arguments(parser: argparse.ArgumentParser, section: str) -> None:
 
 
 def _add_flags(section: str, parser: argparse.ArgumentParser) -> None:
+    from accmt.addons.command_line import add_flags
     from accmt.errors import nearest
-    from accmt.options.command_line import add_flags
 
     add_flags(parser, without=_OWN)
     parse = parser.parse_known_args
@@ -71,10 +71,10 @@ def train_on_rows(options: argparse.Namespace, name: str, find_module: Callable[
         name: The section.
         find_module: Returns the class of the module for the section.
     """
+    from accmt.addons.command_line import HPS_FLAGS
     from accmt.addons.merging import merge_adapter, require_mergeable
     from accmt.addons.sft.rows import read_rows
     from accmt.errors import HyperParameterError, explain
-    from accmt.options.command_line import HPS_FLAGS
     from accmt.trainer import Trainer
 
     typed = {f"{name}.{key}": value for key in _FLAGS if (value := getattr(options, key)) is not None}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accmt.tracking import Synced
+    from accmt.addons.sync import Synced
 
 LEFT = 1
 
@@ -30,8 +30,8 @@ def run(options: argparse.Namespace) -> int:
     from accelerate.state import PartialState
 
     from accmt.addons import remote_checkpoints, remote_models
+    from accmt.addons.sync import sync_run
     from accmt.cli.arguments import require_run
-    from accmt.tracking import sync_run
 
     for remote in (remote_checkpoints, remote_models):
         if (options.run_folder / remote.ORIGIN).is_file():

@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 from accmt.errors import ArgumentError, DataError, explain
-from accmt.libraries.private_names import stacks_tensors_as_torch
 from accmt.libraries.versions import require
 
 Collate = Callable[[Any], Any]
@@ -98,8 +97,6 @@ def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
         The stacked tensors; None for other samples, or if a worker stacks them in shared memory.
     """
     if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) != 1 or get_worker_info() is not None:
-        return None
-    if not stacks_tensors_as_torch():
         return None
     columns = list(zip(*samples, strict=True))
     for column in columns:

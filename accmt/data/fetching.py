@@ -31,7 +31,7 @@ from accmt.data.seeding import (
     seed_generators,
     user_seed,
 )
-from accmt.errors import AccmtError, explain, is_out_of_memory
+from accmt.errors import AccmtError, StoreError, explain, is_out_of_memory
 from accmt.libraries.private_names import shut_down_workers, workers_of
 from accmt.libraries.versions import may_deadlock_in_forks
 
@@ -103,7 +103,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         try:
             return Fetched(self.dataset.__getitems__(list(indices)), indices)
         except Exception as error:
-            if _is_out_of_memory(error):
+            if _is_of_no_sample(error):
                 raise
             # Read one by one, as the batch was read, to find the bad ones.
             fetch_many: Callable[[list[int]], list[Any]] = self.dataset.__getitems__
@@ -125,7 +125,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
             try:
                 samples.append(fetch(index))
             except Exception as error:
-                if _is_out_of_memory(error):
+                if _is_of_no_sample(error):
                     raise
                 if not self._skips_bad:
                     self._note(error, [index])
@@ -157,7 +157,7 @@ class CollateFetched:
                 batch = self.collate(samples)
             return Kept(batch, fetched.bad) if self.skips_bad else batch
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not _is_of_no_sample(error):
                 skipped = {bad.index for bad in fetched.bad}
                 indices = [index for index in fetched.indices if index not in skipped]
                 self._note(error, indices, fetched.samples)
@@ -186,9 +186,9 @@ class CollateFetched:
         error.add_note(explain(where, _describe(error), expected, do))
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether the host or a device ran out of memory, which is not an error of a sample."""
-    return isinstance(error, MemoryError) or is_out_of_memory(error)
+def _is_of_no_sample(error: Exception) -> bool:
+    """Return whether memory ran out, or a file or store cannot be read: skipping samples would skip all that follow."""
+    return isinstance(error, MemoryError | StoreError) or is_out_of_memory(error)
 
 
 def _describe(error: Exception) -> str:

@@ -37,7 +37,7 @@ from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.samplers import Plan, Shard, UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.errors import DataError, explain
-from accmt.libraries.private_names import is_shuffle_buffer, steps_of_stream
+from accmt.libraries.private_names import steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
 from accmt.messages import say_once, warn_once
 
@@ -315,7 +315,8 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
         return inexact
     # No public attribute shows that there is a buffer. Source: `datasets.IterableDataset.state_dict`: "examples from
     # shuffle buffers are lost when resuming".
-    if any(is_shuffle_buffer(step) for stream in streams for step in steps_of_stream(stream)):
+    steps = [step for stream in streams for step in steps_of_stream(stream)]
+    if any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in steps):
         return "their state_dict omits the contents of the shuffle buffer"
     if any(_parts_of(owner, source) & _parts_of(other, getattr(other, "dataset", None)) for other in also_read):
         return "evaluations also read them, which changes their state"

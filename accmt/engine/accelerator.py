@@ -26,7 +26,7 @@ from accmt.engine.parallelism import (
 from accmt.engine.shards import as_shard, is_sharded
 from accmt.engine.tensor_parallel import tensor_parallel_size
 from accmt.errors import ArgumentError, DeviceError, explain, is_out_of_memory
-from accmt.libraries.private_names import share_other_precision, shared_state
+from accmt.libraries.private_names import share_other_precision
 from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
 from accmt.options import RunningSettings
@@ -142,12 +142,14 @@ def _in_precision(asked: str | None) -> Iterator[None]:
     A state that the program created with its own Accelerator is not changed.
     """
     global _state  # noqa: PLW0603 - Accelerate has one in a process, too
-    before = shared_state().get("dynamo_plugin")
+    from accelerate.state import AcceleratorState, is_initialized
+
+    before = AcceleratorState().dynamo_plugin if is_initialized() else None
     if before is not None and before is _state:
         share_other_precision(asked or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
     yield
     if before is None:
-        _state = shared_state().get("dynamo_plugin")
+        _state = AcceleratorState().dynamo_plugin
 
 
 def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:

@@ -24,12 +24,13 @@ from accmt.engine.sync_batchnorm import (
 from accmt.libraries.private_names import forget_prepared, prepare_alone
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
-from accmt.protocols import ModelOwner
 from accmt.registry import addon
 from accmt.saving.weights import ShardedState, WholeState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from accmt import AcceleratorModule
 
 NOTHING = nullcontext()
 
@@ -62,7 +63,7 @@ class Engine:
     notes_trained: bool = False
     inference_mode: type[torch.inference_mode | torch.no_grad] = torch.inference_mode
 
-    def __init__(self, module: ModelOwner, accelerator: Accelerator) -> None:
+    def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
         self._module = module
         self.accelerator = accelerator
         self.model: nn.Module = module.model

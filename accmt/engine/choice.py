@@ -12,14 +12,15 @@ from accmt.engine.tensor_parallel import ranks_of_batch, tensor_parallel_size
 from accmt.errors import ArgumentError, explain
 from accmt.options import Settings
 from accmt.processes import share_batches
-from accmt.protocols import ModelOwner
 from accmt.registry import addon, find
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from accmt import AcceleratorModule
 
-def choose_engine(module: ModelOwner, accelerator: Accelerator, settings: Settings) -> Engine:
+
+def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> Engine:
     """Return the engine for a module's model, and let the processes of a split model share their batches.
 
     Raises:

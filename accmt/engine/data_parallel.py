@@ -32,12 +32,13 @@ from accmt.engine.replicas import reject_renormalization
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import left_out_by_ddp, prepare_alone
 from accmt.processes import num_processes
-from accmt.protocols import ModelOwner
 from accmt.sharded_tensors import is_expanded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.optim import Optimizer
+
+    from accmt import AcceleratorModule
 
 
 class DataParallel(Engine):
@@ -47,7 +48,7 @@ class DataParallel(Engine):
     of the window. So are those of a run in which a process may fail in a micro-batch: nobody then waits for it.
     """
 
-    def __init__(self, module: ModelOwner, accelerator: Accelerator) -> None:
+    def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
         super().__init__(module, accelerator)
         self._has_others = num_processes() > 1  # a launcher may start a single process, which Accelerate wraps too
         self._wrapper: TransparentWrapper | None = None

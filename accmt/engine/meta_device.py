@@ -5,6 +5,7 @@ So no process holds all of a model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -19,7 +20,6 @@ from accmt.engine.tensor_parallel import tensor_parallel_size
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import (
     draw_first_values,
-    draws_first_values,
     has_first_value,
 )
 from accmt.processes import broadcast_object
@@ -49,7 +49,7 @@ def fill(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(broadcast_object(torch.get_rng_state()))
-        if draws_first_values(model):
+        if _is_of_transformers(model):
             draw_first_values(model, as_wholes)
             tie: Any = model.tie_weights
             tie()
@@ -61,8 +61,17 @@ def fill(model: nn.Module, device: torch.device) -> None:
                 _reset(part)
 
 
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model is from transformers, which can initialize each of its parts."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
 def _require_fillable(model: nn.Module) -> None:
-    if draws_first_values(model):
+    if _is_of_transformers(model):
         return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if len(names) > len(list(model.parameters())):

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from accmt.checkpoint.state_dicts import is_made_of_others, plain_parts
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import (
-    copy_,
     exchange_in_forward,
     has_gradient_hook,
     left_out_by_ddp,
@@ -90,7 +89,8 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
         dist.all_reduce(flat)
         flat.div_(num_processes())
         parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
+        for part, gradient in zip(parts, bucket, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -27,7 +27,7 @@ from accmt.engine.shards import (
     try_steps_of_shards,
 )
 from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.libraries.private_names import tensors_in
+from accmt.libraries.private_names import tree_leaves
 from accmt.options import Settings
 from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.precision import hold_in_float32
@@ -102,7 +102,8 @@ class Sharded(Engine):
             got = "None before self.model was called, while the forward of the other processes needs this one"
             do = "call self.model(...) before `return None`; or train without sharding"
             raise ModuleContractError(explain("training_step", got, "a call of the model in every step", do))
-        outputs = [output for output in tensors_in(self.calls) if output.requires_grad]
+        leaves = tree_leaves(self.calls)  # in the outputs of transformers models, too
+        outputs = [output for output in leaves if isinstance(output, torch.Tensor) and output.requires_grad]
         return sum((output.sum() for output in outputs), outputs[0].new_zeros(())) * 0.0
 
     @contextmanager

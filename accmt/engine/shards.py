@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from accmt.engine.reduction import broadcast_tensors, require_same_tensors
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import (
-    checkpoint_activations_by_plugin,
     generate_together,
     layers_to_shard,
-    shard_by_plugin,
 )
 from accmt.optimization import needs_closure
 from accmt.optimization.stepper import has_modes
@@ -119,10 +117,15 @@ def _shard(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | No
     if optimizer is not None:
         accelerator.prepare(model, optimizer)
         return
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+
+    plugin: Any = accelerator.state.fsdp_plugin
     if is_sharded(model) or is_on_meta(model):  # Accelerate would treat these weights as full ones
-        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        checkpoint_activations_by_plugin(model, accelerator)
-    shard_by_plugin(model, accelerator)
+        plugin.cpu_ram_efficient_loading = False
+        plugin.set_auto_wrap_policy(model)
+        if plugin.activation_checkpointing:
+            fsdp2_apply_ac(accelerator, model)
+    fsdp2_prepare_model(accelerator, model)
 
 
 def is_by_fsdp(model: nn.Module) -> bool:

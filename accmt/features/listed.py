@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from accmt.features.averaged_weights import Averages
 from accmt.features.bad_samples import BadSampleCounts
-from accmt.features.batch_notes import BatchNotes
-from accmt.features.changed_data import ChangedData
-from accmt.features.crash_loop import CrashLoop
 from accmt.features.hooks import Feature
 from accmt.features.loss_guard import LossGuard
 from accmt.features.manual_optimization import ManualOptimization
 from accmt.features.missing_gradients import MissingGradients
 from accmt.features.out_of_memory import OutOfMemory
-from accmt.features.own_loss import OwnLoss
-from accmt.features.packing_check import PackingCheck
 from accmt.features.quantized_weights import QuantizedWeights
 from accmt.options import Settings
 from accmt.registry import added_features
@@ -23,14 +18,9 @@ _OF_CORE: tuple[type[Feature], ...] = (
     OutOfMemory,
     LossGuard,
     MissingGradients,  # after it: steps that it skips are not checked
-    PackingCheck,
-    OwnLoss,
     ManualOptimization,
-    BatchNotes,
     QuantizedWeights,
     Averages,
-    CrashLoop,
-    ChangedData,
 )
 
 

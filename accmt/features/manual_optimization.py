@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -112,8 +112,7 @@ class ManualSteps:
         self._has_stepped = False
         self._stepped: list[Any] = []  # in this batch, by their own `step`
         self._positions: dict[Any, Any] = {}  # of schedulers after the last batch
-        self._advanced: set[Any] = set()
-        self._advanced_by_module: set[Any] = set()
+        self._advanced_by: dict[Any, Literal["accmt", "module"]] = {}  # who advances each scheduler
         self._factor = self._last_factor = 1.0  # of a loss that weighs samples, and of the last loss
         self._weighs_samples = False  # whether a backward of this batch did
         self._has_called_backward = False
@@ -211,24 +210,21 @@ class ManualSteps:
     def counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the `step` of an optimizer with clipping, hooks and seeds as in `step_optimizer`."""
 
-        def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._counts_steps:  # outside of training_step, or within another step
-                return step(*args, **kwargs)
-            closure = self._begin_step(optimizer, kwargs.get("closure", args[0] if args else None))
-            if closure is not None and args:
-                args = (closure, *args[1:])
-            elif closure is not None:
-                kwargs["closure"] = closure
+        def call(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            is_counted = self._counts_steps  # else it is outside of training_step, or within another step
+            if is_counted:
+                closure = self._begin_step(optimizer, closure)
             self._counts_steps = False
             try:
-                result = step(*args, **kwargs)
+                result = step(**kwargs) if closure is None else step(closure, **kwargs)
             finally:
-                self._counts_steps = True
-            for hook in self._run.hooks.on_after_optimizer_step:
-                hook(optimizer=optimizer)
-            self._seed_for_batch()
-            self._stepped += [optimizer, *members_of(optimizer)]
-            self._note_step(optimizer)
+                self._counts_steps = is_counted
+            if is_counted:
+                for hook in self._run.hooks.on_after_optimizer_step:
+                    hook(optimizer=optimizer)
+                self._seed_for_batch()
+                self._stepped += [optimizer, *members_of(optimizer)]
+                self._note_step(optimizer)
             return result
 
         vars(call).update(getattr(step, "__dict__", {}))  # torch's schedulers mark the steps that they have seen
@@ -261,12 +257,10 @@ class ManualSteps:
             loss = closure()
             if run.stepper.clips:
                 run.stepper.clip(_parameters_of(optimizer))
-            if loss is None or num_data_processes() == 1:
+            if num_data_processes() == 1:
                 return loss
-            is_tensor = isinstance(loss, torch.Tensor)
-            value = loss.item() if is_tensor else float(loss)
-            mean = sum_over_data((value * self._last_factor,))[0] / num_data_processes()
-            return torch.full_like(loss, mean) if is_tensor else mean
+            mean = sum_over_data((float(loss) * self._last_factor,))[0] / num_data_processes()
+            return torch.tensor(mean, device=run.device)
 
         return evaluate
 
@@ -297,16 +291,16 @@ class ManualSteps:
         for scheduler, position in self._find_positions().items():
             if isinstance(scheduler, ReduceLROnPlateau):  # which evaluations step
                 continue
-            if position != self._positions.get(scheduler, position):
-                self._advanced_by_module.add(scheduler)
-            if scheduler in self._advanced_by_module & self._advanced:
+            is_moved = position != self._positions.get(scheduler, position)
+            is_due = (
+                scheduler is run.scheduler or scheduler.optimizer in stepped
+            )  # the only one, or of one that stepped
+            if is_moved and self._advanced_by.setdefault(scheduler, "module") == "accmt":
                 got = "a scheduler step, although accmt has advanced it after each optimizer.step() until now"
                 do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
                 raise ModuleContractError(explain("training_step", got, "scheduler steps from one place only", do))
-            is_of_all = scheduler is run.scheduler  # the only one
-            if scheduler not in self._advanced_by_module and (is_of_all or scheduler.optimizer in stepped):
+            if is_due and not is_moved and self._advanced_by.setdefault(scheduler, "accmt") == "accmt":
                 advance_scheduler(run, scheduler)
-                self._advanced.add(scheduler)
         self._positions = self._find_positions()
 
     def backward(self, loss: torch.Tensor, weight: Any = None) -> None:
@@ -377,7 +371,8 @@ class ManualSteps:
     def step_scheduler(self, scheduler: Any = None) -> None:
         """Advance the scheduler, if there is one, or one of several."""
         if self._run.scheduler is not None:
-            self._advanced_by_module.update(self._module.schedulers() if scheduler is None else (scheduler,))
+            for advanced in self._module.schedulers() if scheduler is None else (scheduler,):
+                self._advanced_by.setdefault(advanced, "module")
             advance_scheduler(self._run, scheduler)
             self._seed_for_batch()
 

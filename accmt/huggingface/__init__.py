@@ -13,9 +13,6 @@ from accmt.huggingface.model_kinds import is_peft_model as is_peft_model
 from accmt.huggingface.model_kinds import is_transformers_model as is_transformers_model
 from accmt.huggingface.model_kinds import reject_injected_adapters as reject_injected_adapters
 from accmt.huggingface.model_kinds import require_library as require_library
-from accmt.huggingface.peft_adapters import AdaLoraRanks as AdaLoraRanks
-from accmt.huggingface.peft_adapters import reject_unsaved_adapters as reject_unsaved_adapters
-from accmt.huggingface.pretrained import build_empty as build_empty
 from accmt.huggingface.pretrained import enable_gradient_checkpointing as enable_gradient_checkpointing
 from accmt.huggingface.pretrained import load_pretrained as load_pretrained
 from accmt.huggingface.pretrained import load_pretrained_weights as load_pretrained_weights

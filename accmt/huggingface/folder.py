@@ -13,14 +13,13 @@ from torch import nn
 
 from accmt.errors import WeightsError, explain
 from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, reject_injected_adapters
-from accmt.huggingface.peft_adapters import load_adapters, save_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.libraries.private_names import names_not_saved
-from accmt.libraries.versions import require
 from accmt.messages import warn_once
 from accmt.precision import HALVES
+from accmt.registry import addon
 from accmt.saving import SavedWeights, load_weights, save_weights
-from accmt.saving.load_weights import require_files, require_fit
+from accmt.saving.load_weights import require_files
 from accmt.saving.model_folder import read_status
 from accmt.saving.weights import (
     ADAPTER_CONFIG,
@@ -28,7 +27,6 @@ from accmt.saving.weights import (
     find_tied,
     plain_names,
     remove_leftovers,
-    require_complete,
     stream_weights,
 )
 from accmt.sharded_tensors import class_of
@@ -80,10 +78,9 @@ def save_model(
         saved = _stream(model, state_dict, folder, processor, max_shard_size) if safe_serialization else None
         state_dict = state_dict.fetch_all() if saved is None else {}
     if saved is None:
-        require_complete(state_dict, model)
         if is_peft_model(model):
             is_safe = safe_serialization
-            saved = save_adapters(model, state_dict, folder, processor=processor, safe_serialization=is_safe)
+            saved = addon("save_adapters")(model, state_dict, folder, processor=processor, safe_serialization=is_safe)
         else:
             write_others = None
             if is_transformers_model(model):
@@ -122,32 +119,6 @@ def _stream(
     return stream_weights(outlines, fetch, folder, max_shard_size=max_shard_size, write_others=write_others)
 
 
-def save_by_config(
-    state_dict: Mapping[str, Tensor], config_folder: Path, folder: Path, *, max_shard_size: int | str
-) -> SavedWeights:
-    """Save full weights with only the `config.json` of a model, like `save_model`.
-
-    Needs no memory for a second model.
-    """
-    require("transformers")
-    import transformers
-
-    if not (config_folder / _CONFIG).is_file():  # otherwise transformers would ask the hub
-        do = "pass the folder of a saved model, or write only the weights: --bare"
-        raise WeightsError(explain(str(config_folder), f"no {_CONFIG}", "the configuration of the model", do))
-    config = transformers.AutoConfig.from_pretrained(config_folder, local_files_only=True)
-    name = next(iter(config.architectures or ()), "no class")
-    model_class = getattr(transformers, name, None)
-    if model_class is None:
-        expected, do = "a class of transformers", "write only the weights, and load them into your own model"
-        raise WeightsError(explain(str(config_folder / _CONFIG), f"the model class {name}", expected, do))
-    with torch.device("meta"):
-        model = model_class(config)
-    model.to(next(value.dtype for value in state_dict.values() if value.is_floating_point()))
-    require_fit(state_dict, model.state_dict(), config_folder, what=name)
-    return save_model(model, state_dict, folder, max_shard_size=max_shard_size)
-
-
 def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -> None:
     """Load weights written by `save_model` or `save_pretrained` into a model of any kind, in place.
 
@@ -173,7 +144,7 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
             do = "load them into the model before get_peft_model(model, ...) wraps it"
         raise WeightsError(explain(f"weights in {folder}", got, expected, do))
     if is_peft_model(model):
-        load_adapters(model, folder, strict=strict)
+        addon("load_adapters")(model, folder, strict=strict)
     elif strict and is_transformers_model(model):
         load_pretrained_weights(model, folder)
     else:

@@ -17,10 +17,10 @@ from torch import nn
 from accmt.engine.meta_device import accelerator_to_build_for, as_wholes, device_of_shards, distribute_empty
 from accmt.errors import ArgumentError, ModuleContractError, explain, nearest
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
-from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.libraries.private_names import distributing_as_read, has_first_value
 from accmt.libraries.versions import checkpoint_activations, require
 from accmt.processes import broadcast_object, gather_objects
+from accmt.registry import addon
 from accmt.saving.load_weights import describe_shapes, misfit
 from accmt.saving.weights import ADAPTER_CONFIG, plain_names
 from accmt.sharded_tensors import class_of, shard_state
@@ -60,37 +60,14 @@ def load_pretrained(
     model_class = find_model_class(type)
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
-        base = read_base_name(folder)
+        base = addon("read_base_name")(folder)
         require_model_folder(base, f"the base model of the adapter in {folder}, from its {ADAPTER_CONFIG}")
-        return build_with_adapter(_read(model_class, base, **kwargs), folder)
-    model = _read_in_parts(model_class, os.fspath(path), kwargs) or _read(model_class, os.fspath(path), **kwargs)
+        return addon("build_with_adapter")(read_pretrained(model_class, base, **kwargs), folder)
+    model = _read_in_parts(model_class, os.fspath(path), kwargs) or read_pretrained(
+        model_class, os.fspath(path), **kwargs
+    )
     reject_injected_adapters(model)
     return model
-
-
-def build_empty(path: str | os.PathLike[str], type: str | None = None) -> Any:  # noqa: A002
-    """Build a transformers model without its weights: its tensors only have shapes.
-
-    An adapter is built with the weights of its base model, because PEFT reads them.
-
-    Args:
-        path: A model folder, or a name on the hub.
-        type: The name of the class; None for the class in the configuration, or `AutoModel`.
-
-    Raises:
-        ArgumentError, FileNotFoundError, ModuleContractError: As in `load_pretrained`.
-    """
-    import torch
-    import transformers
-
-    _require_path(path)
-    if (Path(path) / ADAPTER_CONFIG).is_file():
-        return load_pretrained(path, type)
-    config = _read(transformers.AutoConfig, os.fspath(path))
-    named = next(iter(config.architectures or ()), None)
-    model_class = find_model_class(type or (named if hasattr(transformers, named or "") else None))
-    with torch.device("meta"):
-        return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
 
 
 def _read_in_parts(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
@@ -122,7 +99,7 @@ def _read_in_parts(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
     torch.set_rng_state(broadcast_object(before))
     try:
         with distributing_as_read(reading.distribute, reading.draw_part):
-            model, report = _read(model_class, path, **{**kwargs, **own})
+            model, report = read_pretrained(model_class, path, **{**kwargs, **own})
     except _MisfitsError:
         model, report = None, {}
     if model is None or any(gather_objects(bool(report["mismatched_keys"]) or reading.is_untied())):
@@ -175,7 +152,7 @@ class _ReadingInParts:
         return self._tied != {*self._model.all_tied_weights_keys}
 
 
-def _read(kind: Any, path: str, **kwargs: Any) -> Any:
+def read_pretrained(kind: Any, path: str, **kwargs: Any) -> Any:
     """Load a model folder or a model from the hub with a class of transformers."""
     require_model_folder(path)
     # Read on each process, even if `accelerate launch` would let only the main one read: the default of its option

@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - exported
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass  # noqa: PLC0414
 from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414 - exported
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
-from torch.utils.data._utils.pin_memory import pin_memory as pin_as_loaders_do
+from torch.utils.data._utils.pin_memory import pin_memory as pin_memory  # noqa: PLC0414
 
 from accmt.sharded_tensors import class_of
 
@@ -54,48 +52,14 @@ def exchange_in_forward(model: DistributedDataParallel, output: Tensor, *, was_c
     model._post_forward(output)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def computing_loss_with(model: Any, function: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace the loss function of a transformers model; to restore the default, its name must be deleted."""
-    own = vars(model).get("_loss_function")
-    model.loss_function = function
-    try:
-        yield
-    finally:
-        if own is None:
-            del model._loss_function
-        else:
-            model.loss_function = own
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, including the outputs of transformers models."""
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
 def multiply_(tensors: list[Tensor], factor: float) -> None:
     """Multiply tensors in place, in as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)
 
 
-def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, in as few kernels as possible."""
-    torch._foreach_copy_(targets, sources)
-
-
-def approach_(tensors: list[Tensor], targets: list[Tensor], weight: float) -> None:
-    """Move each tensor a fraction of the way to its target, in as few kernels as possible."""
-    torch._foreach_lerp_(tensors, targets, weight)
-
-
 def count_writes(tensor: Tensor) -> int:
     """Return how often a tensor was written in place, from autograd's version counter."""
     return tensor._version
-
-
-def is_made_of_tensors(value: object) -> bool:
-    """Return whether a tensor wraps other tensors that `__tensor_flatten__` returns, such as a DTensor."""
-    return is_traceable_wrapper_subclass(value)
 
 
 def has_gradient_hook(parameter: Tensor) -> bool:
@@ -113,21 +77,6 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's direct children, shared ones under each of their names."""
-    return module._modules
-
-
-def has_running_statistics(module: nn.Module) -> bool:
-    """Return whether a module is of a kind that may have running statistics."""
-    return isinstance(module, _NormBase)
-
-
-def pin_memory(batch: Any) -> Any:
-    """Return a batch in pinned memory, like a DataLoader: tensors, and objects with a method `pin_memory`."""
-    return pin_as_loaders_do(batch)  # type: ignore[no-untyped-call]
-
-
 def is_compiled(model: nn.Module) -> bool:
     """Return whether `model.compile()` was called."""
     return model._compiled_call_impl is not None
@@ -143,13 +92,6 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
     return _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
-
-
-def count_graphs() -> int:
-    """Return the number of graphs that the compiler has created in this process."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
 
 
 def mark_rows_dynamic(tensors: list[Tensor]) -> None:
@@ -254,11 +196,6 @@ def states_of_comm_hooks(model: DistributedDataParallel) -> list[Any]:
     return [state for _, state in model._comm_hooks]
 
 
-def stacks_tensors_as_torch() -> bool:
-    """Return whether `default_collate` stacks tensors in torch's own way: users may register another one."""
-    return default_collate_fn_map.get(Tensor) is collate_tensor_fn
-
-
 def workers_of(batches: Any) -> list[Any]:
     """Return the worker processes of a `DataLoader` iterator."""
     return list(getattr(batches, "_workers", ()))
@@ -277,7 +214,8 @@ def shut_down_workers(dataloader: DataLoader[Any], batches: Any) -> None:
 def prepare_alone(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Prepare a model without an optimizer; before 1.14 Accelerate does not record that."""
     prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
-    vars(prepared)["_is_accelerate_prepared"] = True
+    marked: Any = prepared
+    marked._is_accelerate_prepared = True
     return prepared
 
 
@@ -291,14 +229,6 @@ def forget_prepared(model: nn.Module, wrapped: nn.Module, accelerator: Accelerat
     vars(model).pop("_is_accelerate_prepared", None)
     if wrapped in accelerator._models:
         accelerator._models.remove(wrapped)
-
-
-def shared_state() -> dict[str, Any]:
-    """Return the state shared by a program's Accelerators; empty before the first."""
-    from accelerate.state import AcceleratorState
-
-    state: dict[str, Any] = AcceleratorState._shared_state
-    return state
 
 
 def forget_accelerator() -> None:
@@ -316,7 +246,7 @@ def share_other_precision(precision: str) -> None:
     """
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._shared_state = {**shared_state(), "_mixed_precision": precision}
+    AcceleratorState._shared_state = {**AcceleratorState._shared_state, "_mixed_precision": precision}
 
 
 def use_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
@@ -326,26 +256,6 @@ def use_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -
 
     accelerator.state.fsdp_plugin = plugin
     accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-def shard_by_plugin(model: nn.Module, accelerator: Accelerator) -> None:
-    """Shard a model without an optimizer, which `Accelerator.prepare` does not support."""
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    fsdp2_prepare_model(accelerator, model)
-
-
-def checkpoint_activations_by_plugin(model: nn.Module, accelerator: Accelerator) -> None:
-    """Enable activation checkpointing in the layers that a plugin shards, if configured; call it before sharding.
-
-    Like `Accelerator.prepare`.
-    """
-    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
-
-    plugin: Any = accelerator.state.fsdp_plugin
-    plugin.set_auto_wrap_policy(model)
-    if plugin.activation_checkpointing:
-        fsdp2_apply_ac(accelerator, model)
 
 
 # transformers
@@ -369,25 +279,10 @@ def plan_of_tensors(model: nn.Module, size: int) -> dict[str, str]:
     return plans[0]
 
 
-def sums_gradients_of_parts(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of modules with the style `ReplicatedWithGradAllReduce`, where tensors are split."""
-    own: Any = model
-    if getattr(own, "_tp_size", None) in (None, 1):
-        return []
-    style = "replicated_with_grad_allreduce"
-    names = {name for name, found in plan_of_tensors(model, own._tp_size).items() if found == style}
-    return [parameter for name, parameter in own.named_parameters() if name in names]
-
-
 def layers_to_shard(model: nn.Module) -> tuple[str, ...]:
     """Return the classes of layers that a transformers model declares to be sharded separately."""
     own: Any = model
     return tuple(getattr(own, "_no_split_modules", None) or ())
-
-
-def draws_first_values(model: nn.Module) -> bool:
-    """Return whether a model is from transformers, which can initialize each of its parts."""
-    return hasattr(model, "config") and hasattr(model, "_init_weights")
 
 
 def draw_first_values(model: nn.Module, around: Around) -> None:
@@ -450,7 +345,8 @@ def _drawing_within(around: Around) -> Iterator[None]:
 
 def generate_together(model: nn.Module) -> None:
     """Run `generate` on each process until all have finished, because a sharded model's forward needs all of them."""
-    vars(model)["_is_fsdp_managed_module"] = True
+    marked: Any = model
+    marked._is_fsdp_managed_module = True
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
@@ -475,11 +371,6 @@ def steps_of_stream(stream: Any) -> list[Any]:
     return steps
 
 
-def is_shuffle_buffer(step: Any) -> bool:
-    """Return whether a step of a streaming dataset shuffles in a buffer."""
-    return type(step).__name__ == "BufferShuffledExamplesIterable"
-
-
 def split_of_stream(stream: Any) -> tuple[int, int] | None:
     """Return the index and number of parts if `split_dataset_by_node` has split a streaming dataset."""
     split = getattr(stream, "_distributed", None)
@@ -487,11 +378,6 @@ def split_of_stream(stream: Any) -> tuple[int, int] | None:
 
 
 # torchmetrics
-
-
-def list_states(metric: torchmetrics.Metric) -> list[str]:
-    """Return the names of a metric's states that are lists."""
-    return [name for name, default in metric._defaults.items() if isinstance(default, list)]
 
 
 def reduction_of(metric: torchmetrics.Metric, state: str) -> Any:
@@ -517,18 +403,3 @@ def count_collectives(*, leaving_out: Iterable[str] = ()) -> dict[str, int]:
             name = f"{group.group_name} of {len(ranks)} from {min(ranks)}"  # groups of a mesh may share a name
             counted[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counted
-
-
-# Optuna
-
-
-def id_of_trial(trial: Any) -> int:
-    """Return the id of a trial in its storage, by which the methods of the storage find it."""
-    found: int = trial._trial_id
-    return found
-
-
-def id_of_study(study: Any) -> int:
-    """Return the id of a study in its storage."""
-    found: int = study._study_id
-    return found

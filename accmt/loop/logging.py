@@ -19,7 +19,7 @@ from accmt.run import Run
 from accmt.tracking import Tracking
 
 if TYPE_CHECKING:
-    from accmt.protocols import TrainerProtocol
+    from accmt import Trainer
     from accmt.state import TrainingState
     from accmt.tracking.values import MediaLog
 
@@ -37,7 +37,7 @@ class Logs:
         logged: The latest values sent to trackers, by name.
     """
 
-    def __init__(self, trainer: TrainerProtocol) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.of_training = LoggedValues()
         self.of_evaluation = LoggedValues()
         self.of_evaluation.close()

@@ -165,19 +165,6 @@ def require_allowed(changes: Iterable[Change], where: str) -> None:
         raise HyperParameterError(explain(where, f"changed since the checkpoint: {', '.join(rejected)}", expected, do))
 
 
-def rules_table() -> str:
-    """Return the rules as a Markdown table for the documentation."""
-    rules = {"apply": "applied", "reject": "rejected, unless `reset_optimizer_on_resume`"}
-    rows = [f"| {_name(item.pattern)} | {rules.get(item.rule, item.rule)} | {item.why} |" for item in RULES]
-    return "\n".join(["| key | effect of a change | explanation |", "|---|---|---|", *rows]) + "\n"
-
-
-def _name(pattern: str) -> str:
-    if pattern == "*":
-        return "any other key"
-    return f"other `{pattern}`" if pattern == "optim.*" else f"`{pattern}`"
-
-
 def _kind(side: Mapping[str, Any], component: str) -> Any:
     return (side.get(component) or {}).get("type")
 

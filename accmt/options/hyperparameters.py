@@ -149,7 +149,8 @@ class HyperParameters:
             HyperParameterFileError: There is no such file.
             HyperParameterError: Anything in it is invalid; the message lists every error with its line.
         """
-        from accmt.options.yaml_reader import overlay, read_document
+        from accmt.options.yaml_reader import read_document
+        from accmt.registry import addon
 
         if isinstance(source, HyperParameters):
             if not flags:
@@ -157,7 +158,7 @@ class HyperParameters:
             source = source.to_dict()
         hps = cls.__new__(cls)
         document = read_document(source)
-        hps._take(overlay(document, flags) if flags else document)
+        hps._take(addon("overlay_flags")(document, flags) if flags else document)
         return hps
 
     def _take(self, document: Document) -> None:

@@ -3,139 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_origin
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.errors import nearest
 from accmt.libraries.versions import without_tensors
-from accmt.messages import warn_once
-from accmt.options.checks import is_number, is_off, number_in, whole
-from accmt.options.optimizer_and_scheduler_names import find_optimizer, is_listed, name_of
-from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
-
-# ---- Parameter groups in `optim`: `groups`, `no_decay` and `layer_decay`
-
+from accmt.options.checks import is_number, is_off, whole
+from accmt.options.optimizer_and_scheduler_names import is_listed, name_of
+from accmt.options.yaml_reader import Fault, KeyPath, describe
+from accmt.registry import addon
 
 GROUPING = ("groups", "no_decay", "layer_decay")
-"""The keys of `optim` that are not optimizer arguments."""
-
-KINDS = ("adapter", "bias", "embedding", "matrix", "norm")
-"""Kinds of parameters that a group can select."""
+"""The keys of `optim` that are not optimizer arguments, but about groups of parameters."""
 
 SELECTORS = ("match", "kind", "type")
 """The keys of a group that are not arguments of its optimizer."""
-
-_GROUP = "a mapping with `match` or `kind`, and arguments or a `type`"
-_EXAMPLE = "groups: [{kind: norm, weight_decay: 0}]"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Parameters with separate optimizer arguments, or a separate optimizer.
-
-    Attributes:
-        match: Regular expressions; a parameter is in the group if one of them matches in its name. Empty: any name.
-        kinds: Kinds of parameters in the group. Empty: any kind.
-        optimizer_class: The optimizer of the group; None uses that of the ungrouped parameters.
-        arguments: Optimizer arguments that the group sets.
-    """
-
-    match: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-    optimizer_class: type[Optimizer] | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """How parameters are split into groups; a parameter belongs to the first group that matches it.
-
-    Attributes:
-        groups: The groups, in order.
-        no_decay: Kinds of parameters with a `weight_decay` of 0, in any group.
-        layer_decay: Factor on the learning rate for each layer towards the input. 1 has no effect.
-    """
-
-    groups: tuple[Group, ...] = ()
-    no_decay: tuple[str, ...] = ()
-    layer_decay: float = 1.0
-
-    def __bool__(self) -> bool:
-        return self != Grouping()
-
-
-def split_grouping(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the optimizer arguments and the grouping keys of `optim`."""
-    arguments = {name: value for name, value in values.items() if name not in GROUPING}
-    return arguments, {name: values[name] for name in GROUPING if not is_off(values.get(name))}
-
-
-def read_kinds(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, ...]:
-    """Return the kinds in a string or list."""
-    kinds = _words(value)
-    for kind in kinds if kinds is not None else [value]:
-        if kind not in KINDS:
-            do = suggest(str(kind), KINDS, "name one of them, or write a regular expression as `match`")
-            faults.append(Fault(path, describe(kind), f"one of {', '.join(KINDS)}, or a list of them", do))
-    return tuple(kinds or ())
-
-
-def read_patterns(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, ...]:
-    """Return the regular expressions in a string or list."""
-    patterns = _words(value)
-    if patterns is None:
-        expected = "a regular expression that is searched in parameter names, or a list of them"
-        faults.append(Fault(path, describe(value), expected, rf"write `{path[-1]}: classifier\.`"))
-    for pattern in patterns or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            expected = "a regular expression"
-            faults.append(Fault(path, f"{pattern!r}: {error}", expected, r"put a backslash before . ( ) [ ] * + ?"))
-    return tuple(patterns or ())
-
-
-def read_layer_decay(path: KeyPath, value: Any, faults: list[Fault]) -> float:
-    """Return the factor between the learning rates of adjacent layers."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        faults.append(Fault(path, describe(value), "a number above 0, up to 1", "write `layer_decay: 0.9`"))
-        return 1.0
-    return float(value)
-
-
-def group_entries(path: KeyPath, value: Any, faults: list[Fault]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    """Yield each valid entry of `groups` with its path; invalid ones are added to `faults`."""
-    if isinstance(value, Mapping):  # a single group
-        value = [value]
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        faults.append(Fault(path, describe(value), "a list of groups", f"write `{_EXAMPLE}`"))
-        return
-    for number, entry in enumerate(value):
-        at = (*path, number)
-        if not isinstance(entry, Mapping) or not {"match", "kind"} & entry.keys():
-            faults.append(Fault(at, describe(entry), _GROUP, f"write `{_EXAMPLE}`"))
-        elif not entry.keys() - {"match", "kind"}:
-            expected = "an optimizer argument, or a `type`"
-            faults.append(Fault(at, describe(dict(entry)), expected, "add one, such as `lr`, or remove the group"))
-        else:
-            yield at, {str(key): item for key, item in entry.items()}
-
-
-def _words(value: Any) -> list[str] | None:
-    items = [value] if isinstance(value, str) else value
-    is_list = isinstance(items, list | tuple) and len(items) > 0 and all(isinstance(item, str) for item in items)
-    return list(items) if is_list else None
-
-
-# ---- Arguments
-
 
 COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs", "steps_per_epoch"})
 """Scheduler arguments that depend on the run: accmt sets them, users cannot."""
@@ -143,8 +28,14 @@ COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs
 FILLED_IF_MISSING = frozenset({"num_warmup_steps", "T_max"})
 """Scheduler arguments that accmt sets if the user does not."""
 
+_WARM_UP = ("warmup_ratio", "num_warmup_steps")
 _SYNONYMS = {"learning_rate": "lr"}
-_RATES_OF_SCHEDULERS = ("max_lr", "base_lr", "eta_min", "min_lr")
+
+
+def split_grouping(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the optimizer arguments and the grouping keys of `optim`."""
+    arguments = {name: value for name, value in values.items() if name not in GROUPING}
+    return arguments, {name: values[name] for name in GROUPING if not is_off(values.get(name))}
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -195,62 +86,12 @@ def check_optimizer(
     optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Fault]]:
     """Return the arguments, including groups, in the types of the optimizer's signature, and their errors."""
-    own, about_groups = split_grouping(values)
-    arguments, faults = _check_call(("optim",), optimizer_class, own)
-    _, group_faults = read_grouping(optimizer_class, values)
-    return {**arguments, **about_groups}, [*faults, *group_faults]
-
-
-def read_grouping(
-    optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
-) -> tuple[Grouping, list[Fault]]:
-    """Return the parameter grouping by `groups`, `no_decay` and `layer_decay`, and its errors."""
-    defaults, about_groups = split_grouping(values)
-    faults: list[Fault] = []
-    read: dict[str, Any] = {}
-    if "groups" in about_groups:
-        entries = group_entries(("optim", "groups"), about_groups["groups"], faults)
-        read["groups"] = tuple(_read_group(path, entry, optimizer_class, defaults, faults) for path, entry in entries)
-    if "no_decay" in about_groups:
-        path = ("optim", "no_decay")
-        read["no_decay"] = read_kinds(path, about_groups["no_decay"], faults)
-        if "weight_decay" not in parameters_of(optimizer_class):
-            del read["no_decay"]
-            message = f"optim.no_decay has no effect: {name_of(optimizer_class)} has no weight_decay"
-            warn_once(message, about="no_decay")
-    if "layer_decay" in about_groups:
-        read["layer_decay"] = read_layer_decay(("optim", "layer_decay"), about_groups["layer_decay"], faults)
-    grouping = Grouping(**read)
-    is_able = "relative_step" in parameters_of(optimizer_class) and standard_rate(optimizer_class) is None
-    if is_able and defaults.get("lr") is None and defaults.get("relative_step", True) is not False:
-        # like transformers' Adafactor without `lr`, which computes its own learning rate
-        useless: list[KeyPath] = [("optim", "layer_decay")] if grouping.layer_decay != 1 else []
-        for number, group in enumerate(grouping.groups):
-            own = group.arguments
-            if group.optimizer_class is None and "lr" in own and own.get("relative_step", True) is not False:
-                useless.append(("optim", "groups", number, "lr"))
-        for place in useless:
-            got = f"{place[-1]}, but {name_of(optimizer_class)} without `lr` computes its own learning rate"
-            faults.append(Fault(place, got, "`lr` for the optimizer too", "add `lr:` to optim"))
-    return grouping, faults
-
-
-def trains_nothing(
-    optimizer_class: type[torch.optim.Optimizer],
-    values: Mapping[str, Any],
-    scheduler: Callable[..., Any] | None,
-    of_scheduler: Mapping[str, Any],
-) -> bool:
-    """Return whether every learning rate is 0 and no scheduler raises it."""
-    if scheduler is not None and not is_listed(scheduler):
-        return False  # a custom scheduler may set any rate
-    grouping, _ = read_grouping(optimizer_class, values)
-    default = values.get("lr", standard_rate(optimizer_class))
-    rates = [default]
-    for group in grouping.groups:
-        otherwise = default if group.optimizer_class is None else standard_rate(group.optimizer_class)
-        rates.append(group.arguments.get("lr", otherwise))
-    return all(rate == 0 for rate in rates) and not any(of_scheduler.get(name) for name in _RATES_OF_SCHEDULERS)
+    plain, about_groups = split_grouping(values)
+    arguments, faults = check_arguments(("optim",), optimizer_class, plain)
+    if about_groups:
+        _, group_faults = addon("read_grouping")(optimizer_class, values)
+        faults += group_faults
+    return {**arguments, **about_groups}, faults
 
 
 def standard_rate(optimizer_class: Any) -> float | None:
@@ -260,102 +101,65 @@ def standard_rate(optimizer_class: Any) -> float | None:
     return rate if isinstance(rate, int | float) else None
 
 
-def _read_group(
-    path: KeyPath,
-    entry: Mapping[str, Any],
-    default_class: type[torch.optim.Optimizer],
-    defaults: Mapping[str, Any],
-    faults: list[Fault],
-) -> Group:
-    """Return one entry of `groups`; without a `type`, its arguments are for the optimizer of the other parameters."""
-    match = read_patterns((*path, "match"), entry["match"], faults) if "match" in entry else ()
-    kinds = read_kinds((*path, "kind"), entry["kind"], faults) if "kind" in entry else ()
-    own = {name: value for name, value in entry.items() if name not in SELECTORS}
-    if "type" not in entry:
-        arguments, wrong = _check_call(path, default_class, own, beside=defaults)
-        faults += wrong
-        return Group(match, kinds, None, arguments)
-    found = find_optimizer(entry["type"])
-    if isinstance(found, Fault):
-        faults.append(Fault((*path, "type"), found.got, found.expected, found.do))
-        return Group(match, kinds, None, own)
-    arguments, wrong = _check_call(path, found, own)
-    faults += wrong
-    return Group(match, kinds, found, arguments)
-
-
-def _check_call(
+def check_arguments(
     path: KeyPath,
     optimizer_class: type[torch.optim.Optimizer],
     values: Mapping[str, Any],
     beside: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Fault]]:
     """Return arguments in the types of the signature, and their errors; `beside` are further arguments of the call."""
-    call = _Call(path, optimizer_class)
     beside = beside or {}
-    arguments, faults = call.check(values, known=beside)
+    arguments, faults = _Call(path, optimizer_class).check(values, known=beside)
     if faults or not is_listed(optimizer_class):
         return arguments, faults
-    # Build the optimizer for one weight, to find values that it rejects, and the argument that causes it.
+    # Build the optimizer for one weight, to find values that it rejects.
     refusal = _refusal(optimizer_class, {**beside, **arguments})
-    if refusal is not None and (not beside or _refusal(optimizer_class, beside) is None):  # else the error is in those
-        others = {name: {key: arguments[key] for key in arguments if key != name} for name in arguments}
-        accepted = (name for name in arguments if _refusal(optimizer_class, {**beside, **others[name]}) is None)
-        culprit = next(accepted, None)
-        path = call.path if culprit is None else (*call.path, culprit)
-        got = describe(dict(arguments) if culprit is None else arguments[culprit])
-        do = f"correct `{culprit or call.where}`"
-        faults.append(Fault(path, got, f"a value that {call.name} accepts: {refusal}", do))
-    return arguments, faults
+    if refusal is None or (beside and _refusal(optimizer_class, beside) is not None):  # then the error is in those
+        return arguments, []
+    got, do = describe(dict(arguments)), f"correct `{'.'.join(map(str, path))}`"
+    for name, value in arguments.items():
+        rest = {key: arguments[key] for key in arguments if key != name}
+        if _refusal(optimizer_class, {**beside, **rest}) is None:
+            path, got, do = (*path, name), describe(value), f"correct `{name}`"
+            break
+    return arguments, [Fault(path, got, f"a value that {name_of(optimizer_class)} accepts: {refusal}", do)]
 
 
 def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     """Return the arguments in the types of the scheduler's signature, warm-up as written, and their errors."""
-    if watches_a_result(factory):
-        return _check_plateau(factory, values)
     call = _Call(("scheduler",), factory)
-    warmup = {name: whole(values[name]) for name in ("warmup_ratio", "num_warmup_steps") if name in values}
-    if "num_warmup_steps" not in call.parameters or len(warmup) > 1:  # none, or no other, is as good as left out
-        values = {name: value for name, value in values.items() if name not in warmup or not _is_none(value)}
-        warmup = {name: value for name, value in warmup.items() if not _is_none(value)}
-    if "num_warmup_steps" not in call.parameters or not warmup:
-        return call.check(values)
-    rest = {name: value for name, value in values.items() if name not in warmup}
-    arguments, faults = call.check(rest)
-    if len(warmup) == 2:
+    if watches_a_result(factory):
+        return _check_plateau(call, values)
+    warmup = {name: whole(values[name]) for name in _WARM_UP if values.get(name) not in (None, 0)}
+    others = {name: value for name, value in values.items() if name not in _WARM_UP}
+    if "num_warmup_steps" not in call.parameters:
+        return call.check({**others, **warmup})
+    arguments, faults = call.check(others)
+    if len(warmup) == len(_WARM_UP):
         got = ", ".join(f"{name} = {value!r}" for name, value in warmup.items())
         do = "keep one: remove `num_warmup_steps` or `warmup_ratio`"
-        return {**warmup, **arguments}, [Fault(("scheduler", "num_warmup_steps"), got, "one of them", do), *faults]
-    ((name, value),) = warmup.items()
-    is_ratio, is_right = name == "warmup_ratio", is_number(value) and value >= 0
-    if is_ratio and not (is_right and value <= 1):
-        expected = "a number from 0 to 1, the fraction of all steps"
-        do = "write `warmup_ratio: 0.1`, or `num_warmup_steps:` for a number of steps"
-        faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
-    if not is_ratio and not (is_right and (isinstance(value, int) or value < 1)):
-        do = "write `num_warmup_steps: 100`, or `warmup_ratio: 0.1`"
-        faults.insert(0, Fault(("scheduler", name), describe(value), "a whole number of steps, at least 0", do))
+        faults.insert(0, Fault(("scheduler", "num_warmup_steps"), got, "one of them", do))
+        return {**warmup, **arguments}, faults
+    for name, value in warmup.items():
+        is_positive = is_number(value) and value > 0
+        if name == "warmup_ratio" and not (is_positive and value <= 1):
+            expected, do = "a number from 0 to 1, the fraction of all steps", "write `warmup_ratio: 0.1`"
+            faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
+        elif name == "num_warmup_steps" and not (is_positive and (isinstance(value, int) or value < 1)):
+            expected, do = "a whole number of steps, at least 0", "write `num_warmup_steps: 100`"
+            faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
     return {**warmup, **arguments}, faults
 
 
-def _check_plateau(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    monitor, rest = values.get("monitor"), {name: value for name, value in values.items() if name != "monitor"}
-    arguments, faults = _Call(("scheduler",), factory).check(rest)
+def _check_plateau(call: _Call, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    arguments, faults = call.check({name: value for name, value in values.items() if name != "monitor"})
     if "monitor" not in values:
-        if arguments.get("mode") == "max" and not faults:
-            got = "max, for the validation loss: the rate would be reduced each time the loss improves"
-            expected = "the better direction of the monitored value"
-            do = "add for example `monitor: accuracy` to monitor a metric, or remove `mode`"
-            faults = [Fault(("scheduler", "mode"), got, expected, do)]
         return arguments, faults
+    monitor = values["monitor"]
     if not isinstance(monitor, str) or not monitor:
         expected = "the name of a metric, as in model_saving but without best_, or valid_loss"
-        faults = [*faults, Fault(("scheduler", "monitor"), describe(monitor), expected, "write `monitor: accuracy`")]
+        faults.append(Fault(("scheduler", "monitor"), describe(monitor), expected, "write `monitor: accuracy`"))
     return {"monitor": monitor, **arguments}, faults
-
-
-def _is_none(warmup: Any) -> bool:
-    return warmup is None or (is_number(warmup) and warmup == 0)
 
 
 def watches_a_result(factory: Any) -> bool:
@@ -363,26 +167,8 @@ def watches_a_result(factory: Any) -> bool:
     return isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau)
 
 
-def check_names(part: str, factories: Iterable[Callable[..., Any]], values: Mapping[str, Any]) -> list[Fault]:
-    """Return an error for each argument that no optimizer or scheduler has; used when its name is unknown.
-
-    Args:
-        part: "optim" or "scheduler".
-        factories: All optimizers or schedulers.
-        values: The arguments.
-    """
-    known = {*GROUPING} if part == "optim" else set()
-    for factory in factories:
-        if known >= values.keys():
-            return []
-        known.update(_Call((part,), factory).names)
-    names = sorted(known)
-    expected = f"an argument of {'an optimizer' if part == 'optim' else 'a scheduler'}"
-    unknown = [name for name in values if name not in names]
-    return [_no_argument((part, name), values[name], expected, names) for name in unknown]
-
-
-def _no_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str]) -> Fault:
+def unknown_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str]) -> Fault:
+    """Return the error about an argument that is not among `names`, with the nearest of them."""
     name = str(path[-1])
     synonym = _SYNONYMS.get(name)
     meant = synonym if synonym in names else nearest(name, names)
@@ -404,11 +190,6 @@ class _Call:
         extra = {"warmup_ratio"} if "num_warmup_steps" in parameters else set()
         self.names = sorted((set(self.parameters) | extra) - COMPUTED)
 
-    @property
-    def where(self) -> str:
-        """The location of the call in the hyper-parameters."""
-        return ".".join(map(str, self.path))
-
     def check(self, values: Mapping[str, Any], known: Iterable[str] = ()) -> tuple[dict[str, Any], list[Fault]]:
         """Return `values` in the types of the signature, and an error for each invalid or missing argument."""
         arguments = {}
@@ -424,7 +205,7 @@ class _Call:
         filled = {*values, *known, *COMPUTED, *FILLED_IF_MISSING}
         for name, parameter in self.parameters.items():
             if parameter.default is parameter.empty and name not in filled:
-                do = f"add `{name}:` to {self.where}"
+                do = f"add `{name}:` to {'.'.join(map(str, self.path))}"
                 faults.append(Fault((*self.path, name), "nothing", f"{self.name} needs {name}", do))
         return arguments, faults
 
@@ -437,15 +218,13 @@ class _Call:
         if name not in self.parameters:
             beside = GROUPING if self.path == ("optim",) else SELECTORS if self.path[0] == "optim" else ()
             expected = f"an argument of {self.name}: {', '.join(self.names) or 'nothing'}"
-            return _no_argument(path, value, expected, [*self.names, *beside])
+            return unknown_argument(path, value, expected, [*self.names, *beside])
         annotation = annotation_of(self.parameters[name])
         if _fits(value, annotation):
             return None
         expected = without_tensors(inspect.formatannotation(annotation))
-        do = f"write `{name}: [{value}]`" if isinstance(value, str) and "," in value else f"correct `{name}`"
-        number = number_in(value.replace(",", ".")) if isinstance(value, str) and value.count(",") == 1 else None
-        if number is not None and _fits(number, annotation):  # a decimal comma
-            do = f"write `{name}: {value.replace(',', '.')}`"
+        is_list = isinstance(value, str) and get_origin(annotation) is tuple
+        do = f"write `{name}: [{value}]`" if is_list else f"correct `{name}`"
         return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", do)
 
 
@@ -469,27 +248,6 @@ def _fits(value: Any, annotation: Any) -> bool:
         TypeAdapter(annotation, config=config).validate_python(value)
     except ValidationError:
         return False
-    return True
-
-
-def fits_as_written(value: Any, annotation: Any) -> bool:
-    """Return whether a value from YAML matches a type; types that YAML does not have, such as tuples, match lists.
-
-    Python objects, types that pydantic does not know, and patterns of names (such as "pissa_niter_[number of iters]")
-    always match: their users check them.
-    """
-    from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-
-    is_pattern = isinstance(value, str) and "[number" in str(annotation)
-    try:
-        adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
-        text = json.dumps(value)
-    except (TypeError, PydanticUserError, NameError):
-        return True
-    try:
-        adapter.validate_json(text)
-    except ValidationError:
-        return is_pattern
     return True
 
 

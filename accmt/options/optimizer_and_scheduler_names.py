@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -49,10 +49,6 @@ class _Kind:
             require("transformers", f"`type: {name}`")
             return getattr(importlib.import_module(_TRANSFORMERS), self.from_transformers[name])
         return getattr(self.torch_module, name)
-
-    def every(self) -> Iterator[Any]:
-        """Yield what all names stand for; last those of transformers, which takes seconds to import."""
-        return (self.by_name(name) for name in sorted(self.names(), key=lambda name: name in self.from_transformers))
 
 
 _OPTIMIZERS = _Kind(
@@ -155,16 +151,6 @@ def optimizer_names() -> list[str]:
 def scheduler_names() -> list[str]:
     """Return the short names of all schedulers."""
     return _SCHEDULERS.names()
-
-
-def all_optimizers() -> Iterator[Callable[..., Any]]:
-    """Yield the optimizer classes of all short names."""
-    return _OPTIMIZERS.every()
-
-
-def all_schedulers() -> Iterator[Callable[..., Any]]:
-    """Yield the factories of all short scheduler names."""
-    return _SCHEDULERS.every()
 
 
 def schedulers_of_transformers() -> Mapping[str, str]:

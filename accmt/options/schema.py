@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
-from accmt.errors import nearest
 from accmt.options.checks import is_off, whole
-from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_scheduler
-from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
+from accmt.options.optimizer_and_scheduler_arguments import check_optimizer, check_scheduler
+from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
 from accmt.options.yaml_reader import SECTIONS, Document, Fault, KeyPath, describe, suggest
 from accmt.registry import HPS_SECTIONS, addon, find, is_built_in
 
@@ -160,8 +158,8 @@ def check(document: Document) -> Checked:
     except ValidationError as error:
         kinds = {_path(item["loc"]): item["type"] for item in error.errors()}
         schema_faults = [_fault(path, kind, document) for path, kind in kinds.items()]
-    optim, optim_faults = _check_component(document, _OPTIM)
-    scheduler, scheduler_faults = _check_component(document, _SCHEDULER)
+    optim, optim_faults = _check_component(document, "optim", find_optimizer, check_optimizer)
+    scheduler, scheduler_faults = _check_component(document, "scheduler", find_scheduler, check_scheduler)
     faults += [*document.faults, *schema_faults]
     epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
     has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
@@ -181,16 +179,20 @@ def check(document: Document) -> Checked:
             sections[name], section_faults = find(HPS_SECTIONS, name)(value)
             faults += section_faults
     if faults or schema is None:
-        # An error about a missing key would conflict with another one that suggests a line with that key.
-        advice = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
-        raise document.reject(
-            [
-                fault
-                for fault in faults
-                if fault.got != _NOTHING or len(fault.path) != 1 or not re.search(rf"`{fault.path[0]}[:`]", advice)
-            ]
-        )
+        raise document.reject(_without_misspelt(faults))
     return Checked(document, schema, optim, scheduler, sections)
+
+
+def _without_misspelt(faults: Sequence[Fault]) -> list[Fault]:
+    """Leave out missing keys that another error tells to write."""
+    advice = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
+    kept = []
+    for fault in faults:
+        name = f"`{fault.path[0]}"
+        is_key = fault.got == _NOTHING and len(fault.path) == 1
+        if not is_key or (f"{name}`" not in advice and f"{name}:" not in advice):
+            kept.append(fault)
+    return kept
 
 
 def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:
@@ -228,40 +230,29 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
     return Fault(path, got, expected, f"write `{(info.examples or [''])[0]}`")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """How the class of `optim` or `scheduler` is found, and how its arguments are checked."""
+def _check_component(
+    document: Document,
+    key: str,
+    find: Callable[[Any], Any],
+    check_arguments: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[Fault]]],
+) -> tuple[Component, list[Fault]]:
+    """Return an optimizer or scheduler and its errors; a value that is not a name is reported by the schema.
 
-    key: str
-    find: Callable[[Any], Any]
-    check: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[Fault]]]
-    list_all: Callable[[], Iterable[Callable[..., Any]]]
-
-
-_OPTIM = _Part("optim", find_optimizer, check_optimizer, all_optimizers)
-_SCHEDULER = _Part("scheduler", find_scheduler, check_scheduler, all_schedulers)
-
-
-def _check_component(document: Document, part: _Part) -> tuple[Component, list[Fault]]:
-    """Return the component and its errors; a value that is not a name is reported by the schema."""
-    key = part.key
-    if key not in document.values:  # it may be misspelled; then errors below it are reported too
-        names = [*Schema.model_fields, *_OTHER_NAMES]
-        misspelt = [name for name, value in document.values.items() if name not in names and "type" in _as_dict(value)]
-        near = (name for name in misspelt if (meant := nearest(name, names)) and _primary(meant) == key)
-        key = next(near, key)
+    Args:
+        document: The hyper-parameters.
+        key: "optim" or "scheduler".
+        find: Returns the class for a name, or the error.
+        check_arguments: Returns the arguments in the types of the class's signature, and their errors.
+    """
     value = _as_dict(_as_mapping(document.values.get(key)))
     kind = value.get("type")
     if not (isinstance(kind, str) or callable(kind)):
         return Component(), []
-    factory, given = part.find(kind), {str(name): value[name] for name in value if name != "type"}
+    factory = find(kind)
     if isinstance(factory, Fault):
-        is_name = isinstance(kind, str) and "." not in kind  # unknown, but its arguments may still have typos
-        arguments: dict[str, Any] = {}
-        faults = [factory, *(check_names(part.key, part.list_all(), given) if is_name else ())]
-    else:
-        arguments, faults = part.check(factory, given)
-    return Component(kind, factory, arguments), [replace(fault, path=(key, *fault.path[1:])) for fault in faults]
+        return Component(kind), [factory]
+    arguments, faults = check_arguments(factory, {str(name): value[name] for name in value if name != "type"})
+    return Component(kind, factory, arguments), faults
 
 
 def _as_dict(value: Any) -> dict[Any, Any]:

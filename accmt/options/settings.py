@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accmt.errors import ArgumentError, HyperParameterError, UnknownArgumentError, explain, nearest
+from accmt.errors import ArgumentError, HyperParameterError
 from accmt.files import is_current
 from accmt.options.checks import Options, raise_faults, read_arguments
 from accmt.options.data import DataSettings
@@ -21,54 +21,8 @@ from accmt.options.optimization import OptimizationSettings
 from accmt.options.running import RunningSettings
 from accmt.options.saving import CheckpointSettings, SavingSettings
 from accmt.options.tracking import TrackingSettings
-from accmt.options.yaml_reader import FIELDS
 from accmt.registry import addon
 from accmt.secrets import remember
-
-# ---- Further keywords of the Trainer: tracker arguments, and mistakes.
-
-
-_HPS = [name for name in FIELDS if name != "model"]  # in other trainers, `model` is an object
-
-
-def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> None:
-    """Reject all mistaken keywords in one error.
-
-    Args:
-        extra: The keywords.
-        names: The arguments of the Trainer.
-        has_tracker: Whether there is a tracker; it receives all other keywords.
-
-    Raises:
-        UnknownArgumentError: A keyword is a hyper-parameter, an argument of another trainer, or misspelled; or there is
-            no tracker.
-    """
-    known, mistakes = [*names, *_HPS], []
-    for name, value in extra.items():
-        where, expected = f"Trainer({name}=...)", "an argument of Trainer"
-        if name in _HPS:
-            do = f"put {name} into the hyper-parameters"
-            mistakes.append(explain(where, "a hyper-parameter", expected, do))
-        elif (do := addon("hint_for_replaced")(name, value)) is not None:
-            mistakes.append(explain(where, "replaced by another argument", expected, do))
-        elif (foreign := addon("hint_for_argument")(name, value, extra)) is not None:
-            owner, do = foreign
-            do += f"; to pass it to a tracker: mlflow={{{name!r}: ...}}" if has_tracker else ""
-            mistakes.append(explain(where, f"an argument of {owner}", expected, do))
-        else:
-            meant = nearest(name, known, cutoff=0.8 if has_tracker else 0.7)
-            if not has_tracker:
-                meant = meant or next((other for other in known if other.endswith(f"_{name}")), None)
-                expected += "; keywords for a tracker need log_with"
-            do = "remove it, or add a tracker: log_with=MLFlow"
-            if meant:
-                do = f"did you mean {meant}{', one of the hyper-parameters' if meant in _HPS else ''}?"
-            if meant or not has_tracker:  # else it is for the tracker
-                mistakes.append(explain(where, "an unknown argument", expected, do))
-    if len(mistakes) > 1:
-        mistakes.insert(0, f"{len(mistakes)} arguments that Trainer does not have")
-    if mistakes:
-        raise UnknownArgumentError("\n\n".join(mistakes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +84,8 @@ class Settings:
         faults, parts = _Faults(), dict[str, Any]()
         with faults.collecting():
             names = values.keys() - {"tracker_kwargs"}
-            check_keywords(values["tracker_kwargs"], names, has_tracker=bool(values["log_with"]))
+            if values["tracker_kwargs"]:
+                addon("check_keywords")(values["tracker_kwargs"], names, has_tracker=bool(values["log_with"]))
         for name, group in cls.GROUPS.items():
             with faults.collecting():
                 parts[name] = group(**{each.name: values[each.name] for each in fields(group) if each.name in values})

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
 from accmt.errors import nearest
-from accmt.options.checks import raise_wrong_value, require_int, write_argument
+from accmt.options.checks import raise_wrong_value, read_numbers, require_int, whole, write_argument
 
 Unit = Literal["epoch", "step", "eval", "second", "auto"]
 
@@ -27,6 +27,7 @@ _EXAMPLES: dict[Unit, str] = {
     "auto": "auto",
 }
 _MEANT = {"batch": "step", "batches": "step", "update": "step", "updates": "step", "iterations": "step"}
+_WHOLE_AND_WORD = re.compile(r"(?<![\d.,])([1-9]\d*)\s*([a-z]+)")
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]*)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
@@ -102,9 +103,7 @@ def _reject(
     forms += ["a float fraction of an epoch up to 1.0"] if fractions else []
     examples = " or ".join(f'"{_EXAMPLES[unit]}"' for unit in units)
     forms.append(f"a number from 1 and a unit, such as {examples}")
-    raise_wrong_value(
-        name, value, ", or ".join(forms) + also, write_argument(name, _suggest(value, units, plain, fractions))
-    )
+    raise_wrong_value(name, value, ", or ".join(forms) + also, write_argument(name, _suggest(value, units, plain)))
 
 
 def _read_number(digits: str) -> int | float | None:
@@ -118,39 +117,18 @@ def _read_number(digits: str) -> int | float | None:
     return number if number > 0 else None
 
 
-def _suggest(value: object, units: Sequence[Unit], plain: Unit | None, fractions: bool) -> str:  # noqa: FBT001
-    """Return what was probably meant: the given number with the closest unit."""
-    text = str(value).lower().replace(",", "").replace("_", "")
-    if "second" in units:  # such as "1.5 hours" or a timedelta
-        time = _TIME.fullmatch(text)
-        if time is not None:
-            seconds: float | None = float(time[1] if time[1].strip(".") else 1) * _SECONDS[time[2][0]]
-        else:
-            seconds = None if isinstance(value, str) else _read(value)
-        if seconds is not None and seconds < 1:
-            return f'"{_EXAMPLES["second"]}"'
-        if seconds is not None:
-            amount, name = (seconds / 60, "minute") if seconds % 60 == 0 else (seconds, "second")
-            return f'"{amount:.0f} {name}{"s" if round(amount) != 1 else ""}"'
-    found = re.search(r"\d+(\.\d+)?(e\d+)?", text)
-    number = _read_number(str(float(found[0]))) if found else None
-    is_fraction = isinstance(number, float) and fractions
-    words = [_MEANT.get(word, word) for word in re.findall(r"[a-z]+", text)]
-    if plain and not words:
-        return str(number) if isinstance(number, int) or is_fraction else f'"{_EXAMPLES[plain]}"'
-    named = [near for word in words if (near := nearest(word, _SPELLINGS, cutoff=0.7))]
-    default: Unit = "epoch" if is_fraction or "step" not in units or not found else "step"
-    default = default if default in units else units[0]
-    unit = next((_SPELLINGS[one] for one in named if _SPELLINGS[one] in units), default)
-    if unit == "auto":
-        return '"auto"'
-    if number is None or (isinstance(number, float) and not (is_fraction and unit == "epoch")):
-        number = 1
-    return f'"{number} {unit}' + ('s"' if number != 1 else '"')
-
-
-_TIME = re.compile(r"\s*(\d*\.?\d*)\s*(days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s)\s*")
-_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+def _suggest(value: object, units: Sequence[Unit], plain: Unit | None) -> str:
+    """Return the number in a value with the closest unit, or an example of an interval."""
+    number = whole(read_numbers(value))
+    if plain is not None and isinstance(number, int) and number > 1:
+        return str(number)
+    match = _WHOLE_AND_WORD.search(str(value).lower())
+    if match is not None:
+        word = nearest(match[2], [*_SPELLINGS, *_MEANT], cutoff=0.7) or ""
+        unit = _SPELLINGS.get(_MEANT.get(word, word))
+        if unit in units and unit != "auto":
+            return f'"{match[1]} {unit}{"s" if match[1] != "1" else ""}"'
+    return f'"{_EXAMPLES[units[0]]}"'
 
 
 _WRITTEN = (

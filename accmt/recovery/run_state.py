@@ -19,14 +19,16 @@ from accmt.data import UnshardedSource
 from accmt.data.planned import PlannedSource
 from accmt.errors import CheckpointError, explain
 from accmt.glances import digest_state
-from accmt.huggingface import AdaLoraRanks
-from accmt.libraries.private_names import buffers_of, count_writes, has_running_statistics, note_optimizer_step
+from accmt.huggingface import is_peft_model
+from accmt.libraries.private_names import buffers_of, count_writes, note_optimizer_step
 from accmt.messages import say, warn, warn_once
 from accmt.module import defines
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
+from accmt.precision import WITH_STATISTICS
 from accmt.processes import gather_objects, num_processes
 from accmt.recovery.resume import Resumed
+from accmt.registry import addon
 from accmt.run import Run
 from accmt.secrets import hide
 from accmt.sharded_tensors import write_into
@@ -63,7 +65,7 @@ def list_parts(run: Run) -> list[Part]:
         "trained": run.trained,
         "patience": run.saver.patience,
         "scaler": run.accelerator.scaler,
-        "adalora": AdaLoraRanks.of(run.unwrapped_model),
+        "adalora": addon("adalora_ranks")(run.unwrapped_model) if is_peft_model(run.unwrapped_model) else None,
         "features": run.features,
         "trainer": _TrainerState(run.module.trainer) if run.module.trainer.has_state else None,
     }
@@ -462,7 +464,7 @@ class _Buffers:
     def copy(self) -> None:
         for index, (module, name) in enumerate(self.places):
             buffer = buffers_of(module).get(name)
-            version = None if buffer is None or has_running_statistics(module) else _version_of(buffer)
+            version = None if buffer is None or isinstance(module, WITH_STATISTICS) else _version_of(buffer)
             if buffer is None or (version is not None and version == self._versions[index]):
                 continue
             self._versions[index] = version
@@ -477,7 +479,7 @@ class _Buffers:
             buffer, copied = buffers_of(module).get(name), self._copies[index]
             if buffer is None or copied is None:
                 continue
-            version = None if has_running_statistics(module) else _version_of(buffer)
+            version = None if isinstance(module, WITH_STATISTICS) else _version_of(buffer)
             if version is None or version != self._versions[index]:  # otherwise unchanged, and may be read-only
                 write_into(buffer, copied)
 

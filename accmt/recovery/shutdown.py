@@ -16,7 +16,7 @@ from accmt.recovery.restart import Restart, free_memory
 from accmt.run import Run
 
 if TYPE_CHECKING:
-    from accmt.protocols import TrainerProtocol
+    from accmt import Trainer
 
 _SAME_FAILURE_S = 2.0
 
@@ -159,7 +159,7 @@ def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
     return {Handler[name] for name in kinds} | {kind_of(error)}
 
 
-def stopping_if_asked(micro_batches: Iterator[MicroBatch], trainer: TrainerProtocol) -> Iterator[MicroBatch]:
+def stopping_if_asked(micro_batches: Iterator[MicroBatch], trainer: Trainer) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a validation, and leave at the same one on all processes if requested.
 
     A sharded model's forward needs every process, so none may leave an evaluation on its own. All pass the same points:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from accmt.errors import ArgumentError, MetricError, ModuleContractError, explain
+from accmt.errors import ArgumentError, MetricError, ModuleContractError, explain, nearest
 from accmt.options.saving import LAST
 
 # ---- The rules for saving models and stopping runs: their names, and the values they compare.
@@ -25,13 +24,14 @@ TRAIN_LOSS = "best_train_loss"
 _PREFIX = "best_"
 _AS_LOGGED = "val_loss"
 """The name of the validation loss in log rows, which rules accept, too."""
-_OTHER_TRAINERS_PREFIX = re.compile(r"(eval|val|valid|validation)_")
+_OTHER_TRAINERS_PREFIX = re.compile(r"^(eval|val|valid|validation)_")
 """The prefixes that other trainers use for metric names."""
 METRIC_NAMES = (
     *("accuracy", "auroc", "cer", "chrf", "exact_match", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall"),
     *("rmse", "rouge", "sacrebleu", "wer"),
 )
 """Metrics that a Trainer creates from their names."""
+_SIMILARITY = 0.5
 _LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name in (VALID_LOSS, TRAIN_LOSS)}
 
 
@@ -195,61 +195,35 @@ class Quantities:
         return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
 
     def _reject_rule(self, name: Any, argument: Argument) -> NoReturn:
+        metrics = [label for label in self.directions if _PREFIX + label != TRAIN_LOSS]
         sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # "/" separates the parts of a rule
-        of_sets = [f"{metric}@{set_name}" for metric in self.directions for set_name in sets]
-        labels = [*self.directions, *(label for label in of_sets if self._find(label) is not None)]
-        is_value = argument.name == "patience"  # which watches values, and has no rules such as "always"
-        prefix, others = ("", []) if is_value else (_PREFIX, [ALWAYS, LAST] if argument == _MODEL_SAVING else [ALWAYS])
-        choices = [*(prefix + label for label in labels), *others]
-        end = (
-            "; a metric needs its Metric in metrics="
-            if is_value
-            else (", or None; best_<metric> needs that Metric in metrics=")
-        )
-        expected = f"one of {', '.join(map(repr, choices))}{end}"
-        parts = str(name).removeprefix(_PREFIX).split("/")
-        nearest = [self._nearest(part.removeprefix(_PREFIX)) for part in parts]
-        if meant := get_close_matches("/".join(parts), others):
-            do = f"did you mean {meant[0]!r}?"
-        elif None not in nearest:
-            do = f"did you mean {prefix + '/'.join(filter(None, nearest))!r}?"
-        elif not isinstance(name, str) or "" in parts:
-            do = f"write {prefix + VALID_LOSS.removeprefix(_PREFIX)!r}"
-        else:
-            do = self._advise_metrics(dict(zip(parts, nearest, strict=True)), prefix)
-        argument.reject(repr(name), expected, do)
+        labels = [*self.directions, *(f"{metric}@{set_name}" for metric in metrics for set_name in sets)]
+        prefix, others = _PREFIX, [ALWAYS, LAST] if argument == _MODEL_SAVING else [ALWAYS]
+        if argument.name == "patience":  # which watches values, and has no rules such as "always"
+            prefix, others = "", []
+        names = {label: prefix + label for label in labels} | {other: other for other in others}
+        expected = f"one of {', '.join(map(repr, names.values()))}; a metric needs its Metric in metrics="
+        argument.reject(repr(name), expected, self._advise(name, names, prefix))
 
-    def _advise_metrics(self, nearest: Mapping[str, str | None], prefix: str) -> str:
-        """Return advice for parts of a rule that resemble no metric of the run."""
-        unknown = {part: self._strip(part.partition("@")[0]) for part, label in nearest.items() if label is None}
-        by_name = {part: _find_alike(name, METRIC_NAMES) for part, name in unknown.items()}
-        for part, name in unknown.items():
-            if by_name[part] is None:
-                reported = f'metrics={{"{name}": "max"}}, or "min", where a step, self.log or a hook reports it'
-                return f"{reported}; or metrics=[MyMetric({name!r})], a Metric named {name!r}"
-        rule = "/".join(str(label or by_name[part]) for part, label in nearest.items())
-        added = ", ".join(f'"{name}"' for name in by_name.values())
-        own = next(name for name, known in by_name.items() if known is not None)
-        reported = f'; where a step or a hook reports it itself, metrics={{"{own}": "min"}}, or "max"'
-        return f"write {prefix + rule!r}, with {added} among metrics=[...]{reported}"
-
-    def _nearest(self, part: str) -> str | None:
-        name, _, set_name = part.partition("@")
-        alike = _find_alike(self._strip(name), self.directions) or _find_alike(name, self.directions)
-        if alike is None or not set_name or _PREFIX + alike == TRAIN_LOSS:
-            return alike
-        sets = [set_name] if self._sets is None else get_close_matches(set_name, self._sets, n=1, cutoff=0.0)
-        return f"{alike}@{sets[0]}" if sets else alike
-
-    def _strip(self, name: str) -> str:
-        return name if name in self.directions else _OTHER_TRAINERS_PREFIX.sub("", name, count=1)
-
-
-def _find_alike(part: str, names: Iterable[str]) -> str | None:
-    """Return the name that is similar to `part` or starts with it."""
-    names, part = list(names), part.lower()
-    alike = [name for name in names if len(part) > 1 and (name.startswith(part) or part.startswith(f"{name}_"))]
-    return next(iter([*alike, *get_close_matches(part, names, n=1)]), None)
+    def _advise(self, name: Any, names: Mapping[str, str], prefix: str) -> str:
+        """Return what to write in place of a name that is no rule: `names` are those that are, by label."""
+        parts = [part.removeprefix(_PREFIX) for part in name.split("/")] if isinstance(name, str) else [""]
+        if not all(parts):
+            return f"write {prefix + VALID_LOSS.removeprefix(_PREFIX)!r}"
+        unknown = next((part for part in parts if self._find(part) is None), None)
+        if unknown is None:
+            return f"did you mean {prefix + '/'.join(parts)!r}?"
+        metric = _OTHER_TRAINERS_PREFIX.sub("", unknown.partition("@")[0], count=1)
+        rules = names if len(parts) == 1 else names.keys() - {ALWAYS, LAST}
+        meant = nearest(unknown, rules) or nearest(metric, self.directions, _SIMILARITY)
+        if meant is not None:
+            rule = "/".join(meant if part == unknown else part for part in parts)
+            return f"did you mean {names.get(rule, prefix + rule)!r}?"
+        reported = f'metrics={{"{metric}": "max"}}, or "min", where a step, self.log or a hook reports it'
+        builtin = nearest(metric, METRIC_NAMES, _SIMILARITY)
+        if builtin is None:
+            return f"{reported}; or metrics=[MyMetric({metric!r})], a Metric named {metric!r}"
+        return f'write {prefix + builtin!r}, with "{builtin}" among metrics=[...]; {reported}'
 
 
 def without_validation(model_saving: Any) -> Any:

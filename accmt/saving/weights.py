@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from accmt.errors import SavingError, WeightsError, explain
 from accmt.files import follow_umask, fsync_file, fsync_folder, staging_folder
-from accmt.libraries.private_names import is_made_of_tensors
+from accmt.libraries.private_names import is_traceable_wrapper_subclass
 from accmt.processes import broadcast_object, is_main_process, run_on_main_process
 from accmt.sharded_tensors import bytes_of, is_dtensor, make_whole
 
@@ -84,25 +84,6 @@ def weight_files_in(folder: Path) -> set[str]:
     return {name for entry in ENTRY_NAMES if (folder / entry).is_file() for name in files_of(folder / entry)}
 
 
-def read_digest(folder: Path) -> str | None:
-    """Return the digest that was saved with the weights of a folder; None if there is none, as in one `.bin` file.
-
-    Raises:
-        OSError: The weights cannot be read.
-    """
-    entry = find_entry(folder)
-    if entry is None:
-        return None
-    if entry.name in (SAFETENSORS.index, PICKLE.index):
-        metadata = json.loads(entry.read_text(encoding="utf-8")).get("metadata") or {}
-        return metadata.get(DIGEST_KEY)
-    path = folder / files_of(entry)[0]
-    if path.suffix != SAFETENSORS.extension:
-        return None
-    with safetensors.safe_open(path, framework="pt") as file:
-        return (file.metadata() or {}).get(DIGEST_KEY)
-
-
 def remove_unnamed_shards(folder: Path) -> None:
     """Delete shards by accmt that no index in `folder` lists; all other files are kept."""
     named = weight_files_in(folder)
@@ -128,15 +109,6 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in own]
     while plain and all(name.startswith(_PARALLEL) for name in plain):
         plain = [name.removeprefix(_PARALLEL) for name in plain]
-    twice = sorted({name for name in plain if plain.count(name) > 1}) if len(set(plain)) < len(plain) else []
-    if twice:
-        message = explain(
-            "names of the weights",
-            f"several weights are called {', '.join(twice)} after `{_COMPILED}` is removed",
-            "names that are unique without the prefix of torch.compile",
-            f"rename the submodule that is called `{_COMPILED}`",
-        )
-        raise WeightsError(message)
     return dict(zip(own, plain, strict=True))
 
 
@@ -159,35 +131,6 @@ def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         owners.add(dense.untyped_storage().data_ptr())
         separate[name] = dense
     return separate
-
-
-def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Reject a state dict that holds less than the model's parameters: shards of ZeRO-3 or FSDP, or nothing.
-
-    A model that overrides `state_dict` is not checked.
-    """
-    if any(type(module).state_dict is not nn.Module.state_dict for module in model.modules()):
-        return
-    expected = _count(dict(model.named_parameters()))
-    buffers = set(plain_names(name for name, _ in model.named_buffers(remove_duplicate=False)).values())
-    names = plain_names(state_dict)
-    weights = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
-    got = _count({name: tensor for name, tensor in weights.items() if names[name] not in buffers})
-    if got < expected:
-        empty = [names[name] for name, tensor in weights.items() if not tensor.numel()]
-        message = explain(
-            f"the weights of {type(model).__name__}",
-            f"{got:,} values in {len(state_dict)} tensors" + (f", none in {', '.join(empty[:3])}" if empty else ""),
-            f"at least {expected:,}, the size of its parameters",
-            "gather the shards of all processes before saving (ZeRO-3 and FSDP keep empty ones on each)",
-        )
-        raise WeightsError(message)
-
-
-def _count(tensors: Mapping[str, Tensor]) -> int:
-    tied = find_tied(tensors)
-    # DeepSpeed stores the full size on the empty tensor that ZeRO-3 leaves of a parameter.
-    return sum(getattr(tensors[name], "ds_numel", tensors[name].numel()) for name in tensors if name not in tied)
 
 
 def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
@@ -218,7 +161,7 @@ def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bo
 
 def _view(tensor: Tensor) -> Hashable:
     anything: object = tensor
-    if is_made_of_tensors(anything):  # a DTensor among them
+    if is_traceable_wrapper_subclass(anything):  # a DTensor among them
         return id(tensor)  # a wrapper has no memory itself
     address = tensor.untyped_storage().data_ptr()
     if address == 0 or tensor.numel() == 0:
@@ -229,11 +172,11 @@ def _view(tensor: Tensor) -> Hashable:
 def _is_dense(value: object) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
-    return is_dtensor(value) or not is_made_of_tensors(value)
+    return is_dtensor(value) or not is_traceable_wrapper_subclass(value)
 
 
 def _kind(value: object) -> str:
-    if is_made_of_tensors(value):
+    if is_traceable_wrapper_subclass(value):
         return f"a {type(value).__name__}, which wraps other tensors"
     return f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
 

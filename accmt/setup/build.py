@@ -21,7 +21,7 @@ from accmt.callbacks import (
     build_callbacks,
     name_by_class,
 )
-from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary
+from accmt.callbacks.console import DynamicRows, EndSummary, EvaluationReport, ModelSummary
 from accmt.callbacks.monitor import build_monitor
 from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
@@ -56,12 +56,12 @@ from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_
 from accmt.setup.inputs import Inputs, check_inputs, find_monitored
 from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
-from accmt.setup.same_on_processes import find_disks, require_same_settings
+from accmt.setup.same_on_processes import require_same_settings
 from accmt.state import Counters, TrainingState
 from accmt.tracking import Tracking
 
 if TYPE_CHECKING:
-    from accmt.protocols import TrainerProtocol
+    from accmt import Trainer
 
 
 # ---- Built-in callbacks.
@@ -87,7 +87,7 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     summaries = [ModelSummary(int(running.enable_model_summary))] if running.enable_model_summary else []
     rows = RowLogger(tracking, bar, logging.monitored)
     ending: list[Callback] = [EndSummary(loss_name)] if running.verbose and not running.fast_dev_run else []
-    graphs = [Graphs()] if running.compile_buckets is not None else []
+    graphs = [DynamicRows()] if running.compile_buckets is not None else []
     return [
         *graphs,
         *profiled_first,
@@ -105,7 +105,7 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     ]
 
 
-def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recovery: Recovery) -> Run:
+def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Recovery) -> Run:
     """Build a run, and check everything that can be checked before the first batch.
 
     Processes: collective.
@@ -207,10 +207,11 @@ def _objects_of(prepared: Prepared, inputs: Inputs, settings: Settings) -> Itera
         yield from held if isinstance(held, list | tuple) else (held,)
 
 
-def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
+def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return the checkpoint to resume from, and set its position before the module's data methods are called."""
     require_same_settings(trainer.settings)
-    find_disks(trainer.settings)
+    if num_processes() > 1:
+        addon("find_disks")(trainer.settings)
     folder = recovery.take_checkpoint()
     if folder is None and is_relaunched(trainer.settings):
         folder = _find_folder(trainer.settings.resuming_newest()) or find_newest(trainer.settings)
@@ -256,7 +257,7 @@ def make_watch(
 
 
 def _place(
-    trainer: TrainerProtocol, module: AcceleratorModule, loaders: Loaders, cadence: Cadence, resumed: Resumed | None
+    trainer: Trainer, module: AcceleratorModule, loaders: Loaders, cadence: Cadence, resumed: Resumed | None
 ) -> RunLength:
     """Set counters and data to the start of the run, and return its length."""
     state, source = trainer.state, loaders.train.source
@@ -301,7 +302,7 @@ def _settle_monitor(
     raise ArgumentError(explain(settings.hps.where("scheduler", "mode"), got, repr(mode), do))
 
 
-def gather_callbacks(trainer: TrainerProtocol, module: AcceleratorModule) -> list[Callback]:
+def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:
     """Return the user's callbacks: the module's replace the Trainer's of the same class."""
     of_module = build_callbacks(module.get_callbacks())
     replaced = {type(callback) for callback in of_module}
@@ -310,7 +311,7 @@ def gather_callbacks(trainer: TrainerProtocol, module: AcceleratorModule) -> lis
 
 
 def connect_hooks(
-    trainer: TrainerProtocol,
+    trainer: Trainer,
     module: AcceleratorModule,
     callbacks: Sequence[Callback],
     builtin: Sequence[Callback] = (),

@@ -27,13 +27,13 @@ from accmt.data import (
 from accmt.data.collate import CollateChain
 from accmt.data.seeding import seed_with_global
 from accmt.engine.base import Engine
-from accmt.errors import ArgumentError, DataError, explain, nearest
+from accmt.errors import ArgumentError, DataError, explain
 from accmt.features.hooks import Feature
 from accmt.loop.cadence import Cadence
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, defines
 from accmt.options import DataSettings, HyperParameters, Settings
-from accmt.processes import data_index, num_data_processes, run_on_every_process
+from accmt.processes import data_index, num_data_processes
 from accmt.recovery.restart import Recovery
 from accmt.registry import addon, find
 from accmt.setup.same_on_processes import find_same_data
@@ -42,7 +42,7 @@ from accmt.state import TrainingState
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from accmt.protocols import TrainerProtocol
+    from accmt import Trainer
 
 
 # ---- Data or a datamodule passed to a method of the Trainer.
@@ -51,93 +51,6 @@ if TYPE_CHECKING:
 Evaluation: TypeAlias = Literal["validate", "test", "predict"]
 Purpose: TypeAlias = Literal["train"] | Evaluation
 Stage: TypeAlias = Literal["fit"] | Evaluation
-
-_LOADERS: dict[Purpose, str] = {
-    "train": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
-_METHODS = (*_LOADERS.values(), "prepare_data", "setup", "teardown")
-
-
-class DataModule:
-    """Wraps a user's object with methods of a Lightning `LightningDataModule`; all of them are optional.
-
-    Args:
-        own: The object; its attribute `trainer` is set to the Trainer.
-
-    Raises:
-        ArgumentError: It is a class, has a method with a misspelled name, or has no method that returns a loader.
-    """
-
-    def __init__(self, own: Any) -> None:
-        if isinstance(own, type):
-            do = f"datamodule={own.__name__}(...)"
-            raise ArgumentError(explain("datamodule", f"the class {own.__name__}", "an object of it", do))
-        self._own = own
-        self._stages: list[Stage] = []
-        for name in dir(self._own):
-            if name in _METHODS:
-                value = getattr(self._own, name)
-                if value is not None and not callable(value):
-                    where, got = f"{type(self._own).__name__}.{name}", f"an object of type {type(value).__name__}"
-                    raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
-            elif not name.startswith("_"):
-                self._check_spelling(name)
-        if not any(self._find(method) for method in _LOADERS.values()):
-            expected = f"an object with {' or '.join(f'{method}()' for method in _LOADERS.values())}"
-            do = "pass datasets or DataLoaders as train_dataset and val_dataset"
-            raise ArgumentError(explain("datamodule", type(own).__name__, expected, do))
-
-    def load(self, purpose: Purpose) -> Any:
-        """Call the datamodule's method for a purpose; None if it has none."""
-        method = self._find(_LOADERS[purpose])
-        data = None if method is None else method()
-        if data is None and method is not None and purpose == "train":
-            where, expected = f"{type(self._own).__name__}.train_dataloader", "a dataset or a DataLoader"
-            raise DataError(explain(where, "None", expected, "return DataLoader(dataset, batch_size=16)"))
-        return data
-
-    def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
-        """Call `prepare_data` on one process (per machine, if `prepare_data_per_node`), then `setup` on all.
-
-        Processes: collective. Does nothing if the stage has already started.
-        """
-        if stage in self._stages:
-            return
-        self._own.trainer = trainer
-        per_machine = getattr(self._own, "prepare_data_per_node", False)
-        prepares = accelerator.is_local_main_process if per_machine else accelerator.is_main_process
-        if not self._stages:
-            run_on_every_process(lambda: self._call("prepare_data") if prepares else None)
-        self._stages.append(stage)  # from here on, teardown is needed
-        run_on_every_process(lambda: self._call("setup", stage))
-
-    def end(self, stage: Stage) -> None:
-        """Call `teardown`, unless the datamodule is still in use."""
-        if stage in self._stages:
-            self._stages.remove(stage)
-            if not self._stages:
-                self._call("teardown", stage)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        method = getattr(self._own, name, None)
-        if method is not None:
-            method(*arguments)
-
-    def _check_spelling(self, name: str) -> None:
-        meant = nearest(name, _METHODS, cutoff=0.9)
-        if meant is None or self._find(meant) is not None or not callable(getattr(type(self._own), name, None)):
-            return
-        got, expected = f"a method {name}, but no {meant}", f"methods among {', '.join(_METHODS)}"
-        do = f"rename it to {meant} (or to a less similar name)"
-        raise ArgumentError(explain(f"the datamodule {type(self._own).__name__}", got, expected, do))
-
-    def _find(self, name: str) -> Callable[[], Any] | None:
-        """Return a method if the user defined it: those of Lightning's base class raise errors."""
-        method: Callable[[], Any] | None = getattr(self._own, name, None)
-        return None if getattr(method, "__qualname__", "").startswith("DataHooks.") else method
 
 
 class UserData:
@@ -154,12 +67,12 @@ class UserData:
 
     def __init__(self, method: Stage, data: Mapping[Purpose, Any], datamodule: Any = None) -> None:
         self._data = data
-        self._datamodule: DataModule | None = None
+        self._datamodule: Any = None
         if datamodule is not None and self.has_any:
             got, do = "both data and a datamodule", "remove one of the two"
             raise ArgumentError(explain(f"{method}(datamodule=...)", got, "one source of data", do))
         if datamodule is not None:
-            self._datamodule = DataModule(datamodule)
+            self._datamodule = addon("datamodule")(datamodule)
 
     @property
     def has_datamodule(self) -> bool:
@@ -175,7 +88,7 @@ class UserData:
         """Return the data for a purpose, from the datamodule if there is one; None if there are none."""
         return self._data.get(purpose) if self._datamodule is None else self._datamodule.load(purpose)
 
-    def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
+    def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
         """Prepare the data, once the process group exists.
 
         Processes: collective.
@@ -332,7 +245,7 @@ def build_train_loader(
         expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
-    collate, pins_memory = _collate(module, settings, data, "train"), _pins_memory(data_settings, device)
+    collate, pins_memory = find_collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
     batcher = _find_token_batcher(
         module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training"
@@ -379,21 +292,6 @@ def build_train_loader(
     return Loader(source, batcher.for_training(maker) if batcher else maker)
 
 
-def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
-    """Return the largest possible training micro-batch, or why it is unknown."""
-    collate = _collate(module, settings, data, "train")
-    batcher = _find_token_batcher(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
-    size: int | None = settings.hps.train_batch_size // loader.source.micro_batches_per_batch
-    if isinstance(data, DataLoader):
-        collate, size = data.collate_fn, data.batch_size
-    if settings.data.data_options.batch_sampler is not None:
-        size = None
-    largest: LargestBatch | str = addon("largest_batch")(
-        module, data, settings, collate=collate, batcher=batcher, size=size
-    )
-    return largest
-
-
 def _find_token_batcher(module: AcceleratorModule, data: Any, settings: Settings, **others: Any) -> Any:
     """Return what splits the samples of some data by a token budget; None if batches are used as loaded."""
     return None if settings.hps.max_tokens is None else addon("token_batches")(module, data, settings, **others)
@@ -417,7 +315,7 @@ def build_evaluation_loader(
     is_validation = purpose == "validate"
     # Losses logged per batch are those of batches as loaded.
     logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
-    collate = _collate(module, settings, data, "val")
+    collate = find_collate(module, settings, data, "val")
     pins_memory = _pins_memory(data_settings, engine.accelerator.device)
     _seed_own_generators(data, collate)
     batcher = None
@@ -474,7 +372,7 @@ def _shard(settings: DataSettings) -> Shard:
     return Shard(data_index(), num_data_processes()) if settings.data_options.shard else Shard()
 
 
-def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Literal["train", "val"]) -> Any:
+def find_collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Literal["train", "val"]) -> Any:
     """Return the user's collate function for a phase: that of the module, of the Trainer, or None."""
     bucket = settings.running.compile_buckets
     collate = getattr(module, f"collate_fn_{phase}") or module.collate_fn
@@ -544,7 +442,7 @@ class Loaders:
 
     def __init__(
         self,
-        trainer: TrainerProtocol,
+        trainer: Trainer,
         module: AcceleratorModule,
         user_data: UserData,
         recovery: Recovery,
@@ -666,7 +564,10 @@ class Loaders:
 
     def make_largest_batch(self) -> LargestBatch | str:
         """Return the largest possible training micro-batch, or why it is unknown."""
-        return make_largest_batch(self._module, self.train_data, self._trainer.settings, self.train)
+        largest: LargestBatch | str = addon("make_largest_batch")(
+            self._module, self.train_data, self._trainer.settings, self.train
+        )
+        return largest
 
 
 def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:

@@ -18,7 +18,6 @@ from accmt.options.optimizer_and_scheduler_arguments import watches_a_result
 from accmt.options.saving import RegisteredSaving
 from accmt.options.yaml_reader import SECTIONS
 from accmt.processes import broadcast_object, is_main_process
-from accmt.protocols import TrainerProtocol
 from accmt.registry import addon
 from accmt.saving import TRAIN_LOSS, Patience, Selection, without_validation
 from accmt.saving.selection import Quantity
@@ -27,6 +26,7 @@ from accmt.setup.module_checks import check_validation
 from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
 
 if TYPE_CHECKING:
+    from accmt import Trainer
     from accmt.recovery.resume import Resumed
 
 
@@ -51,9 +51,7 @@ class Inputs:
     tracking: Tracking
 
 
-def check_inputs(
-    trainer: TrainerProtocol, module: AcceleratorModule, user_data: UserData, resumed: Resumed | None
-) -> Inputs:
+def check_inputs(trainer: Trainer, module: AcceleratorModule, user_data: UserData, resumed: Resumed | None) -> Inputs:
     """Find and check the inputs before anything is built.
 
     Processes: collective.

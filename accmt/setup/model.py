@@ -19,8 +19,8 @@ from accmt.engine.sync_batchnorm import synchronize_if_asked
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import (
     enable_gradient_checkpointing,
+    is_peft_model,
     reject_injected_adapters,
-    reject_unsaved_adapters,
     require_library,
 )
 from accmt.libraries import private_names
@@ -32,8 +32,9 @@ from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.stepper import Stepper
 from accmt.options import HyperParameters, RunningSettings, Settings
-from accmt.options.optimizer_and_scheduler_arguments import standard_rate, trains_nothing
-from accmt.options.optimizer_and_scheduler_names import name_of
+from accmt.options.optimizer_and_scheduler_arguments import standard_rate
+from accmt.options.optimizer_and_scheduler_names import is_listed, name_of
+from accmt.registry import addon
 from accmt.run import Run
 from accmt.setup.module_checks import call_get_scheduler, require_optimizer, require_scheduler
 from accmt.state import Counters
@@ -41,7 +42,7 @@ from accmt.state import Counters
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from accmt.protocols import TrainerProtocol
+    from accmt import Trainer
 
 
 # ---- The number of optimizer steps, and the learning-rate scheduler for them.
@@ -143,7 +144,8 @@ def prepare(
     Args:
         callbacks: The callbacks of the run: some PEFT models require one.
     """
-    reject_unsaved_adapters(module.model)
+    if is_peft_model(module.model):
+        addon("reject_unsaved_adapters")(module.model)
     require_library(module.model)
     reject_injected_adapters(module.model)
     reject_training_quantized_weights(module.model)
@@ -173,9 +175,7 @@ def prepare(
         if part in set_by_module and hps[part] is not None:
             say_once(f"{type(module).__name__}.{method} takes precedence: `{part}` in the hyper-parameters is not used")
     sets_rates = own is not None or defines(module, "get_scheduler")
-    if not sets_rates and trains_nothing(
-        hps.optimizer_class, hps.optim_kwargs, hps.scheduler_class, hps.scheduler_kwargs
-    ):
+    if not sets_rates and trains_nothing(hps, optimizer):
         warn(f"{hps.where('optim', 'lr')} is 0, and no scheduler raises it: the weights will not change")
     has_rate = not {"lr", "max_lr", "base_lr"}.isdisjoint((*hps.optim_kwargs, *hps.scheduler_kwargs))
     if own is None and not has_rate and (rate := standard_rate(hps.optimizer_class)) is not None:
@@ -190,6 +190,15 @@ def prepare(
         around_backward=engine.around_backward(),
     )
     return Prepared(engine.model, engine.unwrapped_model, stepper, scheduler, set_by_module)
+
+
+def trains_nothing(hps: HyperParameters, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether every learning rate is 0 and no scheduler of the hyper-parameters raises it."""
+    if hps.scheduler_class is not None and not is_listed(hps.scheduler_class):
+        return False  # a custom scheduler may set any rate
+    peaks = [hps.scheduler_kwargs.get(name) for name in ("max_lr", "base_lr", "eta_min", "min_lr")]
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    return not any(peaks) and all(rate == 0 for rate in rates)
 
 
 def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer], **optim_kwargs: Any) -> Any:
@@ -277,18 +286,14 @@ def is_prepared(module: AcceleratorModule) -> bool:
     return model is not None and private_names.is_prepared(model)
 
 
-def attach_run(
-    trainer: TrainerProtocol, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared
-) -> None:
+def attach_run(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared) -> None:
     """Set the attributes that a module has during training."""
     attach_evaluation(trainer, module, accelerator, prepared.model)
     module.optimizer = prepared.stepper.optimizer
     module.scheduler = prepared.scheduler
 
 
-def attach_evaluation(
-    trainer: TrainerProtocol, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module
-) -> None:
+def attach_evaluation(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module) -> None:
     """Set the attributes that a module has in training and evaluation."""
     module.trainer = trainer
     module.state = trainer.state

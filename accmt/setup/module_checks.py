@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from types import MappingProxyType
@@ -16,24 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
-from accmt.errors import ArgumentError, ModuleContractError, UnknownArgumentError, explain, nearest
+from accmt.errors import ModuleContractError, describe_value, explain
 from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
 from accmt.module import AcceleratorModule, HuggingFaceModule, defines
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
-from accmt.options import HyperParameters
-from accmt.processes import num_processes
 from accmt.registry import addon
 from accmt.state import Function, TrainingState
 
-_CONTRACT = tuple(
-    name
-    for name in vars(AcceleratorModule)
-    if callable(getattr(AcceleratorModule, name)) or name.startswith("collate_fn")
-)
-
-
-_DEEPEST, _MOST = 3, 1000  # depth to which containers are searched for parameters
+_MOST = 1000  # entries of a container that are searched for parameters
 
 
 STEPS: dict[str, tuple[str, ...]] = {
@@ -43,63 +34,6 @@ STEPS: dict[str, tuple[str, ...]] = {
     "predict_step": ("predict_step",),
 }
 """Each step with those that stand in its place where it is not defined, in this order."""
-
-
-def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
-    """Return the module for an argument of `fit`: a module, a model's path, `(path, type)`, or hyper-parameters.
-
-    Args:
-        module: One of these.
-        kwargs: Further keywords of `fit`, used to build the model.
-        hps: The Trainer's hyper-parameters.
-
-    Raises:
-        UnknownArgumentError: There are unused keywords.
-        ArgumentError: The hyper-parameters describe a different model than the Trainer's.
-    """
-    is_file = isinstance(module, str | PathLike) and str(module).endswith((".yaml", ".yml", ".json"))
-    if is_file or isinstance(module, Mapping | HyperParameters):
-        # Reject keywords for `from_pretrained` with hyper-parameters: they belong in the `model` section.
-        others = {name: value for name, value in kwargs.items() if name != "processor"}
-        if others:
-            got = f"the keywords {sorted(others)} together with hyper-parameters"
-            lines = ", ".join(f"`{name}: {value}`" for name, value in others.items())
-            expected = "only `processor`: arguments of `from_pretrained` belong in the `model` section"
-            raise UnknownArgumentError(explain("fit", got, expected, f"write {lines} in `model`"))
-        if isinstance(module, Mapping | HyperParameters) or not hps.is_from(module):
-            own_hps = HyperParameters.from_config(module)
-            _require_same_model(own_hps, hps, "trainer.fit(trainer.hps, data)")
-        else:
-            own_hps = hps  # from the same source; only the Trainer's include the flags, and the run records them
-        return AcceleratorModule.from_hps(own_hps, in_fit=True, **kwargs)
-    if isinstance(module, str | PathLike):
-        return AcceleratorModule.from_hf(module, in_fit=True, **kwargs)
-    if isinstance(module, tuple):
-        return AcceleratorModule.from_hf(*module, in_fit=True, **kwargs)
-    if kwargs:
-        got, expected = (
-            f"the keywords {sorted(kwargs)}",
-            "keywords only if `module` is the path of a transformers model",
-        )
-        raise UnknownArgumentError(explain("fit", got, expected, "pass them to the Trainer, or to your module"))
-    if isinstance(module, HuggingFaceModule) and module.hps is not None:
-        name = "AcceleratorModule" if type(module) is HuggingFaceModule else type(module).__name__
-        _require_same_model(module.hps, hps, f"{name}.from_hps(trainer.hps)")
-    own: AcceleratorModule = module
-    return own
-
-
-def _require_same_model(own: HyperParameters, hps: HyperParameters, do: str) -> None:
-    """Check that a module matches the Trainer's hyper-parameters, which the run records.
-
-    Raises:
-        ArgumentError: They differ, for example because of flags.
-    """
-    for section in ("model", "sft", "prefer"):
-        if hps[section] is not None and own[section] != hps[section]:
-            got = f"{own.where(section)}: {own[section]}, and {hps.where(section)}: {hps[section]}"
-            do = f"{do}: the Trainer's hyper-parameters include the flags"
-            raise ArgumentError(explain("fit", got, "the model of the Trainer's hyper-parameters", do))
 
 
 def check_module(module: Any) -> None:
@@ -127,23 +61,12 @@ def check_untrained_module(module: Any, function: Function) -> None:
     """Check what a module needs for training and evaluation."""
     require_module(module, function)
     addon("reject_foreign_methods")(module)
-    _check_spelling(module)
+    addon("reject_misspelt_methods")(module)
     model = getattr(module, "model", None)
     if model is None:
         _reject(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
     if not isinstance(model, nn.Module):
         _reject(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
-    # Reject nested tensors: strided ones have no size, others have no optimizer step, and none can be sent.
-    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
-    for kind, named in kinds.items():
-        for name, tensor in named:
-            can_be_held = kind == "buffer" and tensor.layout != torch.strided and num_processes() == 1
-            if tensor.is_nested and not can_be_held:
-                got = f"{name}, a {kind} that is a nested tensor ({tensor.layout})"
-                expected = "dense tensors, which can be moved, compared, trained and saved"
-                do = "keep the values of all parts in one tensor and their lengths in another, and build the nested "
-                do += "tensor in forward (torch.nested.nested_tensor_from_jagged)"
-                raise ModuleContractError(explain("self.model", got, expected, do))
     find_hooks(module)
 
 
@@ -166,17 +89,10 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
             raise ModuleContractError(explain(where, got, "step() without a closure", do))
         return own
     parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
-    num_optimizers = sum(hasattr(part, "param_groups") for part in parts)
-    if parts and num_optimizers == len(parts) and module.uses_manual_optimization:
-        return ChainedOptimizer(parts) if num_optimizers > 1 else parts[0]
-    do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1)"
-    if num_optimizers > 1:
-        do = "return one optimizer with a group for each part; "
-        do += "to step each part separately, derive from ExtendedAcceleratorModule"
-    elif len(parts) > 1:
-        do = "def get_optimizer(self): return optimizer, and " + _GET_SCHEDULER
-    elif parts:
-        do = "def get_optimizer(self): return optimizer, without brackets"
+    if parts and module.uses_manual_optimization and all(hasattr(part, "param_groups") for part in parts):
+        return ChainedOptimizer(parts) if len(parts) > 1 else parts[0]
+    do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1), without brackets, and "
+    do += f"{_GET_SCHEDULER}; to step several optimizers, derive from ExtendedAcceleratorModule"
     where, expected = f"{type(module).__name__}.get_optimizer", "one torch.optim.Optimizer, or None"
     raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
 
@@ -193,9 +109,8 @@ def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
     is_several = isinstance(own, list | tuple) and all(isinstance(one, LRScheduler) for one in own)
     if own and is_several and module.uses_manual_optimization:
         return SeveralSchedulers(own) if len(own) > 1 else own[0]
-    do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers)"
-    if isinstance(own, dict):
-        do = f"{_GET_SCHEDULER}; interval='epoch' is `step_scheduler_per_epoch: true` in the hyper-parameters"
+    do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers), and "
+    do += "interval='epoch' is `step_scheduler_per_epoch: true` in the hyper-parameters"
     where, expected = f"{type(module).__name__}.get_scheduler", "one torch.optim.lr_scheduler.LRScheduler, or None"
     raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
 
@@ -220,14 +135,11 @@ def call_get_scheduler(module: AcceleratorModule, optimizer: torch.optim.Optimiz
 _GET_SCHEDULER = "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler"
 
 
-def _describe_returned(own: Any) -> str:
-    if isinstance(own, type):
-        return f"the class {own.__name__}"
-    if isinstance(own, dict):
-        return f"a dict with {', '.join(f'{name!r}: {type(part).__name__}' for name, part in own.items())}"
-    if isinstance(own, list | tuple):
-        return f"a {type(own).__name__} of {', '.join(type(part).__name__ for part in own) or 'nothing'}"
-    return f"{own!r} ({type(own).__name__})"
+def _describe_returned(value: Any) -> str:
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple):
+        return f"a {type(value).__name__} of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
+    return describe_value(value)
 
 
 def _defines_step(module: AcceleratorModule) -> bool:
@@ -248,31 +160,11 @@ def require_module(module: Any, function: str) -> None:
     if not isinstance(module, AcceleratorModule):
         do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
         if isinstance(module, str | PathLike | tuple):
-            do = f"trainer.{function}({_advise_making(module)}, data)"
+            make = 'from_hf(path, "AutoModelForCausalLM"), or from_hps(path) for hyper-parameters'
+            do = f"module = AcceleratorModule.{make}; trainer.{function}(module, data)"
         if isinstance(module, Dataset | DataLoader):
             do = f"trainer.{function}(module, data): the module comes first"
         raise ModuleContractError(explain(where, type(module).__name__, "an AcceleratorModule", do))
-
-
-def _advise_making(path: Any) -> str:
-    """Return how to make a module from a model's path or `(path, type)`, which only `fit` accepts."""
-    if isinstance(path, tuple):
-        return f"AcceleratorModule.from_hf({', '.join(map(repr, path))})"
-    if str(path).endswith((".yaml", ".yml", ".json")):
-        return f"AcceleratorModule.from_hps({str(path)!r})"
-    return f'AcceleratorModule.from_hf({str(path)!r}, "AutoModelForSequenceClassification")'
-
-
-def _check_spelling(module: AcceleratorModule) -> None:
-    own = {name for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__ for name in vars(kind)}
-    for name in sorted(own - set(dir(AcceleratorModule))):
-        meant = nearest(name, _CONTRACT, cutoff=0.9)
-        if meant and not name.startswith("_") and not defines(module, meant):
-            _reject(
-                module,
-                f"a method {name}, but no {meant}",
-                f"rename it to {meant} (or to a less similar name)",
-            )
 
 
 def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None:
@@ -286,35 +178,34 @@ def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None
         kinds = [attributes.pop(name, {}) for name in ("_parameters", "_buffers", "_modules")]
         attributes |= {name: value for kind in kinds for name, value in kind.items()}
     for name, value in attributes.items():
-        found = None if name in ("model", "teacher") else _find_trainable(value, f"self.{name}", own)
-        if found is None:
+        if name in ("model", "teacher"):
             continue
-        path, part = found
-        if isinstance(part, nn.Module):
-            got = f"{path} has parameters that are not in self.model: they would be neither trained nor saved"
-            do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or {path}.requires_grad_(False)"
-        else:
-            got = f"{path} requires a gradient and is not in self.model: it would be neither trained nor saved"
-            do = f"self.model.{name} = nn.Parameter(...), and use it from there; or {path}.requires_grad_(False)"
-        _reject(module, got, do)
+        for path, part in _parts_of(f"self.{name}", value):
+            parameters = part.parameters() if isinstance(part, nn.Module) else [part]
+            if all(id(parameter) in own or not _is_trainable(parameter) for parameter in parameters):
+                continue
+            if isinstance(part, nn.Module):
+                got = f"{path} has parameters that are not in self.model: they would be neither trained nor saved"
+                do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or {path}.requires_grad_(False)"
+            else:
+                got = f"{path} requires a gradient and is not in self.model: it would be neither trained nor saved"
+                do = f"self.model.{name} = nn.Parameter(...), and use it from there; or {path}.requires_grad_(False)"
+            _reject(module, got, do)
 
 
-def _find_trainable(value: Any, path: str, own: Set[int], depth: int = 0) -> tuple[str, Any] | None:
-    """Return the first trainable part of a value that is not in `own`, with its path."""
-    if isinstance(value, nn.Module):
-        is_other = any(parameter.requires_grad and id(parameter) not in own for parameter in value.parameters())
-        return (path, value) if is_other else None
-    if isinstance(value, torch.Tensor):  # a computed one is a result, such as the last loss
-        is_other = value.requires_grad and value.is_leaf and id(value) not in own
-        return (path, value) if is_other else None
-    if not isinstance(value, list | tuple | dict) or depth == _DEEPEST:
-        return None
+def _parts_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value with its path, or the values in a list, tuple or dict; a long list holds data."""
+    if not isinstance(value, list | tuple | dict):
+        yield path, value
+        return
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in islice(items, _MOST):  # a list may also hold data
-        found = _find_trainable(item, f"{path}[{key!r}]", own, depth + 1)
-        if found is not None:
-            return found
-    return None
+    for key, item in islice(items, _MOST):
+        yield f"{path}[{key!r}]", item
+
+
+def _is_trainable(value: Any) -> bool:
+    """Return whether a value is a trainable tensor; a computed one is a result, such as the last loss."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 def _reject(module: AcceleratorModule, got: str, do: str) -> NoReturn:

@@ -1,6 +1,5 @@
 """Tracking: logs the values of a run to `history.jsonl` and to the selected trackers."""
 
-from accmt.tracking.delivery import Synced, sync_run
 from accmt.tracking.history import RunPlace, default_run_name, default_track_name, is_url, read_history
 from accmt.tracking.spec import TrackerSpec, find_specs, resolve_trackers
 from accmt.tracking.tracking import RunStatus, Tracking
@@ -8,7 +7,6 @@ from accmt.tracking.tracking import RunStatus, Tracking
 __all__ = [
     "RunPlace",
     "RunStatus",
-    "Synced",
     "TrackerSpec",
     "Tracking",
     "default_run_name",
@@ -17,5 +15,4 @@ __all__ = [
     "is_url",
     "read_history",
     "resolve_trackers",
-    "sync_run",
 ]

@@ -119,21 +119,16 @@ class Resume:
         run_id: The tracker's id of the run; None for a new run.
         attempt: 1 for the first process of the run, 2 for the one that resumed it, and so on.
         first_step: Points from this step on are deleted; None deletes none.
-        kept_steps: The first and the last step at which points of a killed attempt are kept; None if there are none.
     """
 
     run_id: str | None = None
     attempt: int = 1
     first_step: int | None = None
-    kept_steps: tuple[int, int] | None = None
 
     @property
     def tags(self) -> dict[str, str]:
         """Tags of a resumed run in trackers that keep the points of earlier attempts."""
-        if self.attempt == 1:
-            return {}
-        steps = {} if self.kept_steps is None else {"accmt.steps_of_earlier_attempts": "{}-{}".format(*self.kept_steps)}
-        return {"accmt.attempt": str(self.attempt), **steps}
+        return {} if self.attempt == 1 else {"accmt.attempt": str(self.attempt)}
 
 
 class Replay:
@@ -161,7 +156,6 @@ class Replay:
                     self.first_step = row["step"] if self.first_step is None else min(self.first_step, row["step"])
             if self.first_step is not None:
                 self.start = account.first
-        self.kept_steps = (min(self._kept), max(self._kept)) if self._kept else None
 
     def is_new(self, line: int) -> bool:
         return line >= self._account.delivered

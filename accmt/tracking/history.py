@@ -17,11 +17,10 @@ import os
 import re
 import secrets
 import string
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,53 +207,19 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         warn_once(f"{what} (the first is line {bad[0]})", about=what)
 
 
+_KINDS: Mapping[str, type] = {"values": dict, "media": dict, "config": dict, "rewind": dict, "status": str}
+"""What a line of each kind holds under its name."""
+
+
 def _as_row(content: Any) -> dict[str, Any]:
-    """Return the content of a line if it is a valid row of one of the five kinds, else an empty dict."""
-    if not isinstance(content, dict):
+    """Return the content of a line if it is a row of one of the five kinds, else an empty dict."""
+    if not isinstance(content, dict) or not isinstance(content.get("time"), int | float):
         return {}
-    time_s = content.get("time")
-    if not isinstance(time_s, int | float) or not abs(time_s) < _TOO_LARGE:  # NaN fails the comparison
-        return {}
-    kinds = content.keys() & _IS_VALID.keys()
-    is_valid = len(kinds) == 1 and all(_IS_VALID[kind](content[kind]) for kind in kinds)
-    if not is_valid or ("step" in content or kinds & {"values", "media"}) and not _is_count(content.get("step")):
-        return {}
-    return content
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _TOO_LARGE
-
-
-def _are_values(values: Any) -> bool:
-    if not isinstance(values, dict):
-        return False
-    largest = sys.float_info.max
-    return all(
-        isinstance(value, float) or isinstance(value, int) and abs(value) <= largest for value in values.values()
-    )
-
-
-def _is_media(media: Any) -> bool:
-    is_named = isinstance(media, dict) and all(isinstance(media.get(key), str) for key in ("kind", "name", "path"))
-    return is_named and media["kind"] in ("images", "table", "artifact")
-
-
-def _is_rewind(rewind: Any) -> bool:
-    if not isinstance(rewind, dict):
-        return False
-    step = rewind.get("step")
-    return all(_is_count(rewind.get(key)) for key in ("line", "attempt")) and (step is None or _is_count(step))
-
-
-_TOO_LARGE = 1e15
-_IS_VALID: dict[str, Callable[[Any], bool]] = {
-    "values": _are_values,
-    "media": _is_media,
-    "config": lambda config: isinstance(config, dict),
-    "rewind": _is_rewind,
-    "status": lambda status: isinstance(status, str),
-}
+    has_step = type(content.get("step")) is int
+    for kind, held in _KINDS.items():
+        if isinstance(content.get(kind), held):
+            return content if has_step or kind not in ("values", "media") else {}
+    return {}
 
 
 def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict[str, Any]]:
@@ -290,15 +255,6 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
         merged.append(row)
     end = len(merged) - bool(merged and "status" in merged[-1])
     return [*merged[:end], *left, *merged[end:]]
-
-
-def find_run_folders(folder: Path) -> list[Path]:
-    """Return the run folders in a logging folder, in that of a project, or the run folder itself."""
-    patterns = (HISTORY_FILE, f"*/{HISTORY_FILE}", f"*/*/{HISTORY_FILE}")
-    found = [path.parent for pattern in patterns for path in folder.glob(pattern)]
-    return [
-        place for place in found if not (place.name == EVALUATIONS_FOLDER and (place.parent / HISTORY_FILE).is_file())
-    ]
 
 
 def _without_superseded(path: Path, *, include_superseded: bool) -> list[dict[str, Any]]:

@@ -97,10 +97,6 @@ def name_error(error: BaseException | None) -> str:
 _MISTAKES = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
-STATUS = "accmt.status"
-"""The tag or field for accmt's run status in a tracker."""
-
-
 @dataclass(frozen=True)
 class RunStart:
     """How a run starts in a tracker.
@@ -242,31 +238,6 @@ class TrackerRun(_Base):  # type: ignore[misc]
 @cache
 def _with_base(run: type[TrackerRun]) -> type[TrackerRun]:
     return type(run.__name__, (run, resolve_name(run.base)), {})
-
-
-class ServiceSpec(TrackerSpec):
-    """A tracker that needs an API key, and has an offline mode in which it only writes files."""
-
-    key_advice: ClassVar[str]
-    is_exclusive = True
-
-    def has_key(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the API key is known, without prompting for it."""
-        raise NotImplementedError
-
-    def is_offline_wanted(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the user set the tracker to offline mode."""
-        raise NotImplementedError
-
-    def is_offline(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the run is written to files instead of the service."""
-        return self.is_offline_wanted(kwargs) or not self.has_key(kwargs)
-
-    def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
-        return not self.is_offline(kwargs)
-
-    def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
-        return None if self.is_offline_wanted(kwargs) or self.has_key(kwargs) else self.key_advice
 
 
 class UserTracker(TrackerSpec):

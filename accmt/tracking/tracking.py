@@ -15,7 +15,7 @@ from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.delivery_state import Account, DeliveryFile, Rewinding, count_rows_left
 from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_rows
-from accmt.tracking.spec import RunStart, TrackerSpec, kwargs_of_each, name_error, report_missing_key
+from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, name_error, report_missing_key
 from accmt.tracking.values import MediaLog, to_floats, to_plain
 
 if TYPE_CHECKING:
@@ -355,7 +355,7 @@ class Tracking:
             if not isinstance(error, Exception):
                 raise error
             where, got = f"the tracker {spec.name}", name_error(error)
-            if isinstance(error, ImportError) and hasattr(spec, "package"):
+            if isinstance(error, ImportError) and not isinstance(spec, UserTracker):
                 expected, do = "a complete package", f"pip install --force-reinstall {spec.package}"
                 raise MissingPackageError(explain(where, got, expected, do)) from error
             do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {spec.name} out of log_with"

@@ -8,8 +8,6 @@ MLflow's database stores an infinity as the largest float.
 from __future__ import annotations
 
 import itertools
-import posixpath
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,22 +108,13 @@ class CleanNames:
         return cleaned
 
 
-def clean_path(name: str) -> str:
-    """Convert a name to a normalized relative path that cannot leave its folder."""
-    return posixpath.normpath(posixpath.join("/", name)).strip("/") or "_"
-
-
-def clean_file_name(name: str) -> str:
-    """Convert the name of a file or folder to a valid artifact name."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:128]
-
-
 def _item(value: Any) -> Any:
     """Return the element of a NumPy or torch scalar; return anything else unchanged."""
-    if isinstance(value, float) or getattr(value, "size", None) is None:
-        return value
-    is_single = (value.numel() if hasattr(value, "numel") else value.size) == 1
-    return value.item() if is_single else value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.item() if value.size == 1 else value
+    return value
 
 
 # ---- Images, tables and files: they are written to the run folder and delivered from there.
@@ -299,7 +288,8 @@ def to_images(name: str, images: Any) -> list[Image]:
 
     Processes: waits for the device of a tensor.
     """
-    is_batch = isinstance(images, list | tuple) or getattr(images, "ndim", None) == 4
+    is_array = isinstance(images, np.ndarray | torch.Tensor)
+    is_batch = isinstance(images, list | tuple) or (is_array and images.ndim == 4)
     made = [_to_image(name, image) for image in (images if is_batch else [images])]
     if not made:
         raise ArgumentError(explain(_where(name), "no images", "one or more", "skip the call if there are none"))
@@ -341,7 +331,9 @@ def _to_image(name: str, image: Any) -> Image:
         has_shape = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[-1] in (3, 4))
         is_image = has_shape and (pixels.dtype == np.uint8 or np.issubdtype(pixels.dtype, np.floating))
     if not is_image:
-        shape = f" of shape {list(image.shape)} and {image.dtype}" if hasattr(image, "shape") else ""
+        shape = (
+            f" of shape {list(image.shape)} and {image.dtype}" if isinstance(image, np.ndarray | torch.Tensor) else ""
+        )
         do = 'log_images({"samples": images})'
         raise ArgumentError(explain(_where(name), f"{type(image).__name__}{shape}", _ACCEPTED_IMAGES, do))
     if pixels.dtype != np.uint8:

@@ -16,7 +16,6 @@ from accmt.callbacks import Callback, Hooks, build_callbacks, describe_hooks
 from accmt.errors import CallbackNotFoundError, explain
 from accmt.messages import say, speaking
 from accmt.processes import is_main_process, num_processes
-from accmt.protocols import TrainerProtocol
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +34,7 @@ RAISE: Final = object()
 """The default of `get_callback`: a missing callback is an error."""
 
 
-class TrainerProperties(TrainerProtocol):
+class TrainerProperties:
     """Properties of a Trainer; those about a run need a run that has started.
 
     Attributes:

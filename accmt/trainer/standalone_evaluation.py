@@ -44,10 +44,11 @@ from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.torch_flags import working
 from accmt.sharded_tensors import is_dtensor
 from accmt.state import TrainingState
-from accmt.trainer.properties import TrainerProperties
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from accmt import Trainer
 
 
 # ---- Saved weights that replace the module's during an evaluation.
@@ -157,7 +158,7 @@ class Request:
         verbose: Whether to print results.
     """
 
-    trainer: TrainerProperties
+    trainer: Trainer
     function: Evaluation
     module: AcceleratorModule
     user_data: UserData
@@ -180,7 +181,7 @@ class Request:
 
 
 def find_request(
-    trainer: TrainerProperties,
+    trainer: Trainer,
     function: Evaluation,
     module: AcceleratorModule | None,
     dataset: Any,

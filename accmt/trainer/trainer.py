@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from accmt.addons.tuning import Search, Tuning
     from accmt.callbacks import Callback
     from accmt.checkpoint.manifest import Checkpoint
+    from accmt.module import Data
     from accmt.options import (
         Checkpointer,
         CheckpointOptions,
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     )
     from accmt.options.running import ParallelismOptions, TorchFlags
     from accmt.options.saving import PatienceOptions
-    from accmt.protocols import Data
     from accmt.recovery.restart import Recovery
     from accmt.setup.datasets import UserData
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
@@ -333,10 +334,9 @@ class Trainer(TrainerProperties):
             return state
         from accmt.recovery.restart import Recovery, free_finished
         from accmt.setup.datasets import UserData
-        from accmt.setup.module_checks import as_module  # loads sympy, which `import accmt` does not
         from accmt.setup.torch_flags import running, working
 
-        trained, recovery = as_module(module, kwargs, self.hps), Recovery()
+        trained, recovery = addon("as_module")(module, kwargs, self.hps), Recovery()
         user_data = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
             with ShortTraceback(), running(self, trained), working(self.settings.running), user_data.ending("fit"):
@@ -346,6 +346,10 @@ class Trainer(TrainerProperties):
                     free_finished(self.run.stepper.optimizer)
                     self._fit_once(trained, user_data, recovery)
         except KeyboardInterrupt as error:
+            # At exit, torch 2.13 imports tabulate (`dump_compile_times` in torch/_dynamo/utils.py). A string that is
+            # evaluated then, as for its named tuples, makes Python 3.11 end with 1 in place of 130.
+            with suppress(ImportError):
+                import tabulate  # type: ignore[import-untyped]  # noqa: F401
             if self._run is not None and self._run.interruption.is_left_in_order:
                 # Between two steps the frames are useless, and would push the resume hint out of view.
                 raise error.with_traceback(None) from None
@@ -535,8 +539,6 @@ class Trainer(TrainerProperties):
             ArgumentError: A single sample does not fit in memory, or `batch_size` is something else.
             DataError: There are no training data.
         """
-        from accmt.registry import addon
-
         rates = (lowest_lr, highest_lr, lr_updates) if lr else None
         tuning: Tuning = addon("tune")(self, module, train_dataset, batch_size, rates)
         return tuning
@@ -646,9 +648,8 @@ class Trainer(TrainerProperties):
         Raises:
             CheckpointError: Something differs; the message names the first difference and its likely cause.
         """
-        from accmt.trainer.resume_check import check_resume
-
-        return check_resume(self, module, train_dataset, val_dataset)
+        compared: int = addon("check_resume")(self, module, train_dataset, val_dataset)
+        return compared
 
     def prove(
         self,
@@ -680,8 +681,6 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: The program has several processes, has used a GPU, or the system cannot fork.
         """
-        from accmt.registry import addon
-
         proof: Proof = addon("prove")(
             self, module, train_dataset, val_dataset, datamodule=datamodule, steps=steps, samples=samples
         )
@@ -714,8 +713,6 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: The steps cannot be made again.
         """
-        from accmt.registry import addon
-
         made: Replay = addon("replay_run")(self.log_dir, step, to, without=without, probe=probe, export=export)
         return made
 
@@ -783,10 +780,8 @@ class Trainer(TrainerProperties):
             ArgumentError: The file does not contain a mapping.
             FileNotFoundError: There is no such file.
         """
-        from accmt.options.command_line import read_config
-
         make: Callable[..., Self] = cls  # a subclass may have another constructor
-        return make(**{**read_config(config), **kwargs})
+        return make(**{**addon("read_config")(config), **kwargs})
 
     @classmethod
     def add_argparse_args(cls, parser: ArgumentParser) -> ArgumentParser:
@@ -803,9 +798,7 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: The parser already has an argument with one of these names; nothing was added.
         """
-        from accmt.options.command_line import add_flags
-
-        add_flags(parser)
+        addon("add_flags")(parser)
         return parser
 
     @classmethod
@@ -823,9 +816,7 @@ class Trainer(TrainerProperties):
             ArgumentError: `hps_config` or `model_path` is missing, or a value is invalid.
             FileNotFoundError: There is no such file.
         """
-        from accmt.options.command_line import take_typed
-
-        return cls.from_config(take_typed(args, config, kwargs))
+        return cls.from_config(addon("take_typed")(args, config, kwargs))
 
 
 Trainer.own_steps = (Trainer.do_backward, Trainer.do_opt_step, Trainer.do_zero_grad)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from accmt.features.packing_check import PackedCall, try_packing
+from accmt.addons.packing_check import PackedCall, try_packing
 
 SIZES: dict[str, Any] = {"vocab_size": 30522, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12}
 REPEATS = 5

@@ -103,8 +103,8 @@ FAULTS = [
     ),
     Fault(
         "order: a batch's seed is that of its process",
-        "yield BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, part.start))",
-        "yield BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, 0))",
+        "BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, part.start))",
+        "BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, 0))",
         "unit/test_data_samplers.py unit/test_data_planned.py",
     ),
     Fault(

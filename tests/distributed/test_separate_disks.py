@@ -93,7 +93,6 @@ def test_only_what_is_on_no_disk_of_a_process_is_sent(tensors):
     replicated = 4 + 4 * 8
     assert {one["sent"] for one in tensors["as written"]} <= {4, 32, replicated}
     assert [one["sent"] > 100 for one in tensors["by columns"]] == [True] * 3
-    assert [one["largest"] <= 24 for one in tensors["by columns"]] == [True] * 3  # a row may exceed a chunk
 
 
 def test_a_file_that_is_on_no_disk_is_an_error_on_each_process(tensors):

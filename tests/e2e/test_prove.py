@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy, dropout, mse_loss, normalize
 from torch.utils.data import Dataset, get_worker_info
 
 from accmt import AcceleratorModule, Callback, ChainedOptimizer, ExtendedAcceleratorModule
+from accmt.addons.digests import digest
 from accmt.addons.prove import Proof
 from accmt.cli.main import main
 from accmt.processes import process_index
-from accmt.recovery.digests import digest
 from tests.faults.prove_examples import prove_example
 from tests.toys import Linear, make_points, make_trainer
 
@@ -415,3 +415,5 @@ raise AssertionError("another fit comes after it")
     assert main(["prove", str(script)]) == 2
     assert "ended without trainer.fit" in capsys.readouterr().err
     assert main(["prove", str(tmp_path / "none.py")]) == 2
+    with pytest.raises(SystemExit):  # a flag after the script is one of accmt's, too
+        main(["prove", str(script), "--steps", "0"])

@@ -16,8 +16,8 @@ from accelerate.state import PartialState
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from accmt import MLFlow
+from accmt.addons.sync import sync_run
 from accmt.errors import ArgumentError
-from accmt.tracking import sync_run
 from accmt.tracking.history import HISTORY_FILE, History
 from tests.faults.tracking import Faulty, log_steps, make, points_of, steps_of, wait_until, warnings_of
 

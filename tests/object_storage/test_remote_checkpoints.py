@@ -21,11 +21,12 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 from accmt import Callback, Trainer, read_history
 from accmt.addons import remote_checkpoints
+from accmt.addons.inspection import inspect
 from accmt.addons.remote_checkpoints import Lease, RemoteFolder, download
 from accmt.addons.remote_models import NEWEST, RemoteModelFolder
 from accmt.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from accmt.checkpoint.retention import KEEP_EVERY
-from accmt.checkpoint.store import CheckpointStore, inspect
+from accmt.checkpoint.store import CheckpointStore
 from accmt.cli.main import main
 from accmt.errors import ArgumentError, CheckpointError, MissingPackageError, NoCheckpointError
 from accmt.options.units import Every

@@ -18,8 +18,9 @@ import pytest
 from accelerate.state import PartialState
 
 import accmt
+from accmt.addons.sync import sync_run
 from accmt.errors import TrackerError
-from accmt.tracking import Tracking, read_history, resolve_trackers, sync_run
+from accmt.tracking import Tracking, read_history, resolve_trackers
 from accmt.tracking.delivery_state import DeliveryFile
 from tests.toys import Linear, make_points, make_trainer
 from tests.trackers.killed import CHECKPOINT_AT, KILLED_AT, make

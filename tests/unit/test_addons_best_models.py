@@ -57,6 +57,16 @@ def test_each_folder_has_the_weights_of_its_step():
         assert torch.equal(load_file(best.folder_of(model) / "model.safetensors")["weight"], seen[model.step])
 
 
+def test_evaluations_after_the_run_change_nothing_that_it_kept():
+    best = BestModels(top_k=2)
+    trainer = make_trainer({"epochs": 3, "batch_size": 2}, callbacks=best)
+    trainer.fit(Linear(), make_points(8), make_points(4))
+    kept, steps = list(best.kept), steps_in(TOP)
+    trainer.test(test_dataset=make_points(2))
+    trainer.validate(val_dataset=make_points(2))
+    assert (best.kept, steps_in(TOP)) == (kept, steps)
+
+
 def test_a_continued_run_keeps_the_best_of_all():
     losses = [0.2, 0.5, 0.4, 0.3]
     train(losses, BestModels(top_k=2), epochs=2, checkpoint_every="epoch")

@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from accmt import merge_adapter
+from accmt.addons.peft_adapters import save_adapters
 from accmt.errors import WeightsError
-from accmt.huggingface.peft_adapters import save_adapters
 
 pytestmark = [
     pytest.mark.feature("N75"),

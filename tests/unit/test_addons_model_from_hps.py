@@ -101,7 +101,7 @@ def test_each_process_reads_where_a_launch_would_have_the_main_one_read_alone(mo
     kind = SimpleNamespace(from_pretrained=lambda _: os.environ.get(name, "unset"))
     with monkeypatch.context() as patch:
         patch.setenv(name, "true")
-        assert pretrained._read(kind, "./llama") == "unset"
+        assert pretrained.read_pretrained(kind, "./llama") == "unset"
         assert os.environ[name] == "true"
 
 
@@ -232,7 +232,7 @@ def test_parts_are_named_as_peft_finds_them(targets):
 
 def test_arguments_of_the_model_are_not_keywords_of_fit():
     hps = {**HPS, "model": {"path": "./llama", "type": "AutoModelForCausalLM"}}
-    with pytest.raises(UnknownArgumentError, match="do: write `num_labels: 3` in `model`"):
+    with pytest.raises(UnknownArgumentError, match=r"keywords \['num_labels'\](.|\n)*the section `model`"):
         Trainer(hps, "out/m").fit(hps, [{"input_ids": [1, 2]}], num_labels=3)
 
 

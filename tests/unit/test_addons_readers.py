@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -13,12 +14,14 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
-from accmt import StepsCurriculum, Trainer, read_files
+from accmt import Callback, StepsCurriculum, Trainer, read_files
 from accmt.addons.readers import places
 from accmt.data.samplers import Order
-from accmt.errors import ArgumentError, DataError, MissingPackageError
+from accmt.errors import ArgumentError, DataError, MissingPackageError, StoreError
 from tests.files_of_rows import FILES, HPS, Points, check_resume, make_rows, read, to_sample, train, write
+from tests.toys import make_trainer
 
 pytestmark = pytest.mark.feature("N106")
 KINDS = ("parquet", "jsonl", "file", "stream", "feather")
@@ -89,8 +92,6 @@ def test_paths_are_files_folders_globs_and_lists():
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "file", "feather"])
 @pytest.mark.parametrize("bucket", ["memory://rows", "bucket://rows"])
 def test_rows_are_read_from_a_bucket(kind: str, bucket: str):
-    from fsspec.implementations.memory import MemoryFileSystem
-
     class Bucket(MemoryFileSystem):
         """Says what S3 says of a file."""
 
@@ -208,11 +209,75 @@ def test_a_file_that_changes_while_it_is_used_is_an_error():
     folder = write("parquet", Path.cwd())
     data = read_files(folder)
     os.utime(folder / "part-1.parquet", (0, 0))
-    with pytest.raises(DataError, match=r"part-1\.parquet\n  got: a file that has changed while it was in use"):
+    with pytest.raises(StoreError, match=r"part-1\.parquet\n  got: a file that has changed while it was in use"):
         data[20]
     (folder / "part-2.parquet").unlink()
-    with pytest.raises(DataError, match=r"part-2\.parquet\n  got: No such file or directory"):
+    with pytest.raises(StoreError, match=r"part-2\.parquet\n  got: No such file or directory"):
         data[37]
+
+
+class Denying(MemoryFileSystem):
+    """Denies all reads once told to."""
+
+    protocol = "denying"
+    store: dict[str, Any] = {}
+    denies = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("denying://"))
+
+    def cat_file(self, path: str, *place: Any, **options: Any) -> Any:
+        self._answer(path)
+        return super().cat_file(path, *place, **options)
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        self._answer(path)
+        opened = super().open(path, mode, **options)
+        return DeniedFile(opened.getvalue()) if mode == "rb" else opened
+
+    def _answer(self, path: str) -> None:
+        if self.denies:
+            raise PermissionError(path)
+
+
+class DeniedFile(io.BytesIO):
+    """An open file whose reads are denied, too."""
+
+    def readinto(self, buffer: Any) -> int:
+        if Denying.denies:
+            raise PermissionError("denied")
+        return super().readinto(buffer)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "overwritten"])
+def test_what_a_store_answers_is_no_bad_sample(kind: str, monkeypatch: pytest.MonkeyPatch):
+    fsspec.register_implementation("denying", Denying, clobber=True)
+    folder = write("jsonl" if kind == "overwritten" else kind, Path.cwd(), files=1)
+    (path,) = folder.iterdir()
+    fsspec.filesystem("denying").put(str(path), f"/rows/{path.name}")
+
+    class Break(Callback):
+        def on_update_end(self) -> None:
+            if kind == "overwritten":
+                path.write_bytes(path.read_bytes().swapcase())
+            else:
+                monkeypatch.setattr(Denying, "denies", True)
+
+    data = read_files(path if kind == "overwritten" else f"denying://rows/{path.name}", cache=1, transform=to_sample)
+    failures = {"on_bad_sample": "skip"}
+    trainer = make_trainer(HPS, callbacks=Break(), checkpoint_every="epoch", handlers="all", failures=failures)
+    with pytest.raises(StoreError, match=path.name):
+        trainer.fit(Points(), data)
+    assert (trainer.state.global_step, trainer.state.bad_samples) == (1, 0)
+    assert len(list(Path("out").glob("checkpoint-*/step-*"))) == 1
+
+
+def test_files_without_rows_among_others_are_named(caplog: pytest.LogCaptureFixture):
+    Path("rows.jsonl").write_text('{"id": 0}\n')
+    Path("none.jsonl").write_text("\n")
+    assert len(read_files(["rows.jsonl", "none.jsonl"])) == 1
+    assert "no rows in none.jsonl" in caplog.text
 
 
 def test_what_cannot_be_read_says_what_to_use():

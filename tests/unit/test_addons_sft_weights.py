@@ -15,8 +15,8 @@ from accmt.addons.sft import chat
 from accmt.addons.sft.chat import IGNORED, mask_row
 from accmt.addons.sft.module import describe_data
 from accmt.addons.sft.rows import Masking, PadRows, TokenizedRows
+from accmt.addons.token_losses import weigh_tokens
 from accmt.errors import DataError, ModuleContractError
-from accmt.huggingface.losses import weigh_tokens
 from tests import conversations
 from tests.conversations import make_tokenizer
 from tests.turn_weights import (

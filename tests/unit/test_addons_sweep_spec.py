@@ -39,7 +39,8 @@ WRONG = [
     ({"space": {"optim.type": ["SGD", "AdamW"], "optim.lr": {"int": [1, 2], "when": {"optim.type": "sgd"}}}}, "`SGD`"),
     ({"space": None}, "got: nothing"),
     ({"objective": None}, "write `objective: accuracy`"),
-    ({"objective": "reward"}, "write `objective: {reward: max}`"),
+    ({"objective": "reward"}, "`objective: {reward: max}` if higher is"),
+    ({"objective": {"reward": "up"}}, "`objective: {reward: min}` if lower is better"),
     ({"objective": {"reward": "up"}}, "`min` or `max`"),
     ({"objective": ["accuracy", "val_loss"], "take": "best"}, "write `take: last`"),
     ({"objective": ["accuracy", "val_loss"], "pruner": "median"}, "no pruner with several objectives"),
@@ -111,6 +112,8 @@ def test_directions_of_losses_and_metrics_are_known():
     for name, maximizes in (("accuracy", True), ("val_loss", False), ("rmse", False), ("f1__en", True), ("r2", True)):
         assert read(objective=name).objectives[0].maximizes == maximizes, name
     assert read(objective={"reward": "max"}).objectives[0].maximizes
+    assert read(objective={"reward": "maximize"}).objectives[0].maximizes
+    assert not read(objective={"accuracy": "minimize"}).objectives[0].maximizes
 
 
 def test_the_number_of_trials_of_a_grid_and_of_a_list_is_theirs():

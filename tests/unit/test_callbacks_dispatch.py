@@ -119,8 +119,6 @@ def test_a_hook_without_keywords_says_so():
         ("on_epoch_ends", "on_epoch_end"),
         ("on_fit_begin", "on_fit_start"),
         ("on_after_optimizer", "on_after_optimizer_step"),
-        ("before_epochs", "on_epoch_start"),
-        ("after_fitt", "on_fit_end"),
     ],
 )
 def test_a_misspelt_hook_is_an_error_that_names_the_nearest(kind, misspelt, nearest):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from accmt import Metric
-from accmt.messages import columns_of_messages
 from tests.resume.unbroken import train
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
@@ -33,29 +30,6 @@ def test_the_number_of_an_epoch_stands_in_a_column(caplog):
     make_trainer({"epochs": 10, "batch_size": 4}, verbose=True).fit(Scripted(), Numbers(4), Numbers(2))
     heads = [line.partition(":")[0] for line in lines(caplog)]
     assert heads[8:] == ["step  9 of 10, epoch  9", "step 10 of 10, epoch 10"]
-
-
-def test_a_line_is_folded_below_its_first_value_where_the_terminal_is_narrow(caplog, monkeypatch):
-    class Measured(Scripted):
-        def validation_step(self, batch):
-            return {"loss": super().validation_step(batch), "accuracy": 0.5, "f1": 0.25, "precision": 0.125}
-
-    monkeypatch.setattr("accmt.messages.os.get_terminal_size", lambda number: os.terminal_size((100, 24)))
-    terminal = SimpleNamespace(fileno=lambda: 2, write=len, flush=list, isatty=lambda: False, closed=False)
-    monkeypatch.setattr("sys.stderr", terminal)
-    make_trainer({"epochs": 2, "batch_size": 4}, verbose=True, model_saving="always").fit(
-        Measured([0.5, 0.25]), Numbers(4), Numbers(2)
-    )
-    folded = [line.splitlines() for line in lines(caplog)]
-    assert max(len(line) for each in folded for line in each) <= columns_of_messages() == 100 - len("[accmt] ")
-    names = [[re.findall(r"[a-z]\w+(?= \d\.)", line) for line in each] for each in folded]
-    assert names == [[["train_loss", "val_loss"], ["accuracy", "f1", "precision"], []]] * 2
-    assert [each[-1].split() for each in folded] == [["saved"]] * 2
-    assert all(line.startswith(" " * len("step 2 of 2, epoch 2:  ")) for each in folded for line in each[1:])
-
-
-def test_what_is_no_terminal_has_no_width():
-    assert columns_of_messages() is None
 
 
 class Score(Metric):

@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 
-from accmt.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from accmt.checkpoint.manifest import MANIFEST_NAME
 from accmt.checkpoint.store import CheckpointStore
 from tests.checkpoints import empty, names_in, newest_content, save
 
@@ -105,20 +105,3 @@ def test_a_replaced_checkpoint_that_can_neither_go_nor_be_renamed_is_a_warning(t
     monkeypatch.undo()
     save(tmp_path, 2)
     assert names_in(tmp_path) == ["replaced-step-00000001", "step-00000002"]
-
-
-def test_a_save_reads_no_manifest_again_however_many_checkpoints_are_kept(tmp_path, monkeypatch):
-    from accmt.checkpoint import retention
-
-    read = []
-    monkeypatch.setattr(retention, "read_manifest", lambda path: read.append(path.name) or read_manifest(path))
-    store = CheckpointStore(tmp_path, max_checkpoints=20)
-    for step in range(1, 31):
-        staging = store.begin(step)
-        staging.write(lambda folder: (folder / "a").write_text("x"))
-        store.publish(staging, {})
-        assert len(read) <= step
-    assert names_in(tmp_path) == [f"step-{step:08d}" for step in range(11, 31)]
-    save(tmp_path, 7, max_checkpoints=20)  # another run, which knows none of them, and an older step
-    assert read.count("step-00000030") == 2
-    assert CheckpointStore(tmp_path).newest().step == 7

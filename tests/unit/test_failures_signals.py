@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,28 @@ def test_one_ctrl_c_that_a_launcher_sends_on_is_one(times: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Linear(), make_points())
     assert [folder.name for folder in Path("out/checkpoint-model").glob("step-*")] == ["step-00000001"]
+
+
+INTERRUPTED = """
+import os
+import signal
+import subprocess
+import sys
+import torch
+from tests.toys import Linear, make_points, make_trainer
+
+class Interrupted(Linear):
+    def on_update_end(self):
+        signal.raise_signal(signal.SIGINT)
+
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # loads what torch prints statistics of at exit
+make_trainer({"batch_size": 2}, "m").fit(Interrupted(), make_points(8))
+"""
+
+
+def test_a_run_that_ctrl_c_ends_has_its_exit_code(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT), done.stderr
+    assert "KeyboardInterrupt" in done.stderr

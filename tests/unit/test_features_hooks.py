@@ -36,12 +36,12 @@ def test_the_order_of_features() -> None:
         "out_of_memory",
         "loss_guard",
         "missing_gradients",
-        "packing_check",
-        "own_loss",
         "manual_optimization",
-        "batch_notes",
         "quantized_weights",
         "averages",
+        "packing_check",
+        "own_loss",
+        "batch_notes",
         "crash_loop",
         "changed_data",
         "launches",
@@ -92,8 +92,8 @@ def test_the_loop_and_the_building_of_a_run_name_no_feature(path: Path) -> None:
 
 
 def test_the_check_of_names_sees_imports_attributes_and_arguments() -> None:
-    source = "from accmt.features.own_loss import OwnLoss\nrun.own_loss\ndef f(own_loss): pass\nf(counts_targets=1)\n"
-    assert names_in(source) == {"accmt.features.own_loss", "OwnLoss", "own_loss", "counts_targets"}
+    source = "from accmt.addons.own_loss import OwnLoss\nrun.own_loss\ndef f(own_loss): pass\nf(counts_targets=1)\n"
+    assert names_in(source) == {"accmt.addons.own_loss", "OwnLoss", "own_loss", "counts_targets"}
 
 
 class Noting(Feature):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from accelerate.tracking import MLflowTracker
 
-from accmt.files import LOCK_NAME, FolderLock, FolderTakenError, is_locked, taking_turns
-from accmt.tracking.trackers.mlflow import MLFlowRun
+from accmt.addons.run_folders import is_locked, taking_turns
+from accmt.addons.trackers.mlflow import MLFlowRun
+from accmt.files import LOCK_NAME, FolderLock, FolderTakenError
 
 
 def take_elsewhere(folder):

@@ -265,15 +265,6 @@ def test_the_trial_of_a_scheduler_moves_no_learning_rate(scheduler):
     assert module.rate == optimizer.param_groups[0]["lr"]
 
 
-def test_a_decimal_comma_is_told():
-    with pytest.raises(accmt.HyperParameterError, match=r"got: '0,001' \(str\)(.|\n)*write `lr: 0\.001`"):
-        make_trainer({"optim": {"type": "SGD", "lr": "0,001"}})
-    with pytest.raises(
-        accmt.HyperParameterError, match=r"write `betas: \[0\.9, 0\.95\]`|write `betas: \[0\.9,0\.95\]`"
-    ):
-        make_trainer({"optim": {"type": "AdamW", "lr": 0.1, "betas": "0.9,0.95"}})
-
-
 def test_keys_that_are_not_indented_below_hps_are_told(tmp_path):
     (tmp_path / "hps.yaml").write_text("\nhps:\nepochs: 2\nbatch_size: 8\n")
     told = r"hps\.yaml:2\n  got: `hps:` without content, next to epochs, batch_size(.|\n)*do: indent these keys"

@@ -24,7 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from accmt.features.batch_notes import add_note_of_batch
+from accmt.addons.batch_notes import add_note_of_batch
 from accmt.module import HuggingFaceModule
 from tests.toys import make_trainer
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from accmt.features.packing_check import PackedCall, try_packing
+from accmt.addons.packing_check import PackedCall, try_packing
 
 SMALL = {
     "vocab_size": 64,

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 import accmt
 from accmt.libraries import private_names as names
@@ -80,6 +79,13 @@ def test_every_function_has_a_test_here():
     assert {name for name in functions if not name.startswith("_")} == called
 
 
+def count_graphs() -> int:
+    """Return the number of graphs that the compiler has created in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def is_use(node: ast.AST) -> bool:
     is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     return is_attribute and node.value.id == "names" and not node.attr.startswith("_")
@@ -109,15 +115,6 @@ def test_torch_counts_the_collectives_of_each_group(tmp_path):
         dist.destroy_process_group()
 
 
-def test_torch_pins_batches_of_any_kind():
-    class Batch:
-        def pin_memory(self):
-            return "pinned"
-
-    # Host memory is pinned for a device; what has the method is pinned by it, inside other things too.
-    assert names.pin_memory({"own": [Batch()]}) == {"own": ["pinned"]}, missing("torch", "pin_memory", "pin_memory")
-
-
 @pytest.fixture
 def alone(tmp_path):
     """Let this process be a group by itself."""
@@ -142,20 +139,10 @@ def test_torch_takes_part_in_a_forward_and_backward_without_inputs(alone):
         assert not parameter.grad.any(), missing("torch", "_pre_forward and _post_forward", "exchange_in_forward")
 
 
-def test_torch_finds_tensors_in_nested_containers():
-    first, second = torch.ones(1), torch.ones(2)
-    found = names.tensors_in([{"a": (first, None)}, [second, "text"]])
-    assert [id(tensor) for tensor in found] == [id(first), id(second)], missing("torch", "tree_leaves", "tensors_in")
-
-
-def test_torch_multiplies_and_copies_many_tensors_at_once():
+def test_torch_multiplies_many_tensors_at_once():
     tensors = [torch.ones(2), torch.ones(3)]
     names.multiply_(tensors, 2.0)
     assert [tensor.sum().item() for tensor in tensors] == [4, 6], missing("torch", "_foreach_mul_", "multiply_")
-    names.copy_(tensors, [torch.zeros(2), torch.ones(3)])
-    assert [tensor.sum().item() for tensor in tensors] == [0, 3], missing("torch", "_foreach_copy_", "copy_")
-    names.approach_(tensors, [torch.ones(2), torch.zeros(3)], 0.5)
-    assert [tensor.sum().item() for tensor in tensors] == [1, 1.5], missing("torch", "_foreach_lerp_", "approach_")
 
 
 def test_torch_counts_what_is_written_in_place():
@@ -165,16 +152,7 @@ def test_torch_counts_what_is_written_in_place():
     assert names.count_writes(tensor) > before, missing("torch", "Tensor._version", "count_writes")
 
 
-def test_torch_knows_tensors_that_are_made_of_others():
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    assert names.is_made_of_tensors(TwoTensor(torch.ones(2), torch.ones(2)))
-    assert not names.is_made_of_tensors(torch.ones(2)), missing(
-        "torch", "is_traceable_wrapper_subclass", "is_made_of_tensors"
-    )
-
-
-def test_torch_modules_have_their_buffers_and_children_in_dicts():
+def test_torch_modules_have_their_buffers_in_dicts():
     model = nn.Sequential(nn.BatchNorm1d(2))
     norm = model[0]
     norm.register_buffer("scratch", torch.zeros(1), persistent=False)
@@ -183,15 +161,6 @@ def test_torch_modules_have_their_buffers_and_children_in_dicts():
     assert norm.running_mean[0] == 7, missing("torch", "Module._buffers", "buffers_of")
     kept = [name for name in names.buffers_of(norm) if names.is_saved(norm, name)]
     assert kept == list(norm.state_dict())[2:], missing("torch", "_non_persistent_buffers_set", "is_saved")
-    model.add_module("again", norm)
-    assert names.children_of(model) == {"0": norm, "again": norm}, missing("torch", "Module._modules", "children_of")
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d])
-def test_torch_has_one_base_of_all_norms_over_batches(kind):
-    layer = kind(2)
-    assert names.has_running_statistics(layer), missing("torch", "_NormBase", "has_running_statistics")
-    assert not names.has_running_statistics(nn.LayerNorm(2))
 
 
 def test_torch_keeps_the_compiled_call_of_a_model_where_another_may_stand():
@@ -220,23 +189,15 @@ def test_torch_lets_its_counters_rest():
     assert counter.get_total_flops() == 16
 
 
-def test_torch_counts_the_graphs_of_its_compiler():
-    torch._dynamo.reset()
-    before = names.count_graphs()
-    compiled = torch.compile(lambda x: x * 2, backend="eager")
-    compiled(torch.ones(3))
-    assert names.count_graphs() == before + 1, missing("torch", "_dynamo.utils.counters", "count_graphs")
-
-
 def test_torch_takes_the_number_of_rows_for_one_that_varies():
     torch._dynamo.reset()
-    before = names.count_graphs()
+    before = count_graphs()
     compiled = torch.compile(lambda x: x * 2, backend="eager")
     for rows in (3, 4, 5):
         batch = torch.ones(rows, 7)
         names.mark_rows_dynamic([batch])
         compiled(batch)
-    assert names.count_graphs() == before + 1, missing("torch", "maybe_mark_dynamic", "mark_rows_dynamic")
+    assert count_graphs() == before + 1, missing("torch", "maybe_mark_dynamic", "mark_rows_dynamic")
 
 
 def test_torch_makes_as_many_graphs_as_are_allowed():
@@ -247,11 +208,11 @@ def test_torch_makes_as_many_graphs_as_are_allowed():
         assert config.recompile_limit == 2, "no fewer than before"
         names.allow_graphs(5)
         torch._dynamo.reset()
-        before = names.count_graphs()
+        before = count_graphs()
         compiled = torch.compile(lambda x, number: x * number, backend="eager", dynamic=False)
         for number in range(2, 7):
             compiled(torch.ones(3), number)
-        assert names.count_graphs() == before + 5, missing("torch", "recompile_limit", "allow_graphs")
+        assert count_graphs() == before + 5, missing("torch", "recompile_limit", "allow_graphs")
     torch._dynamo.reset()
 
 
@@ -331,13 +292,6 @@ def test_torch_notes_the_parameters_of_a_static_graph_with_its_hooks(alone):
     model(torch.ones(1, 4)).sum().backward()
 
 
-def test_torch_has_a_table_of_how_samples_are_stacked(monkeypatch):
-    assert names.stacks_tensors_as_torch()
-    monkeypatch.setitem(default_collate_fn_map, Tensor, lambda batch, **_: batch)
-    assert torch.utils.data.default_collate([torch.ones(1)] * 2) == [torch.ones(1)] * 2
-    assert not names.stacks_tensors_as_torch(), missing("torch", "collate_tensor_fn", "stacks_tensors_as_torch")
-
-
 def test_torch_ends_the_workers_of_an_iterator():
     loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
     batches = iter(loader)
@@ -369,26 +323,14 @@ def test_accelerate_notes_what_it_prepared_and_can_forget_it():
 
 def test_accelerate_shards_a_model_on_cpu_processes(alone):
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch.distributed.tensor import DTensor
 
     accelerator, model = Accelerator(cpu=True), nn.Sequential(nn.Linear(2, 2))
     names.use_fsdp(accelerator, FullyShardedDataParallelPlugin(fsdp_version=2))
     assert accelerator.is_fsdp2, missing("accelerate", "PartialState._shared_state", "use_fsdp")
-    names.shard_by_plugin(model, accelerator)
-    is_sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert is_sharded, missing("accelerate", "fsdp2_prepare_model", "shard_by_plugin")
-
-
-def test_accelerate_lets_layers_compute_their_activations_again(alone):
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    accelerator, model = Accelerator(cpu=True), nn.Sequential(nn.Linear(40, 40), nn.Linear(2, 2))
-    asked = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1000, "activation_checkpointing": True}
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **asked)
-    names.checkpoint_activations_by_plugin(model, accelerator)
-    is_wrapped = isinstance(model[0], CheckpointWrapper)
-    assert is_wrapped, missing("accelerate", "fsdp2_apply_ac", "checkpoint_activations_by_plugin")
+    fsdp2_prepare_model(accelerator, model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 # transformers
@@ -416,15 +358,6 @@ def test_transformers_has_a_plan_for_tensor_parallelism(qwen, tiny):
         names.plan_of_tensors(nn.Linear(1, 1), 2)
 
 
-def test_transformers_adds_up_gradients_of_norms_of_heads_itself(qwen):
-    assert names.sums_gradients_of_parts(qwen) == []
-    qwen._tp_size = 2
-    attention = qwen.model.layers[0].self_attn
-    found = names.sums_gradients_of_parts(qwen)
-    expected = [attention.q_norm.weight, attention.k_norm.weight]
-    assert {*map(id, found)} == {*map(id, expected)}, missing("transformers", "_tp_size", "sums_gradients_of_parts")
-
-
 def test_transformers_names_the_layers_to_shard(tiny):
     found = set(names.layers_to_shard(tiny))
     assert {"BertEmbeddings", "BertLayer"} <= found, missing("transformers", "_no_split_modules", "layers_to_shard")
@@ -441,10 +374,6 @@ def test_transformers_draws_the_first_values_of_each_part_within_a_context(tiny)
 
     norm = tiny.embeddings.LayerNorm
     nn.init.zeros_(norm.weight)
-    assert names.draws_first_values(tiny), missing(
-        "transformers", "PreTrainedModel._init_weights", "draws_first_values"
-    )
-    assert not names.draws_first_values(nn.Linear(1, 1))
     names.draw_first_values(tiny, around)
     assert norm.weight.tolist() == [1.0] * 8, missing("transformers", "_is_hf_initialized", "draw_first_values")
     assert {*seen} == {*tiny.modules()}, missing("transformers", "_initialize_weights", "_drawing_within")
@@ -518,11 +447,8 @@ def test_datasets_shows_the_steps_of_a_stream():
     stream = datasets.Dataset.from_dict({"x": [0, 1]}).to_iterable_dataset()
     both = datasets.concatenate_datasets([stream, stream.filter(lambda row: row["x"])])
     assert len(list(names.steps_of_stream(both))) > 3, missing("datasets", "_ex_iterable", "steps_of_stream")
-    assert not any(map(names.is_shuffle_buffer, names.steps_of_stream(both)))
     steps = names.steps_of_stream(both.shuffle(seed=0, buffer_size=2))
-    assert any(map(names.is_shuffle_buffer, steps)), missing(
-        "datasets", "BufferShuffledExamplesIterable", "is_shuffle_buffer"
-    )
+    assert "BufferShuffledExamplesIterable" in [type(step).__name__ for step in steps], "as accmt/data/streams.py knows"
 
 
 def test_datasets_shows_which_part_of_a_stream_is_read():
@@ -541,7 +467,6 @@ def test_datasets_shows_which_part_of_a_stream_is_read():
 def test_torchmetrics_shows_the_states_of_a_metric():
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.CatMetric()
-    assert names.list_states(metric) == ["value"], missing("torchmetrics", "Metric._defaults", "list_states")
     reduce = names.reduction_of(metric, "value")
     both = reduce([torch.ones(1), torch.ones(2)])
     assert len(both) == 3, missing("torchmetrics", "Metric._reductions", "reduction_of")
@@ -551,32 +476,13 @@ def test_torchmetrics_shows_the_states_of_a_metric():
 
 def test_what_accelerators_share_may_have_another_precision():
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     before = Accelerator(cpu=True, mixed_precision="bf16")
     names.share_other_precision("no")
     assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
     assert before.mixed_precision == "bf16"
-    assert {"dynamo_plugin", "_mixed_precision"} <= names.shared_state().keys()
-    names.shared_state().clear()
-
-
-def test_a_checkpoint_refuses_hooks_that_carry_something_from_step_to_step(alone, caplog):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    from accmt.checkpoint.contents import StateCollector
-    from accmt.errors import CheckpointError
-
-    def collect(state, hook):
-        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        model.register_comm_hook(state, hook)
-        StateCollector(model, []).collect({})
-
-    collect(None, default_hooks.fp16_compress_hook)
-    assert "communication hook" not in caplog.text
-    collect({"steps": 0}, default_hooks.fp16_compress_hook)
-    assert "checkpoints do not include the state of the communication hook (dict)" in caplog.text
-    with pytest.raises(CheckpointError, match=r"PowerSGDState\) cannot be saved in checkpoints"):
-        collect(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    AcceleratorState._shared_state.clear()
 
 
 def test_a_hook_may_use_a_gradient_within_backward():
@@ -593,34 +499,9 @@ def test_operations_name_their_arguments():
 
 def test_a_forked_process_forgets_accelerators(alone):
     from accelerate import Accelerator, PartialState
+    from accelerate.state import AcceleratorState
 
     Accelerator(cpu=True)
     names.forget_accelerator()
     assert not PartialState._shared_state, missing("accelerate", "_reset_state", "forget_accelerator")
-    assert not names.shared_state()
-
-
-def test_optuna_has_ids_of_trials_and_studies():
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study()
-    trial = study.ask()
-    found = study._storage.get_trial(names.id_of_trial(trial))
-    assert found.number == 0, missing("optuna", "_trial_id", "id_of_trial")
-    assert study._storage.get_all_trials(names.id_of_study(study)), missing("optuna", "_study_id", "id_of_study")
-
-
-def test_a_loss_function_is_replaced_and_the_default_restored():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=2)
-    )
-    before = set(vars(model))
-    default = model.loss_function
-    with names.computing_loss_with(model, sum):
-        assert model.loss_function is sum
-    what = missing("transformers", "_loss_function", "computing_loss_with")
-    assert model.loss_function is default, what
-    assert set(vars(model)) == before, what
+    assert not AcceleratorState._shared_state

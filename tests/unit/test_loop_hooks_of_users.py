@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from accmt import EMA, SWA, Callback, LambdaCallback
+from accmt import EMA, SWA, Callback
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -13,52 +13,6 @@ def fit(callback=None, module=None, **settings):
     trainer = make_trainer({"epochs": 2, "batch_size": 4}, callbacks=callback, **settings)
     trainer.fit(module or Linear(), make_points(), make_points(4))
     return trainer
-
-
-class Returns(Callback):
-    def on_before_training_step(self, batch):
-        return [part + 1 for part in batch]
-
-    def on_before_backward(self, loss):
-        return loss * 2
-
-    def on_evaluation_end(self, metrics):
-        return {**metrics, "mine": 1.0}
-
-    def on_log(self, values, step):
-        return None
-
-
-def test_what_a_hook_returns_and_is_dropped_is_said_once(caplog):
-    fit(Returns())
-    said = [message for message in caplog.messages if "it is ignored" in message]
-    assert len(said) == 3
-    assert said[0].startswith("Returns.on_before_training_step\n  got: the hook returned a list; it is ignored")
-    assert 'do: metrics["name"] = number' in said[2]
-
-
-def test_after_the_first_call_a_hook_is_called_itself():
-    callback = Returns()
-    hooks = fit(callback).run.hooks
-    assert callback.on_before_training_step.__func__ in [
-        getattr(hook, "__func__", None) for hook in hooks.on_before_training_step
-    ]
-
-
-def test_what_returns_nothing_that_was_meant_is_not_mentioned(caplog):
-    class Silent(Linear):
-        def on_before_training_step(self, batch):
-            if batch is None:
-                return
-            batch[0].add_(1)
-
-        def on_after_training_step(self, outputs):
-            return len(str(outputs))
-
-    rows = []
-    fit([LambdaCallback(on_log=lambda values: rows.append(values), on_epoch_end=lambda trainer: trainer)], Silent())
-    assert rows
-    assert "ignored" not in caplog.text
 
 
 class OwnAverage(Callback):

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accmt import Callback, Trainer
 from accmt.errors import DataError
@@ -67,19 +66,6 @@ def test_unequal_tensors_in_tuples_are_explained() -> None:
     data = [(torch.randn(3 + index % 2), torch.tensor(1.0)) for index in range(8)]
     with pytest.raises(DataError, match="making a batch"):
         fit(build(), data)
-
-
-def test_a_collate_function_that_the_user_registers_for_tensors_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    own = default_collate_fn_map[torch.Tensor]
-
-    def registered(batch, *, collate_fn_map=None):
-        calls.append(len(batch))
-        return own(batch, collate_fn_map=collate_fn_map)
-
-    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, registered)
-    fit(build())
-    assert calls
 
 
 def test_of_options_that_stand_together_the_file_holds_what_it_can(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import random
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -370,34 +368,6 @@ def test_micro_batches_are_pinned_as_batches_are(pins: bool) -> None:
 def test_a_sample_longer_than_the_budget_is_an_error_where_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"are longer, up to 23 tokens(.|\n)*truncation=True, max_length=20"):
         run(tmp_path, hps={"max_tokens": 20}, failures={"on_long_sample": "raise"})
-
-
-class WithLengths(Texts):
-    """Says its lengths."""
-
-    lengths = LENGTHS
-
-
-@pytest.mark.parametrize(
-    ("make_data", "said"),
-    [
-        (Stream, "the 16 samples of an optimizer step are split by length"),
-        (Texts, "the 16 samples of an optimizer step are split by length"),
-        (
-            WithLengths,
-            r"the 16 samples .* .* into about 6 micro-batches on each process, 8% of their tokens padding",
-        ),
-        (lambda: DataLoader(WithLengths(), 4, collate_fn=pad), "the 8 samples .* into about 3 micro-batches"),
-    ],
-)
-def test_the_summary_says_what_to_expect_and_reads_nothing(
-    tmp_path: Path, make_data: Any, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    data = make_data()
-    with pytest.raises(BrokenError):
-        run(tmp_path, data=data, callbacks=[Break(0)], verbose=True, grad_accumulation_steps=2)
-    assert re.search(f"max_tokens=64: {said}", caplog.text)
 
 
 class Manual(ExtendedAcceleratorModule):

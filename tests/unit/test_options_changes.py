@@ -1,4 +1,3 @@
-import re
 from fnmatch import fnmatchcase
 
 import pytest
@@ -6,7 +5,7 @@ import torch
 
 from accmt.errors import HyperParameterError
 from accmt.options import HyperParameters
-from accmt.options.changes import RULES, Change, changed_arguments, compare, require_allowed, rules_table
+from accmt.options.changes import RULES, Change, changed_arguments, compare, require_allowed
 from accmt.options.schema import Schema
 from tests.tables import each
 
@@ -171,11 +170,7 @@ def test_the_optimizers_arguments_are_handed_on_by_their_own_names():
     assert "type" not in changed_arguments(compare(of(), of(optim="SGD")))
 
 
-def test_the_table_has_a_row_for_each_rule_and_the_rules_name_every_key():
-    table = rules_table()
-    assert all(item.why in table for item in RULES)
-    assert len(table.splitlines()) == len(RULES) + 2
-    assert re.search(r"^\| `optim.type` \| rejected, unless `reset_optimizer_on_resume` \| ", table, re.MULTILINE)
+def test_the_rules_name_every_key():
     for field in Schema.model_fields:  # a new key needs a rule of its own
         assert any(fnmatchcase(f"{field}.x", item.pattern) or field == item.pattern for item in RULES[:-1]), field
 

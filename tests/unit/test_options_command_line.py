@@ -8,9 +8,9 @@ import re
 import pytest
 
 from accmt import Accuracy, Trainer
+from accmt.addons.command_line import NOT_TEXT, list_flags, read_meanings
 from accmt.errors import ArgumentError
 from accmt.options import Settings
-from accmt.options.command_line import NOT_TEXT, list_flags, read_meanings
 from accmt.options.units import read_max_time
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}

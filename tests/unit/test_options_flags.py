@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from accmt import HyperParameters, Trainer
+from accmt.addons.hps_flags import split_flags
 from accmt.errors import ArgumentError, HyperParameterError
-from accmt.options.yaml_reader import split_flags
 
 pytestmark = pytest.mark.feature("N71")
 

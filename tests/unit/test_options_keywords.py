@@ -7,9 +7,9 @@ import re
 import pytest
 
 from accmt import Trainer
+from accmt.addons.hints.keywords import check_keywords
 from accmt.addons.hints.table import FOREIGN
 from accmt.errors import ArgumentError, CombinedError, HyperParameterError, UnknownArgumentError
-from accmt.options.settings import check_keywords
 from tests.toys import HPS
 
 FOREIGN_NAMES = [name for names in FOREIGN.values() for name in names]

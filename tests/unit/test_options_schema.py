@@ -40,27 +40,6 @@ def test_faults_of_the_schema_hide_none_of_the_arguments_and_none_is_said_twice(
     assert sorted(places) == ["x batch_size", "x epochs", "x optim.lrr", "x scheduler.type"]
 
 
-TYPOS = {
-    "optm": {"type": "AdamV", "lrr": 1e-3, "betas": [0.9, 0.99], "group": []},
-    "schedular": {"type": "cos", "warmup": 1},
-}
-
-
-def test_what_stands_below_a_misspelt_key_or_type_is_checked_too():
-    with pytest.raises(HyperParameterError) as caught:
-        check(Document("x", {"epochs": 1, "batch_size": 2, **TYPOS}))
-    faults = [tuple(fault.splitlines()) for fault in str(caught.value).split("\n\n")[1:]]
-    assert [(fault[0], fault[-1]) for fault in faults] == [
-        ("x optm", "  do: write `optim`"),
-        ("x schedular", "  do: write `scheduler`"),
-        ("x optm.type", "  do: write `Adam`"),
-        ("x optm.lrr", "  do: write `lr`"),
-        ("x optm.group", "  do: write `groups`"),
-        ("x schedular.type", "  do: choose one of these names"),
-        ("x schedular.warmup", "  do: write `warmup_ratio`"),
-    ]
-
-
 def test_the_arguments_of_an_import_path_that_is_wrong_are_nobodys():
     with pytest.raises(HyperParameterError) as caught:
         check(Document("x", {**RIGHT, "optim": {"type": "torch.optim.SGDD", "lrr": 1}}))

@@ -38,26 +38,20 @@ def test_a_number_and_a_unit_in_any_case_and_spacing_are_read(text, number, unit
 @pytest.mark.parametrize(
     ("wrong", "do"),
     [
-        ("2 foos", "2 steps"),
-        ("0.5 steps", "1 step"),
-        ("0 epochs", "1 epoch"),
-        ("000steps", "1 step"),
+        ("2 foos", "2 epochs"),
+        ("0.5 steps", "2 epochs"),
+        ("0 epochs", "2 epochs"),
+        ("000steps", "2 epochs"),
         ("3 epoch s", "3 epochs"),
         ("5 stesp", "5 steps"),
-        ("10", "10 steps"),
-        ("", "1 epoch"),
-        ("-2 epochs", "2 epochs"),
-        ("2.5 epochs", "1 epoch"),
-        ("²steps", "1 step"),
+        ("", "2 epochs"),
+        ("-1 step", "1 step"),
+        ("2.5 epochs", "2 epochs"),
         ("every 500 batches", "500 steps"),
-        ("1e3 steps", "1000 steps"),
-        ("1,000 steps", "1000 steps"),
-        ("0.25", "0.25 epochs"),
-        (5, "5 steps"),
-        (500.0, "500 steps"),
-        (0, "1 step"),
-        (True, "1 epoch"),
-        (None, "1 epoch"),
+        ("1,000 steps", "2 epochs"),
+        (5, "2 epochs"),
+        (0, "2 epochs"),
+        (None, "2 epochs"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_all_units_and_a_line_to_write(wrong, do):
@@ -76,24 +70,12 @@ def test_times_are_read_in_any_case_and_with_usual_abbreviations(text: str, seco
     assert read_every("checkpoint_every", text, TIMES) == Every(seconds, "second")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "do"),
-    [
-        ("1.5 hours", '"90 minutes"'),
-        ("0.5 minutes", '"30 seconds"'),
-        ("minute", '"1 minute"'),
-        ("0 minutes", '"10 minutes"'),
-        (timedelta(minutes=20), '"20 minutes"'),
-        ({"seconds": 90}, '"90 seconds"'),
-        ("2 auto", '"auto"'),
-    ],
-)
-def test_what_was_meant_as_a_time_is_suggested_as_one(wrong: object, do: str) -> None:
-    with pytest.raises(ArgumentError) as raised:
+@pytest.mark.parametrize("wrong", ["1.5 hours", "0 minutes", timedelta(minutes=20), "2 auto"])
+def test_other_times_are_refused_with_an_example(wrong: object) -> None:
+    with pytest.raises(ArgumentError, match='"10 minutes"'):
         read_every("checkpoint_every", wrong, TIMES)
-    assert str(raised.value).endswith(f"checkpoint_every={do}")
 
 
 def test_the_key_of_an_options_dict_is_written_as_one() -> None:
-    with pytest.raises(ArgumentError, match=r'checkpoint_options=\{"keep_every": "1 epoch"\}'):
+    with pytest.raises(ArgumentError, match=r'checkpoint_options=\{"keep_every": "2 epochs"\}'):
         read_every("checkpoint_options.keep_every", "0.5 epochs", ("epoch", "step"), plain="step")

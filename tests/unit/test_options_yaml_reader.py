@@ -145,32 +145,18 @@ def test_a_misspelt_key_without_a_value_is_not_ignored(tmp_path):
         HyperParameters.from_config(write(tmp_path, "a.yaml", text))
 
 
-def of_aliases(first, form, levels):
-    """Return YAML in which each value is made of nine aliases of the one before."""
-    lines = [f"a0: &a0 {first}"]
-    lines += [f"a{i + 1}: &a{i + 1} {form % ','.join([f'*a{i}'] * 9)}" for i in range(levels)]
-    return "\n".join(lines) + "\n"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (of_aliases("[x, y]", "[%s]", 30), r"got: aliases that repeat more than 10,000 values\n.*\n  do: use fewer"),
-        (of_aliases("[x, y]", "[%s]", 30) + "? *a30\n: 1\n", "aliases|a key that is a list"),
         ("? [x]\n: 1\n", r"a\.yaml:1\n  got: a key that is a list or a mapping"),
         (f"a: 1\nb: {'1' * 5000}\n", r"a\.yaml:2\n  got: .*5000 digits"),
         ("a: 1\nb: 2026-99-99\n", r"a\.yaml:2\n  got: month must be in"),
     ],
-    ids=["aliases", "in a key", "key", "digits", "date"],
+    ids=["key", "digits", "date"],
 )
-def test_what_would_fill_the_memory_or_is_no_value_is_refused(tmp_path, text, message):
+def test_what_is_no_value_is_refused(tmp_path, text, message):
     with pytest.raises(HyperParameterError, match=message):
         read_document(write(tmp_path, "a.yaml", text))
-
-
-def test_merges_of_merges_keep_each_key_once(tmp_path):
-    text = of_aliases("{x: 1, y: 2}", "{<<: [%s], y: 3}", 30)
-    assert read_document(write(tmp_path, "a.yaml", text)).values["a30"] == {"x": 1, "y": 3}
 
 
 def test_a_json_number_of_thousands_of_digits_is_refused(tmp_path):

@@ -1,6 +1,5 @@
 import json
 import pickle
-from pathlib import Path
 
 import pytest
 
@@ -147,9 +146,3 @@ def test_what_is_in_host_memory_does_not_go_through_a_group_of_gpus(answers_on_g
 
 def test_a_group_that_ended_is_not_used_for_the_next(answers_on_gpus):
     assert answers_on_gpus["next"] == [[2.0], [2.0]]
-
-
-def test_each_file_whose_activity_is_named_exists():
-    package = Path(processes.__file__).parent
-    named = [package / place.strip("/") for place in processes._PLACES]
-    assert [str(path) for path in named if not path.exists()] == []

@@ -99,9 +99,19 @@ assert others == {"accmt"}, others
 """What torch has not loaded itself (sympy, torch.distributed.tensor, yaml, accelerate ...) waits for its first use."""
 
 
+WITHOUT_OPTUNA = """
+import sys
+sys.modules["optuna"] = None
+from accmt import *
+from accmt import Trainer
+"""
+
+
 @pytest.mark.feature("D26", "D34")
 @pytest.mark.parametrize(
-    "code", [BARE, QUICK, NO_EFFECT], ids=["nothing is loaded", "only accmt is loaded", "nothing is changed"]
+    "code",
+    [BARE, QUICK, NO_EFFECT, WITHOUT_OPTUNA],
+    ids=["nothing is loaded", "only accmt is loaded", "nothing is changed", "optional packages are absent"],
 )
 def test_importing_has_no_effect(tmp_path, code):
     environment = {

@@ -117,7 +117,7 @@ def test_an_unknown_rule_is_refused_with_the_nearest(rule, nearest):
 
 @pytest.mark.feature("D23")
 def test_a_metric_that_was_not_given_is_no_rule():
-    with pytest.raises(ArgumentError, match="needs that Metric in metrics="):
+    with pytest.raises(ArgumentError, match="a metric needs its Metric in metrics="):
         Selection("best_accuracy", {})
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule, Trainer
-from accmt.errors import AccmtError, ModuleContractError
+from accmt.errors import ModuleContractError
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module, check_validation
 from accmt.state import TrainingState
 
@@ -288,21 +286,21 @@ def make_scheduler(module):
 
 
 RETURNED_OPTIMIZERS = {
-    "a list": (lambda m: [make_optimizer(m)], "a list of SGD", "return optimizer, without brackets"),
+    "a list": (lambda m: [make_optimizer(m)], "a list of SGD", "without brackets"),
     "an empty list": (
         lambda m: [],
         "a list of nothing",
         r"return torch.optim.SGD\(self.model.parameters\(\), lr=0.1\)",
     ),
-    "two": (lambda m: [make_optimizer(m)] * 2, "a list of SGD, SGD", "one optimizer with a group for each part"),
+    "two": (lambda m: [make_optimizer(m)] * 2, "a list of SGD, SGD", "to step several optimizers"),
     "a pair": (lambda m: (make_optimizer(m), make_scheduler(m)), "a tuple of SGD, StepLR", "and def get_scheduler"),
     "pair of lists": (lambda m: ([make_optimizer(m)], [make_scheduler(m)]), "a tuple of list, list", "and def get_sch"),
     "a dict": (
         lambda m: {"optimizer": make_optimizer(m), "lr_scheduler": {"scheduler": make_scheduler(m)}},
-        "a dict with 'optimizer': SGD, 'lr_scheduler': dict",
+        "a dict of SGD, dict",
         "and def get_scheduler",
     ),
-    "a class": (lambda m: torch.optim.SGD, "the class SGD", r"return torch.optim.SGD\(self"),
+    "a class": (lambda m: torch.optim.SGD, "<class", r"return torch.optim.SGD\(self"),
     "a scheduler": (make_scheduler, r"StepLR", r"return torch.optim.SGD\(self"),
     "a name": (lambda m: "SGD", r"'SGD' \(str\)", r"return torch.optim.SGD\(self"),
     "one with a closure": (
@@ -364,10 +362,10 @@ class ByEpoch:
         (lambda m, o: (o, torch.optim.lr_scheduler.StepLR(o, 1)), "a tuple of SGD, StepLR", "return scheduler;"),
         (
             lambda m, o: {"scheduler": 1, "interval": "epoch"},
-            "a dict with 'scheduler': int",
+            "a dict of int, str",
             "step_scheduler_per_epoch",
         ),
-        (lambda m, o: torch.optim.lr_scheduler.StepLR, "the class StepLR", "return scheduler;"),
+        (lambda m, o: torch.optim.lr_scheduler.StepLR, "<class", "return scheduler;"),
         (lambda m, o: lambda step: 1.0, r"<function", "return scheduler;"),
         (
             lambda m, o: ByEpoch(),
@@ -415,18 +413,11 @@ def test_get_scheduler_with_other_parameters_is_refused_before_training(wrong):
         Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, TensorDataset(torch.ones(4, 2)))
 
 
-@pytest.mark.parametrize(
-    ("path", "do"),
-    [
-        ("out/a", "AcceleratorModule.from_hf('out/a', \"AutoModelForSequenceClassification\")"),
-        (("out/a", "AutoModelForCausalLM"), "AcceleratorModule.from_hf('out/a', 'AutoModelForCausalLM')"),
-        ("hps.yaml", "AcceleratorModule.from_hps('hps.yaml')"),
-    ],
-)
+@pytest.mark.parametrize("path", ["out/a", ("out/a", "AutoModelForCausalLM"), "hps.yaml"])
 @pytest.mark.parametrize("function", ["validate", "test", "predict", "tune"])
-def test_a_path_that_only_fit_takes_is_told_how_it_becomes_a_module(function, path, do):
+def test_a_path_that_only_fit_takes_is_told_how_it_becomes_a_module(function, path):
     trainer = Trainer(HPS, "out/m", verbose=False)
-    with pytest.raises(ModuleContractError, match=re.escape(f"do: trainer.{function}({do}, data)")):
+    with pytest.raises(ModuleContractError, match=r"do: module = AcceleratorModule.from_hf\(path, "):
         getattr(trainer, function)(path, TensorDataset(torch.ones(4, 2)))
 
 
@@ -434,7 +425,7 @@ BESIDE_THE_MODEL = {
     "a parameter": (lambda m: nn.Parameter(torch.ones(1)), r"self\.part requires a gradient"),
     "a tensor": (lambda m: torch.ones(1, requires_grad=True), r"self\.part requires a gradient"),
     "a parameter in a list": (lambda m: [1, nn.Parameter(torch.ones(1))], r"self\.part\[1\] requires"),
-    "a tensor in a dict": (lambda m: {"a": [torch.ones(1, requires_grad=True)]}, r"self\.part\['a'\]\[0\] requires"),
+    "a tensor in a dict": (lambda m: {"a": torch.ones(1, requires_grad=True)}, r"self\.part\['a'\] requires"),
     "a ParameterList": (lambda m: nn.ParameterList([torch.ones(1)]), r"self\.part has parameters"),
     "a layer in a tuple": (lambda m: (nn.Linear(1, 1),), r"self\.part\[0\] has parameters"),
 }
@@ -472,41 +463,3 @@ def test_what_is_trained_or_cannot_be_beside_the_model_is_allowed():
             return self.model(batch).mean()
 
     check_module(Own())
-
-
-class Nested(Trains):
-    """Its model holds a nested tensor."""
-
-    def __init__(self, hold, layout):
-        super().__init__()
-        parts = [torch.ones(2, 3), torch.ones(4, 3)]
-        hold(self.model, torch.nested.nested_tensor(parts, layout=layout))
-
-
-HELD = {
-    "parameter": lambda model, tensor: setattr(model, "held", nn.Parameter(tensor)),
-    "frozen parameter": lambda model, tensor: setattr(model, "held", nn.Parameter(tensor, requires_grad=False)),
-    "buffer": lambda model, tensor: model.register_buffer("held", tensor),
-    "buffer that is not saved": lambda model, tensor: model.register_buffer("held", tensor, persistent=False),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-@pytest.mark.parametrize("what", HELD)
-def test_a_nested_tensor_in_the_model_is_refused_unless_it_is_a_jagged_buffer(what, layout, tmp_path) -> None:
-    trainer = Trainer(HPS, tmp_path / "model", checkpoint_every="epoch", model_saving=None, log_with=None)
-    module = Nested(HELD[what], layout)
-    if layout is torch.jagged and what == "buffer that is not saved":
-        assert trainer.fit(module, torch.randn(4, 2)).global_step == 2
-        return
-    expected = "self.model\n  got: held, a (parameter|buffer) that is a nested tensor"
-    if layout is torch.jagged and what == "buffer":  # which the checkpoint cannot hold
-        expected = "held\n  got: a nested tensor"
-    with pytest.raises(AccmtError, match=expected) as caught:
-        trainer.fit(module, torch.randn(4, 2))
-    assert trainer.state.global_step == 0
-    assert "\n  do: " in str(caught.value)
-    if what != "buffer" or layout is torch.strided:
-        with pytest.raises(ModuleContractError, match=expected):
-            trainer.validate(module, torch.randn(4, 2))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from accmt import processes
+from accmt.addons import separate_disks
 from accmt.errors import SavingError
 from accmt.failures.board import Machine
-from accmt.setup import same_on_processes
 from tests.toys import make_trainer
 
 MACHINES = [Machine("here", (0, 1)), Machine("there", (2, 3)), Machine("beyond", (4,))]
@@ -29,17 +29,16 @@ def on_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             return [own, 0, seen[1], 0, seen[2]]
         return [own, None, Path("theirs"), None, Path("beyond")]
 
-    monkeypatch.setattr(same_on_processes, "num_processes", lambda: 5)
-    monkeypatch.setattr(same_on_processes, "find_machines", lambda: MACHINES)
-    monkeypatch.setattr(same_on_processes, "gather_objects", gather)
-    monkeypatch.setattr(same_on_processes, "_WAIT_S", 0.0)
+    monkeypatch.setattr(separate_disks, "find_machines", lambda: MACHINES)
+    monkeypatch.setattr(separate_disks, "gather_objects", gather)
+    monkeypatch.setattr(separate_disks, "_WAIT_S", 0.0)
     yield seen
     processes.separate_disks([])
 
 
 def find(folder: Path, **settings: Any) -> list[int]:
     """Return which process manages the disk of each."""
-    same_on_processes.find_disks(make_trainer(**{"model_path": str(folder / "model"), **settings}).settings)
+    separate_disks.find_disks(make_trainer(**{"model_path": str(folder / "model"), **settings}).settings)
     return list(processes._disk_managers)
 
 
@@ -84,21 +83,21 @@ def test_a_machine_that_sees_the_second_one_late_shares_the_first(on_machines: l
 @pytest.mark.usefixtures("on_machines")
 def test_the_folder_of_the_checkpoints_is_looked_at_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: list[Path] = []
-    write = same_on_processes._write_probe
+    write = separate_disks._write_probe
 
     def note(folder: Path) -> Path | None:
         written.append(folder)
         return write(folder)
 
-    monkeypatch.setattr(same_on_processes, "_write_probe", note)
+    monkeypatch.setattr(separate_disks, "_write_probe", note)
     find(tmp_path, checkpoint_every="1 steps", checkpoint=str(tmp_path / "kept"))
     assert written == [tmp_path / "model", tmp_path / "kept"]
 
 
 def test_what_appears_late_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "late"
-    monkeypatch.setattr(same_on_processes.time, "sleep", lambda _: path.touch())
-    assert same_on_processes._appears(path, 10.0)
+    monkeypatch.setattr(separate_disks.time, "sleep", lambda _: path.touch())
+    assert separate_disks._appears(path, 10.0)
 
 
 @pytest.mark.usefixtures("on_machines")
@@ -113,6 +112,5 @@ def test_a_folder_that_nobody_can_write_to_is_left_to_whoever_writes(
 
 
 def test_one_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(same_on_processes, "num_processes", lambda: 2)
-    monkeypatch.setattr(same_on_processes, "_write_probe", lambda folder: pytest.fail("a probe was written"))
+    monkeypatch.setattr(separate_disks, "_write_probe", lambda folder: pytest.fail("a probe was written"))
     assert find(tmp_path) == []

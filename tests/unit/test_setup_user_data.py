@@ -9,8 +9,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from accmt import Callback
+from accmt.addons.datamodule import DataModule
 from accmt.errors import ArgumentError, DataError
-from accmt.setup.datasets import DataModule
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 QUIET = {"num_sanity_val_steps": 0}

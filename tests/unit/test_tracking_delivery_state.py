@@ -37,7 +37,7 @@ def account(delivered, handed=None, first=0):
 def test_one_that_has_nothing_gets_what_counts(history, rewinding):
     replay = Replay(history, account(0), rewinding)
     assert list(delivered(history, replay)) == [1, 2, 3, 4, 5, 6, 12, 13, 14]
-    assert (replay.first_step, replay.kept_steps) == (None, None)
+    assert replay.first_step is None
 
 
 def test_one_that_forgets_is_told_from_which_step_and_gets_the_rest(history):
@@ -71,13 +71,11 @@ def test_what_an_earlier_resume_withdrew_is_not_withdrawn_again(history):
 
 def test_one_that_keeps_its_points_gets_no_second_one_at_a_step(history):
     replay = Replay(history, account(9), KEEPS)  # it has steps 6 and 7 of the first attempt
-    assert replay.kept_steps == (6, 7)
     assert delivered(history, replay) == {12: ["new"], 13: ["new"], 14: ["loss", "new"]}
 
 
 def test_one_that_keeps_its_points_gets_for_certain_what_was_under_way(history):
     replay = Replay(history, account(8, handed=10), KEEPS)
-    assert replay.kept_steps == (6, 8)
     assert delivered(history, replay) == {
         8: ["loss", "lr"],
         9: ["loss", "lr"],
@@ -95,7 +93,7 @@ def test_one_of_which_nothing_is_known_gets_the_new_rows(history):
 @pytest.mark.parametrize("rewinding", list(Rewinding))
 def test_rows_of_an_earlier_run_in_the_same_folder_are_left_alone(history, rewinding):
     replay = Replay(history, account(15, first=15), rewinding)
-    assert (replay.start, replay.first_step, replay.kept_steps) == (15, None, None)
+    assert (replay.start, replay.first_step) == (15, None)
 
 
 @pytest.mark.parametrize("rewinding", [KEEPS, WITHDRAWS])
@@ -110,7 +108,7 @@ def test_what_an_earlier_run_of_the_same_name_took_back_is_none_of_the_points_of
         later.add_values({"loss": 4.0}, step)
     later.close()
     replay = Replay(history, account(20, first=15), rewinding)  # the tracker has steps 0 to 3, and not more
-    assert (replay.first_step, replay.kept_steps) == ((2, None) if rewinding is WITHDRAWS else (None, (2, 3)))
+    assert replay.first_step == (2 if rewinding is WITHDRAWS else None)
     lines = range(21, 28) if rewinding is WITHDRAWS else range(23, 28)
     assert delivered(history, replay) == dict.fromkeys(lines, ["loss"])
 

@@ -15,8 +15,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accmt import MLFlow, TensorBoard
+from accmt.addons.sync import sync_run
 from accmt.errors import ArgumentError, DataError
-from accmt.tracking import read_history, sync_run
+from accmt.tracking import read_history
 from accmt.tracking.values import Media
 from tests.faults.tracking import Faulty, kill, log_steps, make, tensorboard_points, wait_until, warnings_of
 

@@ -34,11 +34,14 @@ from accmt.addons.evaluate_beside.published import (
 from accmt.addons.fork.beginning import find_fork, settings_at
 from accmt.addons.hub import PushToHub
 from accmt.addons.launches import read_launches
+from accmt.addons.models_in_fit import as_module
+from accmt.addons.run_folders import is_locked
+from accmt.addons.sync import sync_run
 from accmt.callbacks import Callback, build_callbacks
 from accmt.callbacks.averaging import WeightAverage
 from accmt.engine.accelerator import build_accelerator
 from accmt.errors import ArgumentError, explain
-from accmt.files import current_folder, dumps, is_locked, loads, write_text
+from accmt.files import current_folder, dumps, loads, write_text
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.messages import warn
 from accmt.options import Settings
@@ -53,11 +56,10 @@ from accmt.setup.build import build_run
 from accmt.setup.datasets import UserData
 from accmt.setup.inputs import check_metrics
 from accmt.setup.model import detach_run
-from accmt.setup.module_checks import as_module
 from accmt.setup.same_on_processes import reporting_failed_setup
 from accmt.setup.torch_flags import running, working
 from accmt.state import TrainingState
-from accmt.tracking import Tracking, resolve_trackers, sync_run
+from accmt.tracking import Tracking, resolve_trackers
 from accmt.tracking.delivery_state import DeliveryFile
 from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, read_rows
 from accmt.tracking.tracking import RunStatus

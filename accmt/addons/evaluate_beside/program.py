@@ -9,12 +9,13 @@ from typing import NoReturn
 
 from accmt.addons.evaluate_beside.published import find_models
 from accmt.addons.launches import build_command, read_launches
+from accmt.addons.run_folders import find_run_folders
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, loads
 from accmt.registry import FIT_VARIABLE
 from accmt.saving import RUN_KEY, read_status
 from accmt.saving.weights import find_entry
-from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, find_run_folders
+from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE
 
 REQUEST_VARIABLE = "ACCMT_EVALUATE"
 """What `accmt evaluate` asks for, for the program that it starts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -12,13 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import safe_open
+
 from accmt.checkpoint.manifest import Checkpoint, Manifest, examine, read_manifest
 from accmt.checkpoint.retention import list_published
 from accmt.errors import WeightsError
 from accmt.saving import RUN_KEY, read_status
 from accmt.saving.load_weights import require_files
 from accmt.saving.model_folder import STATUS_NAME
-from accmt.saving.weights import find_entry, read_digest
+from accmt.saving.weights import DIGEST_KEY, PICKLE, SAFETENSORS, files_of, find_entry
 
 _TRIES = 20
 _BETWEEN_TRIES_S = 0.25
@@ -221,3 +224,22 @@ def _link(source: Path, target: Path, names: Sequence[str]) -> None:
         except OSError:
             with suppress(FileExistsError):
                 shutil.copy2(source / name, copied)
+
+
+def read_digest(folder: Path) -> str | None:
+    """Return the digest that was saved with the weights of a folder; None if there is none, as in one `.bin` file.
+
+    Raises:
+        OSError: The weights cannot be read.
+    """
+    entry = find_entry(folder)
+    if entry is None:
+        return None
+    if entry.name in (SAFETENSORS.index, PICKLE.index):
+        metadata = json.loads(entry.read_text(encoding="utf-8")).get("metadata") or {}
+        return metadata.get(DIGEST_KEY)
+    path = folder / files_of(entry)[0]
+    if path.suffix != SAFETENSORS.extension:
+        return None
+    with safe_open(path, framework="pt") as file:
+        return (file.metadata() or {}).get(DIGEST_KEY)

@@ -22,18 +22,19 @@ from accmt.addons.flight_recorder.compare import RELATIVE_TOLERANCE
 from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, Ledger, compare_steps, read_ledger, require_ledger, step_of
 from accmt.addons.launches import build_command, relocate
+from accmt.addons.text_tables import align
 from accmt.callbacks import Callback, StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import read_others
 from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, explain
 from accmt.files import current_folder, dumps
-from accmt.messages import align
 from accmt.recovery.restart import Restart
 from accmt.registry import FIT_VARIABLE
 
 _REQUEST = "ACCMT_REPLAY"
 _ERROR_FILE = "error.txt"
+_FLAG_FILE = "flag.txt"  # the error of a flag of `accmt replay`, which the program finds
 _LAST_LINES = 20
 _TEXT = 80
 
@@ -174,6 +175,9 @@ def replay(
         path.write_text(dumps(request))
         output = _run_program(folder, start, path)
         found = list(Path(place).rglob(LEDGER_FILE))
+        wrong_flag = Path(place, _FLAG_FILE)
+        if wrong_flag.exists():
+            raise ArgumentError(wrong_flag.read_text())
         if not found or not Path(place, "done").exists():
             error = Path(place, _ERROR_FILE)
             shown = error.read_text() if error.exists() else "\n".join(output.splitlines()[-_LAST_LINES:])
@@ -333,6 +337,8 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
             do = "put the other training into another program, or restore epochs and max_steps"
             raise ArgumentError(explain("the first trainer.fit of the program", got, expected, do))
     except BaseException as error:
+        if isinstance(error, ArgumentError) and str(error).startswith("--"):
+            Path(place, _FLAG_FILE).write_text(str(error))
         notes = getattr(error, "__notes__", ())
         with Path(place, _ERROR_FILE).open("a") as file:
             file.write("\n".join([f"{type(error).__name__}: {error}", *notes, ""]))

@@ -19,12 +19,13 @@ from accmt.addons.fork.checkpoints import fork_checkpoint
 from accmt.addons.fork.lineage import FORK_FILE, Origin, ancestors_of, note_fork, read_origin
 from accmt.addons.goodput.records import read_goodput
 from accmt.addons.launches import DECIDE_STEPS, arguments_of, read_launches
+from accmt.addons.run_folders import taking_turns
 from accmt.checkpoint.manifest import Manifest, read_manifest
 from accmt.checkpoint.retention import delete, list_published
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import ArgumentError, CheckpointCorruptError, StepDiffersError, explain
 from accmt.features.hooks import Feature
-from accmt.files import current_folder, dumps, loads, taking_turns
+from accmt.files import current_folder, dumps, loads
 from accmt.messages import say, warn
 from accmt.options import HyperParameters, Settings
 from accmt.options.changes import Change, compare, require_allowed
@@ -37,8 +38,8 @@ from accmt.tracking.history import HISTORY_FILE, RunPlace, folder_name, read_his
 from accmt.tracking.spec import find_specs
 
 if TYPE_CHECKING:
+    from accmt import Trainer
     from accmt.data import Window
-    from accmt.protocols import TrainerProtocol
     from accmt.recovery.restart import Recovery
 
 _BUILT_ONCE = ("accelerator", "mixed_precision", "parallelism")
@@ -357,7 +358,7 @@ def settings_at(settings: Settings, fork: Fork, step: int) -> Settings:
 # ---- The two runs of a fork
 
 
-def begin_fork(trainer: TrainerProtocol, recovery: Recovery) -> None:
+def begin_fork(trainer: Trainer, recovery: Recovery) -> None:
     """Set the Trainer's settings to those with which the fork continues, and choose its checkpoint.
 
     Processes: collective.

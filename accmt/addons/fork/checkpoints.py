@@ -21,7 +21,7 @@ from accmt.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from accmt.checkpoint.retention import Ages, make_durable, publish
+from accmt.checkpoint.retention import list_by_age, make_durable, publish
 from accmt.errors import CheckpointCorruptError, explain
 from accmt.files import fsync_file, fsync_folder, write_text
 
@@ -88,7 +88,7 @@ def fork_checkpoint(source: Path, folder: Path, *, run_name: str) -> Path:
         info = {**manifest.info, "run_name": run_name, "launch": None, "forked_from": origin}
         own = replace(
             manifest,
-            sequence=1 + max((sequence for _, sequence in Ages(folder).oldest_first()), default=0),
+            sequence=1 + max((sequence for _, sequence in list_by_age(folder)), default=0),
             files={**manifest.files, STATE_FILE: FileEntry.of(state)},
             info=info,
             time=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accmt.files import dumps, find_moved, loads, write_text
+from accmt.addons.launches import find_moved
+from accmt.files import dumps, loads, write_text
 from accmt.tracking.history import HISTORY_FILE
 
 FORK_FILE = "fork.json"

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.command_line import read_config
 from accmt.addons.fork.beginning import ChangedFork, Parent
 from accmt.addons.fork.lineage import read_origin
 from accmt.addons.launches import FORK_VARIABLE, build_command
@@ -19,7 +20,6 @@ from accmt.errors import ArgumentError, HyperParameterError, explain
 from accmt.files import current_folder, dumps, loads
 from accmt.options import HyperParameters, Settings
 from accmt.options.changes import compare, require_allowed
-from accmt.options.command_line import read_config
 from accmt.options.settings import apply_trials
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE, PROGRAM_VARIABLE
 from accmt.secrets import hide

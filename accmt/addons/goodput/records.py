@@ -211,7 +211,8 @@ def require_goodput(folder: Path) -> Totals:
     try:
         return read_goodput(folder)
     except OSError as error:
-        got, expected = f"no {GOODPUT_FILE} in it", "the folder of a run: logs/<track>/<run>"
+        got = f"no {GOODPUT_FILE} in it" if folder.is_dir() else f"no such folder; you are in {Path.cwd()}"
+        expected = "the folder of a run: logs/<track>/<run>"
         do = "pass a run folder; Trainer(goodput=False) writes none"
         raise ArgumentError(explain(f"accmt goodput {folder}", got, expected, do)) from error
 

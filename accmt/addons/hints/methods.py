@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
-from accmt.errors import ModuleContractError, explain
+from accmt.callbacks.callback import HOOKS
+from accmt.errors import ModuleContractError, explain, nearest
+from accmt.module import AcceleratorModule, defines
+from accmt.registry import addon
 
 _OPTIMIZER_AND_SCHEDULER = "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler"
 _EVALUATION = "def validation_step(self, batch), and on_evaluation_end(self, metrics) for code after the evaluation"
@@ -186,6 +189,27 @@ def reject_foreign_methods(module: Any) -> None:
         raise ModuleContractError(explain(where, got, "an ExtendedAcceleratorModule, which steps manually", do))
 
 
+_CONTRACT = tuple(
+    name
+    for name in vars(AcceleratorModule)
+    if callable(getattr(AcceleratorModule, name)) or name.startswith("collate_fn")
+)
+
+
+def reject_misspelt_methods(module: AcceleratorModule) -> None:
+    """Reject methods that are nearly called like one of an `AcceleratorModule`: they would silently be ignored.
+
+    Raises:
+        ModuleContractError: The module has one, and not the method itself.
+    """
+    names = {name for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__ for name in vars(kind)}
+    for name in sorted(names - set(dir(AcceleratorModule))):
+        meant = nearest(name, _CONTRACT, cutoff=0.9)
+        if meant and not name.startswith("_") and not defines(module, meant):
+            got, do = f"a method {name}, but no {meant}", f"rename it to {meant} (or to a less similar name)"
+            raise ModuleContractError(explain(type(module).__name__, got, "methods of an AcceleratorModule", do))
+
+
 _LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
 
 
@@ -219,3 +243,51 @@ def _unwrap(value: Any) -> Any:
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     return inspect.unwrap(value.fget if isinstance(value, property) and value.fget else value)
+
+
+_LOG_KEYWORDS: Mapping[str, str] = {
+    "add_dataloader_idx": "remove it: with several validation sets, the set's name is added automatically",
+    "batch_size": 'return {"loss": loss, "weight": weight}, or define get_batch_size',
+    "enable_graph": "remove it: graphs are never kept",
+    "metric_attribute": "remove it: pass metrics to the Trainer, Trainer(metrics=[...])",
+    "on_epoch": "remove it: Trainer(log_every=-1) writes one row per epoch",
+    "on_step": "remove it: Trainer(log_every=10) sets the interval of rows, and instant=True writes one now",
+    "rank_zero_only": "remove it: a value may be logged on some processes only",
+    "reduce_fx": 'write reduction="sum", or remove it for the mean',
+    "sync_dist": "remove it: values are averaged over all processes",
+    "sync_dist_group": "remove it: values are averaged over all processes",
+}
+
+
+def find_log_keyword(keyword: str) -> str | None:
+    """Return what to do with a keyword of Lightning's `log`, or None."""
+    return _LOG_KEYWORDS.get(keyword)
+
+
+def find_foreign_hook(name: str) -> tuple[str, str] | None:
+    """Return what a method that is named like a hook is elsewhere, and what to write; None for an unknown name."""
+    hook = addon("other_hook_names").get(name)
+    if hook is not None:
+        keywords = ", ".join(("self", *HOOKS[hook]))
+        do = f"def {hook}({keywords}); or also derive from accmt.compat.OtherHookNames, which accepts it"
+        return "a name that other trainers use for a hook", do
+    foreign = find_foreign_method(name)
+    return foreign and (f"a hook of {foreign[0]}, which does not exist here", foreign[1])
+
+
+_PARAMETERS: Mapping[str, str] = {
+    "args": "self.trainer.settings",
+    "batch_idx": "self.state.batch_idx",
+    "checkpoint": "what `def state_dict(self)` returns and `def load_state_dict(self, state)` restores",
+    "control": "self.trainer.should_stop",
+    "dataloader_idx": "the `key` of on_validation_start",
+    "pl_module": "self.module",
+    "state": "self.state",
+    "trainer": "self.trainer",
+}
+"""Parameters that other trainers pass to hooks, and the accmt equivalent."""
+
+
+def find_parameters(names: Iterable[str]) -> list[str]:
+    """Return where to find what other trainers pass to hooks under these names."""
+    return [f"{name} is {_PARAMETERS[name]}" for name in sorted(names) if name in _PARAMETERS]

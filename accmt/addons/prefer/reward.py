@@ -15,7 +15,6 @@ from accmt.addons.sft.rows import padding_id
 from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.model_kinds import without_adapter
-from accmt.libraries.private_names import computing_loss_with
 
 if TYPE_CHECKING:
     from accmt.addons.prefer.section import PreferSection
@@ -116,8 +115,12 @@ class RewardModule(RowModule):
         # The output has only the score of the last token of a row, so the loss returns those at the labels' positions.
         # It is part of the output, too, so wrappers that reduce or shard gradients see what is trained on.
         model = self.unwrapped_model
-        with computing_loss_with(without_adapter(model), _scores_at):
+        within: Any = without_adapter(model)
+        before, within.loss_function = within.loss_function, _scores_at
+        try:
             packed: Tensor | None = self.model(**inputs, labels=ends, use_cache=False).loss
+        finally:
+            within.loss_function = before
         if packed is None or packed.shape != ends.shape:
             got = f"a {type(model).__name__}, which has the reward of one answer per row only"
             expected = "a model that computes its loss with `loss_function`, such as Llama or Qwen"

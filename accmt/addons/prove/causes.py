@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from accmt.addons.digests import changed_attributes, digest, digest_attributes
 from accmt.addons.flight_recorder.examiner import rows
 from accmt.addons.prove.launches import Launch, Outcome
 from accmt.addons.prove.randomness import SameForAllSamples, seed_step
@@ -21,7 +22,6 @@ from accmt.data import first_dimension
 from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.loop.step_outputs import read_training_output
 from accmt.processes import gather_objects, num_processes
-from accmt.recovery.digests import changed_attributes, digest, digest_attributes
 from accmt.without_trace import without_trace
 
 _READING_MODIFIES = "reading modifies "
@@ -240,7 +240,7 @@ class Laboratory(StatelessCallback):
         data = getattr(loader.dataset, "dataset", loader.dataset)
         collate = getattr(loader.collate_fn, "collate", loader.collate_fn)
         if num_processes() > 1:
-            self._compare_processes(run, data, collate, gather_objects(indices)[0])
+            self._compare_processes(run, data, collate, gather_objects(indices)[0] or [])
             return
         if indices and not self.findings.data:
             self.findings.data = _read_twice(data, indices[:3])

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from accmt.addons.digests import digest, digest_attributes
 from accmt.addons.prove.randomness import SameForAllSamples, first_samples, seed_step
 from accmt.callbacks import Callback, build_callbacks
 from accmt.engine.sync_batchnorm import is_batch_norm
@@ -32,7 +33,6 @@ from accmt.errors import AccmtError
 from accmt.files import dumps, loads
 from accmt.libraries.private_names import forget_accelerator
 from accmt.options import Settings
-from accmt.recovery.digests import digest, digest_attributes
 
 EXACT, REDUCED = 1e-3, 5e-2
 """Relative errors up to which gradients count as equal: of float32 weights, and of bfloat16 and float16 ones."""
@@ -361,6 +361,7 @@ class Observer(Callback):
 
     def on_fit_start(self) -> None:
         if self._launch.freezes_batch_norm:
+            layer: Any
             for layer in filter(is_batch_norm, self.trainer.run.unwrapped_model.modules()):
                 layer.eval()
                 layer.train = lambda mode=True, layer=layer: layer  # it stays so after `model.train()`

@@ -161,11 +161,13 @@ class _LinesFile:
     def take(self, rows: Sequence[int]) -> list[Any]:
         bounds = [(int(self._index[row + 1]), int(self._index[row + 2])) for row in rows]
         file = self._file
-        if file.storage is None:
-            lines = [os.pread(self._descriptor, end - begin, begin) for begin, end in bounds]
-        else:  # at the same time
-            begins, ends = map(list, zip(*bounds, strict=True))
-            lines = file.storage.fs.cat_ranges([file.path] * len(rows), begins, ends)
+        with file.reading():
+            if file.storage is None:
+                lines = [os.pread(self._descriptor, end - begin, begin) for begin, end in bounds]
+            else:  # at the same time
+                begins, ends = map(list, zip(*bounds, strict=True))
+                paths = [file.path] * len(rows)
+                lines = file.storage.fs.cat_ranges(paths, begins, ends, on_error="raise")
         parsed = []
         for row, line in zip(rows, lines, strict=True):
             try:

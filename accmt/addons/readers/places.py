@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
@@ -12,7 +14,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import numpy as np
 import xxhash
 
-from accmt.errors import DataError, MissingPackageError, explain
+from accmt.errors import DataError, MissingPackageError, StoreError, explain
 from accmt.files import replace_file
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -91,37 +93,54 @@ class DataFile(NamedTuple):
     storage: Storage | None = None
 
     def open(self) -> Any:
-        """Open it to read bytes."""
-        return Path(self.path).open("rb") if self.storage is None else self.storage.fs.open(self.path, "rb")
+        """Open it to read bytes.
+
+        Raises:
+            StoreError: Now, or in a later read: the disk or the store does not return them.
+        """
+        return Path(self.path).open("rb") if self.storage is None else _FileInStore(self)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return some of its bytes."""
+        """Return some of its bytes.
+
+        Raises:
+            StoreError: The disk or the store does not return them.
+        """
         if self.storage is not None:
-            return bytes(self.storage.fs.cat_file(self.path, start=begin, end=end))
-        with self.open() as file:
+            with self.reading():
+                return bytes(self.storage.fs.cat_file(self.path, start=begin, end=end))
+        with self.reading(), self.open() as file:
             file.seek(begin)
             return bytes(file.read(end - begin))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise what the disk or the store answers, whose types differ between file systems, as a StoreError."""
+        try:
+            yield
+        except Exception as error:
+            got = f"its store answered {type(error).__name__}: {error}"
+            do = "check the store, the network and the credentials, and resume the run"
+            raise StoreError(explain(self.name, got, "its bytes", do)) from error
 
     def require_unchanged(self) -> None:
         """Check a local file before it is read with what was known of it at the start.
 
         Raises:
-            DataError: It is gone, or was replaced.
+            StoreError: It is gone, was replaced, or was written to.
         """
         if self.storage is not None:
             return
         try:
-            size, version = _identify(Path(self.path).stat())
+            size, version = _identify(os.stat(self.path))  # noqa: PTH116 - for each batch, and twice as fast
         except OSError as error:
             got, do = f"{error.strerror}", "restore it, and resume the run"
-            raise DataError(explain(self.name, got, "the file, until the run ends", do)) from error
+            raise StoreError(explain(self.name, got, "the file, until the run ends", do)) from error
         if (size, version) != (self.size, self.version):
-            got, expected = (
-                f"a file that has changed while it was in use: {size} bytes",
-                f"{self.size} bytes, as before",
-            )
+            got = f"a file that has changed while it was in use: {size} bytes"
+            expected = f"the file as it was at the start: {self.size} bytes"
             do = "do not write files that a run reads; restore it, and resume the run"
-            raise DataError(explain(self.name, got, expected, do))
+            raise StoreError(explain(self.name, got, expected, do))
 
     def digest(self) -> str:
         """Return a digest of its size and of parts of it, from its beginning to its end; or what the bucket says."""
@@ -146,8 +165,38 @@ class DataFile(NamedTuple):
         return DataError(explain(self.name, f"{reason}", expected, do))
 
 
-def _identify(found: os.stat_result) -> tuple[int, str]:
-    return found.st_size, str(found.st_mtime_ns)
+class _FileInStore(io.RawIOBase):
+    """An open file in a store; pyarrow passes on the StoreErrors of its reads."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+        storage: Any = file.storage
+        with file.reading():
+            self._opened = storage.fs.open(file.path, "rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._opened.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._opened.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        with self._file.reading():
+            return int(self._opened.readinto(buffer))
+
+    def close(self) -> None:
+        self._opened.close()
+        super().close()
+
+
+def _identify(status: os.stat_result) -> tuple[int, str]:
+    return status.st_size, str(status.st_mtime_ns)  # without the inode, which file systems in user space may change
 
 
 def find_files(where: str, paths: Sequence[str], options: Mapping[str, Any], suffixes: Sequence[str]) -> list[DataFile]:

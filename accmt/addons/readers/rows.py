@@ -18,7 +18,7 @@ from accmt.addons.readers.places import DataFile, find_files
 from accmt.addons.readers.shards import WebDataset, find_shards
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.files import format_bytes
-from accmt.messages import warn_once
+from accmt.messages import warn, warn_once
 from accmt.options.units import read_size
 
 _TABLES: dict[str, Callable[..., Format]] = {".parquet": Parquet, ".arrow": Arrow, ".feather": Arrow}
@@ -98,7 +98,11 @@ class FileRows(Dataset[Any]):
         arrays: bool = True,
     ) -> None:
         self._transform = transform
-        size = read_size("cache", cache)
+        try:
+            size = read_size("cache", cache)
+        except ArgumentError as error:
+            accepted = "a number of bytes from 1, or a number with KB, MB, GB or TB"
+            raise ArgumentError(explain(f"{where}(cache=...)", repr(cache), accepted, 'cache="256MB"')) from error
         self.files: list[DataFile] = []
         self._formats: list[Format] = []
         for path in paths:
@@ -125,6 +129,10 @@ class FileRows(Dataset[Any]):
         if not len(self):
             do = "check the program that wrote it"
             raise DataError(explain(where, f"{', '.join(paths)}, which has no rows", "at least one row", do))
+        empty = [file.name for file, layout in zip(self.files, layouts, strict=True) if not layout.rows.sum()]
+        if empty:
+            more = f" and {len(empty) - _FEW} more" if len(empty) > _FEW else ""
+            warn(f"{where}: no rows in {', '.join(empty[:_FEW])}{more}")
         self.has_columns = any(layout.schema is not None for layout in layouts)
         self._is_random = all(layout.is_random for layout in layouts)
         num_bytes = sum(layout.num_bytes for layout in layouts if not layout.is_random)
@@ -209,24 +217,23 @@ class FileRows(Dataset[Any]):
         """Return a piece, kept among those that were read last."""
         if self._process != os.getpid():
             self._forget()  # what a fork inherits shares positions in files, and connections
+        file = bisect_right(self._first_pieces, number) - 1
+        self.files[file].require_unchanged()
         if number in self._pieces:
             self._pieces.move_to_end(number)
             return self._pieces[number]
         most = _OPEN if self._is_random else self._together
         while len(self._pieces) >= most:
             self._pieces.popitem(last=False)
-        file = bisect_right(self._first_pieces, number) - 1
         piece = self._open(file).piece(number - int(self._first_pieces[file]))
         self._pieces[number] = piece
         return piece
 
     def _open(self, number: int) -> Opened:
         if number not in self._opened:
-            file = self.files[number]
-            file.require_unchanged()
             while len(self._opened) >= _OPEN:
                 self._opened.popitem(last=False)
-            self._opened[number] = self._formats[number].open(file)
+            self._opened[number] = self._formats[number].open(self.files[number])
         self._opened.move_to_end(number)
         return self._opened[number]
 

@@ -88,10 +88,13 @@ class RunRecord:
 
     @property
     def best(self) -> dict[str, tuple[int, float]]:
-        """The step and value of each best result, for metrics with a known direction."""
+        """The step and value of each best result, for metrics with a known direction.
+
+        Of several validation sets, the mean is a result, too: models are saved by it.
+        """
         best: dict[str, tuple[int, float]] = {}
         for step, values in self.evaluations:
-            for name, value in values.items():
+            for name, value in {**_means_of_sets(values), **values}.items():
                 sign = _sign_of(name, self.config)
                 if sign and math.isfinite(value) and (name not in best or sign * value > sign * best[name][1]):
                     best[name] = step, value
@@ -102,6 +105,15 @@ class RunRecord:
         """Time per phase, as far as the monitor measured it."""
         names = [name for name in self.curves if name.startswith(SPLIT_PREFIX)]
         return {name.removeprefix(SPLIT_PREFIX): sum(self.curves[name].values) for name in names}
+
+
+def _means_of_sets(values: Mapping[str, float]) -> dict[str, float]:
+    of_sets: dict[str, list[float]] = {}
+    for name, value in values.items():
+        base, separator, _ = name.partition("__")
+        if separator:
+            of_sets.setdefault(base, []).append(value)
+    return {base: math.fsum(each) / len(each) for base, each in of_sets.items()}
 
 
 def _sign_of(name: str, config: Mapping[str, Any]) -> int:

@@ -28,14 +28,14 @@ from accmt.addons.sft.rows import (
     make_stream,
     padding_id,
 )
+from accmt.addons.text_tables import align
 from accmt.addons.token_batches.packing import DocumentPacker
+from accmt.addons.token_losses import weigh_tokens
 from accmt.data import is_stream
 from accmt.data.samplers import Order
 from accmt.data.seeding import seeded_generators
 from accmt.errors import ArgumentError, DataError, explain
-from accmt.huggingface.losses import weigh_tokens
 from accmt.huggingface.model_kinds import begins_with_prompt
-from accmt.messages import align
 from accmt.module import HuggingFaceModule
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from accmt.addons.run_folders import taking_turns
 from accmt.addons.sweep.spec import SweepSpec
-from accmt.files import FolderLock, FolderTakenError, taking_turns
+from accmt.files import FolderLock, FolderTakenError
 
 _RENEWALS = 4  # of a lease, before it runs out
 _MARGIN = 0.75  # the part of a lease after which a trial stops if its lease cannot be renewed

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.addons.sweep.spec import SweepSpec
+from accmt.addons.text_tables import align
 from accmt.errors import MissingPackageError, explain
-from accmt.messages import align, say, speaking
+from accmt.messages import say, speaking
 
 if TYPE_CHECKING:
     import optuna

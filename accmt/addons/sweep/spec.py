@@ -16,8 +16,13 @@ from accmt.data.seeding import derive_seed
 from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, explain, nearest
 from accmt.options.changes import RULES
 from accmt.options.checks import is_number, whole
-from accmt.options.optimizer_and_scheduler_arguments import check_names
-from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers
+from accmt.options.optimizer_and_scheduler_arguments import COMPUTED, GROUPING, parameters_of, unknown_argument
+from accmt.options.optimizer_and_scheduler_names import (
+    find_optimizer,
+    find_scheduler,
+    optimizer_names,
+    scheduler_names,
+)
 from accmt.options.settings import Settings
 from accmt.options.yaml_reader import KEYS, Document, Fault, KeyPath, describe, read_document, suggest
 from accmt.registry import find
@@ -543,13 +548,15 @@ class _Reader:
                 do = f"write `{TRAINER}.{key}`"
             elif near := nearest(first, names):
                 do = f"write `{'.'.join([near, rest] if rest else [near])}`"
-            elif not check_names("optim", all_optimizers(), {first: value}):
+            elif first in _list_arguments("optim"):
                 do = f"write `optim.{first}`"
             expected = f"a hyper-parameter ({', '.join(names)}), trainer.<argument> or script.<flag>"
             self._fault(path, key, expected, do)
         elif first in ("optim", "optimizer", "scheduler") and rest and rest != "type" and "." not in rest:
-            kind, factories = ("scheduler", all_schedulers()) if first == "scheduler" else ("optim", all_optimizers())
-            for fault in check_names(kind, factories, {rest: value}):
+            kind, what = ("scheduler", "a scheduler") if first == "scheduler" else ("optim", "an optimizer")
+            known = _list_arguments(kind)
+            if rest not in known:
+                fault = unknown_argument((kind, rest), value, f"an argument of {what}", known)
                 self._fault(path, key, fault.expected, fault.do.replace("`", f"`{first}.", 1))
 
     def _count_grid(self, parameters: Sequence[Parameter], trials: Any) -> Any:
@@ -578,10 +585,14 @@ class _Reader:
             return []
         found = []
         for name, direction in written.items():
-            direction = direction or direction_of(name)
-            if direction not in ("min", "max"):
-                got = "no direction" if direction is None else describe(direction)
-                self._fault(("objective", name), got, "`min` or `max`", f"write `objective: {{{name}: max}}`")
+            direction = _DIRECTIONS.get(str(direction or direction_of(name)))
+            if direction is None:
+                # No direction is suggested: the wrong one would search for the worst trial.
+                got = "no direction" if written[name] is None else describe(written[name])
+                do = f"write `objective: {{{name}: min}}` if lower is better, `objective: {{{name}: max}}` if higher is"
+                if written[name] is None:
+                    do = suggest(re.split(r"__|@", name)[0], ["val_loss", *METRIC_NAMES], do)
+                self._fault(("objective", name), got, "`min` or `max`", do)
                 continue
             found.append(Objective(name, maximizes=direction == "max"))
         return found
@@ -615,6 +626,9 @@ class _Reader:
         return name, arguments
 
 
+_DIRECTIONS = {"min": "min", "max": "max", "minimize": "min", "maximize": "max"}  # the latter are optuna's words
+
+
 def direction_of(name: str) -> str | None:
     """Return "min" or "max" for a loss or a metric of accmt; None for any other name."""
     plain = re.split(r"__|@", name)[0]
@@ -628,3 +642,14 @@ def direction_of(name: str) -> str | None:
 def _label(choice: Any) -> Any:
     """Return a choice as Optuna can store it."""
     return choice if choice is None or isinstance(choice, bool | int | float | str) else json.dumps(choice)
+
+
+def _list_arguments(part: str) -> list[str]:
+    """Return the arguments of all optimizers ("optim") or schedulers that have a name."""
+    known: set[str] = {"warmup_ratio"} if part == "scheduler" else {*GROUPING}
+    factories: list[Any] = [find_scheduler(name) for name in scheduler_names()]
+    if part == "optim":
+        factories = [find_optimizer(name) for name in optimizer_names()]
+    for factory in factories:
+        known.update(parameters_of(factory))
+    return sorted(known - COMPUTED)

@@ -29,7 +29,6 @@ from accmt.addons.sweep.spec import Parameter, SweepSpec
 from accmt.data.seeding import derive_seed
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, loads
-from accmt.libraries.private_names import id_of_study, id_of_trial
 from accmt.libraries.versions import release_of
 
 STATES = {
@@ -129,7 +128,11 @@ class SweepStudy:
 
     def trial(self, number: int) -> FrozenTrial:
         """Return one trial."""
-        return self.storage.get_trial(self.storage.get_trial_id_from_study_id_trial_number(self._id, number))
+        return self.storage.get_trial(self._id_of(number))
+
+    def _id_of(self, number: int) -> int:
+        """Return the id of a trial in the storage."""
+        return self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def values_of(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return the values that a trial sets, by key."""
@@ -149,7 +152,7 @@ class SweepStudy:
                 continue
             if one.is_active(values):
                 values[one.key] = one.value(_draw(trial, one))
-        template = copied._storage.get_trial(id_of_trial(trial))
+        template = copied.trials[number]
         if listed is not None:
             params, distributions = {}, {}
             for one in self.spec.parameters:
@@ -193,23 +196,20 @@ class SweepStudy:
         trial = self.trial(number)
         key = f"{_DECISION}{step}"
         if trial.intermediate_values.get(step) != value:  # also if both are NaN
-            self.storage.set_trial_intermediate_value(id_of_trial(trial), step, value)
+            self.storage.set_trial_intermediate_value(self._id_of(trial.number), step, value)
         if not self.spec.prunes:
             return False
         decision = trial.user_attrs.get(key)
         if decision is None:
             copied, _ = self._copy()
-            own = copied._storage.get_trial(
-                copied._storage.get_trial_id_from_study_id_trial_number(id_of_study(copied), number)
-            )
             # The pruner may store what it needs for later trials as attributes of this one, such as rungs.
-            prunes = bool(self.spec.make_pruner().prune(copied, own))
-            after = copied._storage.get_trial(id_of_trial(own)).system_attrs
+            prunes = bool(self.spec.make_pruner().prune(copied, copied.trials[number]))
+            after = copied.trials[number].system_attrs
             attributes = {name: held for name, held in after.items() if trial.system_attrs.get(name) != held}
             decision = {"prunes": prunes, "attributes": attributes}
-            self.storage.set_trial_user_attr(id_of_trial(trial), key, decision)
+            self.storage.set_trial_user_attr(self._id_of(trial.number), key, decision)
         for name, held in decision["attributes"].items():
-            self.storage.set_trial_system_attr(id_of_trial(trial), name, held)
+            self.storage.set_trial_system_attr(self._id_of(trial.number), name, held)
         return bool(decision["prunes"])
 
     # ---- Trials that pause: successive halving, and population-based training
@@ -251,7 +251,7 @@ class SweepStudy:
         """Store that a trial has paused."""
         trial = self.trial(number)
         self.storage.set_trial_user_attr(
-            id_of_trial(trial), f"{_PAUSED}{outcome['stop_at']}", loads(dumps(dict(outcome)))
+            self._id_of(trial.number), f"{_PAUSED}{outcome['stop_at']}", loads(dumps(dict(outcome)))
         )
 
     def promote(self) -> bool:
@@ -271,7 +271,7 @@ class SweepStudy:
             for trial in order[: len(reached) // halving.keep]:
                 if self.paused(trial) is not None and self.stop_of(trial) == step:
                     following = halving.steps[index + 1] if index + 1 < len(halving.steps) else -1
-                    self.storage.set_trial_user_attr(id_of_trial(trial), _STOP, following)
+                    self.storage.set_trial_user_attr(self._id_of(trial.number), _STOP, following)
                     return True
         return False
 
@@ -348,13 +348,13 @@ class SweepStudy:
         stored = loads(dumps(dict(outcome)))
         if stored.get("error") is not None:
             stored["error"] = stored["error"][:_LONGEST]
-        self.storage.set_trial_user_attr(id_of_trial(trial), _OUTCOME, stored)
+        self.storage.set_trial_user_attr(self._id_of(trial.number), _OUTCOME, stored)
         state = STATES[outcome["state"]]
         values: Sequence[float] | None = outcome.get("values")
         is_given = state == TrialState.COMPLETE or (
             state == TrialState.PRUNED and values and outcome["state"] == "pruned"
         )
-        self.storage.set_trial_state_values(id_of_trial(trial), state, values if is_given else None)
+        self.storage.set_trial_state_values(self._id_of(trial.number), state, values if is_given else None)
 
 
 def _draw(trial: optuna.Trial, one: Parameter) -> Any:

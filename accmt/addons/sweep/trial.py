@@ -25,6 +25,7 @@ from typing import Any
 
 from accmt.addons.fork.lineage import FORK_FILE, Origin, note_fork
 from accmt.addons.launches import TRIAL_VARIABLE
+from accmt.addons.run_folders import is_locked
 from accmt.callbacks import Callback
 from accmt.errors import (
     ArgumentError,
@@ -35,7 +36,7 @@ from accmt.errors import (
     explain,
     nearest,
 )
-from accmt.files import FolderLock, FolderTakenError, dumps, is_locked, loads, write_text
+from accmt.files import FolderLock, FolderTakenError, dumps, loads, write_text
 from accmt.messages import say, warn, warn_once
 from accmt.options.checks import number_in
 from accmt.options.hyperparameters import HyperParameters

@@ -1,33 +1,26 @@
-"""Sets up batching by a token budget (`max_tokens`), and logs the expected micro-batches at the start of a run."""
+"""Sets up batching by a token budget (`max_tokens`)."""
 
 from __future__ import annotations
 
-import copy
-import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-import torch
 from torch.utils.data import DataLoader
 
 from accmt.addons.token_batches.budget import TokenBudget
-from accmt.addons.token_batches.lengths import find_largest, find_length, known_lengths
+from accmt.addons.token_batches.lengths import find_length
 from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.addons.token_batches.windows import ByPackedRows, ByTokens, ByTokensInEvaluation, keep_samples, take_apart
-from accmt.data import Grouping, LargestBatch, in_buckets, is_stream
+from accmt.data import Grouping, in_buckets
 from accmt.data.collate import collate_or_explain
 from accmt.engine.sync_batchnorm import is_batch_norm
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import attention_of
-from accmt.messages import say_once, warn_once
-from accmt.module import AcceleratorModule, defines
+from accmt.messages import warn_once
+from accmt.module import AcceleratorModule
 from accmt.options import Settings
-from accmt.processes import num_data_processes
-
-_STEPS = 8
-_SAMPLES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +43,6 @@ class TokenBatcher:
 
     def for_training(self, grouping: Grouping) -> ByTokens:
         """Return the maker of micro-batches for training."""
-        self._say_what_is_expected(self.training_budget)
         # Warn about batch norm, whose outputs depend on how samples are split.
         named = next((name for name, part in self.module.model.named_modules() if is_batch_norm(part)), None)
         if named is not None:
@@ -59,7 +51,8 @@ class TokenBatcher:
                 "of fewer samples, of similar length; LayerNorm and other norms per sample are not affected",
                 about="batch norm and max_tokens",
             )
-        return self._training_kind(self.training_budget, grouping=grouping, **self.training_options)
+        kind = ByPackedRows if self.settings.hps.packing else ByTokens
+        return kind(self.training_budget, grouping=grouping, **self.training_options)
 
     def count_tokens(self, samples: list[Any]) -> int:
         """Return the tokens of samples, without padding."""
@@ -68,10 +61,6 @@ class TokenBatcher:
     def for_evaluation(self, purpose: str, *, batch_size: int) -> ByTokensInEvaluation:
         """Return the maker of micro-batches for an evaluation."""
         return ByTokensInEvaluation(self._budget, purpose=purpose, batch_size=batch_size, **self.options)
-
-    @property
-    def _training_kind(self) -> type[ByTokens]:
-        return ByPackedRows if self.settings.hps.packing else ByTokens
 
     @property
     def training_budget(self) -> TokenBudget:
@@ -90,42 +79,6 @@ class TokenBatcher:
     @property
     def _budget(self) -> TokenBudget:
         return TokenBudget(self.settings.hps.max_tokens or 1, sys.maxsize, self.settings.running.compile_buckets or 1)
-
-    def _say_what_is_expected(self, budget: TokenBudget) -> None:
-        """Log the expected number of micro-batches per step, estimated from random samples."""
-        batch_size = self.data.batch_size if isinstance(self.data, DataLoader) else self.settings.hps.train_batch_size
-        number, count = num_data_processes(), self.settings.optimization.accumulation_at(0)
-        if batch_size is None or count is None:
-            return
-        step = batch_size * count * number
-        kind = self._training_kind
-        what = f"max_tokens={budget.max_tokens}: the {step} samples of an optimizer step"
-        lengths = self._draw_lengths(step)
-        if lengths is None:
-            say_once(f"{what} are split by length, which is known once samples are loaded")
-            return
-        parts, padded = [], 0
-        for start in range(0, len(lengths), step):
-            of_step = lengths[start : start + step]
-            widths = budget.widths(of_step)
-            cut = kind.cut(widths, budget, number)
-            parts.append(max(map(len, cut)))
-            padded += sum(kind.tokens_of(group, widths) for own in cut for group in own)
-        say_once(
-            f"{what} are split into about {statistics.mean(parts):.0f} micro-batches on each process, "
-            f"{1 - sum(lengths) / max(1, padded):.0%} of their tokens padding, "
-            f"estimated from the lengths of {len(lengths)} samples"
-        )
-
-    def _draw_lengths(self, step: int) -> list[int] | None:
-        data: Any = self.data.dataset if isinstance(self.data, DataLoader) else self.data
-        if is_stream(data):
-            return None
-        number = min(step * max(1, min(_STEPS, _SAMPLES // step)), max(step, len(data)))
-        chosen = torch.randint(len(data), (number - number % step,), generator=torch.Generator().manual_seed(0))
-        length_of = self.module.length_of if defines(self.module, "length_of") else None
-        lengths = known_lengths(data, length_of, chosen.tolist())
-        return None if lengths is None else lengths.tolist()
 
 
 def find_token_batcher(
@@ -196,61 +149,3 @@ def _reject_conflicts(module: AcceleratorModule, settings: Settings) -> None:
 def _reject(name: str, got: str) -> NoReturn:
     where, expected = f"{name} in the hyper-parameters", "one of the two"
     raise ArgumentError(explain(where, got, expected, "leave one of them out"))
-
-
-# ---- The largest possible training micro-batch, which is tried before the first step.
-
-
-_READ = 8
-
-
-def make_largest(
-    module: AcceleratorModule,
-    data: Any,
-    settings: Settings,
-    *,
-    collate: Any,
-    batcher: TokenBatcher | None,
-    size: int | None,
-) -> LargestBatch | str:
-    """Return the largest micro-batch, or why it is unknown. This reads additional samples.
-
-    Args:
-        module: The module.
-        data: The training data, or a DataLoader.
-        settings: The Trainer's settings.
-        collate: The collate function; None uses torch's.
-        batcher: The token batcher, if there is one.
-        size: Samples of a micro-batch without a token budget; None if sizes vary.
-    """
-    dataset: Any = data.dataset if isinstance(data, DataLoader) else data
-    if is_stream(dataset):
-        return "the data are a stream"
-    budget = None if batcher is None else batcher.training_budget
-    collate = (collate or collate_or_explain) if batcher is None else batcher.training_options["collate"]
-    if batcher is not None:
-        size = settings.samples_per_step(num_data_processes()) or len(dataset)
-    if size is None or len(dataset) == 0:
-        return "batches vary in size"
-    length_of = module.length_of if defines(module, "length_of") else None
-    lengths = _known(dataset, length_of)
-    if lengths is not None:
-        indices = find_largest(lengths, size, budget, packs=isinstance(collate, DocumentPacker))
-        return LargestBatch(collate([dataset[index] for index in indices]), len(indices), int(lengths[indices].max()))
-    if budget is None:
-        return "the lengths of samples are unknown before they are read"
-    # Fill the budget with copies of one sample, the longest of the first few.
-    samples = [dataset[index] for index in range(min(_READ, len(dataset)))]
-    lengths = [find_length(sample, length_of) for sample in samples]
-    longest = max(lengths)
-    width = max(1, *budget.widths([longest]))
-    number = max(1, min(budget.max_tokens // width, budget.max_samples, size))
-    sample = samples[lengths.index(longest)]
-    return LargestBatch(collate([copy.copy(sample) for _ in range(number)]), number, longest)
-
-
-def _known(dataset: Any, length_of: Any) -> Any:
-    try:
-        return known_lengths(dataset, length_of)
-    except DataError:  # samples without a length
-        return None

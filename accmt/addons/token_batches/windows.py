@@ -92,7 +92,7 @@ class _TokenCut:
                 "lengths, or include what the collate function adds",
                 about="wrong sample lengths",
             )
-        micro_batch.batch = pin_memory(batch) if self._pins_memory else batch
+        micro_batch.batch = pin_memory(batch) if self._pins_memory else batch  # type: ignore[no-untyped-call]
         return micro_batch
 
     def _check_longest(self, lengths: list[int]) -> None:

@@ -1,1 +1,1 @@
-"""Trackers other than TensorBoard, MLflow and Weights & Biases, one file each."""
+"""Trackers other than TensorBoard, one file each."""

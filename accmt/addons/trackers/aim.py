@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accmt.addons.trackers.common import STATUS
 from accmt.tracking.delivery_state import Rewinding, Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
+from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Media
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from accmt.addons.trackers.common import STATUS, ServiceSpec
 from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
+from accmt.tracking.spec import RunStart, TrackerRun
 from accmt.tracking.values import Media
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.trackers.common import clean_path
 from accmt.files import write_text
 from accmt.tracking.delivery_state import Resume, Rewinding, Row
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
-from accmt.tracking.values import Media, clean_path
+from accmt.tracking.values import Media
 
 
 class DVCLive(TrackerSpec):

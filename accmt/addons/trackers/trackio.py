@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accmt.addons.trackers.common import clean_file_name
 from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
-from accmt.tracking.values import Media, Scalar, clean_file_name
+from accmt.tracking.values import Media, Scalar
 
 
 class Trackio(TrackerSpec):

@@ -1,1 +1,1 @@
-"""The core trackers, one file each; `accmt.registry` lists all trackers."""
+"""The tracker of the core; `accmt.registry` lists all trackers."""

@@ -17,7 +17,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule
-from accmt.features import packing_check
+from accmt.addons import packing_check
 from accmt.processes import gather_objects, is_main_process
 from accmt.sharded_tensors import make_whole
 from tests.distributed.scripts.sharded import VOCABULARY, make_llama

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accmt.checkpoint import several_disks
+from accmt.addons import several_disks
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import CheckpointError
 from accmt.processes import is_main_process, manages_disk, process_index, separate_disks

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 from transformers import (
     AutoModelForCausalLM,
@@ -36,7 +37,6 @@ from transformers import (
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
 from accmt.errors import AccmtError
-from accmt.libraries.private_names import count_graphs
 from accmt.processes import is_main_process, num_processes, process_index, run_on_main_process
 from accmt.sharded_tensors import is_dtensor, make_whole
 from tests.splitting import is_split, num_data_processes
@@ -325,7 +325,7 @@ class Graphs(Callback):
         self.numbers: list[int] = []
 
     def on_update_end(self) -> None:
-        self.numbers.append(count_graphs())
+        self.numbers.append(counters["stats"]["unique_graphs"])
 
 
 def by_inductor(folder: Path) -> Any:

@@ -6,13 +6,11 @@ each file is intact on one of the disks.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -203,34 +201,6 @@ def _append(file: Path, content: bytes) -> OSError | None:
 # step counts; otherwise, they are parts of shards. Nothing is written to any disk.
 
 
-_ALIGNED = 16
-"""In a buffer, tensors start at multiples of this many bytes."""
-
-
-class _Slice(NamedTuple):
-    """A part of what a file has of a tensor.
-
-    Attributes:
-        owner: The process that reads it.
-        file: The name of the file.
-        tensor: The name of the tensor.
-        starts: Where it starts in each dimension of the tensor in the file.
-        lengths: Its shape.
-        dtype: Its dtype.
-    """
-
-    owner: int
-    file: str
-    tensor: str
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.lengths) * self.dtype.itemsize
-
-
 class SpreadReader(HuggingFaceStorageReader):
     """Reads a checkpoint whose files are on several disks.
 
@@ -283,68 +253,47 @@ class SpreadReader(HuggingFaceStorageReader):
     def read_into(self, targets: dict[str, Tensor]) -> None:
         """Read tensors; of a sharded one, the part of this process."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        wanted: dict[_Slice, list[tuple[ReadItem, int]]] = defaultdict(list)
+        missing: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
 
-        def read_here() -> list[_Slice]:
-            """Read what is on this disk, and return what else is needed."""
+        def read_here() -> list[MetadataIndex]:
+            """Read what is on this disk, and return the stored parts that are needed from others."""
             planner.set_up_planner(targets, self._metadata, is_coordinator=False)
             self.set_up_storage_reader(self._metadata, is_coordinator=False)
             items = planner.create_local_plan().items
-            self.read_data(LoadPlan([one for one in items if self._file_of(one) in self._here]), planner).wait()
+            self.read_data(LoadPlan([item for item in items if self._file_of(item) in self._here]), planner).wait()
             for item in items:
                 if self._file_of(item) not in self._here:
-                    for part, row in self._split(item):
-                        wanted[part].append((item, row))
-            return list(wanted)
+                    missing[item.storage_index].append(item)
+            return list(missing)
 
-        needed = sorted({part for parts in run_on_every_process(read_here) for part in parts})
-        for batch in _batches(needed):
-            for part, tensor in zip(batch, self._send(batch), strict=True):
-                for item, row in wanted.get(part, ()):
-                    target = planner.resolve_tensor(item).detach()
-                    (target.narrow(0, row, part.lengths[0]) if part.lengths else target).copy_(tensor)
+        needed = {index for indices in run_on_every_process(read_here) for index in indices}
+        for index in sorted(needed, key=lambda index: (index.fqn, tuple(index.offset or ()))):
+            part = self._send(index)
+            for item in missing.get(index, ()):
+                ends = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
+                planner.resolve_tensor(item).detach().copy_(part[tuple(map(slice, item.storage_offsets, ends))])
 
     def _file_of(self, item: ReadItem) -> str:
         return _name(self._metadata.storage_data[item.storage_index])
 
-    def _split(self, item: ReadItem) -> Iterator[tuple[_Slice, int]]:
-        """Yield the parts of an item, each with the first row of it, so that none is much larger than a chunk."""
-        stored = self._metadata.storage_data[item.storage_index]
-        file, tensor = _name(stored), item.storage_index.fqn
-        starts, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        whole = _Slice(self._owners[file], file, tensor, starts, lengths, stored.dtype)
-        if not lengths or whole.nbytes <= _CHUNK:
-            yield whole, 0
-            return
-        step = max(_CHUNK * lengths[0] // whole.nbytes, 1)
-        for row in range(0, lengths[0], step):
-            first, shape = (starts[0] + row, *starts[1:]), (min(step, lengths[0] - row), *lengths[1:])
-            yield _Slice(self._owners[file], file, tensor, first, shape, stored.dtype), row
-
-    def _send(self, parts: Sequence[_Slice]) -> list[Tensor]:
-        """Let the owner of parts read them, and return them on every process; they share one buffer."""
-        owner = parts[0].owner
-        *starts, size = accumulate((-(-part.nbytes // _ALIGNED) * _ALIGNED for part in parts), initial=0)
-        buffer = torch.empty(size, dtype=torch.uint8)
-        bytes_of = zip(parts, starts, strict=True)
-        tensors = [buffer[at : at + one.nbytes].view(one.dtype).view(one.lengths) for one, at in bytes_of]
-        failure = broadcast_object(self._read(parts, tensors) if owner == process_index() else None, source=owner)
+    def _send(self, index: MetadataIndex) -> Tensor:
+        """Let the process that has a stored part read it, and return it on every process."""
+        stored = self._metadata.storage_data[index]
+        owner = self._owners[_name(stored)]
+        part = torch.empty(stored.shape, dtype=stored.dtype)
+        failure = None
+        if owner == process_index():
+            try:
+                with safe_open(self._folder / _name(stored), framework="pt") as file:
+                    part = file.get_tensor(index.fqn)
+            except (OSError, SafetensorError) as error:
+                failure = error
+        failure = broadcast_object(failure, source=owner)
         if failure is not None:
             raise failure
-        broadcast_buffer(buffer, source=owner)
-        return tensors
-
-    def _read(self, parts: Sequence[_Slice], into: Sequence[Tensor]) -> Exception | None:
-        pairs = zip(parts, into, strict=True)
-        try:
-            for name, of_file in groupby(pairs, key=lambda pair: pair[0].file):
-                with safe_open(self._folder / name, framework="pt") as file:
-                    for part, tensor in of_file:
-                        ends = map(sum, zip(part.starts, part.lengths, strict=True))
-                        tensor.copy_(file.get_slice(part.tensor)[tuple(map(slice, part.starts, ends))])
-        except (OSError, SafetensorError) as error:
-            return error
-        return None
+        for chunk in torch.split(part.reshape(-1).view(torch.uint8), _CHUNK):
+            broadcast_buffer(chunk, source=owner)
+        return part
 
 
 def _name(stored: Any) -> str:
@@ -353,17 +302,3 @@ def _name(stored: Any) -> str:
     Source: `HuggingFaceStorageReader.read_metadata` in torch/distributed/checkpoint/hf_storage.py.
     """
     return Path(stored.relative_path).name
-
-
-def _batches(parts: Iterable[_Slice]) -> Iterator[list[_Slice]]:
-    """Yield parts together that one process sends at a time."""
-    batch: list[_Slice] = []
-    size = 0
-    for part in parts:
-        size += part.nbytes
-        if batch and (part.owner != batch[0].owner or size > _CHUNK):
-            yield batch
-            batch, size = [], part.nbytes
-        batch.append(part)
-    if batch:
-        yield batch

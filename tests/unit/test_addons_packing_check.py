@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.addons import packing_check
+from accmt.addons.packing_check import PackingCheck
 from accmt.errors import DataError
-from accmt.features import packing_check
-from accmt.features.packing_check import PackingCheck
 from accmt.module import HuggingFaceModule
 from tests.toys import make_trainer
 

@@ -17,7 +17,7 @@ from torch import nn
 from accmt.errors import DataError, explain
 from accmt.features.hooks import Feature
 from accmt.huggingface.model_kinds import find_transformers_models, is_transformers_model, predicts_next_token
-from accmt.libraries.private_names import attention_of, children_of, is_compiled
+from accmt.libraries.private_names import attention_of, is_compiled
 from accmt.messages import warn_once
 from accmt.precision import autocast
 from accmt.run import EvaluationRun
@@ -439,7 +439,7 @@ def _plain_call(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> Pa
 
 def _is_compiled(model: nn.Module) -> bool:
     """Return whether calls of the transformers models in a model are compiled, not only parts of these."""
-    if is_compiled(model) or "_orig_mod" in children_of(model):  # torch.compile(model)
+    if is_compiled(model) or "_orig_mod" in dict(model.named_children()):  # torch.compile(model)
         return True
     return not is_transformers_model(model) and any(map(_is_compiled, model.children()))
 

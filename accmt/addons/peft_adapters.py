@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from accmt.errors import ModuleContractError, WeightsError, explain
-from accmt.huggingface.model_kinds import is_peft_model
 from accmt.libraries.versions import require
 from accmt.messages import say_once, warn_once
 from accmt.saving.load_weights import read_weights, require_fit
@@ -118,21 +117,13 @@ def read_config(folder: Path) -> PeftConfig:
     return config
 
 
-def can_be_merged(kind: type[PeftConfig]) -> bool:
-    """Return whether PEFT can merge adapters of a configuration, which excludes prompts and added layers."""
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-
-    names = [name for name, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if one is kind]
-    return any(hasattr(PEFT_TYPE_TO_TUNER_MAPPING[name], "merge_and_unload") for name in names)
-
-
-def reject_unsaved_adapters(model: object) -> None:
+def reject_unsaved_adapters(model: PeftModel) -> None:
     """Reject adapters that could not be restored from their folder.
 
     Raises:
         ModuleContractError: They have changed the base model's weights in a way that loading does not reproduce.
     """
-    for name, config in model.peft_config.items() if is_peft_model(model) else ():
+    for name, config in model.peft_config.items():
         where, init = f"the adapter {name!r} of self.model", getattr(config, "init_lora_weights", None)
         if config.peft_type == "ADALORA":
             say_once(
@@ -158,11 +149,6 @@ class AdaLoraRanks:
         self._allocator: Any = cast("Any", model.base_model).rankallocator
         self._config: Any = self._allocator.peft_config
 
-    @classmethod
-    def of(cls, model: Any) -> AdaLoraRanks | None:
-        """Create it for a model; None without such adapters."""
-        return cls(model) if is_peft_model(model) and hasattr(model.base_model, "rankallocator") else None
-
     def state_dict(self) -> dict[str, Any]:
         """Return the scores and the pattern; the allocator replaces their tensors and never writes to them."""
         scores = {name: dict(getattr(self._allocator, name)) for name in _SCORES}
@@ -174,6 +160,11 @@ class AdaLoraRanks:
         for kind in _SCORES:
             setattr(self._allocator, kind, {name: score.to(devices[name]) for name, score in state[kind].items()})
         self._config.rank_pattern = state["rank_pattern"] or None
+
+
+def find_adalora_ranks(model: PeftModel) -> AdaLoraRanks | None:
+    """Return the ranks of a model's AdaLoRA adapters, or None if it has none."""
+    return AdaLoraRanks(model) if hasattr(model.base_model, "rankallocator") else None
 
 
 def build_with_adapter(base: Any, folder: Path) -> PeftModel:

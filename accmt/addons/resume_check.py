@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accmt.addons.digests import changed_attributes, digest, digest_attributes
 from accmt.callbacks import StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import StateCollector
 from accmt.checkpoint.manifest import step_name
@@ -15,12 +16,11 @@ from accmt.errors import CheckpointError, explain
 from accmt.messages import say, speaking
 from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
-from accmt.recovery.digests import changed_attributes, digest, digest_attributes
 from accmt.recovery.run_state import collect_others, list_parts
 
 if TYPE_CHECKING:
+    from accmt import Trainer
     from accmt.module import AcceleratorModule
-    from accmt.protocols import TrainerProtocol
 
 _LEFT_OUT = ("checkpointer", "fork", "run_name", "log_with", "tracker_options")
 
@@ -67,7 +67,7 @@ class _Witness(StatelessCallback):
 
 
 def check_resume(
-    trainer: TrainerProtocol,
+    trainer: Trainer,
     module: AcceleratorModule,
     train_dataset: Any,
     val_dataset: Any = None,
@@ -110,7 +110,7 @@ def check_resume(
 
 
 def _run(
-    trainer: TrainerProtocol,
+    trainer: Trainer,
     folder: Path,
     module: Any,
     data: tuple[Any, Any],

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from accmt.addons.trackers.common import STATUS, ServiceSpec, clean_file_name
 from accmt.tracking.delivery_state import Row
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
-from accmt.tracking.values import Media, Scalar, clean_file_name
+from accmt.tracking.spec import RunStart, TrackerRun
+from accmt.tracking.values import Media, Scalar
 
 _AXIS = "global_step"
 # The exit codes of a shell; wandb itself uses 255 after Ctrl-C, and shows such a run as stopped.

@@ -10,9 +10,8 @@ from torch import nn
 
 from accmt.errors import explain, is_out_of_memory
 from accmt.features.hooks import Feature
-from accmt.huggingface.losses import hint_at_weights
 from accmt.huggingface.model_kinds import find_transformers_models, predicts_next_token
-from accmt.messages import warn_once
+from accmt.messages import say_once, warn_once
 from accmt.run import EvaluationRun
 
 # ---- Errors in a batch for which torch raises `index out of range in self`, or nothing
@@ -128,6 +127,18 @@ def _fault_of_labels(model: Any, labels: torch.Tensor) -> Iterator[str]:
         do = f"pass num_labels={high + 1} to from_pretrained or from_hf" if low >= 0 else "number the classes from 0"
         do = do if is_of_classes else "use this model's tokenizer"
         yield explain('batch["labels"]', f"the label {low if low < 0 else high}", expected, do)
+
+
+def hint_at_weights(batch: Any) -> None:
+    """Explain how a step returns a weight, if a batch has tokens without targets and its step returned none."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return
+    if (labels == _IGNORED).any():
+        say_once(
+            "labels are -100 at some tokens, and batches are weighted by samples: if the loss is a mean over tokens, "
+            'return {"loss": loss, "weight": (labels != -100).sum()}'
+        )
 
 
 class BatchNotes(Feature):

@@ -10,13 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from accmt.addons.run_folders import taking_turns
+from accmt.addons.trackers.common import STATUS, clean_path
 from accmt.errors import explain
-from accmt.files import taking_turns
 from accmt.messages import warn, warn_once
 from accmt.tracking.delivery_state import Resume, Row
 from accmt.tracking.history import DEFAULT_LOGGING_DIR, RunPlace
-from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
-from accmt.tracking.values import Media, Scalar, clean_path
+from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
+from accmt.tracking.values import Media, Scalar
 
 _TRACKING_URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _SQLITE = "sqlite:///"
@@ -36,7 +37,7 @@ class MLFlow(TrackerSpec):
 
     A resumed run continues the same MLflow run. MLflow cannot delete points, and would show two for the same step:
     points that a killed attempt logged after the checkpoint are kept, and new ones of the same name and step are
-    skipped (they are in `history.jsonl`). The tags `accmt.attempt` and `accmt.steps_of_earlier_attempts` mark such
+    skipped (they are in `history.jsonl`). The tag `accmt.attempt` marks such
     runs. MLflow cannot change a parameter either: a changed one is stored as `<name>.attempt_<number>`. A preempted
     run is KILLED in MLflow; the tag `accmt.status` has the exact status.
     """
@@ -72,7 +73,10 @@ class MLFlow(TrackerSpec):
         return ERROR_CODE_TO_HTTP_STATUS.get(error.error_code, 500) in _TEMPORARY_HTTP_STATUS
 
     def is_refusal(self, error: BaseException) -> bool:
-        return getattr(error, "error_code", None) in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+        from mlflow.exceptions import MlflowException
+
+        refusals = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+        return isinstance(error, MlflowException) and error.error_code in refusals
 
     def attach(self, tracker: TrackerRun) -> None:
         tracker.attach()

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
+from accmt.addons.hps_flags import split_flags
 from accmt.errors import ArgumentError, MissingArgumentError, explain
 from accmt.options.checks import Options, number_in, read_numbers
 from accmt.options.hyperparameters import HyperParameters
 from accmt.options.settings import Settings
-from accmt.options.yaml_reader import split_flags
 
 NOT_TEXT = frozenset(
     {

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from accmt import Callback
+from accmt.addons import crash_loop
+from accmt.addons.crash_loop import Start, describe_crash_loop, forget_starts, record_failure, record_start
 from accmt.errors import Preempted
-from accmt.features import crash_loop
-from accmt.features.crash_loop import Start, describe_crash_loop, forget_starts, record_failure, record_start
 from tests.toys import Linear, make_points, make_trainer
 
 

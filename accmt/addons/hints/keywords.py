@@ -1,0 +1,52 @@
+"""Further keywords of the Trainer: tracker arguments, and mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from accmt.addons.hints.arguments import find_foreign, find_replaced
+from accmt.errors import UnknownArgumentError, explain, nearest
+from accmt.options.yaml_reader import FIELDS
+
+_HPS = [name for name in FIELDS if name != "model"]  # in other trainers, `model` is an object
+
+
+def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> None:
+    """Reject all mistaken keywords in one error.
+
+    Args:
+        extra: The keywords.
+        names: The arguments of the Trainer.
+        has_tracker: Whether there is a tracker; it receives all other keywords.
+
+    Raises:
+        UnknownArgumentError: A keyword is a hyper-parameter, an argument of another trainer, or misspelled; or there is
+            no tracker.
+    """
+    known, mistakes = [*names, *_HPS], []
+    for name, value in extra.items():
+        where, expected = f"Trainer({name}=...)", "an argument of Trainer"
+        if name in _HPS:
+            do = f"put {name} into the hyper-parameters"
+            mistakes.append(explain(where, "a hyper-parameter", expected, do))
+        elif (replacement := find_replaced(name, value)) is not None:
+            mistakes.append(explain(where, "replaced by another argument", expected, replacement))
+        elif (foreign := find_foreign(name, value, extra)) is not None:
+            owner, do = foreign
+            do += f"; to pass it to a tracker: mlflow={{{name!r}: ...}}" if has_tracker else ""
+            mistakes.append(explain(where, f"an argument of {owner}", expected, do))
+        else:
+            meant = nearest(name, known, cutoff=0.8 if has_tracker else 0.7)
+            if not has_tracker:
+                meant = meant or next((other for other in known if other.endswith(f"_{name}")), None)
+                expected += "; keywords for a tracker need log_with"
+            do = "remove it, or add a tracker: log_with=MLFlow"
+            if meant:
+                do = f"did you mean {meant}{', one of the hyper-parameters' if meant in _HPS else ''}?"
+            if meant or not has_tracker:  # else it is for the tracker
+                mistakes.append(explain(where, "an unknown argument", expected, do))
+    if len(mistakes) > 1:
+        mistakes.insert(0, f"{len(mistakes)} arguments that Trainer does not have")
+    if mistakes:
+        raise UnknownArgumentError("\n\n".join(mistakes))
