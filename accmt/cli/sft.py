@@ -88,7 +88,6 @@ def train_on_rows(options: argparse.Namespace, name: str, find_module: Callable[
     if section.merge:
         require_mergeable(hps, name)
     module = find_module(section).from_hps(hps, in_fit=True)
-    module.build_seed = trainer.settings.running.seed
     rows = read_rows(hps.where(name, "data"), section.data, "train")
     held_out = section.validation and read_rows(hps.where(name, "validation"), section.validation, "validation")
     trainer.fit(module, rows, held_out or None)

@@ -114,15 +114,15 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     if trainer.settings.checkpoints.fork is not None and recovery.checkpoint is None:
         addon("begin_fork")(trainer, recovery)
     settings, state = trainer.settings, trainer.state
-    configure_model(module, accelerator)
+    resumed = _find_start(trainer, module, recovery)
+    seed = _choose_seed(settings, resumed)
+    configure_model(module, accelerator, seed=seed)
     check_module(module)
     engine = choose_engine(module, accelerator, settings)
     check_reloading(settings.data, module, user_data)
-    resumed = _find_start(trainer, module, recovery)
     user_data.begin("fit", trainer, accelerator)
     with at_epoch_of_building(state, settings.data):
         inputs = check_inputs(trainer, module, user_data, resumed)
-    seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", inputs.metrics)
     through, kinds = partial(stopping_if_asked, trainer=trainer), all_features(settings)
     loaders = Loaders(trainer, module, user_data, recovery, engine, kinds, seed=seed, through=through)

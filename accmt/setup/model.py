@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from accmt.data import Source
+from accmt.data.seeding import seeded_generators
 from accmt.engine.accelerator import as_trained
 from accmt.engine.base import Engine
 from accmt.engine.meta_device import building_for
@@ -268,15 +270,21 @@ def detach_run(run: Run) -> None:
         run.accelerator.free_memory()
 
 
-def configure_model(module: Any, accelerator: Accelerator) -> None:
+def configure_model(module: Any, accelerator: Accelerator, *, seed: int | None = None) -> None:
     """Call the module's `configure_model`, unless it has a model; invalid modules are reported later.
 
     Models loaded by `from_hf` are sharded if the run shards models.
 
     Processes: all, once the process group exists.
+
+    Args:
+        module: The module.
+        accelerator: The run's accelerator.
+        seed: The seed of weights that are drawn, so that a run with the same seed begins with the same ones; None
+            leaves the generators alone.
     """
     if isinstance(module, AcceleratorModule) and getattr(module, "model", None) is None:
-        with building_for(accelerator):
+        with building_for(accelerator), nullcontext() if seed is None else seeded_generators(seed):
             module.configure_model()
 
 

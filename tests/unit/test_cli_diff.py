@@ -52,8 +52,11 @@ def reversed_points() -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(make_points(), batch_size=2, sampler=list(range(7, -1, -1)))
 
 
-def ordered_points() -> torch.utils.data.DataLoader[Any]:
-    return torch.utils.data.DataLoader(make_points(), batch_size=2, sampler=list(range(8)))
+def ordered_points(changed: int | None = None) -> torch.utils.data.DataLoader[Any]:
+    points = make_points()
+    if changed is not None:
+        points.tensors[1][changed] += 1
+    return torch.utils.data.DataLoader(points, batch_size=2, sampler=list(range(8)))
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +95,11 @@ def train(name: str, *, hps: Any = None, data: Any = None, factor: int = 1, **se
             {"data": reversed_points()},
             ["diverge at step 1: the order of samples", "checksums after step 1: the gradients of weight"],
         ),
+        (
+            {"data": ordered_points()},
+            {"data": ordered_points(changed=5)},
+            ["diverge at step 3: the content of the batches", "are equal after step 2"],
+        ),
         ({}, {"factor": 2}, ["diverge at step 1: the loss: ", "code: program.py"]),
         (
             {},
@@ -99,7 +107,7 @@ def train(name: str, *, hps: Any = None, data: Any = None, factor: int = 1, **se
             ["at step 4: the loss", "are equal after step 2", "checksums after step 4: the gradients of weight"],
         ),
     ],
-    ids=["seed", "learning rate", "batch size", "data", "order", "program", "disturbed weight"],
+    ids=["seed", "learning rate", "batch size", "data", "order", "one row", "program", "disturbed weight"],
 )
 def test_the_first_step_and_the_cause_are_named(
     of_a: dict[str, Any], of_b: dict[str, Any], expected: list[str], capsys: pytest.CaptureFixture[str]

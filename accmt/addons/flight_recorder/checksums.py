@@ -63,15 +63,18 @@ def combine(names: Sequence[str], sums: Sequence[int]) -> int:
 
 
 def digest_batch(batch: Any) -> str:
-    """Return a digest of the content of a batch on the host: its tensors, arrays, numbers and strings."""
+    """Return a digest of the content of a batch: its tensors, arrays, numbers and strings.
+
+    Of tensors that are on a device already, only type and shape count: reading them would wait for it in each step.
+    """
     digest = xxhash.xxh3_64()
     for path, value in _flatten(batch):
         digest.update(path.encode())
         if isinstance(value, Tensor):
             digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-            for part in plain_parts(value.detach()):
+            for part in plain_parts(value.detach()) if value.device.type == "cpu" else ():
                 dense = part if part.layout == torch.strided else part.to_dense()
-                digest.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                digest.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         elif hasattr(value, "tobytes"):
             digest.update(value.tobytes())
         elif isinstance(value, str | int | float | bool | bytes | None):

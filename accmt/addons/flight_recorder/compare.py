@@ -123,11 +123,10 @@ def _find_details(
         if key < at:
             continue
         lines = [steps[key][1] for steps in (one, other)]
-        for kind in ("content", "sums"):
-            before_of, now_of = ({"at": line["at"], kind: line.get(kind, {})} for line in lines)
-            found = find_difference(before_of, now_of, names, _CALLED)
-            if found is not None:
-                yield f"checksums after step {key[0]}: {found}"
+        before_of, now_of = ({"at": line["at"], "sums": line["sums"]} for line in lines)
+        found = find_difference(before_of, now_of, names, _CALLED)
+        if found is not None:
+            yield f"checksums after step {key[0]}: {found}"
         return
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from accmt.addons.flight_recorder.checksums import add_over_processes, combine, digest_batch, sum_of_state, sums_of
 from accmt.addons.flight_recorder.examiner import Examination, find_operations
@@ -37,7 +38,7 @@ from accmt.state import Place
 _STEPS_PER_WRITE = 20
 _PENDING = "ledger"
 _WAIT_S, _TICK_S = 3.0, 0.05  # for the other processes after an error
-_Own = tuple[str | None, list[tuple[float, float]]]  # of a window: a digest of samples; losses and weights
+_Own = tuple[str | None, str, list[tuple[float, float]]]  # of a window: digests of order and content; losses, weights
 
 
 class _Window(NamedTuple):
@@ -46,6 +47,7 @@ class _Window(NamedTuple):
     first: int
     last: int
     samples: str | None
+    content: str
     made_step: bool
     end: int  # of its losses, among those that are not written yet
 
@@ -141,7 +143,7 @@ class Recorder(Feature):
             if operations:
                 device = self._run.device.type
                 self._changes.append(f"no deterministic implementation on {device}: {', '.join(operations)}")
-        if self._is_due and micro_batch.batch is not None:
+        if micro_batch.batch is not None:
             self._contents.append(digest_batch(micro_batch.batch))
 
     def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
@@ -160,7 +162,8 @@ class Recorder(Feature):
         self._epoch, self._last = epoch, last
         samples = self._run.loaders.train.source.digest_of_samples(first, last)
         step = state.global_step if made_step else state.global_step + 1
-        self._windows.append(_Window(step, epoch, first, last, samples, made_step, len(self._losses)))
+        content, self._contents = " ".join(self._contents), []
+        self._windows.append(_Window(step, epoch, first, last, samples, content, made_step, len(self._losses)))
         if self._is_due:
             self._flush()
             self._write_sums("step")
@@ -235,7 +238,7 @@ class Recorder(Feature):
         of_data = each_once([found[index] for index in sorted(found)])
         first = max((own[0][0] for own in of_data if own), default=0)
         if all(own and own[0][0] == first for own in of_data):
-            self._write_windows(windows, [[(samples, pairs) for _, samples, pairs in own] for own in of_data])
+            self._write_windows(windows, [[(*digests, pairs) for _, *digests, pairs in own] for own in of_data])
 
     def _take_windows(self) -> tuple[list[_Window], list[_Own]]:
         """Return the windows that are not written yet, with this process's samples, losses and weights in each."""
@@ -247,7 +250,7 @@ class Recorder(Feature):
         begin = 0
         for window in windows:
             span = slice(begin, window.end)
-            own.append((window.samples, list(zip(losses[span], weights[span], strict=True))))
+            own.append((window.samples, window.content, list(zip(losses[span], weights[span], strict=True))))
             begin = window.end
         return windows, own
 
@@ -257,12 +260,10 @@ class Recorder(Feature):
         if file is None:
             return
         for window, of_all in zip(windows, zip(*every, strict=False), strict=False):
-            if len(of_all) == 1:
-                [(samples, pairs)] = of_all
-            else:
-                digests = dict.fromkeys(str(one) for one, _ in of_all)
-                samples = " ".join(digests) if digests.keys() != {"None"} else None  # one, unless each has its own data
-                pairs = list(chain.from_iterable(pairs for _, pairs in of_all))
+            orders = dict.fromkeys(str(order) for order, _, _ in of_all)
+            samples = " ".join(orders) if orders.keys() != {"None"} else None  # one, unless each has its own data
+            content = xxhash.xxh3_64_hexdigest(" ".join(content for _, content, _ in of_all).encode())
+            pairs = list(chain.from_iterable(pairs for _, _, pairs in of_all))
             if len(pairs) == 1:
                 loss = pairs[0][0]
             else:
@@ -272,7 +273,7 @@ class Recorder(Feature):
             value = f'"{loss.hex()}"' if pairs else "null"
             body = (
                 f'{{"step": {window.step}, "epoch": {window.epoch}, "batches": [{window.first}, {window.last}], '
-                f'"samples": {shown}, "loss": {value}'
+                f'"samples": {shown}, "content": "{content}", "loss": {value}'
             )
             body += "" if window.made_step else ', "skipped": true'
             file.add_text(body)
@@ -289,13 +290,10 @@ class Recorder(Feature):
         self._summed_at = run.state.global_step, run.state.skipped_steps
         parameters = plain_parameter_names(run.unwrapped_model)
         found = {"weights": self._sum(list(parameters.values())), "optimizer": self._sum_optimizer(parameters)}
-        contents, self._contents = self._contents, []
         gradients, self._gradients = self._gradients, None
         if at == "step" and gradients is not None:
             found["gradients"] = gradients
         line: dict[str, Any] = {"step": run.state.global_step, "at": at}
-        if at == "step":
-            line["content"] = " ".join(one for own in gather_from_data(contents) for one in own)
         if self._file is None:
             self._require_same()
             return

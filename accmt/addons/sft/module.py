@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -33,7 +32,6 @@ from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.addons.token_losses import weigh_tokens
 from accmt.data import is_stream
 from accmt.data.samplers import Order
-from accmt.data.seeding import seeded_generators
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.module import HuggingFaceModule
@@ -58,15 +56,12 @@ class RowModule(HuggingFaceModule):
 
     Attributes:
         section_name: The section of the hyper-parameters about the rows.
-        build_seed: A seed for weights that are random when the model is built, such as an adapter's; None uses the
-            global generators as they are.
 
     Raises:
         ArgumentError: The reader's `max_length` is below 2.
     """
 
     section_name: ClassVar[str] = "sft"
-    build_seed: int | None = None
 
     def __init__(
         self,
@@ -134,11 +129,6 @@ class RowModule(HuggingFaceModule):
     def arguments_of(cls, section: Any) -> dict[str, Any]:
         """Return the arguments of the class that a section of the hyper-parameters sets."""
         raise NotImplementedError
-
-    def configure_model(self) -> None:
-        """Build the model, with the same new weights in every run with the same `build_seed`."""
-        with nullcontext() if self.build_seed is None else seeded_generators(self.build_seed):
-            super().configure_model()
 
     def get_train_dataloader(self, dataset: Any = None) -> Any:
         """Return the rows as samples, after checking some of them; several sources are returned by name."""
