@@ -13,7 +13,6 @@ Progress = Literal["initializing", "running", "finished", "interrupted", "preemp
 
 
 @runtime_checkable
-@runtime_checkable
 class Stateful(Protocol):
     """Something whose state is saved in checkpoints.
 

@@ -18,7 +18,7 @@ class WindowSoFar(NamedTuple):
 
     Attributes:
         num_batches: Batches of the requested size that each process has read for it.
-        num_samples: Samples in them, over all processes; None if a custom collate function may change their number.
+        num_samples: Samples in them, over all processes; None if only the batches show their number.
         num_tokens: Tokens in them, over all processes, without padding: those of `input_ids` that `attention_mask` does
             not mask, or with `max_tokens` the lengths of the samples. None for data without `input_ids`.
     """

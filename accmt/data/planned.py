@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,6 @@ from accmt.data.base import (
 )
 from accmt.data.batches import MicroBatch
 from accmt.data.fetching import (
-    BadSample,
     CollateFetched,
     Fetched,
     SeededDataset,
@@ -46,9 +45,8 @@ from accmt.data.samplers import (
     is_user_class,
 )
 from accmt.data.seeding import preserve_generators
-from accmt.errors import DataError, explain
-from accmt.messages import say, warn
-from accmt.processes import gather_objects, num_data_processes, num_processes, sum_over_data
+from accmt.messages import say
+from accmt.registry import addon
 
 
 class PlannedSource:
@@ -65,7 +63,6 @@ class PlannedSource:
 
     _kind: str
     _unit: str
-    _has_user_order: bool  # whether a user-defined sampler draws the order
 
     def __init__(
         self,
@@ -124,8 +121,8 @@ class PlannedSource:
         read = self._read_micro_batches(epoch, first)
         if not self._options.skips_bad:
             return read
-        is_whole_epoch = first == 0
-        return without_bad_samples(read, self._options, is_whole_epoch=is_whole_epoch)
+        readable: Iterator[MicroBatch] = addon("without_bad_samples")(read, self._options, is_whole_epoch=first == 0)
+        return readable
 
     def _read_micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         plan = self._begin(epoch, first)
@@ -189,10 +186,7 @@ class PlannedSource:
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         if num_micro_batches == 0:  # the epoch's order may not have been drawn yet
             at_start = {self._unit: 0, "of": None, "rows": self.rows}
-            position = {"kind": self._kind, **at_start, **self.files, **self._state_at(epoch)}
-            if self._has_user_order and self._epoch == epoch - 1:
-                position["before"] = {"of": self._size, "order": self._order.digest(epoch - 1)}
-            return position
+            return {"kind": self._kind, **at_start, **self.files, **self._state_at(epoch)}
         if epoch != self._epoch:
             self._begin(epoch, num_micro_batches)
         consumed = self._plan.samples_before(num_micro_batches)
@@ -208,21 +202,6 @@ class PlannedSource:
         )
         is_in_epoch = first_micro_batch > 0
         compare_files(position.get("files"), self.files.get("files"), self._options, is_in_epoch=is_in_epoch)
-        if not is_in_epoch:
-            before = position.get("before")
-            if (
-                before is not None
-                and self._has_user_order
-                and position["kind"] == self._kind
-                and self._draw(epoch - 1) == before["of"]
-                and self._order.digest(epoch - 1) != before["order"]
-            ):
-                warn(
-                    f"the sampler of the {self._options.kind} data draws epoch {epoch} in a different order than "
-                    "before the interruption, so later epochs also differ from an uninterrupted run: the sampler "
-                    "changed, or its order depends on more than set_epoch(epoch), a seed, and torch's, numpy's or "
-                    "Python's generators"
-                )
         is_saved = self._resumable is not None and "sampler" in position
         if self._resumable is not None and is_saved:
             self._resumable.load_state(position["sampler"])
@@ -274,7 +253,6 @@ class DatasetSource(PlannedSource):
             sampler = sampler(dataset)
         check_length(sampler, dataset)
         options = options.without_second_sharding(sampler)
-        self._has_user_order = sampler is not None and is_user_class(sampler)
         permute = getattr(dataset, "shuffle_rows", None)
         order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler, permute=permute)
         global_batch_size = options.batch_size * options.shard.count * options.micro_batches_per_batch
@@ -309,9 +287,8 @@ class BatchesSource(PlannedSource):
         batch_sampler: Any = user_loader.batch_sampler
         order = UserBatches(batch_sampler, options.seed)
         options = replace(options, batch_size=1, micro_batches_per_batch=1)  # the plan counts the user's batches
-        self._has_user_order = is_user_class(batch_sampler)
         # The length of a user-defined class may be an estimate; the batches drawn here are kept for the first epoch.
-        num_batches = order.size(0) if self._has_user_order else length_of(batch_sampler) or 0
+        num_batches = order.size(0) if is_user_class(batch_sampler) else length_of(batch_sampler) or 0
         require_not_empty(num_batches, options, "a DataLoader without batches")
         names = ("num_workers", "collate_fn", "pin_memory", "timeout", "prefetch_factor", "multiprocessing_context")
         torch_options = {name: getattr(user_loader, name) for name in names} | {
@@ -324,82 +301,3 @@ class BatchesSource(PlannedSource):
         num_batches = self._order.size(epoch)
         require_not_empty(num_batches, self._options, "a DataLoader without batches")
         return num_batches
-
-
-# ---- Skipping samples that cannot be read; every process knows what remains of a batch.
-#
-# The order of the remaining samples does not change. If nothing remains of a process's batch, that process has no batch
-# in this micro-batch, as at the end of an epoch, and borrows another's. So the processes sum the batches, samples, and
-# skipped samples of each micro-batch.
-
-
-MAX_NAMED = 5
-_TOO_MANY = 100
-
-
-@dataclass
-class BadSamples:
-    """The number of samples skipped since the last warning, and the first few on this process."""
-
-    count: int = 0
-    first: list[BadSample] = field(default_factory=list)
-
-    def add(self, count: int, own: Iterable[BadSample]) -> None:
-        self.count += count
-        self.first = [*self.first, *own][:MAX_NAMED]
-
-    def take(self) -> BadSamples:
-        """Return what was added, and reset."""
-        taken = BadSamples(self.count, self.first)
-        self.count, self.first = 0, []
-        return taken
-
-
-def without_bad_samples(
-    micro_batches: Iterator[MicroBatch], options: SourceOptions, *, is_whole_epoch: bool
-) -> Iterator[MicroBatch]:
-    """Unpack the `Kept` batches of micro-batches, and set the sample counts of the micro-batches.
-
-    Processes: collective in each micro-batch, if they share the data.
-    """
-    unread, has_any = 0, not is_whole_epoch
-    for micro_batch in micro_batches:
-        if micro_batch.batch is not None:
-            micro_batch.batch, bad = micro_batch.batch
-            micro_batch.bad = tuple(bad)  # a list, where batches are pinned
-        own_read = (micro_batch.own_samples or 0) - len(micro_batch.bad)
-        micro_batch.own_samples = 0 if micro_batch.batch is None else own_read
-        num_read = _count(micro_batch, options)
-        micro_batch.num_samples = num_read
-        has_any |= num_read != 0
-        unread = 0 if num_read != 0 else unread + micro_batch.num_bad
-        if unread >= _TOO_MANY or (micro_batch.is_last and not has_any):
-            bad_here = micro_batch.bad
-            last = f"; the last is sample {bad_here[-1].index}: {bad_here[-1].error}" if bad_here else ""
-            got = f"{unread} unreadable samples in a row{last}"
-            expected = 'only occasional unreadable samples, which failures={"on_bad_sample": "skip"} skips'
-            do = "check the path, the disk, or the dataset's __getitem__"
-            raise DataError(explain(f"the {options.kind} data", got, expected, do))
-        yield micro_batch
-
-
-def _count(micro_batch: MicroBatch, options: SourceOptions) -> int:
-    """Set the counts that processes share, and return the number of samples read."""
-    if num_data_processes() < num_processes():
-        # Processes that share a batch must have read the same samples.
-        every = gather_objects([bad.index for bad in micro_batch.bad])
-        size = num_processes() // num_data_processes()
-        other = next((rank for rank, one in enumerate(every) if one != every[rank // size * size]), None)
-        if other is not None:
-            first = other // size * size
-            got = f"samples {every[first]} could not be read on process {first}, and {every[other]} on process {other}"
-            expected = "the same samples on both: they share one model and each of its batches"
-            raise DataError(explain("the data", got, expected, "check the disk or network the data is read from"))
-    if options.shard.count > 1:
-        own = float(micro_batch.batch is not None), float(micro_batch.own_samples or 0), float(len(micro_batch.bad))
-        present, samples, bad = map(int, sum_over_data(own))
-        micro_batch.is_partial, micro_batch.num_bad = present < num_data_processes(), bad
-        return samples
-    micro_batch.num_bad = len(micro_batch.bad)
-    micro_batch.is_partial |= micro_batch.batch is None
-    return micro_batch.own_samples or 0

@@ -127,7 +127,6 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         touch(accelerator.device)
     if accelerator.device.type == "cpu":  # with several processes Accelerate calls it cpu:0, and torch then copies
         accelerator.state.device = PartialState().device = torch.device("cpu")
-    _warn_of_foreign_autocast(accelerator)
     if type(accelerator) is Accelerator and accelerator.num_processes > 1:  # also of the user's own object
         from accmt.engine.exact_accelerator import ExactAccelerator
 
@@ -151,21 +150,6 @@ def _in_precision(asked: str | None) -> Iterator[None]:
     yield
     if before is None:
         _state = AcceleratorState().dynamo_plugin
-
-
-def _warn_of_foreign_autocast(accelerator: Accelerator) -> None:
-    """Warn that the caller's autocast affects the whole run, unless the run uses that dtype anyway."""
-    kind = accelerator.device.type
-    if not torch.is_autocast_enabled(kind):
-        return
-    dtype = torch.get_autocast_dtype(kind)
-    own = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    if dtype != own:
-        what = (
-            f"the Trainer is called within torch.autocast, so the whole run computes in {dtype}, including evaluations"
-        )
-        do = 'call it outside, and set the precision with Trainer(mixed_precision="bf16")'
-        warn_once(f"{what}: {do}", about="foreign autocast")
 
 
 def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:

@@ -21,12 +21,11 @@ from accmt.engine.sync_batchnorm import (
     synchronized_layers,
     without_synchronization,
 )
-from accmt.libraries.private_names import buffers_of, forget_prepared, prepare_alone
+from accmt.libraries.private_names import forget_prepared, prepare_alone
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
 from accmt.registry import addon
 from accmt.saving.weights import ShardedState, WholeState
-from accmt.sharded_tensors import is_expanded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -93,7 +92,7 @@ class Engine:
         require_same_tensors(model)  # before anything is exchanged, for example in the test of the optimizer
         self.spread()
         if places:
-            move(model, self.accelerator.device)
+            model.to(self.accelerator.device)
         if self.accelerator.mixed_precision in ("fp16", "bf16"):
             hold_in_float32(model)
         if places and any(True for _ in find_quantized(model)):
@@ -244,23 +243,3 @@ class Engine:
 
 class Alone(Engine):
     """A single process."""
-
-
-def move(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device; unlike `nn.Module.to`, keeps buffers that are views of the same memory as views."""
-    shared: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
-    for part in model.modules():
-        for name, buffer in buffers_of(part).items():
-            if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.numel():
-                shared.setdefault(buffer.untyped_storage().data_ptr(), []).append((part, name, buffer))
-    model.to(device)
-    for places in shared.values():
-        owners = {id(buffer): buffer for _, _, buffer in places}
-        part, name, first = places[0]
-        is_view = len(places) > 1 or is_expanded(first)
-        if not is_view or buffers_of(part)[name] is first or any(one.dtype != first.dtype for one in owners.values()):
-            continue
-        whole = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage()).to(device)
-        moved = {key: whole.as_strided(one.size(), one.stride(), one.storage_offset()) for key, one in owners.items()}
-        for part, name, buffer in places:
-            buffers_of(part)[name] = moved[id(buffer)]

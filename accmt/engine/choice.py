@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from accmt.engine.base import Alone, Engine
 from accmt.engine.data_parallel import DataParallel
-from accmt.engine.sharded import Sharded, Split
+from accmt.engine.sharded import Sharded
 from accmt.engine.shards import is_by_fsdp, is_sharded
-from accmt.engine.tensor_parallel import ranks_of_batch, require_whole_heads, tensor_parallel_size
+from accmt.engine.tensor_parallel import ranks_of_batch, tensor_parallel_size
 from accmt.errors import ArgumentError, explain
 from accmt.options import Settings
 from accmt.processes import share_batches
-from accmt.registry import find
+from accmt.registry import addon, find
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,8 +29,6 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
     asked = tensor_parallel_size(accelerator)
     size = ranks_of_batch(module.model, asked)
     share_batches(size)
-    if size > 1:
-        require_whole_heads(module.model, size)
     if size != asked and accelerator.is_fsdp2 and not is_by_fsdp(module.model):
         got = f"a model already split over {size} processes, and FSDP2 over all"
         do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'
@@ -43,7 +41,8 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
         added: type[Engine] = find("accmt.engines", settings.running.parallelism.engine)
         return added(module, accelerator)
     if size > 1:
-        return Split(module, accelerator)
+        split: Engine = addon("tensor_parallel")(module, accelerator)
+        return split
     if accelerator.is_fsdp2 or is_sharded(module.model):
         return Sharded(module, accelerator)
     is_alone = accelerator.distributed_type.value == "NO"  # a launcher may start a single process, which is wrapped

@@ -28,7 +28,7 @@ from accmt.engine.reduction import (
     settle_buckets,
     zero_loss_of,
 )
-from accmt.engine.replicas import reject_renormalization, require_equal_weights
+from accmt.engine.replicas import reject_renormalization
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import left_out_by_ddp, prepare_alone
 from accmt.processes import num_processes
@@ -74,7 +74,6 @@ class DataParallel(Engine):
             self._wrapper, self.notes_trained = self.model, True
             self.no_sync = partial(self.accelerator.no_sync, self.model) if self._has_others else None
         reject_renormalization(self.unwrapped_model)
-        require_equal_weights(self.unwrapped_model)
         settle_buckets(self.model, set_to_none=set_to_none)
 
     def begin_window(self) -> None:

@@ -16,13 +16,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from accmt.engine.shards import shard_model, untie
-from accmt.engine.tensor_parallel import require_whole_heads, split_tensors, tensor_parallel_size
+from accmt.engine.tensor_parallel import tensor_parallel_size
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import (
     draw_first_values,
     has_first_value,
 )
 from accmt.processes import broadcast_object
+from accmt.registry import addon
 from accmt.sharded_tensors import is_dtensor, make_whole, shard_like
 
 if TYPE_CHECKING:
@@ -172,10 +173,8 @@ def distribute_empty(model: nn.Module, accelerator: Accelerator) -> None:
 
     Processes: collective.
     """
-    size = tensor_parallel_size(accelerator)
-    if size > 1:
-        require_whole_heads(model, size)
-        split_tensors(model, accelerator)
+    if tensor_parallel_size(accelerator) > 1:
+        addon("split_tensors")(model, accelerator)
     if accelerator.is_fsdp2:
         shard_model(model, accelerator, None)
 

@@ -164,26 +164,6 @@ def _find_differences(every: list[dict[str, Any]]) -> dict[str, tuple[int, int]]
     return differences
 
 
-def require_equal_weights(model: nn.Module) -> None:
-    """Check that training starts with the same weights on all processes.
-
-    DistributedDataParallel ensures this unless it is disabled (`init_sync=False`) or skips a parameter.
-
-    Processes: collective.
-    """
-    if num_processes() == 1:
-        return
-    own = {name: checksum(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    every = gather_objects(own)
-    names = [name for name in every[0] if any(other.get(name) != every[0][name] for other in every)]
-    if not names:
-        return
-    processes = [rank for rank, other in enumerate(every) if other.get(names[0]) != every[0][names[0]]]
-    got = f"{names[0]!r} differs between process 0 and {processes} (and so do {len(names) - 1} others)"
-    do = "call set_seed(seed) before the model is built, and leave DDP's init_sync on"
-    raise ModuleContractError(explain("initial weights", got, "the same weights on every process", do))
-
-
 def reject_renormalization(model: nn.Module) -> None:
     """Reject embeddings that change their weights in the forward pass: each process changes those of its own batch.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +26,6 @@ from accmt.engine.shards import (
     shard_model,
     try_steps_of_shards,
 )
-from accmt.engine.tensor_parallel import beginning_anew, partial_gradients, share_weights, split_tensors
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.libraries.private_names import tree_leaves
 from accmt.options import Settings
@@ -121,29 +119,6 @@ class Sharded(Engine):
 
     def weights(self) -> WholeState | ShardedState:
         return ShardedState(self.unwrapped_model)
-
-
-class Split(Sharded):
-    """Tensors that are split over processes which share each batch (tensor parallelism), with FSDP2 over the others."""
-
-    def spread(self) -> None:
-        model, accelerator = self.unwrapped_model, self.accelerator
-        comes_split, is_empty = is_sharded(model), is_on_meta(model)
-        if not comes_split:
-            split_tensors(model, accelerator)
-        if accelerator.device_placement and not is_empty:
-            model.to(accelerator.device)
-        if not is_by_fsdp(model):
-            if comes_split and not is_empty:
-                share_weights(model, accelerator)
-            if accelerator.is_fsdp2:
-                shard_model(model, accelerator, None)
-        super().spread()
-
-    def around_backward(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return the context that keeps gradients that transformers sums over processes from being summed twice."""
-        summed = partial_gradients(self.unwrapped_model)
-        return partial(beginning_anew, summed) if summed else None
 
 
 def _require_forward(model: nn.Module) -> None:

@@ -82,28 +82,7 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
             expected = "tied weights in one group, as Accelerate does for embeddings and head"
             do = "untie them, or train it without `parallelism`"
             raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
-    _require_one_type(model)
     generate_together(model)
-
-
-def _require_one_type(model: nn.Module) -> None:
-    """Check that parameters that FSDP2 gathers together have one dtype; torch asserts it only in the first forward."""
-    of_others: set[nn.Module] = set()
-    for part in reversed(list(_fsdp_modules(model))):  # inner modules first
-        own = {
-            f"{path}.{name}".removeprefix("."): weight
-            for path, layer in part.named_modules()
-            if layer not in of_others
-            for name, weight in layer.named_parameters(recurse=False)
-            if weight.requires_grad
-        }
-        of_others |= set(part.modules())
-        kinds = {weight.dtype: name for name, weight in own.items()}
-        if len(kinds) > 1:
-            got = ", ".join(f"{name} of {dtype}" for dtype, name in kinds.items())
-            expected = "trained weights of one dtype in each group of sharded layers"
-            do = 'self.model.float() before fit, and Trainer(mixed_precision="bf16")'
-            raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
 
 
 @contextmanager

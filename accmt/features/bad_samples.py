@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import chain
 
 from accmt.data import BadSample, MicroBatch
-from accmt.data.planned import MAX_NAMED, BadSamples
 from accmt.errors import DataError, explain
 from accmt.features.hooks import Feature
 from accmt.messages import warn, warn_once
 from accmt.processes import gather_from_data
 from accmt.run import EvaluationRun
+
+MAX_NAMED = 5
+
+
+@dataclass
+class BadSamples:
+    """The number of samples skipped since the last warning, and the first few on this process."""
+
+    count: int = 0
+    first: list[BadSample] = field(default_factory=list)
+
+    def add(self, count: int, own: Iterable[BadSample]) -> None:
+        self.count += count
+        self.first = [*self.first, *own][:MAX_NAMED]
+
+    def take(self) -> BadSamples:
+        """Return what was added, and reset."""
+        taken = BadSamples(self.count, self.first)
+        self.count, self.first = 0, []
+        return taken
 
 
 class BadSampleCounts(Feature):

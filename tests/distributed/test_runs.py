@@ -98,15 +98,6 @@ def test_a_step_that_evades_the_reduction_of_gradients_is_refused(outcome) -> No
         assert "self.model was not called" in message
 
 
-@pytest.mark.feature("P32")
-def test_initial_weights_that_differ_are_named(outcome) -> None:
-    processes, results, _ = outcome
-    expected = "nothing" if processes == 1 else f"'1.bias' differs between process 0 and {list(range(1, processes))}"
-    assert len(results["beginnings"]) == processes
-    for message in results["beginnings"]:
-        assert expected in message
-
-
 @pytest.mark.parametrize("what", ["type", "shape", "name"])
 def test_models_that_differ_in_their_tensors_are_named(outcome, what: str) -> None:
     processes, results, _ = outcome

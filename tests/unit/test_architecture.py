@@ -297,6 +297,7 @@ QUESTIONS_LEFT = {
     "optimization/stepper.py": 1,
     "precision.py": 1,
     "trainer/standalone_evaluation.py": 1,
+    "addons/tensor_parallel.py": 2,  # an engine itself
     "addons/flight_recorder/checksums.py": 1,
     "addons/flight_recorder/recorder.py": 2,
     "saving/weights.py": 3,  # of huggingface_hub: whether weights are in several files

@@ -9,7 +9,6 @@ from torch.optim import SGD
 
 from accmt.checkpoint.contents import StateCollector, load_state
 from accmt.checkpoint.state_dicts import require_complete
-from accmt.engine.base import move
 from accmt.errors import CheckpointError, ModuleContractError, WeightsError
 from tests.checkpoints import save_state
 from tests.low_bit import Rounded, RoundedMomentum
@@ -329,15 +328,3 @@ def test_buffers_that_share_memory_stay_so_in_a_run_and_after_a_resume(view, pre
         assert torch.equal(model.view, VIEWS[view](model.scale))
         assert model.view.untyped_storage().data_ptr() == model.scale.untyped_storage().data_ptr()
     assert all(map(torch.equal, whole.state_dict().values(), resumed.state_dict().values()))
-
-
-def test_buffers_that_share_memory_stay_so_on_another_device():
-    for make in VIEWS.values():
-        model = nn.Sequential(nn.Linear(1, 1), Views(make))
-        model[0].register_buffer("alone", torch.ones(1))
-        before = model[1].scale
-        move(model, torch.device("cpu", 0))  # which torch takes for another
-        model[1].scale.add_(1)
-        assert torch.equal(model[1].view, make(model[1].scale))
-        assert model[1].view.shape == make(before).shape
-        assert not before.any()

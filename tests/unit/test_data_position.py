@@ -284,56 +284,8 @@ def test_the_position_at_a_beginning_draws_nothing():
     read([loader], 0, 0)
     before = sampler.drawn
     position = loader.position(1, 0)
-    assert (position["samples"], position["of"], position["before"]["of"]) == (0, None, 8)
+    assert (position["samples"], position["of"]) == (0, None)
     assert sampler.drawn == before
-
-
-class Counting:
-    """A sampler that takes its epoch from how often it was drawn."""
-
-    def __init__(self, start=0):
-        self.drawn = start
-
-    def __len__(self):
-        return 8
-
-    def __iter__(self):
-        self.drawn += 1
-        return iter(torch.randperm(8, generator=torch.Generator().manual_seed(self.drawn)).tolist())
-
-
-class Told(Counting):
-    """The same, by the epoch that `set_epoch` sets."""
-
-    def set_epoch(self, epoch):
-        self.drawn = epoch
-
-
-@pytest.mark.parametrize("by_batches", [False, True])
-@pytest.mark.parametrize(("sampler", "epoch", "times"), [(Counting, 3, 1), (Counting, 1, 0), (Told, 3, 0)])
-def test_a_sampler_that_counts_what_it_drew_is_a_warning_where_an_epoch_begins(
-    sampler, epoch, times, by_batches, caplog
-):
-    def make():
-        if by_batches:
-            return build_source(DataLoader(Augmented(8), batch_sampler=BatchSampler(sampler(), 2, False)), options())
-        return build_source(Augmented(8), options(sampler=sampler()))
-
-    loader = make()
-    for number in range(epoch):
-        read([loader], number, 0)
-    make().resume_from(epoch, 0, stored(loader.position(epoch, 0)))
-    assert caplog.text.count(f"draws epoch {epoch} in a different order than before") == times
-
-
-def test_other_data_where_an_epoch_begins_are_no_matter_of_the_sampler(caplog):
-    loader = build_source(Augmented(8), options(sampler=Counting()))
-    read([loader], 0, 0)
-    position = loader.position(1, 0)
-    for other in (by_shuffling_loader(8), Augmented(8)):
-        build_source(other, options()).resume_from(1, 0, position)
-    build_source(Augmented(8), options(sampler=[1, 2])).resume_from(1, 0, position)
-    assert not caplog.text
 
 
 def test_data_of_another_length_cannot_resume():

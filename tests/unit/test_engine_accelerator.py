@@ -76,11 +76,3 @@ def test_an_accelerator_of_the_program_keeps_its_precision():
     train_in("bf16")
     assert later.mixed_precision == "no"
     assert torch.equal(train_in(None, accelerator=later), full)
-
-
-def test_autocast_around_fit_is_said_unless_the_run_computes_in_it(caplog):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        train_in("bf16")
-        assert "torch.autocast" not in caplog.text
-        train_in("no")
-    assert caplog.text.count("is called within torch.autocast, so the whole run computes in torch.bfloat16") == 1

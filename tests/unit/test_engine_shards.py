@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from accmt import ChainedOptimizer
-from accmt.engine.shards import _embeddings_for_themselves, _require_one_type, try_steps_of_shards
+from accmt.engine.shards import _embeddings_for_themselves, try_steps_of_shards
 from accmt.errors import ModuleContractError
 from accmt.optimization.stepper import Stepper
 from tests.schedule_free import FreeSGD
@@ -71,21 +71,6 @@ def test_an_optimizer_that_cannot_step_shards_is_an_error_before_the_first_step(
     other = nn.Parameter(torch.ones(2))
     chained = ChainedOptimizer([torch.optim.Adafactor([other]), torch.optim.SGD([shard])])
     try_steps_of_shards(chained)  # Adafactor has a whole weight only
-
-
-def test_a_group_of_layers_of_two_types_is_an_error_before_the_first_forward(shard: nn.Parameter) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    _require_one_type(model)  # each is a group by itself
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    mixed[1].bias.data = mixed[1].bias.data.bfloat16()
-    fully_shard(mixed, mesh=mesh)
-    with pytest.raises(ModuleContractError, match=r"got: 1\.weight of torch\.float32, 1\.bias of torch\.bfloat16"):
-        _require_one_type(mixed)
-    mixed[1].bias.requires_grad_(requires_grad=False)
-    _require_one_type(mixed)
 
 
 def test_a_gradient_of_a_gradient_with_freed_shards_is_explained(shard: nn.Parameter) -> None:

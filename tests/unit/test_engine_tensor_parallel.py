@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from accmt.addons import tensor_parallel
+from accmt.addons.bad_samples import without_bad_samples
+from accmt.addons.tensor_parallel import beginning_anew
 from accmt.data import BadSample, MicroBatch, SourceOptions
-from accmt.data.planned import without_bad_samples
-from accmt.engine import tensor_parallel
 from accmt.engine.shards import as_shard, untie
-from accmt.engine.tensor_parallel import beginning_anew, ranks_of_batch
+from accmt.engine.tensor_parallel import ranks_of_batch
 from accmt.errors import DataError, ModuleContractError
 from accmt.optimization import ChainedOptimizer, build_optimizer
 from accmt.optimization.optimizers import mesh_by_mesh
@@ -145,8 +146,8 @@ def test_samples_that_one_process_of_a_group_could_read_are_an_error(
         options = SourceOptions(purpose="validate", batch_size=1)
         return list(without_bad_samples(iter([own]), options, is_whole_epoch=True))
 
-    monkeypatch.setattr("accmt.data.planned.gather_objects", lambda value: [[], [], value, value])
+    monkeypatch.setattr("accmt.addons.bad_samples.gather_objects", lambda value: [[], [], value, value])
     assert [micro_batch.num_bad for micro_batch in read()] == [1]
-    monkeypatch.setattr("accmt.data.planned.gather_objects", lambda value: [[], [], [], value])
+    monkeypatch.setattr("accmt.addons.bad_samples.gather_objects", lambda value: [[], [], [], value])
     with pytest.raises(DataError, match=r"\[7\] on process 3"):
         read()

@@ -27,7 +27,6 @@ from accmt import (
     on_main_process,
     read_history,
 )
-from accmt.engine.replicas import require_equal_weights
 from accmt.processes import gather_objects, is_main_process, process_index
 
 VALIDATION_SIZES = (1, 4, 7, 8, 9, 17)
@@ -210,20 +209,6 @@ def count_reductions(folder: Path) -> tuple[int, int]:
     return counter.count, state.global_step
 
 
-def begin_differently() -> list[str]:
-    """Return what each process says of a model that differs in its last bias."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    require_equal_weights(model)
-    with torch.no_grad():
-        model[1].bias.fill_(process_index())
-    try:
-        require_equal_weights(model)
-    except TypeError as error:
-        return gather_objects(str(error))
-    return gather_objects("nothing")
-
-
 def train_different_models(folder: Path) -> dict[str, list[str]]:
     """Return what each process says of a model that differs from the main process's in a type, a shape or a name."""
     changes: dict[str, Callable[[nn.Sequential], Any]] = {
@@ -307,7 +292,6 @@ def main() -> None:
         "training": train(folder),
         "averages": average_weights(folder),
         "reductions": count_reductions(folder),
-        "beginnings": begin_differently(),
         "models": train_different_models(folder),
         "evasion": evade_reduction(folder),
         "failure": fail_on_main(folder),

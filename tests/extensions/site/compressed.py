@@ -9,7 +9,7 @@ from accmt.engine.data_parallel import DataParallel
 class Compressed(DataParallel):
     """Halves what each optimizer step sends."""
 
-    def wrap(self, optimizer, *, set_to_none: bool) -> None:
-        super().wrap(optimizer, set_to_none=set_to_none)
+    def wrap(self, optimizer, **options) -> None:
+        super().wrap(optimizer, **options)
         if isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, fp16_compress_hook)
