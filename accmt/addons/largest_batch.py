@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from accmt.addons.token_budget import TokenBatcher, find_token_batcher
 from accmt.data import Loader, is_stream, known_lengths
 from accmt.data.collate import collate_or_explain
 from accmt.data.lengths import LargestBatch, find_largest, find_length
@@ -16,7 +17,6 @@ from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings
 from accmt.processes import num_data_processes
 from accmt.setup.datasets import find_collate
-from accmt.setup.token_budget import TokenBatcher, find_token_batcher
 
 _READ = 8
 

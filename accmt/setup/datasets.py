@@ -40,7 +40,6 @@ from accmt.processes import data_index, num_data_processes
 from accmt.recovery.restart import Recovery
 from accmt.registry import addon, find
 from accmt.setup.same_on_processes import find_same_data
-from accmt.setup.token_budget import find_token_batcher, reject_conflicts
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:
@@ -249,12 +248,13 @@ def build_train_loader(
         expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
-    reject_conflicts(module, settings)
     collate, pins_memory = find_collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
-    batcher = find_token_batcher(
-        module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training"
-    )
+    batcher: Any = None
+    if settings.hps.max_tokens is not None:
+        batcher = addon("find_token_batcher")(
+            module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training"
+        )
     micro_batches_per_batch = 1
     if not batcher:
         micro_batch_size = settings.hps.micro_batch_size_within(max_micro_batch_size)
@@ -317,9 +317,9 @@ def build_evaluation_loader(
     collate = find_collate(module, settings, data, "val")
     pins_memory = _pins_memory(data_settings, engine.accelerator.device)
     _seed_own_generators(data, collate)
-    batcher = None
-    if not logs_batches:
-        batcher = find_token_batcher(
+    batcher: Any = None
+    if settings.hps.max_tokens is not None and not logs_batches:
+        batcher = addon("find_token_batcher")(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
     batch_size = settings.hps.val_batch_size if is_validation else settings.hps.test_batch_size

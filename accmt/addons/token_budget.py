@@ -108,6 +108,8 @@ def find_token_batcher(
     """
     if settings.hps.max_tokens is None:
         return None
+    if kind == "training":
+        _reject_conflicts(module, settings)
     if isinstance(data, DataLoader):
         parts = take_apart(data)
         if parts is None and settings.hps.packing and kind == "training":
@@ -133,13 +135,13 @@ def find_token_batcher(
     return TokenBatcher(module=module, settings=settings, data=data, options=options)
 
 
-def reject_conflicts(module: AcceleratorModule, settings: Settings) -> None:
+def _reject_conflicts(module: AcceleratorModule, settings: Settings) -> None:
     """Reject other settings that determine the size of training micro-batches."""
     others = {
         "a module with manual optimization": module.uses_manual_optimization,
         "max_micro_batch_size: auto, which splits by samples": settings.hps.halves_micro_batches,
     }
-    for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
+    for got in (what for what, is_so in others.items() if is_so):
         _reject("max_tokens", f"together with {got}")
     collate_fn = settings.data.collate_fn
     collates = module.collate_fn_train or (isinstance(collate_fn, Mapping) and collate_fn.get("train"))
