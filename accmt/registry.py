@@ -65,6 +65,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "fork_arguments": "accmt.addons.fork.program:change_arguments",
         "hint_for_attribute": "accmt.addons.hints.methods:describe_missing",
         "hint_for_callback": "accmt.addons.hints.table:find_callback",
+        "hint_for_component": "accmt.addons.hints.components:find_component",
         "hint_for_key": "accmt.addons.hints.arguments:advise_key",
         "hint_for_method": "accmt.addons.hints.methods:find_foreign_method",
         "hint_for_precision": "accmt.addons.hints.table:find_precision",
