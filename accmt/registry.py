@@ -54,6 +54,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
         "build_grouped_optimizer": "accmt.addons.parameter_groups:build_grouped_optimizer",
         "build_with_adapter": "accmt.addons.peft_adapters:build_with_adapter",
+        "check_fork": "accmt.addons.fork.argument:check_fork",
         "check_keywords": "accmt.addons.hints.keywords:check_keywords",
         "check_resume": "accmt.addons.resume_check:check_resume",
         "datamodule": "accmt.addons.datamodule:DataModule",
