@@ -85,6 +85,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "read_in_parts": "accmt.addons.reading_in_parts:read_in_parts",
         "reject_foreign_methods": "accmt.addons.hints.methods:reject_foreign_methods",
         "reject_misspelt_methods": "accmt.addons.hints.methods:reject_misspelt_methods",
+        "reject_without_evaluations": "accmt.addons.evaluate_beside.settings:reject_without_evaluations",
         "reject_unsaved_adapters": "accmt.addons.peft_adapters:reject_unsaved_adapters",
         "reject_stream": "accmt.addons.readers.shards:reject_stream",
         "profiler": "accmt.addons.profilers:build_profiler",
