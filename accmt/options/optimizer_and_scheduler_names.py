@@ -24,7 +24,7 @@ _NEEDS_OBJECTS = "takes functions or other schedulers, which a file cannot conta
 
 @dataclass(frozen=True)
 class _Kind:
-    """How short names of one kind are resolved; `others_names` are those of `TrainingArguments`."""
+    """How short names of one kind are resolved."""
 
     path: KeyPath
     group: str
@@ -33,7 +33,6 @@ class _Kind:
     from_transformers: Mapping[str, str]
     rejected: Mapping[str, str]
     instead: str
-    others_names: Mapping[str, str]
 
     def names(self) -> list[str]:
         of_torch = {
@@ -59,34 +58,6 @@ _OPTIMIZERS = _Kind(
     from_transformers={"Adafactor": "Adafactor"},
     rejected={"LBFGS": "evaluates the loss several times per step (it needs a closure)"},
     instead="use AdamW or SGD",
-    others_names={
-        "adafactor": "Adafactor",
-        "adagrad": "Adagrad",
-        "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
-        "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
-        "adamw_hf": "AdamW",
-        "adamw_torch": "AdamW",
-        "adamw_torch_4bit": "torchao.optim.AdamW4bit",
-        "adamw_torch_8bit": "torchao.optim.AdamW8bit",
-        "adamw_torch_fused": "AdamW",
-        "adamw4bit": "torchao.optim.AdamW4bit",
-        "adamw8bit": "bitsandbytes.optim.AdamW8bit",
-        "adamwfp8": "torchao.optim.AdamWFp8",
-        "ademamix": "bitsandbytes.optim.AdEMAMix",
-        "ademamix_8bit": "bitsandbytes.optim.AdEMAMix8bit",
-        "lion": "bitsandbytes.optim.Lion",
-        "lion_32bit": "bitsandbytes.optim.Lion32bit",
-        "lion_8bit": "bitsandbytes.optim.Lion8bit",
-        "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
-        "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
-        "paged_lion_32bit": "bitsandbytes.optim.PagedLion32bit",
-        "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
-        "rmsprop": "RMSprop",
-        "rmsprop_bnb": "bitsandbytes.optim.RMSprop",
-        "rmsprop_bnb_32bit": "bitsandbytes.optim.RMSprop32bit",
-        "rmsprop_bnb_8bit": "bitsandbytes.optim.RMSprop8bit",
-        "sgd": "SGD",
-    },
 )
 _SCHEDULERS = _Kind(
     path=("scheduler", "type"),
@@ -104,18 +75,6 @@ _SCHEDULERS = _Kind(
     },
     rejected=dict.fromkeys(["LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"], _NEEDS_OBJECTS),
     instead="return it from get_scheduler in your module",
-    others_names={
-        "constant": "Constant",
-        "constant_with_warmup": "ConstantWithWarmup",
-        "cosine": "CosineWithWarmup",
-        "cosine_with_min_lr": "transformers.get_cosine_with_min_lr_schedule_with_warmup",
-        "cosine_with_restarts": "CosineWithHardRestartsWithWarmup",
-        "inverse_sqrt": "InverseSQRT",
-        "linear": "LinearWithWarmup",
-        "polynomial": "PolynomialDecayWithWarmup",
-        "reduce_lr_on_plateau": "ReduceLROnPlateau",
-        "warmup_stable_decay": "transformers.get_wsd_schedule",
-    },
 )
 
 
@@ -151,16 +110,6 @@ def optimizer_names() -> list[str]:
 def scheduler_names() -> list[str]:
     """Return the short names of all schedulers."""
     return _SCHEDULERS.names()
-
-
-def schedulers_of_transformers() -> Mapping[str, str]:
-    """Return the values of transformers' `lr_scheduler_type`, each with accmt's name."""
-    return _SCHEDULERS.others_names
-
-
-def optimizers_of_transformers() -> Mapping[str, str]:
-    """Return values of transformers' `optim`, each with accmt's name or an import path."""
-    return _OPTIMIZERS.others_names
 
 
 def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | Fault:
@@ -224,8 +173,8 @@ def _import(value: str, kind: _Kind) -> Any:
             return registry.find(group, value)
         names += added
         expected = f"one of {', '.join(names)}, or an import path"
-        others_names = kind.others_names.get(value.lower())
-        do = f"write `{others_names}`" if others_names else suggest(value, names, "choose one of these names")
+        name_here = registry.addon("hint_for_component")(kind.path[0], value)
+        do = f"write `{name_here}`" if name_here else suggest(value, names, "choose one of these names")
         return Fault(kind.path, describe(value), expected, do)
     try:
         module = importlib.import_module(module_name)
@@ -235,7 +184,8 @@ def _import(value: str, kind: _Kind) -> Any:
         do = f'pip install "{package}>={FLOORS[package]}"' if is_missing else "correct the path, or install it"
         return Fault(kind.path, f"{value!r}: {error}", "the import path of a class", do)
     if not hasattr(module, attribute):
-        own = kind.others_names.get(attribute.lower())
-        do = f"write `{own}`" if own and own != value else suggest(attribute, vars(module), "correct the path")
+        name_here = registry.addon("hint_for_component")(kind.path[0], attribute)
+        is_hint = name_here is not None and name_here != value
+        do = f"write `{name_here}`" if is_hint else suggest(attribute, vars(module), "correct the path")
         return Fault(kind.path, f"{value!r}: {module_name} has no {attribute}", "the import path of a class", do)
     return getattr(module, attribute)

@@ -22,7 +22,7 @@ from accmt.options.checks import (
     write_argument,
 )
 from accmt.options.units import Every, Unit, read_every, read_size
-from accmt.registry import find, names
+from accmt.registry import addon, find, names
 
 _RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "auto": "auto"}
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` collapses two
@@ -291,20 +291,8 @@ class CheckpointSettings:
         if self.checkpointer is not None and not can_store:
             expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
             raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
-
-        fork: Any = self.fork
-        if fork is not None:
-            run, _, step = fork.rpartition("@") if isinstance(fork, str) else ("", "", "")
-            if not run or not step.isdecimal():
-                raise_wrong_value("fork", fork, "a run folder, @ and a step", 'fork="logs/news/run-a@1200"')
-            if _URL.match(run):
-                raise_wrong_value("fork", fork, "a run folder on this machine", "copy the run and its checkpoints here")
-            if self.resume not in (True, False, None, "auto"):
-                expected = "one of the two: a fork begins from the other run, and resumes from its own checkpoints"
-                raise_wrong_value("resume", self.resume, expected, "remove `resume`")
-            if self.checkpointer is not None:
-                expected = "a checkpoint folder for a fork"
-                raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
+        if self.fork is not None:
+            addon("check_fork")(self)
 
     @property
     def fork_origin(self) -> tuple[str, int]:

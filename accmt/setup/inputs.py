@@ -88,7 +88,7 @@ def check_inputs(trainer: Trainer, module: AcceleratorModule, user_data: UserDat
 def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = ()) -> None:
     """Check metrics, saving rules and patience as far as possible without data."""
     if settings.evaluation.is_off:
-        _reject_without_evaluations(settings, registered)
+        addon("reject_without_evaluations")(settings, registered)
     user_metrics = settings.evaluation.metrics
     groups = user_metrics.values() if _is_by_set(user_metrics) else [user_metrics]
     metrics = {str(number): build_metrics(group) for number, group in enumerate(groups)}
@@ -96,24 +96,6 @@ def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = (
     if "monitor" in settings.hps.scheduler_kwargs and watches_a_result(settings.hps.scheduler_class):
         find_monitored(settings, selection, settings.hps.scheduler_kwargs["monitor"])
     _patience_of(settings, settings.saving.rule, metrics, sets=None)
-
-
-def _reject_without_evaluations(settings: Settings, registered: Sequence[RegisteredSaving]) -> None:
-    """Reject settings that wait for an evaluation in a run that never evaluates."""
-    beside = "`accmt evaluate RUN --watch --save-best best_valid_loss` saves the best model"
-    every, scheduler = settings.checkpoints.every, settings.hps.scheduler_class
-    rules = [*([settings.saving.rule] if settings.saving.rule else []), *(saving.name for saving in registered)]
-    waiting = [
-        (rules, f"model_saving={rules[0] if rules else None!r}", f'model_saving="last"; {beside}'),
-        (settings.saving.patience is not None, "patience", "leave `patience` out"),
-        (every is not None and every.unit == "eval", "checkpoint_every in evaluations", 'checkpoint_every="500 steps"'),
-        (watches_a_result(scheduler), "a scheduler that monitors a result", "choose another scheduler"),
-        (settings.evaluation.eval_when_start, "eval_when_start=True", "leave `eval_when_start` out"),
-    ]
-    for is_set, got, do in waiting:
-        if is_set:
-            where = 'Trainer(evaluate_every_n_steps="never")'
-            raise ArgumentError(explain(where, got, "nothing that needs an evaluation in the run", do))
 
 
 def find_monitored(settings: Settings, selection: Selection, name: str, *, is_own: bool = False) -> Quantity:

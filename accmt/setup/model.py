@@ -199,7 +199,7 @@ def trains_nothing(hps: HyperParameters, optimizer: torch.optim.Optimizer) -> bo
     if hps.scheduler_class is not None and not is_listed(hps.scheduler_class):
         return False  # a custom scheduler may set any rate
     peaks = [hps.scheduler_kwargs.get(name) for name in ("max_lr", "base_lr", "eta_min", "min_lr")]
-    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
     return not any(peaks) and all(rate == 0 for rate in rates)
 
 

@@ -326,9 +326,9 @@ def test_training_arguments_in_the_first_place_are_told_value_by_value():
 
 
 def test_names_of_transformers_for_optimizers_are_told():
-    from accmt.options.optimizer_and_scheduler_names import optimizers_of_transformers
+    from accmt.addons.hints.components import OPTIMIZERS
 
-    for theirs, ours in optimizers_of_transformers().items():
+    for theirs, ours in OPTIMIZERS.items():
         with pytest.raises(HyperParameterError, match=f"do: write `{ours}`"):
             HyperParameters.from_config({**HPS, "optim": {"type": theirs, "lr": 1e-3}})
         if "." not in ours:

@@ -11,6 +11,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, cast
 
+from accmt.addons.hints.components import OPTIMIZERS
 from accmt.addons.hints.table import ABOVE, FOREIGN, UP_TO, Row
 from accmt.options.checks import is_number
 from accmt.options.failures import Failures
@@ -222,12 +223,10 @@ def _write_section(section: str, lines: Iterable[str], given: Mapping[str, Any])
 
 def _settle_optimizer(entries: dict[str, str], values: Mapping[str, str], given: Mapping[str, Any]) -> None:
     """Insert the optimizer from the other arguments, with the betas that it accepts and without a decay of 0."""
-    from accmt.options.optimizer_and_scheduler_names import optimizers_of_transformers
-
     named = given.get("optim", given.get("optimizer"))
     kind = named.get("type") if isinstance(named, Mapping) else named
     if isinstance(kind, str) and "momentum" not in entries:
-        entries["type"] = optimizers_of_transformers().get(kind, kind)
+        entries["type"] = OPTIMIZERS.get(kind, kind)
     if isinstance(named, Mapping) and "lr" in named and "lr" not in values:
         entries["lr"] = str(named["lr"])
     if not float(entries.get("weight_decay", 0)):

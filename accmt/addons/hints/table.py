@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from accmt.addons.hints.components import SCHEDULERS
 from accmt.options.checks import is_number
 
 Row: TypeAlias = str | Mapping[Any, str] | tuple[str, Callable[[Any], str | None]]
@@ -124,9 +125,7 @@ def _interval(value: Any) -> str | None:
 
 
 def _scheduler(value: Any) -> str | None:
-    from accmt.options.optimizer_and_scheduler_names import schedulers_of_transformers
-
-    own = schedulers_of_transformers().get(value) if isinstance(value, str) else None
+    own = SCHEDULERS.get(value) if isinstance(value, str) else None
     return own and f"scheduler + type: {own}{', warmup_ratio: 0.1' if 'armup' in own else ''}"
 
 
