@@ -1,7 +1,7 @@
 """Metrics computed over a whole validation set, and averages of logged values."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accmt.metrics.accuracy import Accuracy as Accuracy
 from accmt.metrics.averages import RunningAverages as RunningAverages
@@ -13,25 +13,7 @@ from accmt.metrics.metric import MetricParallel as MetricParallel
 from accmt.metrics.metric import ReportedValue as ReportedValue
 from accmt.metrics.metric import StreamingMetric as StreamingMetric
 
-if TYPE_CHECKING:
-    from accmt.addons.prediction_metrics import AUROC as AUROC
-    from accmt.addons.prediction_metrics import F1 as F1
-    from accmt.addons.prediction_metrics import MAE as MAE
-    from accmt.addons.prediction_metrics import MSE as MSE
-    from accmt.addons.prediction_metrics import R2 as R2
-    from accmt.addons.prediction_metrics import RMSE as RMSE
-    from accmt.addons.prediction_metrics import Perplexity as Perplexity
-    from accmt.addons.prediction_metrics import Precision as Precision
-    from accmt.addons.prediction_metrics import Recall as Recall
-    from accmt.addons.text_metrics import CER as CER
-    from accmt.addons.text_metrics import WER as WER
-    from accmt.addons.text_metrics import ChrF as ChrF
-    from accmt.addons.text_metrics import ExactMatch as ExactMatch
-    from accmt.addons.text_metrics import Rouge as Rouge
-    from accmt.addons.text_metrics import SacreBLEU as SacreBLEU
-    from accmt.addons.text_metrics import TextMetric as TextMetric
-    from accmt.addons.torch_metrics import TorchMetric as TorchMetric
-
+# Their types are in __init__.pyi.
 _OF_ADDONS = {
     "accmt.addons.prediction_metrics": ("AUROC", "F1", "MAE", "MSE", "R2", "RMSE", "Perplexity", "Precision", "Recall"),
     "accmt.addons.text_metrics": ("CER", "ChrF", "ExactMatch", "Rouge", "SacreBLEU", "TextMetric", "WER"),
