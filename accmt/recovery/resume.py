@@ -56,12 +56,26 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     with rejecting_other_forms(folder):
         # The data position includes the state that a stream returned.
         others = read_others(folder, whole=["data"])
+        _require_form(others)
         changes = compare(hide(others["hps"]), hide(hps), resets_optimizer=resets_optimizer)
     require_allowed(changes, f"continuing from {folder}")
     manifest = read_manifest(folder)
     resumed = Resumed(folder, others, manifest if isinstance(manifest, Manifest) else None, tuple(changes))
     _log_resume(resumed, settings)
     return resumed
+
+
+def _require_form(others: Mapping[str, Any]) -> None:
+    """Check the types of what a run is built from: a checkpoint of another version may have others."""
+    kinds = {"seed": int, "run_name": str, "run_id": str}
+    kinds |= dict.fromkeys(("hps", "data", "lessons", "parts"), dict)
+    for name, kind in kinds.items():
+        if not isinstance(others[name], kind):
+            raise TypeError(f"{name} is a {type(others[name]).__name__}, not a {kind.__name__}")
+    counters = others["parts"]["state"]
+    for name in ("epoch", "train_step", "global_step", "samples_seen"):
+        if type(counters[name]) is not int:
+            raise TypeError(f"{name} is {counters[name]!r}, not a whole number")
 
 
 def _find_folder(settings: Settings) -> Path | None:
