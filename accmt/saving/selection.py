@@ -219,7 +219,8 @@ class Quantities:
         if meant is not None:
             rule = "/".join(meant if part == unknown else part for part in parts)
             return f"did you mean {names.get(rule, prefix + rule)!r}?"
-        reported = f'metrics={{"{metric}": "max"}}, or "min", where a step, self.log or a hook reports it'
+        where = "where a step, self.log or a hook reports it"
+        reported = f'metrics={{"{metric}": "min"}}, or "max" if higher is better, {where}'
         builtin = nearest(metric, METRIC_NAMES, _SIMILARITY)
         if builtin is None:
             return f"{reported}; or metrics=[MyMetric({metric!r})], a Metric named {metric!r}"

@@ -85,9 +85,9 @@ def test_what_is_added_has_to_be_a_number():
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        ({"model_saving": "best_mine"}, 'metrics={"mine": "max"}, or "min"'),
+        ({"model_saving": "best_mine"}, 'metrics={"mine": "min"}, or "max" if higher is better'),
         ({"model_saving": "best_perplexity"}, 'metrics={"perplexity": "min"}, or "max"'),
-        ({"patience": {"mine": 3}, "model_saving": "always"}, 'metrics={"mine": "max"}, or "min"'),
+        ({"patience": {"mine": 3}, "model_saving": "always"}, 'metrics={"mine": "min"}, or "max" if higher is better'),
     ],
 )
 def test_a_rule_of_an_unknown_value_is_answered_with_how_to_report_it(settings, advice):
@@ -149,7 +149,7 @@ def test_a_scheduler_of_the_module_names_what_it_watches():
 @pytest.mark.parametrize(
     ("scheduler", "settings", "message"),
     [
-        ({"mode": "max"}, {}, "the rate would be reduced each time the loss improves[\\s\\S]*monitor: accuracy"),
+        ({"mode": "max"}, {}, "'max' for valid_loss, where lower is better[\\s\\S]*monitor: accuracy"),
         ({"monitor": 3}, {}, "scheduler.monitor\\s+got: 3"),
         ({"monitor": "acc"}, {}, "got: 'acc'[\\s\\S]*do: metrics="),
         ({"monitor": "eval_loss"}, {}, "do: write `monitor: valid_loss`"),
