@@ -399,24 +399,27 @@ class StepSnapshot:
 
         In the middle of an optimizer step they match neither the snapshot nor the next state.
         """
+        if self._is_valid and self.state is not None:
+            self._weights.note_changes()
         self._is_valid = False
 
     def find_obstacle(self, run: Run) -> str | None:
         """Return what prevents saving the state after the last step; None if nothing does."""
         if self.state is None or not self._is_valid:
             return "the run is in the middle of a step, or its loss is wrong"
-        if run.state.now.stage == "train" and self._weights.have_changed():
+        if run.state.now.stage == "train" and not self._weights.can_be_restored():
             return "the failed step has changed the model's weights in place"
         changed = run.attributes.find_changed(self.state["attributes"])
         return f"{', '.join(changed)} may have changed in the failed step" if changed else None
 
     @contextmanager
     def restored(self, run: Run) -> Iterator[None]:
-        """Restore the snapshot's buffers and learning rates while they are saved."""
+        """Restore the snapshot's weights, buffers and learning rates while they are saved."""
         groups = run.stepper.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, (self.state or {})["lr"], strict=False):  # a group may be new since
             group["lr"] = deepcopy(rate)  # a tensor shared by two owners could not be written
+        self._weights.restore()
         self._buffers.restore()
         try:
             yield
@@ -426,21 +429,43 @@ class StepSnapshot:
 
 
 _VERSION = attrgetter("_version")  # increases with each write in place
+_LARGEST_COPIES = 1 << 20
+"""Bytes of all weights that are copied after each step, if steps change them in place."""
 _NUM_FIRST = 3
 
 
 class _Weights:
-    """The weights after an optimizer step, which a step of the user's may change in place before it fails."""
+    """The weights after an optimizer step, in case a step of the user's changes them in place and then fails.
+
+    They are copied only if steps have done so before, and if they are small.
+    """
 
     def __init__(self, weights: Sequence[nn.Parameter] = ()) -> None:
         self._weights = weights
         self._writes: list[int] = []
+        self._are_copied = False
+        self._copies: list[torch.Tensor] = []
 
     def capture(self) -> None:
         self._writes = list(map(_VERSION, self._weights))
+        if self._are_copied:
+            self._copies = [weight.detach().clone() for weight in self._weights]
 
-    def have_changed(self) -> bool:
-        return self._writes != list(map(_VERSION, self._weights))
+    def note_changes(self) -> None:
+        """Note, before the optimizer writes, whether the step has."""
+        if not self._are_copied and self._have_changed():
+            self._are_copied = sum(weight.nbytes for weight in self._weights) <= _LARGEST_COPIES
+
+    def can_be_restored(self) -> bool:
+        return bool(self._copies) or not self._have_changed()
+
+    def restore(self) -> None:
+        if self._have_changed():
+            for weight, copied in zip(self._weights, self._copies, strict=False):
+                write_into(weight, copied)
+
+    def _have_changed(self) -> bool:
+        return bool(self._writes) and self._writes != list(map(_VERSION, self._weights))
 
 
 class _Buffers:

@@ -214,14 +214,11 @@ class Early(Collecting):
 
 
 @pytest.mark.parametrize("changes_weights", [False, True])
-def test_an_emergency_checkpoint_has_the_values_after_the_last_step(
-    changes_weights: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_emergency_checkpoint_has_the_values_after_the_last_step(changes_weights: bool) -> None:
     whole = train("out/a", Early(changes_weights=changes_weights))
-    with caplog.at_level(logging.WARNING), pytest.raises(Stop):
+    with pytest.raises(Stop):
         train("out/b", Early(fails_at=8, changes_weights=changes_weights), handlers="any")
-    assert Path("out/checkpoint-b/step-00000008").is_dir() != changes_weights  # then the weights are no longer those
-    assert ("the failed step has changed the model's weights in place" in caplog.text) == changes_weights
+    assert Path("out/checkpoint-b/step-00000008").is_dir()
     rest = train("out/b", Early(changes_weights=changes_weights), resume=True)
     torch.testing.assert_close(attributes_of(rest), attributes_of(whole), rtol=0, atol=0)
     assert (rest.rows[0], float(rest.table[0])) == (whole.rows[0], float(whole.table[0]))
