@@ -143,6 +143,26 @@ def test_the_schedule_is_the_one_planned_with_the_first_loaders_and_stays_at_its
 
 
 @pytest.mark.feature("L57")
+def test_a_resume_keeps_the_planned_length_if_loaders_differ_in_batch_size(tmp_path):
+    class Stop(Callback):
+        def on_update_end(self):
+            if self.state.global_step == 3:
+                raise KeyError
+
+    class Smaller(Linear):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(make_points(8), 2 if self.state.epoch else 4)
+
+    settings: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "checkpoint_every": "1 steps"}
+    settings |= {"hps": {"epochs": 3}, "model_path": str(tmp_path / "model")}
+    with pytest.raises(KeyError):
+        make_trainer(**settings, callbacks=Stop()).fit(Smaller())
+    again = make_trainer(**settings, resume=True)
+    assert again.fit(Smaller()).global_step == 10
+    assert again.estimated_stepping_batches == 6  # as planned with the first loader
+
+
+@pytest.mark.feature("L57")
 def test_nothing_grows_with_the_epochs():
     alive: list[weakref.ref[Any]] = []
     counts = []
