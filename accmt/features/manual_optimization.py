@@ -127,7 +127,7 @@ class ManualSteps:
         """
         [micro_batch] = window.units
         run = self._run
-        run.state.now.is_last_training_batch = micro_batch.is_last
+        run.state.now.is_last_training_batch = micro_batch.ending
         for before_batch in run.features.before_batch:
             before_batch(micro_batch)
         self._has_stepped = False

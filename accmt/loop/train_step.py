@@ -168,8 +168,8 @@ class AutomaticSteps:
             is_skipped=bool(skips_window) and any(skips(samples_before) for skips in skips_window),
         )
         for number, micro_batch in enumerate(planned.units, 1):
-            is_full = micro_batch.is_last or number == num_units
-            state.now.is_last_training_batch = micro_batch.is_last
+            is_full = number == num_units or micro_batch.is_last  # in this order: `is_last` may read on
+            state.now.is_last_training_batch = micro_batch.ending
             state.now.ends_step = is_full if self._varies or micro_batch.cut is not None else None
             for before_batch in run.features.before_batch:
                 before_batch(micro_batch)
