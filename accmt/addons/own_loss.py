@@ -161,15 +161,15 @@ def _warn_of_other_losses(model: Any, named: Mapping[str, Any]) -> None:
 
 
 def _warn_of_balance(model: Any, loss: torch.Tensor, balance: Any) -> None:
-    """Warn about the load-balancing term of a mixture of experts, whose parts of a batch have other shares of tokens."""
+    """Warn about the load-balancing term of a mixture of experts, which is no mean over samples."""
     name = f"the loss of {type(model).__name__}"
     config = getattr(model, "config", None)
     coefficient = getattr(model, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None)
     if coefficient and isinstance(balance, torch.Tensor):
         share = abs(float(coefficient * balance.detach()) / float(loss.detach()))
         warn_once(
-            f"{name} has a load-balancing term ({share:.1%} of it), a statistic of each micro-batch: the gradient is the "
-            "mean of theirs, so it depends on the accumulation and on the number of processes. Fewer, larger "
+            f"{name} has a load-balancing term ({share:.1%} of it), a statistic of each micro-batch: the gradient is "
+            "the mean of theirs, so it depends on the accumulation and on the number of processes. Fewer, larger "
             "micro-batches reduce the difference; a model built with router_aux_loss_coef=0 has no such term",
             about=f"load balance in {name}",
         )
