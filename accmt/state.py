@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -49,7 +49,7 @@ class Status:
     fn: Function | None = None
     stage: Stage | None = None
     status: Progress = "initializing"
-    is_last_training_batch: bool = False
+    is_last_training_batch: bool | Callable[[], bool] = False  # a function reads on, to see
     ends_step: bool | None = None  # of the current micro-batch; None if derived from `grad_accum_steps`
     is_evaluating: bool = False  # from `on_evaluation_start` to `on_evaluation_end`
     is_last_epoch: bool = False
@@ -149,8 +149,12 @@ class TrainingState(Counters):
 
     @property
     def is_last_training_batch(self) -> bool:
-        """Whether the current batch is the last of its epoch."""
-        return self.now.is_last_training_batch
+        """Whether the current batch is the last of its epoch; within a step on a stream, this reads the next batch.
+
+        Processes: all, within a step on a stream.
+        """
+        is_last = self.now.is_last_training_batch
+        return is_last() if callable(is_last) else is_last
 
     @property
     def is_last_epoch(self) -> bool:

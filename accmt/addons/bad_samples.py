@@ -34,7 +34,7 @@ def without_bad_samples(
         micro_batch.num_samples = num_read
         has_any |= num_read != 0
         unread = 0 if num_read != 0 else unread + micro_batch.num_bad
-        if unread >= _TOO_MANY or (micro_batch.is_last and not has_any):
+        if unread >= _TOO_MANY or (not has_any and micro_batch.is_last):
             bad_here = micro_batch.bad
             last = f"; the last is sample {bad_here[-1].index}: {bad_here[-1].error}" if bad_here else ""
             got = f"{unread} unreadable samples in a row{last}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -155,6 +156,10 @@ class BatchNotes(Feature):
 
     def on_step_error(self, error: Exception, batch: Any) -> None:
         add_note_of_batch(error, self._model, batch)
+        if not self._model.training and re.search("does not require grad|nference tensor", str(error)):
+            got = "a step that needs gradients: torch.inference_mode forbids them, torch.no_grad turns them off"
+            do = "Trainer(inference_mode=False), and `with torch.enable_grad():` in the step"
+            error.add_note(explain("the evaluation", got, "a step without gradients", do))
 
     def on_first_batch(self, batch: Any, *, is_hint_wanted: bool) -> None:
         warn_of_trained_padding(self._model, batch)

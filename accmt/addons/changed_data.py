@@ -49,7 +49,8 @@ class ChangedData(Feature):
                 what = (
                     f"train_data.{name} has changed since training began, and checkpoints contain no attributes of data"
                 )
-                do = "if samples depend on it, define state_dict and load_state_dict in the dataset"
+                do = "if samples depend on it, define state_dict and load_state_dict in the dataset; if their order "
+                do += "does, in the sampler, without set_epoch: else no run can resume inside an epoch"
                 warn_once(f"{what}: {do}", about=f"attribute train_data.{name}")
         return {}
 

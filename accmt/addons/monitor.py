@@ -338,7 +338,8 @@ class GradientNorm(Callback):
 
     def _take(self, parameters: list[nn.Parameter]) -> None:
         every = self.trainer.settings.tracking.log_steps
-        may_end_row = every == -1 or (self.state.global_step + 1) % every == 0 or self.state.is_last_training_batch
+        is_last = self.state.now.is_last_training_batch  # or a function, which would read on
+        may_end_row = every == -1 or (self.state.global_step + 1) % every == 0 or bool(is_last)
         if may_end_row:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             self._norm = total_norm(gradients, self._order_of_norm)

@@ -19,6 +19,7 @@ from accmt.huggingface.losses import SAY_WHAT_COUNTS, count_targets, kind_of_tar
 from accmt.huggingface.model_kinds import find_transformers_models
 from accmt.libraries.private_names import is_compiled, looking_at_compiled_calls
 from accmt.messages import say_once, warn_once
+from accmt.processes import num_data_processes
 from accmt.run import EvaluationRun
 
 _OF_SENTENCES = frozenset({"next_sentence_label", "sentence_order_label", "mc_labels"})
@@ -49,6 +50,7 @@ class OwnLoss(Feature):
         # it is so for all or for none. A manual step may compute several losses, which are checked separately.
         self._counted: dict[str, bool | None] = {}
         self._is_manual = run.module.uses_manual_optimization
+        self._knows_balance = False
         self._calls: deque[_Call] = deque(maxlen=4)  # of the step that runs
         self._objects: torch.Tensor | None = None
         self._objects_of: dict[Any, torch.Tensor] = {}  # by model: its wrapper is looked at after it
@@ -118,6 +120,10 @@ class OwnLoss(Feature):
         if not isinstance(loss, torch.Tensor) or named.get("num_items_in_batch") is not None:
             return  # with which the loss is a sum over this batch's tokens, divided by that number
         _warn_of_other_losses(model, named)
+        has_parts = self._state.grad_accum_steps > 1 or num_data_processes() > 1
+        if has_parts and self._state.stage == "train" and not self._knows_balance:
+            self._knows_balance = True
+            _warn_of_balance(model, loss, getattr(outputs, "aux_loss", None))
         inputs = {name: named[name] for name in SAY_WHAT_COUNTS if isinstance(named.get(name), torch.Tensor)}
         objects = self._objects_of.get(model)
         if objects is not None or kind_of_targets(model, inputs) is not None:
@@ -152,6 +158,21 @@ def _warn_of_other_losses(model: Any, named: Mapping[str, Any]) -> None:
         "on the number of processes",
         about="a loss that adds means",
     )
+
+
+def _warn_of_balance(model: Any, loss: torch.Tensor, balance: Any) -> None:
+    """Warn about the load-balancing term of a mixture of experts, which is no mean over samples."""
+    name = f"the loss of {type(model).__name__}"
+    config = getattr(model, "config", None)
+    coefficient = getattr(model, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None)
+    if coefficient and isinstance(balance, torch.Tensor):
+        share = abs(float(coefficient * balance.detach()) / float(loss.detach()))
+        warn_once(
+            f"{name} has a load-balancing term ({share:.1%} of it), a statistic of each micro-batch: the gradient is "
+            "the mean of theirs, so it depends on the accumulation and on the number of processes. Fewer, larger "
+            "micro-batches reduce the difference; a model built with router_aux_loss_coef=0 has no such term",
+            about=f"load balance in {name}",
+        )
 
 
 @contextmanager

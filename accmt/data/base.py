@@ -355,7 +355,8 @@ def require_same_number(start: EpochStart, number: int, unit: str, options: Sour
 def require_same_order(start: EpochStart, order: str, options: SourceOptions) -> None:
     """Check that an epoch has the same order as when it began; otherwise samples would be repeated or missed."""
     if start.position["order"] != order:
-        got = "a different order: shuffling, the sampler, its seed, or the batches have changed"
+        got = "a different order: shuffling, the sampler, its seed, or the batches have changed; or "
+        got += "training changes what the sampler's order depends on, and the sampler has no state_dict for it"
         expected = f"the epoch's original order ({start.consumed} of {start.position['of']} already trained on)"
         raise cannot_resume(options, got, expected)
 

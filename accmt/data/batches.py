@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -44,7 +44,9 @@ class MicroBatch:
         num_lenders: The processes with a batch, where some have none; those that share a batch count as one.
         num_samples: Samples over all processes; None if only the batches show it.
         own_samples: Samples collated into this process's batch; None if only the batch shows it.
-        is_last: Whether the epoch ends with this micro-batch.
+        ending: Whether the epoch ends with this micro-batch; or a function that tells, for which data of unknown length
+            read the next one: a stream may use the model, so they are asked after the optimizer step if possible.
+            Processes: collective.
         is_partial: Whether some process has no batch; the same on every process.
         bad: Samples of this process that were skipped because they could not be read.
         num_bad: In training, the number of them over all processes.
@@ -57,7 +59,7 @@ class MicroBatch:
     batch: Any
     num_samples: int | None = None
     own_samples: int | None = None
-    is_last: bool = False
+    ending: bool | Callable[[], bool] = False
     is_partial: bool = False
     bad: tuple[BadSample, ...] = ()
     num_bad: int = 0
@@ -65,6 +67,16 @@ class MicroBatch:
     indices: Sequence[int] | np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
     borrowed: MicroBatch | None = None
     num_lenders: int | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the epoch ends with this micro-batch.
+
+        Processes: collective, until it is known.
+        """
+        if callable(self.ending):
+            self.ending = self.ending()
+        return self.ending
 
     @property
     def samples(self) -> Sequence[int] | np.ndarray[Any, Any] | None:

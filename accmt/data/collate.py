@@ -11,6 +11,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.libraries.versions import require
+from accmt.messages import warn_once
 
 Collate = Callable[[Any], Any]
 
@@ -77,7 +78,10 @@ def collate_or_explain(samples: list[Any]) -> Any:
     """Stack samples as torch does, with a helpful error if their lengths differ."""
     try:
         stacked = stack_tuples(samples)
-        return default_collate(samples) if stacked is None else stacked
+        if stacked is None:
+            stacked = default_collate(samples)
+            _warn_of_dropped_keys(samples)
+        return stacked
     except RuntimeError as error:
         if "equal size" not in str(error):
             raise
@@ -88,6 +92,19 @@ def collate_or_explain(samples: list[Any]) -> Any:
         collator = "DataCollatorForSeq2Seq" if has_label_lists else "DataCollatorWithPadding"
         do = f"Trainer(collate_fn={collator}(tokenizer)) for text, or your own function"
         raise DataError(explain("making a batch", str(error), expected, do)) from error
+
+
+def _warn_of_dropped_keys(samples: list[Any]) -> None:
+    """Warn about keys that the first sample lacks, which `default_collate` drops; the others have its keys."""
+    first = samples[0]
+    if not isinstance(first, Mapping) or all(len(sample) == len(first) for sample in samples):
+        return
+    names = sorted({str(key) for sample in samples for key in sample if key not in first})
+    warn_once(
+        f"the first sample of a batch has no {', '.join(names)}, which others have: torch's default_collate drops them "
+        "for the whole batch; give every sample the same keys, or pass a collate_fn",
+        about=f"dropped keys: {names}",
+    )
 
 
 def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:

@@ -8,6 +8,7 @@ Source: `ExceptionWrapper` in torch/_utils.py, which sends an error of a worker 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -226,7 +228,26 @@ def start_reading(dataloader: DataLoader[Any]) -> Iterator[Any]:
     if dataloader.num_workers and may_deadlock_in_forks():
         _wait_at_each_fork()
         time.sleep(_THREADS_S)
-    return iter(dataloader)
+    try:
+        return iter(dataloader)
+    except Exception as error:
+        _note_unsendable(dataloader, error)
+        raise
+
+
+def _note_unsendable(dataloader: DataLoader[Any], error: Exception) -> None:
+    """Name what cannot be sent to workers that are not forked: pickle's error has only a lambda without a name."""
+    context = dataloader.multiprocessing_context or multiprocessing.get_context()
+    if not dataloader.num_workers or context.get_start_method() == "fork":
+        return
+    for name in ("collate_fn", "dataset", "worker_init_fn"):
+        try:
+            ForkingPickler.dumps(getattr(dataloader, name))
+        except Exception:  # noqa: BLE001 - whatever the objects' own code raises
+            where = f"the {name}, for loader workers started by {context.get_start_method()!r}"
+            do = "write them with def or class at the top level of a module, not in a function or as a lambda; or pass "
+            do += "dataloader_num_workers=0"
+            error.add_note(explain(where, _describe(error), "functions and classes that pickle can send", do))
 
 
 @cache

@@ -135,23 +135,49 @@ class SequentialSource:
     def _as_planned(self, micro_batches: Iterator[ReadBatch], num_micro_batches: int | None) -> Iterator[ReadBatch]:
         """Yield the planned number of micro-batches, and warn if the data's `__len__` is wrong.
 
-        Reads one micro-batch ahead to mark the last one.
+        The next one is read only when it is asked for, or whether this one is the last: a stream may use the model.
         """
-        num_read, held = 0, None
-        for read in islice(micro_batches, num_micro_batches):
-            if held is not None:
-                yield held
-            num_read, held = num_read + 1, read
-        if held is None:
-            return
-        if self._claimed_length is not None and num_micro_batches is not None:
-            if num_read < num_micro_batches:
-                consequence = "the LR scheduler and everything else planned from the length is too long"
-                self._warn_of_length(f"{held[1][self._unit]}", consequence)
-            elif not self._options.is_limited and next(micro_batches, None) is not None:
+        following: list[ReadBatch | Exception | None] = []
+        num_read = 0
+
+        def has_ended() -> bool:
+            if not following:
+                try:
+                    following.append(self._read_next(micro_batches, num_read, num_micro_batches, last=read))
+                except Exception as error:  # noqa: BLE001 - raised where it is needed, after the stages of the step
+                    following.append(error)
+            return following[0] is None
+
+        read = self._read_next(micro_batches, 0, num_micro_batches, last=None)
+        while read is not None:
+            num_read += 1
+            read[0].ending = has_ended
+            try:
+                yield read
+            except GeneratorExit:
+                read[0].ending = False  # else a reference cycle would keep the data open
+                raise
+            read[0].ending = has_ended()
+            match following.pop():
+                case Exception() as error:
+                    raise error
+                case read:
+                    pass
+
+    def _read_next(
+        self, micro_batches: Iterator[ReadBatch], num_read: int, planned: int | None, *, last: ReadBatch | None
+    ) -> ReadBatch | None:
+        has_all, is_claim = num_read == planned, self._claimed_length is not None and planned is not None
+        if has_all and (last is None or self._options.is_limited or not is_claim):
+            return None
+        read = next(micro_batches, None)
+        if is_claim and last is not None:
+            if has_all and read is not None:
                 self._warn_of_length("more", "each epoch skips the rest")
-        held[0].is_last = True
-        yield held
+            elif read is None and not has_all:
+                consequence = "the LR scheduler and everything else planned from the length is too long"
+                self._warn_of_length(f"{last[1][self._unit]}", consequence)
+        return None if has_all else read
 
     def _warn_of_length(self, number: str, consequence: str) -> None:
         what = f"len() of the {self._options.kind} data is {self._claimed_length} {self._unit}"

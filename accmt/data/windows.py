@@ -7,7 +7,7 @@ windows of a number of micro-batches; add-ons make others, by a token budget or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from accmt.data.base import Source
@@ -116,6 +116,7 @@ def lend_batches(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         if micro_batch.is_partial:
             has_batch = gather_objects(micro_batch.batch is not None)
             micro_batch.num_lenders = sum(each_once(has_batch))
+            micro_batch.ending = micro_batch.is_last  # a function could not be sent
             if any(has_batch):
                 lent = broadcast_object(micro_batch, source=has_batch.index(True))
                 micro_batch.borrowed = lent if micro_batch.batch is None else None
@@ -153,7 +154,7 @@ class ByCount:
         group: list[MicroBatch] = []
         for batch in batches:
             group.append(batch)
-            if batch.is_last or len(group) == number:
+            if len(group) == number or batch.is_last:
                 yield group
                 group = []
 
@@ -163,10 +164,9 @@ class ByCount:
 
 def _until_full(begin: MicroBatch, others: Iterator[MicroBatch], number: int) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a window; nothing is read after its last one, or the epoch's."""
-    yield begin
-    if begin.is_last:
-        return
-    for micro_batch in islice(others, number - 1):
+    micro_batch = begin
+    for left in reversed(range(number)):
         yield micro_batch
-        if micro_batch.is_last:
+        if left == 0 or micro_batch.is_last:  # in this order: `is_last` may read on
             return
+        micro_batch = next(others)

@@ -42,7 +42,7 @@ def uneven_step() -> UnevenStep | None:
 
 def may_be_uneven(micro_batch: MicroBatch | None) -> bool:
     """Return whether processes may have unequal batches: in an epoch's last micro-batch, or where some have none."""
-    return micro_batch is not None and (micro_batch.is_partial or micro_batch.is_last)
+    return micro_batch is not None and (micro_batch.is_partial or bool(micro_batch.ending))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import checksum
@@ -38,8 +39,8 @@ class Replicas:
 
     Compares parameters, the optimizer's state, and its settings such as learning rates. With data parallelism these are
     equal on all processes, with hybrid sharding those of the shards at the same position, with tensor parallelism those
-    that are not split. Buffers are not compared: each process's batches change them (the running statistics of batch
-    norm), and the main process's are evaluated and saved.
+    that are not split. Buffers may differ: each process's batches change them (the running statistics of batch norm),
+    and the main process's are evaluated and saved. The first comparison names them.
 
     Args:
         model: The bare model.
@@ -52,6 +53,7 @@ class Replicas:
         self._optimizer = optimizer
         self._first_step = first_step
         self._equal_at = first_step
+        self._knows_buffers = False
 
     @property
     def is_new(self) -> bool:
@@ -69,6 +71,9 @@ class Replicas:
         Raises:
             ReplicasDifferError: They differ.
         """
+        if not self._knows_buffers and step > self._first_step:
+            self._knows_buffers = True
+            self._name_buffers()
         own = self._describe()
         totals = {place: xxhash.xxh3_64_hexdigest(repr(entries).encode()) for place, entries in own.items()}
         if not _find_differences(gather_objects(totals)):
@@ -79,6 +84,26 @@ class Replicas:
             self._equal_at = step
             return
         self._react(differences, step)
+
+    def _name_buffers(self) -> None:
+        """Warn about buffers that differ after a step: only the main process's updates count, without a trace of it.
+
+        Those of batch norm do so by design, as in every DistributedDataParallel.
+
+        Processes: collective.
+        """
+        own: Replica = {}
+        for path, layer in self._model.named_modules():
+            for name, buffer in () if isinstance(layer, _NormBase) else layer.named_buffers(path, recurse=False):
+                _add(own, name, buffer)
+        if num_data_processes() > 1 and (names := list(_find_differences(gather_objects(own)))):
+            more = f", and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+            warn_once(
+                f"buffers differ between processes after a training step: {', '.join(names[:_SHOWN])}{more}. Those of "
+                "process 0 are used, so what other processes' batches have changed is lost. If forward updates them, "
+                "use the samples of all processes: rows, _ = accmt.gather_with_gradients(x.detach())",
+                about="buffers that differ",
+            )
 
     def _react(self, differences: dict[str, tuple[int, int]], step: int) -> None:
         names = list(differences)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accmt.state import Place, Stage
 
 
-Activity: TypeAlias = Literal["evaluating", "checkpoint", "saving"]
+Activity: TypeAlias = Literal["evaluating", "checkpoint", "saving", "data"]
 """What a run does besides training: evaluates, pauses for a checkpoint, or saves a model."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
@@ -16,6 +17,7 @@ from accmt.engine.model_calls import require_call
 from accmt.engine.reduction import names_without_gradient
 from accmt.errors import ModuleContractError, explain
 from accmt.features.hooks import Feature
+from accmt.libraries.private_names import note_optimizer_step
 from accmt.loop.step_outputs import read_further_values, read_weight
 from accmt.loop.train_step import advance_scheduler, step_optimizer, zero_gradients
 from accmt.messages import warn, warn_once
@@ -64,13 +66,17 @@ class ManualOptimization(Feature):
         """Count calls of the `step` of the module's optimizers like those of `step_optimizer`."""
         optimizers: list[Any] = [self._module.optimizer]
         optimizers += [part for part in self._module.optimizers() if part is not self._module.optimizer]
-        before = [vars(optimizer).get("step") for optimizer in optimizers]
-        for optimizer in optimizers:
-            optimizer.step = MethodType(self._steps.counted(optimizer.step), optimizer)
+        steps = [(optimizer, optimizer) for optimizer in optimizers]
+        for optimizer in optimizers:  # the second step of a SAM is its base's: one of the SAM, unless that is stepping
+            inner = [part for part in vars(optimizer).values() if isinstance(part, Optimizer)]
+            steps += [(part, optimizer) for part in inner if all(part is not stepped for stepped, _ in steps)]
+        before = [vars(stepped).get("step") for stepped, _ in steps]
+        for stepped, counted in steps:
+            stepped.step = MethodType(self._steps.counted(stepped.step), counted)
         try:
             yield
         finally:
-            for optimizer, step in zip(optimizers, before, strict=True):
+            for (optimizer, _), step in zip(steps, before, strict=True):
                 del optimizer.step
                 if step is not None:  # which a scheduler has set
                     optimizer.step = step
@@ -85,6 +91,7 @@ class ManualOptimization(Feature):
     def on_training_end(self) -> None:
         if self._run.state.global_step == 0 and self._run.state.batch_iteration > 0:
             warn(_NO_STEP)
+        self._steps.warn_of_idle_schedulers()
 
     def why_not_tried(self) -> str:
         return "the module uses manual optimization"
@@ -112,6 +119,7 @@ class ManualSteps:
         self._has_stepped = False
         self._stepped: list[Any] = []  # in this batch, by their own `step`
         self._positions: dict[Any, Any] = {}  # of schedulers after the last batch
+        self._began: tuple[int, dict[Any, Any]] | None = None  # the step before the first batch, and those positions
         self._advanced_by: dict[Any, Literal["accmt", "module"]] = {}  # who advances each scheduler
         self._factor = self._last_factor = 1.0  # of a loss that weighs samples, and of the last loss
         self._weighs_samples = False  # whether a backward of this batch did
@@ -127,7 +135,9 @@ class ManualSteps:
         """
         [micro_batch] = window.units
         run = self._run
-        run.state.now.is_last_training_batch = micro_batch.is_last
+        if run.state.train_step == 0:  # an epoch and its hooks are over
+            self.warn_of_idle_schedulers()
+        run.state.now.is_last_training_batch = micro_batch.ending
         for before_batch in run.features.before_batch:
             before_batch(micro_batch)
         self._has_stepped = False
@@ -161,6 +171,7 @@ class ManualSteps:
         self._factor = self._last_factor = own * num_data_processes() / samples
         self._weighs_samples = False
         self._positions = self._positions or self._find_positions()
+        self._began = self._began or (run.state.global_step, dict(self._positions))
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
         for hook in () if self._is_borrowed else run.hooks.on_before_training_step:
@@ -223,6 +234,7 @@ class ManualSteps:
                 for hook in self._run.hooks.on_after_optimizer_step:
                     hook(optimizer=optimizer)
                 self._seed_for_batch()
+                note_optimizer_step(optimizer)  # also where the optimizer inside has stepped
                 self._stepped += [optimizer, *members_of(optimizer)]
                 self._note_step(optimizer)
             return result
@@ -277,6 +289,19 @@ class ManualSteps:
     def _note_step(self, optimizer: Any) -> None:
         self._has_stepped = True
         self._used.update(members_of(optimizer))
+
+    def warn_of_idle_schedulers(self) -> None:
+        """Warn of schedulers that nobody has advanced in several steps: the rates would stay as they are, unnoticed."""
+        begin, positions = self._began or (0, {})
+        num_steps = self._run.state.global_step - begin
+        idle = [part for part, at in self._find_positions().items() if at is not None and positions.get(part) == at]
+        names = [type(scheduler).__name__ for scheduler in idle if not isinstance(scheduler, ReduceLROnPlateau)]
+        if names and num_steps > 1 and not self._run.settings.hps.step_scheduler_per_epoch:
+            warn_once(
+                f"{', '.join(names)} has not advanced in {num_steps} optimizer steps: call self.step_scheduler() "
+                "after self.step_optimizer(), or self.step() in place of both",
+                about="idle schedulers",
+            )
 
     def _find_positions(self) -> dict[Any, Any]:
         return {scheduler: getattr(scheduler, "last_epoch", None) for scheduler in self._module.schedulers()}

@@ -146,7 +146,7 @@ class RunLength:
         total: Steps of the whole run, including those before an interruption; None if unlimited.
         per_epoch: Steps of a full epoch; None if unknown.
         done: Steps before the run was resumed, including accumulation windows without a step, which were planned too.
-        basis: The basis of the plan: epochs, `max_steps`, and the samples per step.
+        basis: The settings behind the plan: epochs, `max_steps`, `max_samples`, and the samples per step.
         epochs: Epochs of the whole run, including one cut short by `max_steps`; None if unknown. Epochs before an
             interruption may have had a different number of steps.
     """

@@ -300,7 +300,7 @@ class SetPass:
                 before_set_forward()
             try:
                 with autocast(run.accelerator), run.engine.running(micro_batch):
-                    output = self.forward(batch)
+                    output = self._try_forward(batch) if self._stage == "sanity_check" else self.forward(batch)
             except Exception as error:
                 for on_step_error in run.features.on_step_error:
                     on_step_error(error, micro_batch.batch)
@@ -313,6 +313,21 @@ class SetPass:
         if self._stage == "sanity_check" or not self._run.settings.evaluation.inference_mode:
             return torch.no_grad()
         return self._run.engine.inference_mode()
+
+    def _try_forward(self, batch: Any) -> Any:
+        """Run the step under `no_grad`; one that turns gradients on is run again as in evaluations, which may not."""
+        saved: list[None] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(None)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = self.forward(batch)
+        if saved and self._run.settings.evaluation.inference_mode:
+            with self._run.engine.inference_mode():
+                self.forward(batch)
+        return output
 
     def before_step(self, batch: Any) -> None:
         """Called before the step of a batch."""

@@ -150,7 +150,10 @@ def _train_epoch(run: Run) -> bool:
         windows = reading(windows)
     for window in windows:
         has_ended = steps.train(window)
-        is_used_up = state.now.is_last_training_batch
+        if callable(state.now.is_last_training_batch):
+            with run.features.doing("data"):
+                state.now.is_last_training_batch = state.is_last_training_batch
+        is_used_up = state.is_last_training_batch
         if has_ended and finish_step(run):
             break
     if state.train_step == 0:

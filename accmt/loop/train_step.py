@@ -168,8 +168,8 @@ class AutomaticSteps:
             is_skipped=bool(skips_window) and any(skips(samples_before) for skips in skips_window),
         )
         for number, micro_batch in enumerate(planned.units, 1):
-            is_full = micro_batch.is_last or number == num_units
-            state.now.is_last_training_batch = micro_batch.is_last
+            is_full = number == num_units or micro_batch.is_last  # in this order: `is_last` may read on
+            state.now.is_last_training_batch = micro_batch.ending
             state.now.ends_step = is_full if self._varies or micro_batch.cut is not None else None
             for before_batch in run.features.before_batch:
                 before_batch(micro_batch)
@@ -233,12 +233,14 @@ class AutomaticSteps:
             factor = scale_loss(window, loss, factor)
         is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device
         is_zero = is_known and factor == 0.0
-        if is_zero and not self._is_alone:
-            _require_finite(loss)  # the other processes reduce gradients now, so this one must too
-        if not (is_zero and self._is_alone):
+        if is_zero:
+            if not self._is_alone:  # the other processes reduce gradients now, so this one must too
+                self._backward_of_zero(loss)
+        else:
             run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
-            if self._check_backward is not None and self._check_backward():  # before hooks, which may drop gradients
-                self._check_backward = None
+        made_backward = not (is_zero and self._is_alone)
+        if made_backward and self._check_backward is not None and self._check_backward():
+            self._check_backward = None  # checked before hooks, which may drop gradients
         for hook in hooks.on_after_backward:
             hook(loss=loss)
         state = run.state
@@ -291,22 +293,18 @@ class AutomaticSteps:
 
     def _finish_without_weight(self, loss: torch.Tensor | None) -> None:
         """Take part in the others' backward with 0 times the loss of a step, if it has one."""
-        loss = self._engine.zero_loss() if loss is None else loss
         self._decide_without_weight()
+        self._backward_of_zero(loss)
+
+    def _backward_of_zero(self, loss: torch.Tensor | None) -> None:
+        if loss is None or not torch.isfinite(loss):  # as a mean over no targets is: 0 * NaN is NaN
+            loss = self._engine.zero_loss()
         if loss is not None:
-            _require_finite(loss)
             self._run.actions.backward(loss * 0.0)
 
     def _decide_without_weight(self) -> None:
         if self._run.weighting.is_explicit is None:
             self._run.weighting.decide(None, is_explicit=False)
-
-
-def _require_finite(loss: torch.Tensor) -> None:
-    if not torch.isfinite(loss):
-        got = f"a loss of {loss.item()} with weight 0, which makes gradients NaN (0 * NaN is NaN)"
-        do = "divide by mask.sum().clamp(min=1)"
-        raise ModuleContractError(explain("training_step", got, "a finite loss", do))
 
 
 def _reject_own_backward(run: Run, window: AccumulationWindow) -> None:

@@ -308,7 +308,7 @@ def _raise(error: CheckpointError) -> None:
 
 def describe(run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the information that is readable without loading a checkpoint."""
-    is_uncounted = run.state.now.is_last_training_batch and counters["train_step"] > 0  # the epoch is over
+    is_uncounted = run.state.now.is_last_training_batch is True and counters["train_step"] > 0  # the epoch is over
     return {
         **counters,
         "epochs_done": counters["epoch"] + is_uncounted,

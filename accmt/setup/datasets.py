@@ -240,11 +240,15 @@ def build_train_loader(
         expected = "a dataset together with sampler=, or a DataLoader with its own sampler"
         got, do = "a DataLoader as training data", "pass the sampler to the DataLoader"
         raise ArgumentError(explain("Trainer(sampler=...)", got, expected, do))
+    _reject_several_loaders(data)
     require_readable(data, "training")
     if isinstance(data, Iterator) and settings.hps.epochs != 1:
         expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
-        raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
+        got = "an iterator, which can be read only once"
+        if hasattr(data, "__len__"):  # as loaders that are combined have, and each iter() may begin anew
+            got, do = f"a {type(data).__name__} that is an iterator: it has __next__", _LOADER_OF_SEVERAL
+        raise DataError(explain("the training data", got, expected, do))
     collate, pins_memory = find_collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
     batcher = _find_token_batcher(
@@ -295,6 +299,18 @@ def build_train_loader(
 def _find_token_batcher(module: AcceleratorModule, data: Any, settings: Settings, **others: Any) -> Any:
     """Return what splits the samples of some data by a token budget; None if batches are used as loaded."""
     return None if settings.hps.max_tokens is None else addon("token_batches")(module, data, settings, **others)
+
+
+_LOADER_OF_SEVERAL = (
+    "DataLoader(Both(), batch_size=None), where Both is an IterableDataset whose __iter__ does "
+    "`yield from zip(first_loader, second_loader)`; or torch.utils.data.StackDataset(first_dataset, second_dataset)"
+)
+
+
+def _reject_several_loaders(data: Any) -> None:
+    if isinstance(data, list | tuple) and data and isinstance(data[0], DataLoader):
+        got = f"a {type(data).__name__} of {len(data)} DataLoaders"
+        raise DataError(explain("the training data", got, "one loader or dataset", _LOADER_OF_SEVERAL))
 
 
 def build_evaluation_loader(

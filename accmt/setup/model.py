@@ -36,6 +36,7 @@ from accmt.optimization.stepper import Stepper
 from accmt.options import HyperParameters, RunningSettings, Settings
 from accmt.options.optimizer_and_scheduler_arguments import standard_rate
 from accmt.options.optimizer_and_scheduler_names import is_listed, name_of
+from accmt.processes import num_data_processes
 from accmt.registry import addon
 from accmt.run import Run
 from accmt.setup.module_checks import call_get_scheduler, require_optimizer, require_scheduler
@@ -69,7 +70,8 @@ def measure_run(
     if cadence.max_samples is not None and samples is not None:
         # In full batches: the same number in a run that is resumed within an epoch.
         max_steps = min(-(-cadence.max_samples // samples), max_steps or sys.maxsize)
-    basis = [cadence.epochs, max_steps, samples]
+    # Of the settings alone: rebuilt loaders may have another batch size in each epoch.
+    basis = [cadence.epochs, cadence.max_steps, cadence.max_samples, settings.samples_per_step(num_data_processes(), 0)]
     if samples is None or micro_batches_per_epoch is None or source.num_micro_batches is None:
         return RunLength(max_steps, None, done, basis, cadence.epochs)
     per_epoch = steps(0, micro_batches_per_epoch)

@@ -56,6 +56,18 @@ def test_what_cannot_be_called_is_rejected_by_the_name_of_its_argument(value):
         build_collate(value)
 
 
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_a_key_that_the_first_sample_of_a_batch_lacks_is_named(lacks, caplog):
+    rows = [{"x": torch.ones(3), "y": torch.ones(1)} | ({} if i == lacks else {"w": torch.ones(1)}) for i in range(2)]
+    if lacks:
+        with pytest.raises(KeyError, match="w"):
+            collate_or_explain(rows)
+        return
+    for _ in range(2):
+        assert collate_or_explain(rows).keys() == {"x", "y"}
+    assert caplog.text.count("the first sample of a batch has no w") == 1
+
+
 def make_tokenizer(side="right"):
     """A tokenizer of the numbers 0 to 9 as words; 0 pads."""
     from tokenizers import Tokenizer, models, pre_tokenizers

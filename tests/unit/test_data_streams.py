@@ -12,6 +12,7 @@ from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError
 from accmt.messages import speaking
 from tests.tables import each
+from tests.toys import Linear, make_trainer
 
 
 class Stream(IterableDataset):
@@ -255,8 +256,28 @@ def test_a_limit_above_what_there_is_ends_with_the_stream():
     assert list(build_source(Stream(5), options(limit=0)).micro_batches(0)) == []
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", [Stream, Sized])
+def test_a_stream_that_uses_the_model_has_the_weights_after_the_last_step(kind, accumulation):
+    class Playing(kind):
+        def __iter__(self):
+            for _ in range(8):
+                yield self.module.model.weight.detach().clone()
+
+    class Learner(Linear):
+        def training_step(self, batch):
+            fresh.append(torch.equal(batch[0], self.model.weight))
+            return self.model.weight.square().sum()
+
+    fresh: list[bool] = []
+    stream, module = Playing(8), Learner()
+    stream.module = module
+    make_trainer({"batch_size": 1}, grad_accumulation_steps=accumulation).fit(module, stream)
+    assert fresh == [True] * 8
+
+
 @pytest.mark.feature("L32")
-def test_a_stream_is_read_one_round_ahead_and_no_further():
+def test_a_stream_is_read_when_it_is_needed_and_no_further():
     read = []
 
     class Watched(Stream):
@@ -266,7 +287,9 @@ def test_a_stream_is_read_one_round_ahead_and_no_further():
                 yield number
 
     micro_batches = build_source(Watched(100), options(limit=3)).micro_batches(0)
-    next(micro_batches)
+    first = next(micro_batches)
+    assert read == [0, 1]
+    assert not first.is_last  # which only the next one shows
     assert read == [0, 1, 2, 3]
     assert len(list(micro_batches)) == 2
     assert read == list(range(6))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data import SourceOptions, build_source, note_dead_worker
 from accmt.data.fetching import _wait_at_each_fork, leave_signals_to_parent
@@ -46,6 +46,19 @@ def workers_of(micro_batches):
     frame = micro_batches.gi_frame.f_locals
     batches = frame.get("batches") or frame["self"]._reading
     return batches._workers
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+@pytest.mark.parametrize("part", ["collate_fn", "dataset"])
+def test_what_cannot_be_sent_to_workers_that_are_not_forked_is_named(part):
+    class Local(Numbers):
+        pass
+
+    parts = {"dataset": Local()} if part == "dataset" else {"dataset": Numbers(), "collate_fn": lambda samples: samples}
+    loader = DataLoader(**parts, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(Exception, match="pickle") as caught:
+        next(build_source(loader, SourceOptions(purpose="train", batch_size=2)).micro_batches(0))
+    assert f"the {part}, for loader workers started by 'spawn'" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("data", [Numbers(), Scheduled(), Stream()], ids=lambda data: type(data).__name__)

@@ -430,6 +430,78 @@ def test_a_scheduler_that_the_module_begins_to_advance_late_is_refused():
     assert module.scheduler.last_epoch == 3
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("calls", ["nothing", "step_scheduler", "at the end of an epoch"])
+def test_a_scheduler_that_nobody_advances_is_named_once(calls, epochs, caplog):
+    class Stepping(Manual):
+        def training_step(self, batch):
+            self.zero_grad()
+            self.backward(self.loss(batch))
+            self.step_optimizer()
+            if calls == "step_scheduler":
+                self.step_scheduler()
+
+        def on_epoch_end(self):
+            if calls == "at the end of an epoch":
+                self.step_scheduler()
+
+    make_trainer({**HPS, "epochs": epochs}).fit(Stepping(), make_points(9))
+    assert caplog.text.count("CosineAnnealingLR has not advanced in 3 optimizer steps") == (calls == "nothing")
+
+
+@pytest.mark.parametrize("is_by_hand", [True, False])
+def test_the_second_step_of_an_optimizer_around_another_one_counts_like_its_step(is_by_hand):
+    class Sharpness(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1})
+            self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+            self.param_groups = self.base.param_groups
+
+        @torch.no_grad()
+        def first_step(self):
+            self.old = [weight.clone() for weight in self.param_groups[0]["params"]]
+            for weight in self.param_groups[0]["params"]:
+                weight.add_(0.05 * weight.grad.sign())
+            self.zero_grad()
+
+        @torch.no_grad()
+        def second_step(self):
+            for weight, old in zip(self.param_groups[0]["params"], self.old, strict=True):
+                weight.copy_(old)
+            self.base.step()
+
+        def step(self, closure):
+            self.first_step()
+            with torch.enable_grad():
+                closure()
+            self.second_step()
+
+    class Sharp(Manual):
+        def get_optimizer(self):
+            return Sharpness(self.model.parameters())
+
+        def training_step(self, batch):
+            def closure():
+                loss = self.loss(batch)
+                self.backward(loss)
+                return loss
+
+            closure()
+            if is_by_hand:
+                self.optimizer.first_step()
+                closure()
+                self.optimizer.second_step()
+            else:
+                self.optimizer.step(closure)
+            self.zero_grad()
+
+    recorder = Recorder()
+    module = Sharp()
+    assert make_trainer(HPS, callbacks=recorder).fit(module, make_points(9)).global_step == 6
+    assert len(recorder.names("on_after_optimizer_step")) == 6
+    assert module.scheduler.last_epoch == 6
+
+
 def test_steps_of_an_optimizer_that_get_optimizer_did_not_return_do_not_count_and_a_warning_says_so(caplog):
     class Foreign(Manual):
         def training_step(self, batch):

@@ -508,3 +508,18 @@ def test_a_batch_for_which_no_model_is_called_is_not_weighed_by_the_one_before()
 
     with pytest.raises(ModuleContractError, match="weights for all batches or for none"):
         train(Without(make_model()))
+
+
+@pytest.mark.parametrize(("accumulation", "coefficient"), [(2, 0.1), (1, 0.1), (2, 0.0)])
+def test_the_share_of_a_load_balancing_term_is_told_where_a_batch_has_parts(accumulation, coefficient, caplog):
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    config = transformers.MixtralConfig(
+        **sizes, **heads, output_router_logits=True, router_aux_loss_coef=coefficient, use_cache=False
+    )
+    torch.manual_seed(0)
+    module = Own(transformers.MixtralForCausalLM(config))
+    make_trainer({"batch_size": 2}, grad_accumulation_steps=accumulation).fit(module, make_rows())
+    is_told = accumulation > 1 and coefficient > 0
+    assert caplog.text.count("the loss of MixtralForCausalLM has a load-balancing term (") == is_told
+    assert ("(0.0% of it)" in caplog.text) is False

@@ -144,6 +144,25 @@ def test_the_trial_evaluation_takes_as_many_batches_as_asked_for(steps: int, tri
 
 
 @pytest.mark.feature("T25", "N25", "L77", "D04", "L78")
+class Sloped(Linear):
+    """Needs gradients in its validation step."""
+
+    def validation_step(self, batch):
+        with torch.enable_grad():
+            inputs = batch[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.model(inputs).sum(), inputs)
+        return slope.square().mean()
+
+
+def test_a_validation_step_that_needs_gradients_fails_before_training_with_the_argument_that_allows_it():
+    trainer = make_trainer()
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(Sloped(), make_points(4), make_points(4))
+    assert "Trainer(inference_mode=False)" in "".join(caught.value.__notes__)
+    assert trainer.state.global_step == 0
+    make_trainer(inference_mode=False).fit(Sloped(), make_points(4), make_points(4))
+
+
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_validation_runs_without_gradients_and_training_with(inference_mode: bool):
     kinds = []

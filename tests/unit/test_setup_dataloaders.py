@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from accmt import Callback
 from accmt.errors import ArgumentError, DataError
@@ -140,6 +140,78 @@ def test_the_schedule_is_the_one_planned_with_the_first_loaders_and_stays_at_its
     assert trainer.estimated_stepping_batches == 4
     assert len(set(rates[:4])) == 4
     assert set(rates[3:]) == {rates[3]}
+
+
+@pytest.mark.feature("L57")
+def test_a_resume_keeps_the_planned_length_if_loaders_differ_in_batch_size(tmp_path):
+    class Stop(Callback):
+        def on_update_end(self):
+            if self.state.global_step == 3:
+                raise KeyError
+
+    class Smaller(Linear):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(make_points(8), 2 if self.state.epoch else 4)
+
+    settings: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "checkpoint_every": "1 steps"}
+    settings |= {"hps": {"epochs": 3}, "model_path": str(tmp_path / "model")}
+    with pytest.raises(KeyError):
+        make_trainer(**settings, callbacks=Stop()).fit(Smaller())
+    again = make_trainer(**settings, resume=True)
+    assert again.fit(Smaller()).global_step == 10
+    assert again.estimated_stepping_batches == 6  # as planned with the first loader
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_sampler_that_depends_on_training_resumes_from_its_state_or_is_named_at_the_first_checkpoint(
+    tmp_path, has_state, caplog
+):
+    class Ranked(TensorDataset):
+        def __init__(self) -> None:
+            super().__init__(*make_points(8).tensors)
+            self.scores = torch.zeros(8)
+
+    class ByScore(torch.utils.data.Sampler):
+        def __init__(self, points: Ranked) -> None:
+            self.points = points
+
+        def __len__(self) -> int:
+            return 8
+
+        def __iter__(self) -> Any:
+            return iter(self.points.scores.argsort(stable=True).tolist())
+
+    class WithState(ByScore):
+        def state_dict(self) -> dict[str, Any]:
+            return {"scores": self.points.scores.clone()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.points.scores = state["scores"]
+
+    class Scoring(Callback):
+        def on_update_end(self) -> None:
+            if self.state.global_step == self.stop:
+                raise KeyError
+            self.points.scores = torch.sin(torch.arange(8.0) * self.state.global_step)
+
+    def run(name: str, stop: int, **settings: Any) -> Any:
+        points, scoring = Ranked(), Scoring()
+        scoring.points, scoring.stop = points, stop
+        sampler = (WithState if has_state else ByScore)(points)
+        settings |= {"sampler": sampler, "callbacks": scoring, "checkpoint_every": "1 steps"}
+        trainer = make_trainer({"epochs": 3, "batch_size": 2}, str(tmp_path / name), **settings)
+        trainer.fit(module := Linear(), points)
+        return module.model.weight
+
+    unbroken = run("unbroken", 0)
+    with pytest.raises(KeyError):
+        run("broken", 7)
+    assert "if their order does, in the sampler, without set_epoch" in caplog.text
+    if has_state:
+        assert torch.equal(run("broken", 0, resume=True), unbroken)
+    else:
+        with pytest.raises(DataError, match="the sampler has no state_dict"):
+            run("broken", 0, resume=True)
 
 
 @pytest.mark.feature("L57")

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accmt import Callback
 from accmt.addons.datamodule import DataModule
@@ -14,6 +14,45 @@ from accmt.errors import ArgumentError, DataError
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 QUIET = {"num_sanity_val_steps": 0}
+
+
+class Combined:
+    """Begins anew with each `iter`, and is its own iterator."""
+
+    def __init__(self, *loaders):
+        self.loaders = loaders
+
+    def __iter__(self):
+        self.iterators = [iter(loader) for loader in self.loaders]
+        return self
+
+    def __next__(self):
+        return [next(iterator) for iterator in self.iterators]
+
+    def __len__(self):
+        return min(map(len, self.loaders))
+
+
+class Both(IterableDataset):
+    def __init__(self, *loaders):
+        self.loaders = loaders
+
+    def __iter__(self):
+        yield from zip(*self.loaders, strict=True)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, Combined])
+def test_two_training_loaders_are_refused_with_what_trains_on_both(kind):
+    class Twice(Linear):
+        def step(self, batch):
+            return sum(super(Twice, self).step(part) for part in batch)
+
+    loaders = [DataLoader(make_points(4), 2), DataLoader(make_points(8), 4)]
+    data = Combined(*loaders) if kind is Combined else kind(loaders)
+    with pytest.raises(DataError, match=r"DataLoader\(Both\(\), batch_size=None\)"):
+        make_trainer({"epochs": 2}).fit(Twice(), data)
+    assert make_trainer({"epochs": 2}).fit(Twice(), DataLoader(Both(*loaders), batch_size=None)).global_step == 4
+
 
 # What matters of lightning.pytorch.core.hooks and .datamodule: methods that are not overridden raise.
 LIGHTNING = """

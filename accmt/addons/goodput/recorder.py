@@ -261,6 +261,8 @@ class GoodputRecorder(Feature):
             self._saving_since.setdefault(self._run.state.global_step, []).append(began)
         with self.meter.during("saving" if activity == "checkpoint" else activity):
             yield
+            if activity == "data":
+                self.meter.waited_s += self.meter.clock() - began
         if activity == "checkpoint":
             self._pauses.append(self.meter.clock() - began)
 

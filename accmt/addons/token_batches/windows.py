@@ -201,7 +201,7 @@ class ByTokensInEvaluation(_TokenCut):
         num_batches = min(_FIRST_WINDOW, self._largest_window)
         for batch in _unpacked(source.micro_batches(epoch, first)):
             batches.append(batch)
-            if batch.is_last or len(batches) == num_batches:
+            if len(batches) == num_batches or batch.is_last:
                 yield self._make_window(source, epoch, batches)
                 batches, num_batches = [], min(2 * num_batches, self._largest_window)
 
@@ -250,7 +250,7 @@ def _make_micro_batch(
     """Return a part of some batches, without its batch yet; the first part lists their skipped samples."""
     is_end = number == num_parts - 1
     cut = Cut(number, len(batches) if is_end else 0, places, samples=samples)
-    micro_batch = MicroBatch(batches[0].index, None, is_last=batches[-1].is_last and is_end, cut=cut)
+    micro_batch = MicroBatch(batches[0].index, None, ending=is_end and batches[-1].is_last, cut=cut)
     if number == 0:
         micro_batch.bad = tuple(chain(*(batch.bad for batch in batches)))
         micro_batch.num_bad = sum(batch.num_bad for batch in batches)

@@ -21,7 +21,15 @@ CASES: dict[str, tuple[type[Own], dict[str, Any]]] = {
     "own": (Own, {}),
     "inside": (Inside, {}),
     "unused": (Own, {"parallelism": {"ddp": {"find_unused_parameters": True}}}),
+    "without targets": (Own, {"grad_accumulation_steps": 4, "shuffle_train": False}),
 }
+
+
+def with_rows_without_targets() -> list[dict[str, torch.Tensor]]:
+    """Return the rows in pairs, after each of which a pair without targets follows: a batch of the other process."""
+    rows = make_rows()
+    empty = {**rows[0], "labels": torch.full_like(rows[0]["labels"], -100)}
+    return [row for first in range(0, len(rows), 2) for row in (*rows[first : first + 2], empty, empty)]
 
 
 class Gradient(Callback):
@@ -39,7 +47,8 @@ def train(kind: type[Own], settings: dict[str, Any], folder: Path) -> dict[str, 
     gradient = Gradient()
     settings = {"callbacks": gradient, "grad_accumulation_steps": 2, "model_saving": None, **settings}
     trainer = Trainer(hps, folder, logging_dir=folder, verbose=False, **settings)
-    state = trainer.fit(kind(make_model()), make_rows(), make_rows())
+    rows = with_rows_without_targets() if folder.name == "without targets" else make_rows()
+    state = trainer.fit(kind(make_model()), rows, make_rows())
     return {"gradient": gradient.gradient, "val_loss": state.metrics["val_loss"], "targets": state.target_tokens_seen}
 
 
