@@ -8,6 +8,7 @@ has changed it is decided by digests of what a checkpoint would contain, when on
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -26,6 +27,7 @@ from accmt.errors import CheckpointError, explain
 from accmt.glances import digest_glance, digest_state, digest_text, pickle_plain
 from accmt.messages import warn_once
 from accmt.module import OF_RUN, AcceleratorModule
+from accmt.secrets import is_secret
 from accmt.sharded_tensors import is_dtensor, is_expanded, write_into
 from accmt.state import Stateful
 
@@ -183,7 +185,7 @@ class Attributes:
                 state[name] = self._to_state(name, values[name])
             else:
                 self._name_unstorable(name, values[name])
-        return state
+        return {name: value for name, value in _without_secrets(state).items() if not _is_of_run(value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the attributes from `state_dict`; `begin` does so again."""
@@ -295,6 +297,33 @@ class Attributes:
                 delattr(self._owners[owner_name], name)
 
 
+def _without_secrets(value: Any, path: str = "") -> Any:
+    """Return the state of attributes with a mark in place of each secret, which is named.
+
+    The states of modules and objects are left as they are: their `load_state_dict` may need all that is in them.
+    """
+    if type(value) in (dict, OrderedDict, defaultdict) and value.keys().isdisjoint((_MODULE, _OBJECT)):
+        kept = copy.copy(value)
+        for key, item in value.items():
+            place = f"{path}.{key}" if path else str(key)
+            if isinstance(key, str) and is_secret(key.rpartition(".")[2], item):
+                do = "set it in on_fit_start, or rename it if it is none"
+                warn_once(
+                    f"{place} has a secret's name, so checkpoints do not contain it: {do}", about=f"secret {place}"
+                )
+                kept[key] = {_OF_RUN: True}
+            else:
+                kept[key] = _without_secrets(item, place)
+        return kept
+    if type(value) in (list, tuple) and not set(map(type, value)) <= SIMPLE:
+        return type(value)(_without_secrets(item, f"{path}.{index}") for index, item in enumerate(value))
+    return value
+
+
+def _is_of_run(saved: Any) -> bool:
+    return isinstance(saved, dict) and _OF_RUN in saved
+
+
 class _ProcessAttributes:
     """The attributes that each process has for itself, as their owners declare in `process_state`."""
 
@@ -361,8 +390,13 @@ class _Merge:
                 self._into_module(current, saved[_MODULE], path)
             return current
         by_key = current if isinstance(current, dict) else {}
-        entries = {key: self.into(by_key.get(key), value, path) for key, value in saved.items()}
+        entries = {
+            key: self.into(by_key.get(key), value, path)
+            for key, value in saved.items()
+            if key in by_key or not _is_of_run(value)
+        }
         if type(current) is not type(saved) or not self._may_write(current, saved):
+            saved.clear()
             saved.update(entries)
             return saved
         current.clear()

@@ -202,11 +202,12 @@ def require_writable_folder(folder: Path, argument: str) -> None:
 
 LOCK_NAME = ".lock"
 
-_held: dict[tuple[int, int], FolderLock] = {}
+_held: dict[tuple[int, int], dict[str, FolderLock]] = {}
+"""This process's locks, by file and use."""
 
 
 class FolderTakenError(Exception):
-    """Another process holds the lock; the message names it."""
+    """Another process, or another run in this one, holds the lock; the message names it."""
 
 
 class FolderLock:
@@ -214,29 +215,32 @@ class FolderLock:
 
     An flock of the open file: unlike a POSIX record lock, it is not released when other code in this process opens and
     closes the same file (such as to copy the folder). Over NFS, Linux converts one into the other. Forked processes,
-    such as loader workers, close it immediately: the lock ends with this process, not with the last of them. This
-    process itself may take it several times.
+    such as loader workers, close it immediately: the lock ends with this process, not with the last of them. A run may
+    use one folder for several things, such as its model and its logs, but for each use there is one run: a `fit` that
+    a callback of another calls is another.
     """
 
-    def __init__(self, file: int, path: Path) -> None:
+    def __init__(self, file: int, path: Path, use: str) -> None:
         self._file = file
         self._path = path
-        self._times = 1
+        self._use = use
         self._key = _identify(os.fstat(file))
+        _held.setdefault(self._key, {})[use] = self
 
     @classmethod
-    def take(cls, folder: Path) -> FolderLock | None:
-        """Lock a folder; None on a file system without locks.
+    def take(cls, folder: Path, use: str = "") -> FolderLock | None:
+        """Lock a folder for a use, such as "model"; None on a file system without locks.
 
         Raises:
-            FolderTakenError: Another process holds the lock.
+            FolderTakenError: Another process holds the lock, or this one for the same use.
         """
         path = folder.absolute() / LOCK_NAME  # the program may change its working directory
         with suppress(FileNotFoundError):
-            own = _held.get(_identify(path.stat()))
-            if own is not None:
-                own._times += 1
-                return own
+            locks = _held.get(_identify(path.stat()), {})
+            if use in locks:
+                raise FolderTakenError("another run in this process")
+            for lock in locks.values():
+                return cls(lock._file, path, use)
         while True:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -253,20 +257,22 @@ class FolderLock:
             os.close(file)
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        lock = cls(file, path)
         _watch_forks()
-        _held[lock._key] = lock
-        return lock
+        return cls(file, path, use)
 
     @property
     def is_shared(self) -> bool:
-        """Whether this process has taken the lock more than once."""
-        return self._times > 1
+        """Whether this process has taken the lock for several uses."""
+        return len(_held.get(self._key, {})) > 1
 
     def release(self) -> None:
-        """Release the lock once it was released as often as taken; a forked process has nothing to release."""
-        self._times -= 1
-        if self._times == 0 and _held.pop(self._key, None) is self:
+        """Release the lock once it was released for each use; a forked process has nothing to release."""
+        locks = _held.get(self._key, {})
+        if locks.get(self._use) is not self:
+            return
+        del locks[self._use]
+        if not locks:
+            del _held[self._key]
             try:
                 self._path.unlink(missing_ok=True)
             finally:
@@ -280,8 +286,8 @@ def _watch_forks() -> None:
 
 def _let_go() -> None:
     """Close the inherited descriptors in a forked process: otherwise a worker could keep the lock after the run."""
-    for lock in _held.values():
-        os.close(lock._file)
+    for locks in _held.values():
+        os.close(next(iter(locks.values()))._file)
     _held.clear()
 
 

@@ -759,7 +759,10 @@ class HuggingFaceModule(AcceleratorModule):
             # torch's collate leaves strings, and transposes lists of numbers.
             got, expected = f"lists under {', '.join(map(repr, lists))}", "a tensor for each name"
             texts = [name for name, values in lists.items() if values and isinstance(values[0], str)]
-            steps = [f"dataset.remove_columns({texts})"] if texts else []
+            targets = [name for name in texts if name in ("label", "labels")]
+            others = [name for name in texts if name not in targets]
+            steps = [f"dataset.class_encode_column({name!r}), which maps its texts to numbers" for name in targets]
+            steps += [f"dataset.remove_columns({others})"] if others else []
             steps += ["Trainer(collate_fn=DataCollatorWithPadding(tokenizer))"] if len(texts) < len(lists) else []
             do = f"write {', and '.join(steps)}"
             raise DataError(explain("a batch for the transformers model", got, expected, do)) from error

@@ -48,6 +48,7 @@ _BEFORE_DATA = """
 _OF_DATA = frozenset(_BEFORE_DATA.split())
 """Words that mark a following `token`, `key` or `pass` as data: `label_key`, `pad_token`, `forward_pass`."""
 
+_SHORT_FLAG = re.compile(r"-[A-Za-z]")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _IN_URL = re.compile(
     r"""\b([a-z][a-z\d+.-]*://)(?:"""
@@ -108,13 +109,41 @@ def remember(value: Any) -> None:
     _remembered.update(secret for secret in _find(value, is_secret=False) if len(secret) >= _SHORTEST_VALUE)
 
 
-def write_command(arguments: Sequence[str]) -> str:
-    """Return a program's arguments as a shell command, with `...` in place of each secret."""
-    shown = [
-        argument.replace(secret, "...") if secret else hide_text(argument)
-        for argument, secret in _find_in_command(arguments)
-    ]
-    return shlex.join(["python", *shown])
+def write_command(command: Sequence[str]) -> str:
+    """Return a program and its arguments as a shell command, with `...` in place of each secret."""
+    return shlex.join(argument.replace(HIDDEN, "...") for argument in hide_in_command(command))
+
+
+def hide_in_command(command: Sequence[str]) -> list[str]:
+    """Return a program and its arguments with `HIDDEN` in place of each secret.
+
+    The value of a flag of one letter, as in `-p VALUE` and `-pVALUE`, may be a password whatever the program is.
+    """
+    hidden, is_value = [], False
+    for argument, secret in _find_in_command(command):
+        if _SHORT_FLAG.match(argument):
+            hidden.append(argument[:2] + HIDDEN * (len(argument) > 2))
+        elif is_value:
+            hidden.append(HIDDEN)
+        else:
+            hidden.append(argument.replace(secret, HIDDEN) if secret else hide_text(argument))
+        is_value = _SHORT_FLAG.match(argument) is not None
+    return hidden
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Return whether an attribute or entry is text with a secret's name, or a collection with text in it.
+
+    Tensors and numbers are none: attention has a `key`, and a dict of counts may have any word as its key.
+    """
+    return _has_text(value) and is_secret_name(name)
+
+
+def _has_text(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping) or type(value) in (list, tuple, set, frozenset):
+        return any(map(_has_text, items))
+    return isinstance(value, str | bytes)
 
 
 def _is_surely_secret(words: Sequence[str]) -> bool:

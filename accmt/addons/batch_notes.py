@@ -70,6 +70,7 @@ def _find_faults(model: Any, batch: Mapping[str, Any]) -> Iterator[str]:
     if _are_whole(ids):
         yield from _fault_of_ids(model, ids)
         yield from _fault_of_length(model, ids)
+        yield from _fault_of_padding(model, ids)
     if isinstance(labels, torch.Tensor) and labels.numel():
         yield from _fault_of_labels(model, labels)
 
@@ -107,6 +108,15 @@ def _fault_of_length(model: Any, ids: torch.Tensor) -> Iterator[str]:
         yield explain('batch["input_ids"]', f"{ids.shape[-1]} tokens in a row", expected, do)
 
 
+def _fault_of_padding(model: Any, ids: torch.Tensor) -> Iterator[str]:
+    name = type(model).__name__
+    if name.endswith("SequenceClassification") and len(ids) > 1 and model.config.pad_token_id is None:
+        got, expected = "None", f"a token: {name} classifies the last one before the padding"
+        do = "model.config.pad_token_id = tokenizer.pad_token_id, before `fit`; for a tokenizer without one, first "
+        do += "tokenizer.pad_token = tokenizer.eos_token"
+        yield explain("model.config.pad_token_id", got, expected, do)
+
+
 def _fault_of_labels(model: Any, labels: torch.Tensor) -> Iterator[str]:
     name = type(model).__name__
     is_of_classes = name.endswith("Classification")
@@ -119,6 +129,12 @@ def _fault_of_labels(model: Any, labels: torch.Tensor) -> Iterator[str]:
             expected = f"whole numbers: the model has {number} classes; floats are regression targets"
             do = "use labels.long(), or pass num_labels=1 to from_pretrained or from_hf"
             yield explain('batch["labels"]', f"{labels.dtype} for {name}", expected, do)
+        return
+    if is_of_classes and "Token" not in name and labels.ndim == 2 and labels.shape[1] == number:
+        expected = f"floats, 0 or 1 for each of the {number} classes: samples of {name} have several"
+        got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        do = 'use labels.float(), and a model with problem_type="multi_label_classification"'
+        yield explain('batch["labels"]', got, expected, do)
         return
     targets = labels[labels != _IGNORED]
     low, high = (int(targets.min()), int(targets.max())) if len(targets) else (0, 0)

@@ -150,12 +150,13 @@ HPS_FLAGS = "hps_flags"
 """The attribute of parsed arguments that holds `--hps.` flags, by dotted key."""
 
 
-def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = (), *, listed_by: str | None = None) -> None:
     """Add a flag to a parser, in a separate group, for every Trainer argument that a string can express.
 
     Args:
         parser: The parser.
         without: Arguments without a flag, because the program sets them itself.
+        listed_by: The command whose help lists the flags; None for this parser's.
 
     Raises:
         ArgumentError: The parser already has an argument with one of these names; nothing was added.
@@ -172,14 +173,15 @@ def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> N
         raise ArgumentError(explain("Trainer.add_argparse_args", ", ".join(clashes), expected, do))
     read_hps_flags(parser)
     about_hps = "every hyper-parameter is a flag too: --hps.epochs 3 --hps.optim.lr=3e-4"
-    group = parser.add_argument_group("Trainer", f"arguments of accmt.Trainer; {about_hps}")
+    listed = "" if listed_by is None else f", listed by `{listed_by}`"
+    group = parser.add_argument_group("Trainer", f"arguments of accmt.Trainer{listed}; {about_hps}")
     for flag in flags:
         group.add_argument(
             f"--{flag.name}",
             type=flag.read,
             default=argparse.SUPPRESS,  # unset flags must not override a file's values
             metavar=flag.expected,
-            help=flag.meaning.replace("%", "%%"),
+            help=flag.meaning.replace("%", "%%") if listed_by is None else argparse.SUPPRESS,
         )
 
 

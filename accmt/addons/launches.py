@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from accmt.messages import warn
 from accmt.processes import is_main_process, num_processes
 from accmt.registry import ARGUMENTS_VARIABLE
 from accmt.run import EvaluationRun, Run
-from accmt.secrets import HIDDEN, hide, hide_text
+from accmt.secrets import HIDDEN, hide, hide_in_command, hide_text
 from accmt.tracking import default_track_name
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def describe_launch(run: Run) -> dict[str, Any]:
         {
             "step": run.state.global_step,
             "is_resumed": run.is_resumed,
-            "argv": [hide_text(argument) for argument in sys.orig_argv],
+            "argv": _hide_secrets(sys.orig_argv),
             "cwd": str(_find_start_folder()),
             "environment": environment,
             "processes": num_processes(),
@@ -143,6 +143,15 @@ def main_file() -> str | None:
     """Return the path of the script, if there is one."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return None if file is None else str(current_folder() / file)
+
+
+def _hide_secrets(command: Sequence[str]) -> list[str]:
+    """Return a Python command without secrets; the interpreter's flags, such as `-m`, are needed to start it again."""
+    place = 1
+    while place < len(command) and command[place][:2] not in ("-c", "-m") and command[place].startswith("-"):
+        place += 2 if command[place] in ("-W", "-X") else 1
+    place += 1 if command[place : place + 1] in (["-c"], ["-m"]) else 0
+    return [*map(hide_text, command[:place]), *hide_in_command(command[place:])]
 
 
 def _find_start_folder() -> Path:
@@ -212,8 +221,9 @@ def build_command(start: Mapping[str, Any], where: str) -> tuple[list[str], Path
         got, expected = "a run in a notebook or an interactive session", "a script that can be started again"
         raise ArgumentError(explain(where, got, expected, "move the training into a script"))
     if any(HIDDEN in argument for argument in arguments):
-        got = "a command with a secret, which was not recorded"
-        do = "read the secret from the environment or a file"
+        got = f"a command with values that were not recorded because they may be secrets: {' '.join(arguments)}"
+        do = "write a flag of one letter with its long name (--config, not -c), and read secrets from the environment "
+        do += "or a file"
         raise ArgumentError(explain(where, got, "a command that can be started again", do))
     if not folder.is_dir():
         got = f"its working directory no longer exists: {folder}"

@@ -146,7 +146,8 @@ def require_mergeable(hps: HyperParameters, rows: str) -> None:
     """
     section = hps.section("model")
     if section is None or not section.adapter:
-        got, do = "true without an adapter in `model`", "remove `merge`: the folder then has the full model"
+        got = "true without an adapter in `model`"
+        do = "remove `merge`; if `model.path` is an adapter, merge what is trained with: accmt merge FOLDER OUTPUT"
         raise HyperParameterError(explain(hps.where(rows, "merge"), got, "`model.lora` or `model.adapter`", do))
     require("peft", hps.where("model", "adapter"))
     import peft

@@ -341,6 +341,13 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> State:
     except KeyError:
         _require_parameters_of(model, optimizer, type(optimizer).__name__)
         raise
+    if hasattr(optimizer, "consolidate_state_dict"):  # torch's raises an error, and calls in turn on all processes
+        got = "an optimizer whose state is spread over the processes"
+        do = (
+            "use FSDP2, which shards the optimizer too: accmt launch --strat fsdp2, with the inner optimizer; or train "
+        )
+        do += "without checkpoints: Trainer(checkpoint_every=None)"
+        raise CheckpointError(explain(type(optimizer).__name__, got, "an optimizer with its whole state", do))
     state = optimizer.state_dict()
     kept: State = {"class": _class_of(optimizer), "state": {}, "param_groups": []}
     if _is_by_index(state, len(names)):

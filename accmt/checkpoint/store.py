@@ -186,7 +186,7 @@ class CheckpointStore:
         def lock() -> None:
             make_durable(self.folder)
             try:
-                self._claim = FolderLock.take(self.folder)
+                self._claim = FolderLock.take(self.folder, "checkpoints")
             except FolderTakenError as error:
                 got = f"in use by another run ({error})"
                 expected = (

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     from accmt.addons.command_line import add_flags
 
-    add_flags(parser, without=_OWN)
+    add_flags(parser, without=_OWN, listed_by="accmt sft --help")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -180,12 +180,43 @@ class CollateFetched:
         if self.collate is collate_or_explain:
             name = "torch's default_collate"
         expected, do = f"samples that {name} can collate", "check these samples, or pass a different collate_fn"
-        first = next((sample for sample in samples if isinstance(sample, Mapping)), {})
-        texts = [name for name, value in first.items() if isinstance(value, str)]
-        if texts:  # such as the text that was tokenized
-            expected = "numbers only: strings cannot become tensors"
-            do = f"remove {', '.join(texts)} from the dataset; with `datasets`: dataset.remove_columns({texts})"
+        columns = self._find_failing(samples)
+        if columns:
+            shown = []
+            for column in columns:
+                kinds = sorted({type(sample.get(column)).__name__ for sample in samples})
+                shown.append(f"{column!r} ({' or '.join(kinds)})")
+            where += f", column {', '.join(shown)}"
+            do = " and ".join(_advise(name, samples[0][name]) for name in columns)
         error.add_note(explain(where, _describe(error), expected, do))
+
+    def _find_failing(self, samples: Sequence[Any]) -> list[str]:
+        """Return the columns without which a batch can be made: a single one, or all that cannot be collated."""
+        if not samples or not all(isinstance(sample, Mapping) for sample in samples):
+            return []
+        names = list(samples[0])
+        texts = [name for name in names if isinstance(samples[0][name], str)]
+        if self.collate is collate_or_explain:
+            return [name for name in names if not self._can_collate(samples, [name])]
+        for left_out in (*([name] for name in names), texts):  # a collate function may need the others
+            if left_out and self._can_collate(samples, [name for name in names if name not in left_out]):
+                return left_out
+        return []
+
+    def _can_collate(self, samples: Sequence[Any], names: Sequence[str]) -> bool:
+        try:
+            self.collate([{name: sample[name] for name in names} for sample in samples])
+        except Exception:  # noqa: BLE001 - whatever it is, the error that is explained is another
+            return False
+        return True
+
+
+def _advise(column: str, value: Any) -> str:
+    if not isinstance(value, str):
+        return f"return {column!r} as a number or tensor, leave it out, or pass a collate_fn for it"
+    if column in ("label", "labels", "target", "targets"):
+        return f"map {column!r} to numbers; with `datasets`: dataset.class_encode_column({column!r})"
+    return f"remove {column!r} from the dataset; with `datasets`: dataset.remove_columns([{column!r}])"
 
 
 def _is_of_no_sample(error: Exception) -> bool:

@@ -6,6 +6,7 @@ Nothing here imports transformers or peft before a function needs it.
 from accmt.huggingface.folder import load_model_weights as load_model_weights
 from accmt.huggingface.folder import save_model as save_model
 from accmt.huggingface.folder import to_saved_format as to_saved_format
+from accmt.huggingface.folder import try_model_files as try_model_files
 from accmt.huggingface.model_kinds import advise_wrapping as advise_wrapping
 from accmt.huggingface.model_kinds import base_model_of as base_model_of
 from accmt.huggingface.model_kinds import describe_model as describe_model

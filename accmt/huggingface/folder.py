@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accmt.errors import WeightsError, explain
+from accmt.errors import SavingError, WeightsError, explain
 from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, reject_injected_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.libraries.private_names import names_not_saved
@@ -177,6 +178,27 @@ def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) ->
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     return one is other or (not one.is_meta and torch.equal(one, other))
+
+
+def try_model_files(model: nn.Module, processor: Any) -> None:
+    """Write the files beside the weights into a temporary folder: transformers checks a generation config only then.
+
+    Raises:
+        SavingError: One cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="accmt-") as folder:
+            if is_transformers_model(model):
+                _write_model_files(model, processor, Path(folder))
+            elif is_peft_model(model) and processor is not None:
+                processor.save_pretrained(folder)
+    except OSError:
+        return  # the disk of temporary folders may be full
+    except Exception as error:
+        expected = "configurations and a processor that `save_pretrained` writes"
+        do = "correct what it names in the module (such as self.model.generation_config), or set model_saving=None"
+        got = f"{type(error).__name__}: {error}"
+        raise SavingError(explain("the files beside the model's weights", got, expected, do)) from error
 
 
 def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> None:

@@ -10,14 +10,14 @@ from accmt.checkpoint.retention import estimate_size, estimate_state, find_short
 from accmt.data import LargestBatch
 from accmt.errors import AccmtError, is_out_of_memory
 from accmt.files import format_bytes, free_space
-from accmt.huggingface import is_peft_model
+from accmt.huggingface import is_peft_model, try_model_files
 from accmt.loop.evaluation import evaluate
 from accmt.loop.logging import SilentLogs
 from accmt.loop.step_outputs import read_training_output
 from accmt.messages import say_once, warn
 from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.precision import autocast
-from accmt.processes import gather_objects, run_on_every_process
+from accmt.processes import gather_objects, run_on_every_process, run_on_main_process
 from accmt.run import Run
 from accmt.saving import require_storable
 from accmt.without_trace import without_trace
@@ -99,12 +99,15 @@ def _put_through(run: Run, batch: Any) -> None:
 def try_saving(run: Run) -> None:
     """Find what a checkpoint or the model folder cannot hold: names, shapes and dtypes of what would be saved.
 
+    The small files beside the weights are written once, to a temporary folder.
+
     Whether what is loaded equals what was saved is for `Trainer.check_resume`.
 
     Processes: collective.
     """
     if run.saver.selection.names or run.settings.saving.saves_last:
         run_on_every_process(lambda: _require_storable(run))
+        run_on_main_process(lambda: try_model_files(run.unwrapped_model, run.module.processor))
     if run.checkpoints.are_written and not run.is_resumed:  # it has just loaded one
         run.checkpoints.try_collecting(run)
 

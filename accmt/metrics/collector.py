@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accmt import registry
 from accmt.errors import MetricError, ModuleContractError, explain, nearest
 from accmt.metrics.averages import LoggedValues, Weight, combine
 from accmt.metrics.gathering import CHUNK_BYTES, Position
@@ -72,9 +73,11 @@ class ValidationCollector:
             elif is_pair(value):
                 names = list(self._accumulations)
                 meant = nearest(name, names)
-                do = f"rename it to {meant!r}" if meant else f"metrics=[...] with a Metric named {name!r}"
+                metric = repr(name) if name in registry.names("accmt.metrics") else f"a Metric named {name!r}"
+                do = f"rename it to {meant!r}" if meant else f"write Trainer(metrics=[{metric}])"
+                expected = f"the name of a metric: {names}" if names else "numbers: the Trainer has no metrics"
                 got = f"predictions and references under {name!r}"
-                raise MetricError(explain("validation_step", got, f"the name of a metric: {names}", do))
+                raise MetricError(explain("validation_step", got, expected, do))
             else:
                 scalar = find_scalar(value)
                 if scalar is None:

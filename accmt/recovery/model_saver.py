@@ -317,7 +317,7 @@ def write_card(run: Run, folder: Path) -> None:
             "Samples": _count_samples(run),
             "Hyper-parameters": run.settings.hps.get_config(run.replaced_hps()),
             "Training": _describe_training(run),
-            "Command": write_command(sys.argv),
+            "Command": write_command(["python", *sys.argv]),
         },
     )
 

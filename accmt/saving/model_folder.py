@@ -62,7 +62,7 @@ class ModelFolderClaim:
         made = tuple(path for path in (folder, *folder.parents) if not path.exists())
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return cls(FolderLock.take(folder), made)
+            return cls(FolderLock.take(folder, "model"), made)
         except FolderTakenError as error:
             got, do = f"in use by another run ({error})", "wait for that run, stop it, or pass another `model_path`"
             expected = "a folder that no other run saves to: each would replace the other's model"

@@ -150,7 +150,7 @@ class Quantities:
         """
         if name == ALWAYS:
             return Rule(ALWAYS)
-        parts = name.removeprefix(_PREFIX).split("/") if isinstance(name, str) else []
+        parts = self._split(name) if isinstance(name, str) else []
         quantities = tuple(quantity for quantity in map(self._find, parts) if quantity is not None)
         if not parts or len(quantities) != len(parts):
             self._reject_rule(name, argument)
@@ -178,6 +178,17 @@ class Quantities:
             argument.reject(repr(names), "each rule once, or None", do)
         return rules
 
+    def _split(self, name: str) -> list[str]:
+        """Return the parts of a rule; the name of a metric may contain slashes, by which TensorBoard groups charts."""
+        words = name.removeprefix(_PREFIX).split("/")
+        parts = []
+        while words:
+            lengths = range(len(words), 1, -1)
+            length = next((length for length in lengths if self._find("/".join(words[:length])) is not None), 1)
+            parts.append("/".join(words[:length]))
+            words = words[length:]
+        return parts
+
     def _find(self, part: str) -> Quantity | None:
         if _AS_LOGGED not in self.directions and re.match(rf"{_AS_LOGGED}(@|__|$)", part):
             part = VALID_LOSS.removeprefix(_PREFIX) + part.removeprefix(_AS_LOGGED)
@@ -190,7 +201,9 @@ class Quantities:
             sets = () if key == TRAIN_LOSS else self._sets or ()
             return Quantity(name, is_better, key, tuple(f"{key}__{set_name}" for set_name in sets))
         set_name = part.removeprefix(f"{name}@").removeprefix(f"{name}__")
-        if key == TRAIN_LOSS or not set_name or (self._sets is not None and set_name not in self._sets):
+        if key == TRAIN_LOSS or not set_name or "/" in set_name:
+            return None
+        if self._sets is not None and set_name not in self._sets:
             return None
         return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
 
@@ -207,7 +220,11 @@ class Quantities:
 
     def _advise(self, name: Any, names: Mapping[str, str], prefix: str) -> str:
         """Return what to write in place of a name that is no rule: `names` are those that are, by label."""
-        parts = [part.removeprefix(_PREFIX) for part in name.split("/")] if isinstance(name, str) else [""]
+        if isinstance(name, str):
+            meant = nearest(name.removeprefix(_PREFIX), [label for label in self.directions if "/" in label])
+            if meant is not None:
+                return f"did you mean {prefix + meant!r}?"
+        parts = [part.removeprefix(_PREFIX) for part in self._split(name)] if isinstance(name, str) else [""]
         if not all(parts):
             return f"write {prefix + VALID_LOSS.removeprefix(_PREFIX)!r}"
         unknown = next((part for part in parts if self._find(part) is None), None)

@@ -64,10 +64,19 @@ def check_untrained_module(module: Any, function: Function) -> None:
     addon("reject_misspelt_methods")(module)
     model = getattr(module, "model", None)
     if model is None:
-        _reject(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
+        _reject(module, "no attribute `model`", _advise_model(module))
     if not isinstance(model, nn.Module):
         _reject(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
     find_hooks(module)
+
+
+def _advise_model(module: Any) -> str:
+    parts = dict(module.named_children()) if isinstance(module, nn.Module) else vars(module)
+    names = [name for name, part in parts.items() if isinstance(part, nn.Module)]
+    if len(names) < 2:
+        return f"self.model = {f'self.{names[0]}' if names else 'MyNetwork()'} in __init__"
+    entries = ", ".join(f'"{name}": self.{name}' for name in names)
+    return f"self.model = nn.ModuleDict({{{entries}}}) in __init__, without those that are not trained"
 
 
 def check_validation(module: AcceleratorModule, step: str = "validation_step") -> None:

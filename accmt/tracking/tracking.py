@@ -190,7 +190,7 @@ class Tracking:
         require_writable_folder(folder, "logging_dir")
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = FolderLock.take(folder)
+            lock = FolderLock.take(folder, "logs")
             is_free = lock is None or not lock.is_shared
         except FolderTakenError as error:
             lock, is_free, holder = None, False, str(error)

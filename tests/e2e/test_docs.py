@@ -287,7 +287,7 @@ def test_the_page_of_arguments_is_up_to_date():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "processes"), [("torchrun", 2), ("accelerate", 1)])
+@pytest.mark.parametrize(("launcher", "processes"), [("torchrun", 2), ("accmt", 2)])
 def test_a_command_of_the_quickstart_runs_as_many_processes_as_the_page_says(launcher, processes, tmp_path):
     page = DOCS / "quickstart.md"
     write_files(page, tmp_path)

@@ -101,6 +101,19 @@ class TestTheFolder:
         assert names_in(tmp_path) == []
         FolderLock.take(tmp_path).release()
 
+    @pytest.mark.parametrize("settings", [{}, {"checkpoint_every": None, "model_saving": "best_train_loss"}], ids=str)
+    def test_a_run_within_a_callback_of_another_is_refused(self, settings):
+        class Inner(Callback):
+            def on_update_end(self):
+                before = names_in(Path("out"))
+                with pytest.raises((CheckpointError, SavingError), match="in use by another run .another run in this"):
+                    train("out/m", **settings)
+                assert names_in(Path("out")) == before
+                train("other/m", **settings)  # as the message advises
+
+        train("out/m", stop=2, callbacks=[Inner()], **settings)
+        train("out/m", **settings)
+
     def test_two_runs_that_save_to_one_folder_are_refused_without_checkpoints_too(self):
         refused = pytest.raises(SavingError, match=r"in use by another run .process \d+ on")
         with held("out/m"), refused:

@@ -143,7 +143,7 @@ def test_what_cannot_be_forked_is_said_before_the_program_starts(
     [
         ({"machines": 2}, "got: a run on 2 machines"),
         ({"argv": ["python", "-c", "..."]}, "a run in a notebook or an interactive session"),
-        ({"argv": ["python", "program.py", "--password=***"]}, "a command with a secret"),
+        ({"argv": ["python", "program.py", "--password=***"]}, "a command with values that were not recorded"),
         ({"cwd": "/nowhere"}, "its working directory no longer exists: /nowhere"),
     ],
 )

@@ -280,18 +280,44 @@ def test_what_collate_draws_for_samples_that_are_only_held_is_seeded(kind):
     assert drawn[0] == drawn[2] != drawn[1]
 
 
-def test_text_beside_the_numbers_of_samples_is_told_with_its_name():
-    class Texts:
-        def __len__(self):
-            return 2
+class Rows:
+    def __init__(self, **row):
+        self.row = row
 
-        def __getitem__(self, index):
-            return {"text": "words", "note": "more", "input_ids": [1, 2]}
+    def __len__(self):
+        return 2
 
+    def __getitem__(self, index):
+        return self.row
+
+
+def collate_numbers(samples):
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+
+@pytest.mark.parametrize(
+    ("collate", "row", "column", "advice"),
+    [
+        (None, {"x": 1.0, "picture": object(), "caption": "a"}, "'picture' (object)", "return 'picture' as a number"),
+        (None, {"x": 1.0, "note": None}, "'note' (NoneType)", "return 'note' as a number or tensor, leave it out"),
+        (collate_numbers, {"x": 1.0, "text": "a"}, "'text' (str)", "dataset.remove_columns(['text'])"),
+        (collate_numbers, {"labels": "a", "x": 1}, "'labels' (str)", "dataset.class_encode_column('labels')"),
+        (collate_numbers, {"x": 1, "text": "a", "label": "b"}, "'text' (str), 'label' (str)", "map 'label' to numbers"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_the_column_that_cannot_be_collated_is_told_with_what_to_write(collate, row, column, advice):
+    with pytest.raises((TypeError, ValueError)) as failure:
+        make_trainer({"batch_size": 2}, collate_fn=collate).fit(Linear(), Rows(**row))
+    where, *_, do = failure.value.__notes__[0].splitlines()
+    assert where.endswith(f", column {column}")
+    assert advice in do
+
+
+def test_a_collate_function_that_fails_for_other_reasons_blames_no_column():
     def collate(samples):
-        raise ValueError("too many dimensions 'str'")
+        raise ValueError("closed")
 
-    with pytest.raises(ValueError, match="too many") as failure:
-        make_trainer({"batch_size": 2}, collate_fn=collate).fit(Linear(), Texts())
-    note = failure.value.__notes__[0]
-    assert "do: remove text, note from the dataset; with `datasets`: dataset.remove_columns(['text', 'note'])" in note
+    with pytest.raises(ValueError, match="closed") as failure:
+        make_trainer({"batch_size": 2}, collate_fn=collate).fit(Linear(), Rows(text="words", x=1))
+    assert ", column" not in failure.value.__notes__[0]

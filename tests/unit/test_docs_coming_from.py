@@ -292,3 +292,10 @@ def test_every_argument_that_was_added_is_told_to_somebody_or_is_our_own():
     added = list(inspect.signature(Trainer).parameters)[33:-1]
     ours = {"metric_options", "tracker_options", "failures", "callbacks", "ledger", "fork"}
     assert [name for name in added if name not in told | ours] == []
+
+
+def test_hooks_that_a_callback_refuses_are_named_with_the_base_class_that_accepts_them():
+    rows = [line for line in PAGE.splitlines() if re.match(r"\| `\w+`", line) and "names work" in line]
+    hooks = [line for line in rows if re.match(r"\| `(\w+)`", line)[1] in HOOK_ALIASES]
+    assert len(hooks) >= 4
+    assert [line for line in hooks if "accmt.compat.OtherHookNames" not in line] == []

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, ChainedOptimizer, ExtendedAcceleratorModule, ModuleContractError
+from accmt.errors import CheckpointError
 from tests.toys import Linear, Recorder, logged, make_points, make_trainer
 
 HPS = {"epochs": 2, "batch_size": 3, "optim": {"type": "AdamW", "lr": 0.05}, "scheduler": {"type": "CosineAnnealingLR"}}
@@ -591,3 +592,62 @@ def test_lbfgs_without_its_closure_is_explained():
 
     with pytest.raises(ModuleContractError, match=r"self\.optimizer\.step\(closure\)"):
         make_trainer({"epochs": 1, "batch_size": 4}).fit(Plain(), make_points(8))
+
+
+class Contrastive(AcceleratorModule):
+    """Has a loss over all samples of a batch."""
+
+    def __init__(self):
+        self.model = Linear().model
+
+    def training_step(self, batch):
+        return contrast(self.model(batch[0]))
+
+
+class InChunks(ExtendedAcceleratorModule):
+    """The same with GradCache, as docs/recipes.md writes it: activations of one chunk at a time."""
+
+    def __init__(self):
+        self.model = Linear().model
+
+    def training_step(self, batch):
+        chunks = batch[0].split(2)
+        with torch.no_grad():
+            embedded = torch.cat([self.model(chunk) for chunk in chunks])
+        embedded.requires_grad_()
+        loss = contrast(embedded)
+        gradients = torch.autograd.grad(loss, embedded)[0].split(2)
+        for chunk, part in zip(chunks, gradients, strict=True):
+            self.backward((self.model(chunk) * part).sum())
+        self.step()
+        self.zero_grad()
+        return loss.detach()
+
+
+def contrast(embedded):
+    return (embedded @ embedded.T).logsumexp(1).mean()
+
+
+def test_a_loss_over_cached_embeddings_gives_the_gradients_of_one_over_the_batch():
+    modules = [Contrastive(), InChunks()]
+    for module in modules:
+        make_trainer(HPS | {"batch_size": 5}).fit(module, make_points(14))
+    assert torch.allclose(modules[0].model.weight, modules[1].model.weight, atol=1e-6)
+
+
+def test_an_optimizer_whose_state_is_spread_over_processes_is_told_what_to_write():
+    class Spread(torch.optim.SGD):
+        """As ZeroRedundancyOptimizer: its state has to be collected first."""
+
+        def consolidate_state_dict(self, to=0): ...
+
+        def state_dict(self):
+            raise RuntimeError("Optimizer state has not been consolidated on this rank.")
+
+    class Module(Contrastive):
+        def get_optimizer(self):
+            return Spread(self.model.parameters(), lr=0.1)
+
+    with pytest.raises(CheckpointError, match=r"accmt launch --strat fsdp2.*\(checkpoint_every=None\)"):
+        make_trainer(HPS, checkpoint_every="epoch").fit(Module(), make_points(14))
+    make_trainer(HPS, checkpoint_every=None).fit(Module(), make_points(14))  # as advised

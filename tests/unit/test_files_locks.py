@@ -54,9 +54,11 @@ def test_a_lock_is_seen_as_long_as_it_is_held(tmp_path):
     assert not is_locked(tmp_path)
 
 
-def test_a_process_takes_a_folder_twice_and_holds_it_until_both_are_released(tmp_path):
+def test_a_process_takes_a_folder_for_two_uses_and_holds_it_until_both_are_released(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
-    locks = [FolderLock.take(tmp_path), FolderLock.take(tmp_path / "link")]
+    locks = [FolderLock.take(tmp_path, "model"), FolderLock.take(tmp_path / "link", "logs")]
+    with pytest.raises(FolderTakenError, match="another run in this process"):
+        FolderLock.take(tmp_path, "logs")
     locks[0].release()
     assert "process" in take_elsewhere(tmp_path)
     locks[1].release()

@@ -18,6 +18,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     MixtralConfig,
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from accmt import AcceleratorModule
-from accmt.errors import ArgumentError, ModuleContractError, WeightsError
+from accmt.errors import ArgumentError, ModuleContractError, SavingError, WeightsError
 from accmt.huggingface import (
     advise_wrapping,
     describe_model,
@@ -42,6 +43,7 @@ from accmt.messages import speaking
 from accmt.saving import read_status, write_status
 from accmt.saving.load_weights import load_weights
 from tests.tables import each
+from tests.toys import make_trainer
 
 SIZES = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 TOKENS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 2]])
@@ -254,6 +256,26 @@ def test_processor_that_cannot_be_saved_leaves_the_folder_as_it_was(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         save(BertForSequenceClassification(bert_config(num_labels=4)), tmp_path, processor=BrokenProcessor())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("model_saving", ["best_train_loss", "last"])
+def test_a_generation_config_that_cannot_be_saved_is_an_error_before_training(model_saving):
+    class Module(AcceleratorModule):
+        def __init__(self):
+            self.model = gpt2()
+
+        def training_step(self, batch):
+            return self.model(**batch).loss
+
+    module = Module()
+    module.model.generation_config = GenerationConfig(max_new_tokens=8, do_sample=False, temperature=0.7)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    trainer = make_trainer({"batch_size": 4}, model_saving=model_saving)
+    with pytest.raises(SavingError, match="generation_config"):
+        trainer.fit(module, rows)
+    assert trainer.state.global_step == 0
+    module.model.generation_config.temperature = None  # as the message advises
+    make_trainer({"batch_size": 4}, model_saving=model_saving).fit(module, rows)
 
 
 def test_files_of_a_processor_in_folders_of_their_own_are_moved_too(tmp_path):

@@ -13,6 +13,7 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -106,6 +107,25 @@ def test_a_label_that_the_model_does_not_have_is_named(name: str, labels: Any, g
 def test_floats_where_classes_are_meant_are_named() -> None:
     message = message_of(bert(num_labels=3), {"input_ids": ids(4), "labels": torch.ones(4)})
     assert message.startswith('batch["labels"]\n  got: torch.float32 for BertForSequenceClassification')
+
+
+@pytest.mark.parametrize("problem", [None, "multi_label_classification"])
+def test_whole_numbers_for_several_labels_of_a_sample_are_named(problem: str | None) -> None:
+    model, labels = bert(num_labels=3, problem_type=problem), torch.tensor([[1, 0, 1]] * 4)
+    assert "do: use labels.float()" in message_of(model, {"input_ids": ids(3), "labels": labels})
+    model = bert(num_labels=3, problem_type="multi_label_classification")
+    rows = [{"input_ids": row, "labels": label.float()} for row, label in zip(ids(3), labels, strict=True)]
+    make_trainer({"epochs": 1, "batch_size": 2}).fit(HuggingFaceModule(model), rows)  # as advised
+
+
+def test_a_missing_padding_token_is_named() -> None:
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = GPT2ForSequenceClassification(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, num_labels=3))
+    batch = {"input_ids": ids(3), "labels": torch.tensor([0, 1, 2, 0])}
+    assert "model.config.pad_token_id = tokenizer.pad_token_id" in message_of(model, batch)
+    model.config.pad_token_id = 0
+    rows = [{name: value[index] for name, value in batch.items()} for index in range(4)]
+    make_trainer({"epochs": 1, "batch_size": 2}).fit(HuggingFaceModule(model), rows)  # as advised
 
 
 def test_targets_at_padding_are_counted(caplog: pytest.LogCaptureFixture) -> None:

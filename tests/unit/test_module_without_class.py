@@ -95,6 +95,9 @@ def test_lists_where_a_transformers_model_needs_tensors_are_told_with_what_to_wr
     batch = default_collate([{"text": "a", "input_ids": [1, 2], "labels": 0}] * 2)
     with pytest.raises(DataError, match=r"lists under 'text', 'input_ids'(.|\n)*remove_columns.*, and Trainer\(coll"):
         HuggingFaceModule(model).step(batch)
+    batch = default_collate([{"input_ids": torch.tensor([1, 2]), "labels": "a"}] * 2)
+    with pytest.raises(DataError, match=r"write dataset.class_encode_column\('labels'\)"):
+        HuggingFaceModule(model).step(batch)
     with pytest.raises(AttributeError, match="wrong"):
         HuggingFaceModule(Failing()).step({"input_ids": torch.ones(1)})
 

@@ -238,6 +238,17 @@ def test_rules_that_share_a_metric_do_not_share_its_best_value():
     ]
 
 
+def test_the_name_of_a_metric_may_contain_a_slash_alone_and_in_a_combined_rule():
+    directions = {**DIRECTIONS, "val/iou": operator.gt}
+    for rule in ("best_val/iou", "best_accuracy/val/iou", "best_val/iou/accuracy", "best_val/iou@en/wer@de"):
+        assert Selection(rule, directions).names == (rule,)
+    selection = Selection("best_accuracy/val/iou", directions)
+    rows = [{"best_accuracy": 0.5, "best_val/iou": 0.1}, {"best_accuracy": 0.6, "best_val/iou": 0.1}]
+    assert run(selection, rows) == [["best_accuracy/val/iou"], []]
+    with pytest.raises(ArgumentError, match="did you mean 'best_val/iou'"):
+        Selection("best_val/iuo", directions)
+
+
 def test_several_sets_decide_by_their_mean_or_each_for_itself():
     selection = Selection(["best_valid_loss", "best_wer@de", "best_accuracy@en/wer@de"], DIRECTIONS, sets=["en", "de"])
     names = ["valid_loss__en", "valid_loss__de", "accuracy__en", "wer__de"]

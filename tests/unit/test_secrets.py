@@ -9,15 +9,16 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from accelerate.tracking import GeneralTracker
 
-from accmt import ArgumentError, HyperParameters, LambdaCallback, secrets
+from accmt import ArgumentError, Callback, HyperParameters, LambdaCallback, secrets
 from accmt.addons.sync import sync_run
 from accmt.errors import explain
 from accmt.messages import say, warn
 from accmt.secrets import hide, hide_text, is_secret_name, remember, write_command
 from accmt.tracking.delivery_state import DeliveryFile
-from tests.toys import HPS, Linear, make_points, make_trainer
+from tests.toys import HPS, Linear, Record, make_points, make_trainer
 
 SECRET_NAMES = """token hf_token hub_token HF_TOKEN write_token session_token use_auth_token api_key apiKey X-Api-Key
 key secret client_secret AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID password db_password PGPASSWORD passwd pwd MYSQL_PWD pw
@@ -90,18 +91,20 @@ def test_containers_are_hidden_at_any_depth():
     ("arguments", "shown"),
     [
         ("train.py", "train.py"),
-        ("train.py fit --lr 0.1 --verbose -n -3", "train.py fit --lr 0.1 --verbose -n -3"),
+        ("train.py fit --lr 0.1 --verbose --n -3", "train.py fit --lr 0.1 --verbose --n -3"),
+        ("t.py -p hunter2 -pHunter2 -n -3 --out x -v", "t.py -p ... -p... -n ... --out x -v"),
+        ("t.py -p=hunter2 -password hunter2 --verbose x", "t.py -p... -p... ... --verbose x"),
         ("train.py --api-key=abc --hub_token abc def --name x", "train.py --api-key=... --hub_token ... ... --name x"),
         (
             "train.py WANDB_API_KEY=abc db.password=x optim.lr=3",
             "train.py WANDB_API_KEY=... db.password=... optim.lr=3",
         ),
         ("t.py --pwd a --auth b --header 'Authorization: Basic c'", "t.py --pwd ... --auth ... --header ..."),
-        ("t.py --uri https://me:x@host/ --config '{a: b}'", "t.py --uri 'https://***@host/' --config '{a: b}'"),
+        ("t.py --uri https://me:x@host/ --config '{a: b}'", "t.py --uri https://...@host/ --config '{a: b}'"),
     ],
 )
 def test_a_command_shows_all_but_its_secrets(arguments, shown):
-    assert write_command(shlex.split(arguments)) == f"python {shown}"
+    assert write_command(["python", *shlex.split(arguments)]) == f"python {shown}"
 
 
 def test_messages_and_errors_hide_what_settings_hold(caplog):
@@ -147,6 +150,19 @@ def in_url() -> str:
 
 
 class Nets(Linear):
+    """Logs in again at each step, as a program does whose sessions end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logins: dict[str, Any] = {"password": None, "number": 0, "key": torch.zeros(1)}
+        self.api_key = ""
+
+    def training_step(self, batch: Any) -> Any:
+        self.api_key = plant()
+        self.logins |= {"password": plant(), "headers": {"X": plant()}, "number": self.logins["number"] + 1}
+        self.logins["key"] += 1
+        return super().training_step(batch)
+
     def validation_step(self, batch: Any) -> Any:
         return {"loss": self.step(batch)}
 
@@ -170,8 +186,12 @@ def test_forty_secrets_in_every_entrance_are_in_no_file_row_line_or_error(monkey
         f"X-Key: {plant()}",
         "--hub_token",
         plant(),
+        f"-p{plant()}",
+        "-p",
+        plant(),
     ]
     monkeypatch.setattr(sys, "argv", ["train.py", *flags, f"API_KEY={plant()}", f"db.password={plant()}"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-u", "-m", "train", *sys.argv[1:]])
     model = {"path": "base", "revision": in_url(), **{key: plant() for key in keys}}
     model["headers"] = {"Authorization": f"Bearer {plant()}"}
     hps = {"model": model, "optim": {"type": "SGD", "lr": 0.1}}
@@ -212,6 +232,35 @@ def test_forty_secrets_in_every_entrance_are_in_no_file_row_line_or_error(monkey
     assert {name: found for name, text in written.items() if (found := [one for one in parts if one in text])} == {}
     assert "note_0" in repr(Rows.seen)
     assert "README.md" in " ".join(written)
+    (launches,) = tmp_path.rglob("launches.jsonl")
+    assert '"-u", "-m", "train", "--pwd"' in launches.read_text()
+
+
+class Login(Callback):
+    """Has a session whose token changes, and numbers that belong to a checkpoint."""
+
+    def __init__(self, password: str) -> None:
+        self.login: dict[str, Any] = {"password": password, "number": 0}
+        self.seen: Any = Record()
+
+    def on_update_end(self) -> None:
+        self.seen.append((self.login["password"], self.login["number"]))
+        self.login |= {"number": self.login["number"] + 1, "session_token": f"session {self.login['number']}"}
+
+
+def test_a_resume_restores_what_is_beside_a_secret_and_keeps_the_programs(caplog):
+    caplog.set_level("WARNING", logger="accmt")
+    settings = {"checkpoint_every": "epoch", "verbose": None}
+    make_trainer({"epochs": 1}, **settings, callbacks=Login("first")).fit(Linear(), make_points())
+    assert [text for text in caplog.messages if "secret's name" in text] == [
+        f"Login.login.{name} has a secret's name, so checkpoints do not contain it: "
+        "set it in on_fit_start, or rename it if it is none"
+        for name in ("password", "session_token")
+    ]
+    login = Login("second")
+    trainer = make_trainer({"epochs": 2}, **settings, resume=True, callbacks=login)
+    trainer.fit(Linear(), make_points())
+    assert login.seen[0] == ("second", trainer.state.global_step // 2)
 
 
 def test_hyper_parameters_without_their_secrets_are_read_again(tmp_path):

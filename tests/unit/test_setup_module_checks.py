@@ -35,6 +35,14 @@ class OnlyStep(Base):
         return self.model(batch).mean()
 
 
+class WithParts(AcceleratorModule):
+    training_step = Trains.training_step
+
+    def __init__(self, *names):
+        for name in names:
+            setattr(self, name, nn.Linear(2, 1))
+
+
 class WithoutModel(AcceleratorModule):
     training_step = Trains.training_step
 
@@ -98,6 +106,8 @@ REFUSED = [
     (TensorDataset(torch.ones(1)), r"do: trainer.fit\(module, data\): the module comes first"),
     (None, "got: NoneType"),
     (WithoutModel(), r"self.model = MyNetwork\(\) in __init__"),
+    (WithParts("net"), r"self.model = self.net in __init__"),
+    (WithParts("G", "D"), r'self.model = nn.ModuleDict\({"G": self.G, "D": self.D}\) in __init__'),
     (ModelOfWrongType(), "self.model is dict"),
     (Frozen(), "leave at least one unfrozen"),
     (WithoutParameters(), "no parameter of self.model requires a gradient"),

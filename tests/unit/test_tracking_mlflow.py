@@ -253,6 +253,15 @@ def test_mlflow_keeps_a_folders_runs_in_one_database(tmp_path):
     assert uri == f"sqlite:///{tmp_path}/mlflow.db"
 
 
+@pytest.mark.parametrize("name", ["feature%2Fx", "what?", "a#b c", "100%"])
+def test_the_database_of_a_folder_whose_name_has_a_meaning_in_urls_is_in_it(tmp_path, name):
+    from sqlalchemy import make_url
+
+    folder = tmp_path / name
+    assert make_url(MLFlow().tracking_uri(RunPlace(str(folder), "t", "r"))).database == f"{folder}/mlflow.db"
+    assert make_url(MLFlow().dashboard_command(RunPlace(str(folder), "t", "r"))[-1]).database == f"{folder}/mlflow.db"
+
+
 @pytest.mark.feature("A15")
 def test_mlflow_takes_a_url_as_tracking_uri():
     assert MLFlow().tracking_uri(RunPlace("localhost:5000", "t", "r")) == "http://localhost:5000"

@@ -7,7 +7,6 @@ settings when it is created, so that what the program builds from them is built 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from accmt.options import HyperParameters, Settings
 from accmt.options.changes import compare, require_allowed
 from accmt.options.settings import apply_trials
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE, PROGRAM_VARIABLE
-from accmt.secrets import hide
+from accmt.secrets import hide, write_command
 
 _PLACES = ("model_path", "checkpoint", "logging_dir", "track_name")
 
@@ -89,7 +88,7 @@ def run_program(command: list[str], folder: Path, environment: Mapping[str, str]
         called: The command line that asked for it.
     """
     os.chdir(folder)
-    os.execvpe(command[0], command, {**environment, PROGRAM_VARIABLE: f"`{shlex.join(called)}`"})  # noqa: S606
+    os.execvpe(command[0], command, {**environment, PROGRAM_VARIABLE: f"`{write_command(called)}`"})  # noqa: S606
 
 
 def _without_places(arguments: Mapping[str, Any]) -> dict[str, Any]:

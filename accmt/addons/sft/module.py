@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from os import PathLike
@@ -269,6 +268,9 @@ def describe_data(module: Any, data: Any, settings: Settings, *, num_batches: in
             yield f"\n{f'{names[number]}, ' if names[number] else ''}row {place}:\n{row.show(module.tokenizer)}"
 
 
+_SHOWN_PLACES = 10
+
+
 def _table(rows: Mapping[str, TokenizedRows], used: list[int]) -> Iterator[str]:
     """Yield the table of the sources, and the problems of their rows."""
     table, problems = [_HEAD], []
@@ -290,7 +292,13 @@ def _table(rows: Mapping[str, TokenizedRows], used: list[int]) -> Iterator[str]:
                 f"{number / len(own):.2f}",
             )
         )
-        kinds = Counter(kind for _, row in read for kind in {problem.kind for problem in row.problems})
-        problems += [f"{name or 'all'}: {count} of {len(read)} rows {kind}" for kind, count in kinds.items()]
+        places: dict[str, list[int]] = {}
+        for place, row in read:
+            for kind in sorted({problem.kind for problem in row.problems}):
+                places.setdefault(kind, []).append(place)
+        for kind, found in places.items():
+            shown = [f"row {place}" for place in found[:_SHOWN_PLACES]]
+            shown += ["..."] if len(found) > _SHOWN_PLACES else []
+            problems.append(f"{name or 'all'}: {len(found)} of {len(read)} rows {kind}: {', '.join(shown)}")
     yield from align(table)
     yield from problems

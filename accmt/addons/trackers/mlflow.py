@@ -93,7 +93,7 @@ class MLFlow(TrackerSpec):
         if uri.startswith(("http", "databricks")):
             return []
         is_ours = uri == _local_uri(place)
-        return ["mlflow", "ui", "--backend-store-uri", f"{_SQLITE}{place.base_folder}/mlflow.db" if is_ours else uri]
+        return ["mlflow", "ui", "--backend-store-uri", _sqlite_uri(place.base_folder) if is_ours else uri]
 
     def tracking_uri(self, place: RunPlace) -> str:
         """Return the store or server of the run."""
@@ -299,7 +299,17 @@ def clean_mlflow_name(name: str) -> str:
 
 
 def _local_uri(place: RunPlace) -> str:
-    return f"{_SQLITE}{place.base_folder.absolute() / 'mlflow.db'}"
+    return _sqlite_uri(place.base_folder.absolute())
+
+
+def _sqlite_uri(folder: Path) -> str:
+    path = str(folder / "mlflow.db")
+    if not set(path).isdisjoint("%?"):  # as in the folders of Jenkins and Ray
+        from sqlalchemy import make_url
+
+        if make_url(f"{_SQLITE}%25").database == "%":  # SQLAlchemy 2.1 decodes the path, 2.0 takes it as it is
+            path = path.replace("%", "%25").replace("?", "%3F")
+    return f"{_SQLITE}{path}"
 
 
 def _mlflow_status(status: str) -> str:
