@@ -58,7 +58,7 @@ FAULTS = [
     ),
     Fault(
         "state: weights changed within a step are saved",
-        "return self._writes != list(map(_VERSION, self._weights))",
+        "return bool(self._writes) and self._writes != list(map(_VERSION, self._weights))",
         "return False",
         "resume/test_attributes.py -k emergency",
     ),
@@ -103,8 +103,13 @@ FAULTS = [
     ),
     Fault(
         "order: a batch's seed is that of its process",
+<<<<<<< ours
         "BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, part.start))",
         "BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, 0))",
+=======
+        "return derive_seed(self._seed, self._purpose, epoch, part.start)",
+        "return derive_seed(self._seed, self._purpose, epoch, 0)",
+>>>>>>> theirs
         "unit/test_data_samplers.py unit/test_data_planned.py",
     ),
     Fault(
