@@ -246,7 +246,7 @@ def build_train_loader(
         expected = "data that can be iterated in every epoch"
         do = "an IterableDataset, a list, or epochs: 1"
         got = "an iterator, which can be read only once"
-        if hasattr(data, "__len__"):  # as loaders that are combined have, and each iter() may begin anew
+        if hasattr(data, "__len__"):  # as loaders that are combined have, and each iter() may begin again
             got, do = f"a {type(data).__name__} that is an iterator: it has __next__", _LOADER_OF_SEVERAL
         raise DataError(explain("the training data", got, expected, do))
     collate, pins_memory = find_collate(module, settings, data, "train"), _pins_memory(data_settings, device)

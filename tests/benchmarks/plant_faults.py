@@ -103,13 +103,8 @@ FAULTS = [
     ),
     Fault(
         "order: a batch's seed is that of its process",
-<<<<<<< ours
         "BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, part.start))",
         "BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, 0))",
-=======
-        "return derive_seed(self._seed, self._purpose, epoch, part.start)",
-        "return derive_seed(self._seed, self._purpose, epoch, 0)",
->>>>>>> theirs
         "unit/test_data_samplers.py unit/test_data_planned.py",
     ),
     Fault(
