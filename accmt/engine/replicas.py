@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import checksum
 from accmt.errors import ModuleContractError, ReplicasDifferError, explain
 from accmt.messages import warn_once
 from accmt.options.optimizer_and_scheduler_arguments import state_of
+from accmt.precision import WITH_STATISTICS
 from accmt.processes import gather_objects, num_data_processes, num_processes
 from accmt.sharded_tensors import is_dtensor
 
@@ -94,7 +94,7 @@ class Replicas:
         """
         own: Replica = {}
         for path, layer in self._model.named_modules():
-            for name, buffer in () if isinstance(layer, _NormBase) else layer.named_buffers(path, recurse=False):
+            for name, buffer in () if isinstance(layer, WITH_STATISTICS) else layer.named_buffers(path, recurse=False):
                 _add(own, name, buffer)
         if num_data_processes() > 1 and (names := list(_find_differences(gather_objects(own)))):
             more = f", and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""

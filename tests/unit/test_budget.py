@@ -20,7 +20,7 @@ BUDGET = {
     "nodes of the core's syntax tree": 220_196,
     "functions in private_names.py": 40,
     "packages that import one another": 5,
-    "lines of a first run": 4566,
+    "lines of a first run": 4590,
     "files of a first run": 122,
     "lines of one later step": 427,
     "files of one later step": 27,
