@@ -123,7 +123,7 @@ def hide_in_command(command: Sequence[str]) -> list[str]:
     for argument, secret in _find_in_command(command):
         if _SHORT_FLAG.match(argument):
             hidden.append(argument[:2] + HIDDEN * (len(argument) > 2))
-        elif is_value:
+        elif is_value and not argument.startswith("--"):  # `-v --epochs 3`: the first is a switch
             hidden.append(HIDDEN)
         else:
             hidden.append(argument.replace(secret, HIDDEN) if secret else hide_text(argument))

@@ -269,7 +269,7 @@ class ManualSteps:
             loss = closure()
             if run.stepper.clips:
                 run.stepper.clip(_parameters_of(optimizer))
-            if num_data_processes() == 1:
+            if loss is None or num_data_processes() == 1:  # a closure that only calls backward returns nothing
                 return loss
             mean = sum_over_data((float(loss) * self._last_factor,))[0] / num_data_processes()
             return torch.tensor(mean, device=run.device)

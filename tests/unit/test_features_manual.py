@@ -545,6 +545,28 @@ def test_each_of_several_schedulers_advances_once_a_step_whoever_advances_it(cal
     assert [group["lr"] for group in module.optimizer.param_groups] == [0.05 * 0.5**4] * 2
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_closure_may_return_nothing_on_any_number_of_processes(processes, monkeypatch):
+    class Twice(torch.optim.SGD):
+        def step(self, closure):
+            closure()
+            super().step()
+
+    class Silent(Manual):
+        def get_optimizer(self):
+            return Twice(self.model.parameters(), lr=0.1)
+
+        def training_step(self, batch):
+            def closure():
+                self.zero_grad()
+                self.backward(self.loss(batch))
+
+            self.optimizer.step(closure)
+
+    monkeypatch.setattr("accmt.features.manual_optimization.num_data_processes", lambda: processes)
+    assert make_trainer({"epochs": 1, "batch_size": 4}).fit(Silent(), make_points(8)).global_step == 2
+
+
 class ByLBFGS(Manual):
     def get_optimizer(self):
         return torch.optim.LBFGS(self.model.parameters(), lr=0.5, max_iter=3)

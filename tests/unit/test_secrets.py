@@ -93,6 +93,7 @@ def test_containers_are_hidden_at_any_depth():
         ("train.py", "train.py"),
         ("train.py fit --lr 0.1 --verbose --n -3", "train.py fit --lr 0.1 --verbose --n -3"),
         ("t.py -p hunter2 -pHunter2 -n -3 --out x -v", "t.py -p ... -p... -n ... --out x -v"),
+        ("t.py -v --epochs 3", "t.py -v --epochs 3"),
         ("t.py -p=hunter2 -password hunter2 --verbose x", "t.py -p... -p... ... --verbose x"),
         ("train.py --api-key=abc --hub_token abc def --name x", "train.py --api-key=... --hub_token ... ... --name x"),
         (
