@@ -657,8 +657,7 @@ def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim
 
 def defines(module: AcceleratorModule, name: str) -> bool:
     """Return whether the user's class or object defines `name` itself."""
-    own_classes = [kind for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__]
-    return name in module.__dict__ or any(name in kind.__dict__ for kind in own_classes)
+    return getattr(type(module), name) is not getattr(AcceleratorModule, name) or name in vars(module)
 
 
 class FunctionModule(AcceleratorModule):

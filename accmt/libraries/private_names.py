@@ -158,16 +158,16 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def left_out_by_ddp(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Exclude parameters with these names from a DistributedDataParallel that is built in this context."""
-    ignoring: Any = model  # as `_set_params_and_buffers_to_ignore_for_model` does
-    before = model.__dict__.get("_ddp_params_and_buffers_to_ignore")
-    ignoring._ddp_params_and_buffers_to_ignore = [*(before or ()), *names]
+    attribute = "_ddp_params_and_buffers_to_ignore"
+    before = getattr(model, attribute, ())
+    setattr(model, attribute, [*before, *names])  # like `_set_params_and_buffers_to_ignore_for_model`
     try:
         yield
     finally:
-        if before is None:
-            del ignoring._ddp_params_and_buffers_to_ignore
+        if before:
+            setattr(model, attribute, before)
         else:
-            ignoring._ddp_params_and_buffers_to_ignore = before
+            delattr(model, attribute)
 
 
 def note_trained_parameters(model: DistributedDataParallel) -> None:
@@ -221,12 +221,12 @@ def prepare_alone(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 def is_prepared(model: nn.Module) -> bool:
     """Return whether Accelerate has prepared a model."""
-    return "_is_accelerate_prepared" in model.__dict__
+    return "_is_accelerate_prepared" in vars(model)
 
 
 def forget_prepared(model: nn.Module, wrapped: nn.Module, accelerator: Accelerator) -> None:
     """Undo the preparation of a model, and remove its wrapper from the Accelerator."""
-    model.__dict__.pop("_is_accelerate_prepared", None)
+    vars(model).pop("_is_accelerate_prepared", None)
     if wrapped in accelerator._models:
         accelerator._models.remove(wrapped)
 
@@ -289,7 +289,7 @@ def draw_first_values(model: nn.Module, around: Around) -> None:
     """Initialize all parts of a transformers model in its own order, each within a context."""
     own: Any = model
     for part in model.modules():
-        part.__dict__.pop("_is_hf_initialized", None)
+        vars(part).pop("_is_hf_initialized", None)
     with _drawing_within(around):
         own.initialize_weights()
 

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path, PurePath
@@ -261,7 +261,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, timedelta):
         return {"seconds": value.total_seconds()}
     if isinstance(value, Monitor):
-        return _to_plain(asdict(value))
+        return _to_plain(vars(value))
     if isinstance(value, Mapping):
         # JSON keys are strings; `Trainer.from_config` converts them back.
         return {str(name) if type(name) is int else name: _to_plain(item) for name, item in value.items()}

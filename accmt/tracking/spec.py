@@ -255,8 +255,8 @@ class UserTracker(TrackerSpec):
     def __init__(self, tracker: GeneralTracker | type[GeneralTracker]) -> None:
         super().__init__()
         self._tracker = tracker
-        name, kind = getattr(tracker, "name", None), tracker if isinstance(tracker, type) else type(tracker)
-        self.name = name if isinstance(name, str) else kind.__name__
+        own_name = getattr(tracker, "name", None)
+        self.name = own_name if isinstance(own_name, str) else getattr(tracker, "__name__", type(tracker).__name__)
 
     def accepted_names(self) -> frozenset[str] | None:
         return parameter_names(self._tracker) if isinstance(self._tracker, type) else frozenset()

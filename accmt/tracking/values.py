@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import isroutine
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -55,8 +54,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, type) or isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type) or callable(value):
+        return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
     number = _item(value)
     return number if type(number) in (int, float, bool) else str(value)
 
