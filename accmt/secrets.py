@@ -48,6 +48,7 @@ _BEFORE_DATA = """
 _OF_DATA = frozenset(_BEFORE_DATA.split())
 """Words that mark a following `token`, `key` or `pass` as data: `label_key`, `pad_token`, `forward_pass`."""
 
+_COLLECTIONS = (Mapping, list, tuple, set, frozenset)
 _SHORT_FLAG = re.compile(r"-[A-Za-z]")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _IN_URL = re.compile(
@@ -136,13 +137,13 @@ def is_secret(name: str, value: Any) -> bool:
 
     Tensors and numbers are none: attention has a `key`, and a dict of counts may have any word as its key.
     """
-    return _has_text(value) and is_secret_name(name)
+    # In this order: the names of thousands of numbers are not looked at, and neither are long lists with other names.
+    return isinstance(value, (str, bytes, *_COLLECTIONS)) and is_secret_name(name) and _has_text(value)
 
 
 def _has_text(value: Any) -> bool:
-    items = value.values() if isinstance(value, Mapping) else value
-    if isinstance(value, Mapping) or type(value) in (list, tuple, set, frozenset):
-        return any(map(_has_text, items))
+    if isinstance(value, _COLLECTIONS):
+        return any(map(_has_text, value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, str | bytes)
 
 

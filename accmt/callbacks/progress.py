@@ -175,7 +175,7 @@ class _Bar:
 
     def __init__(self, stream: TextIO, total: int | None, initial: int, stage: str) -> None:
         counted = f"{{bar:{BAR_WIDTH}}} {{n_fmt}}/{{total_fmt}} {{elapsed}}<{{remaining}}"
-        encoding = stream.encoding or "ascii"
+        encoding = getattr(stream, "encoding", None) or "ascii"  # a program may replace stderr by an object that writes
         self._bar = _bar_class()(
             desc=stage,
             total=total,

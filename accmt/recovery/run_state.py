@@ -212,7 +212,7 @@ class LocalState:
             position = source.position(state.epoch, state.train_step)
         return {
             "place": (state.epoch, state.train_step),
-            "is_last_batch": state.now.is_last_training_batch is True,
+            "is_last_batch": state.now.is_last_training_batch is True,  # a stream is not read on to find out
             "metrics": dict(state.metrics),
             "best_metrics": dict(state.best_metrics),
             "lr": [deepcopy(group["lr"]) for group in run.stepper.optimizer.param_groups],  # may be tensors

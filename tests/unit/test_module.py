@@ -11,7 +11,7 @@ from torch import nn
 
 from accmt import AcceleratorModule, TrainingState
 from accmt.addons.hints.methods import FOREIGN_ATTRIBUTES
-from accmt.module import HuggingFaceModule
+from accmt.module import HuggingFaceModule, defines
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -195,3 +195,13 @@ def test_other_attributes_that_are_missing_are_ordinary_errors_and_copies_work()
         Linear().own  # noqa: B018
     copied = pickle.loads(pickle.dumps(copy.deepcopy(Linear())))
     assert torch.equal(copied.model.weight, Linear().model.weight)
+
+
+def test_what_torchs_module_defines_is_not_the_users():
+    class Both(AcceleratorModule, nn.Module):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self.model = nn.Linear(1, 1)
+
+    assert not defines(Both(), "state_dict")
+    assert "2 parameters" in repr(Both())
