@@ -23,9 +23,9 @@ HALVES = frozenset({torch.bfloat16, torch.float16})
 _AS_IT_IS = nullcontext()
 _NORMALIZATIONS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 WITH_STATISTICS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 """Layers with running statistics."""
 
 
