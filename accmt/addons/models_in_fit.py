@@ -9,6 +9,7 @@ from typing import Any
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
 from accmt.module import AcceleratorModule, HuggingFaceModule
 from accmt.options import HyperParameters
+from accmt.setup.module_checks import require_module
 
 
 def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
@@ -21,6 +22,7 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
 
     Raises:
         UnknownArgumentError: There are unused keywords.
+        ModuleContractError: It is something else, such as a class.
         ArgumentError: The hyper-parameters describe a different model than the Trainer's.
     """
     is_path = isinstance(module, str | PathLike)
@@ -43,6 +45,7 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
         name = "AcceleratorModule" if type(module) is HuggingFaceModule else type(module).__name__
         _require_same_model(module.hps, hps, f"{name}.from_hps(trainer.hps)")
+    require_module(module, "fit")  # before the run sets attributes of it: a class would keep them for later modules
     checked: AcceleratorModule = module
     return checked
 

@@ -635,6 +635,8 @@ def test_an_untrained_argument_is_named():
         make_trainer().fit(Linear(), make_points(), num_labels=3)
     with pytest.raises(TypeError, match=r"trainer\.fit\(Linear\(\.\.\.\), \.\.\.\)"):
         make_trainer().fit(Linear, make_points())
+    assert not hasattr(Linear, "trainer")
+    assert not hasattr(Linear, "state")
 
 
 @pytest.mark.feature("D01", "D03")
