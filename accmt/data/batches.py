@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -112,6 +112,40 @@ class MicroBatch:
     def places(self) -> list[tuple[int, int]] | None:
         """Where its samples were read; None if they are still in that order."""
         return None if self.cut is None else self.cut.places
+
+
+ReadBatch = tuple[MicroBatch, dict[str, Any]]  # a micro-batch, and the position after it, taken before reading ahead
+
+
+def read_when_needed(read_next: Callable[[], ReadBatch | None]) -> Iterator[ReadBatch]:
+    """Yield what is read until there is nothing more.
+
+    The next one is read only when it is asked for, or whether this one is the last: a stream may use the model.
+    """
+    following: list[ReadBatch | Exception | None] = []
+
+    def has_ended() -> bool:
+        if not following:
+            try:
+                following.append(read_next())
+            except Exception as error:  # noqa: BLE001 - raised where it is needed, after the stages of the step
+                following.append(error)
+        return following[0] is None
+
+    read = read_next()
+    while read is not None:
+        read[0].ending = has_ended
+        try:
+            yield read
+        except GeneratorExit:
+            read[0].ending = False  # else a reference cycle would keep the data open
+            raise
+        read[0].ending = has_ended()
+        match following.pop():
+            case Exception() as error:
+                raise error
+            case read:
+                pass
 
 
 class LargestBatch(NamedTuple):

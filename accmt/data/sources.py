@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data.base import Source, SourceOptions, length_of
-from accmt.data.batches import MicroBatch
+from accmt.data.batches import MicroBatch, ReadBatch, read_when_needed
 from accmt.data.fetching import Fetched
 from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.data.streams import StreamSource, UserLoaderSource
@@ -96,18 +98,10 @@ def _wrap_user_loader(user_loader: DataLoader[Any], options: SourceOptions) -> S
 _KIND = "part of each process"
 
 
-class _Sums(NamedTuple):
-    """Sums over the processes for one micro-batch."""
-
-    not_ended: int  # processes with more data
-    batches: int  # processes with a batch; all samples of a batch may have been skipped
-    bad: int  # skipped samples
-
-
 class UnshardedSource:
     """Lets processes with separate data of unequal length end their epochs together.
 
-    They agree one batch ahead which of them have another; a process without data has no batch in a micro-batch.
+    For each micro-batch they agree which of them have a batch.
 
     Processes: collective.
     """
@@ -124,29 +118,24 @@ class UnshardedSource:
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on, until no process has a batch."""
-        own = self._own.micro_batches(epoch, first)
-        ahead = next(own, None)
-        self._measure()
-        # One exchange per micro-batch: the sums of the next one also show whether this one is the last.
-        following = self._sum(ahead)
-        index = first
-        while following.not_ended:
-            part = ahead or MicroBatch(index, None, own_samples=0)
-            now, ahead = following, next(own, None)
-            following = self._sum(ahead)
-            is_last, is_partial = following.not_ended == 0, now.batches < num_processes()
-            yield MicroBatch(
-                index,
-                part.batch,
-                None,
-                part.own_samples,
-                is_last,
-                is_partial,
-                bad=part.bad,
-                num_bad=now.bad,
-                indices=part.indices,
-            )
-            index += 1
+        own, index = self._own.micro_batches(epoch, first), count(first)
+        for micro_batch, _ in read_when_needed(lambda: self._read(own, next(index))):
+            if micro_batch.index == first:
+                self._measure()
+            yield micro_batch
+
+    def _read(self, own: Iterator[MicroBatch], index: int) -> ReadBatch | None:
+        part = without = MicroBatch(index, None, own_samples=0)
+        try:
+            part = next(own, None) or without
+        except Exception:
+            sum_over_processes((1, 0, 0))  # the others wait for the sums
+            raise
+        # A process that has ended has no batch; nor has one that could read none of its samples.
+        counts = sum_over_processes((part is not without, part.batch is not None, part.num_bad))
+        not_ended, num_batches, num_bad = map(int, counts)
+        part = replace(part, num_samples=None, is_partial=num_batches < num_processes(), num_bad=num_bad)
+        return (part, {}) if not_ended else None
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return self._own.samples_of(epoch, index)
@@ -182,7 +171,3 @@ class UnshardedSource:
     def _measure(self) -> None:
         lengths = gather_objects(self._own.num_micro_batches)
         self.num_micro_batches = None if None in lengths else max(length or 0 for length in lengths)
-
-    def _sum(self, micro_batch: MicroBatch | None) -> _Sums:
-        own = (0, 0, 0) if micro_batch is None else (1, micro_batch.batch is not None, micro_batch.num_bad)
-        return _Sums(*map(int, sum_over_processes(own)))

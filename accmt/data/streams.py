@@ -30,7 +30,7 @@ from accmt.data.base import (
     require_same_rows,
     say_not_compared,
 )
-from accmt.data.batches import MicroBatch
+from accmt.data.batches import MicroBatch, ReadBatch, read_when_needed
 from accmt.data.collate import Collate
 from accmt.data.fetching import Fetched, end_workers, note_dead_worker, start_reading
 from accmt.data.fingerprints import Rows, rows_of_samples
@@ -46,7 +46,6 @@ from accmt.messages import say_once, warn_once
 
 _END = object()
 _Kept = tuple[int, dict[str, Any]]  # the index of a micro-batch, and the position after it
-ReadBatch = tuple[MicroBatch, dict[str, Any]]  # a micro-batch, and the position after it, taken before reading ahead
 _KEPT_POSITIONS = 4
 _KEPT_OWN = 1024
 
@@ -133,50 +132,21 @@ class SequentialSource:
         require_same_end(self._options, f"{consumed} {self._unit}")
 
     def _as_planned(self, micro_batches: Iterator[ReadBatch], num_micro_batches: int | None) -> Iterator[ReadBatch]:
-        """Yield the planned number of micro-batches, and warn if the data's `__len__` is wrong.
+        """Yield the planned number of micro-batches, and warn if the data's `__len__` is wrong."""
+        num_read = count()
+        return read_when_needed(lambda: self._read_next(micro_batches, next(num_read), num_micro_batches))
 
-        The next one is read only when it is asked for, or whether this one is the last: a stream may use the model.
-        """
-        following: list[ReadBatch | Exception | None] = []
-        num_read = 0
-
-        def has_ended() -> bool:
-            if not following:
-                try:
-                    following.append(self._read_next(micro_batches, num_read, num_micro_batches, last=read))
-                except Exception as error:  # noqa: BLE001 - raised where it is needed, after the stages of the step
-                    following.append(error)
-            return following[0] is None
-
-        read = self._read_next(micro_batches, 0, num_micro_batches, last=None)
-        while read is not None:
-            num_read += 1
-            read[0].ending = has_ended
-            try:
-                yield read
-            except GeneratorExit:
-                read[0].ending = False  # else a reference cycle would keep the data open
-                raise
-            read[0].ending = has_ended()
-            match following.pop():
-                case Exception() as error:
-                    raise error
-                case read:
-                    pass
-
-    def _read_next(
-        self, micro_batches: Iterator[ReadBatch], num_read: int, planned: int | None, *, last: ReadBatch | None
-    ) -> ReadBatch | None:
+    def _read_next(self, micro_batches: Iterator[ReadBatch], num_read: int, planned: int | None) -> ReadBatch | None:
         has_all, is_claim = num_read == planned, self._claimed_length is not None and planned is not None
-        if has_all and (last is None or self._options.is_limited or not is_claim):
+        if has_all and (num_read == 0 or self._options.is_limited or not is_claim):
             return None
         read = next(micro_batches, None)
-        if is_claim and last is not None:
+        if is_claim and num_read > 0:
             if has_all and read is not None:
                 self._warn_of_length("more", "each epoch skips the rest")
             elif read is None and not has_all:
                 consequence = "the LR scheduler and everything else planned from the length is too long"
-                self._warn_of_length(f"{last[1][self._unit]}", consequence)
+                self._warn_of_length(f"{self._kept[-1][1][self._unit]}", consequence)
         return None if has_all else read
 
     def _warn_of_length(self, number: str, consequence: str) -> None:

@@ -7,6 +7,7 @@ windows of a number of micro-batches; add-ons make others, by a token budget or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -116,9 +117,9 @@ def lend_batches(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         if micro_batch.is_partial:
             has_batch = gather_objects(micro_batch.batch is not None)
             micro_batch.num_lenders = sum(each_once(has_batch))
-            micro_batch.ending = micro_batch.is_last  # a function could not be sent
             if any(has_batch):
-                lent = broadcast_object(micro_batch, source=has_batch.index(True))
+                sendable = replace(micro_batch, ending=False)  # a function could not be sent
+                lent = broadcast_object(sendable, source=has_batch.index(True))
                 micro_batch.borrowed = lent if micro_batch.batch is None else None
         yield micro_batch
 

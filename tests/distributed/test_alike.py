@@ -43,6 +43,7 @@ MAY_DIFFER = [
     "every other on purpose",
     "split by datasets",
     "split by datasets, in a loader",
+    "a stream that uses the model",
     "augmented",
     "augmented without a seed",
 ]

@@ -87,6 +87,29 @@ def split_by_datasets(wrap: Callable[[Any], Any]) -> None:
     assert seen == list(range(12)), seen
 
 
+class Playing(IterableDataset[Any]):
+    """A stream that uses the current model; one process plays longer."""
+
+    def __iter__(self) -> Any:
+        for _ in range(8 - 2 * RANK):
+            yield self.module.model.weight.detach()[0].clone()
+
+
+class Player(Linear):
+    fresh: tuple[bool, ...] = ()
+
+    def training_step(self, batch: Any) -> Any:
+        self.fresh += (torch.equal(batch, self.model.weight),)
+        return self.model(batch).square().mean()
+
+
+def play() -> None:
+    stream, module = Playing(), Player()
+    stream.module = module
+    make_trainer({"batch_size": 1}, data_options={"shard": False}).fit(module, stream)
+    assert all(module.fresh[: 8 - 2 * RANK]), module.fresh
+
+
 def resume_with_other_rows() -> None:
     settings = {"path": "out/other", "checkpoint_every": "1 step", "checkpoint_options": {"async_checkpointing": False}}
     fit(POINTS, hps={"max_steps": 1}, **settings)
@@ -123,6 +146,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "every other on purpose": lambda: fit(EveryOther(), data_options={"shard": False}),
     "split by datasets": lambda: split_by_datasets(lambda stream: stream),
     "split by datasets, in a loader": lambda: split_by_datasets(lambda stream: DataLoader(stream, 2)),
+    "a stream that uses the model": play,
     "augmented": lambda: fit(Augmented(is_seeded=True), Augmented(is_seeded=True)),
     "augmented without a seed": lambda: fit(Augmented(is_seeded=False), NoisyStream()),
     "data of their own": lambda: fit(make_points(8 + 4 * RANK), data_options={"shard": False}),
