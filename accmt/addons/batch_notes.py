@@ -19,6 +19,8 @@ from accmt.run import EvaluationRun
 
 
 _IGNORED = -100
+# What torch says of a step that needs gradients; the last, of torch.func in the trial of such a step.
+_NEEDS_GRADIENTS = "does not require grad|nference tensor|saved tensor hooks"
 _POSITIONS = ("position_embeddings", "wpe", "embed_positions")
 
 
@@ -172,7 +174,7 @@ class BatchNotes(Feature):
 
     def on_step_error(self, error: Exception, batch: Any) -> None:
         add_note_of_batch(error, self._model, batch)
-        if not self._model.training and re.search("does not require grad|nference tensor", str(error)):
+        if not self._model.training and re.search(_NEEDS_GRADIENTS, str(error)):
             got = "a step that needs gradients: torch.inference_mode forbids them, torch.no_grad turns them off"
             do = "Trainer(inference_mode=False), and `with torch.enable_grad():` in the step"
             error.add_note(explain("the evaluation", got, "a step without gradients", do))

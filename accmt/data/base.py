@@ -106,7 +106,7 @@ class SourceOptions:
         collate: The collate function; None uses torch's.
         num_workers: Loader workers.
         persistent_workers: Whether they outlive an epoch. Then their copy of the dataset does not see what changes in
-            it between epochs, so a dataset with `set_epoch` always gets new workers.
+            it between epochs, so a dataset with `set_epoch` or `state_dict` always gets new workers.
         pin_memory: Whether batches are pinned.
         skips_bad: Whether samples that cannot be read are skipped.
         also_read: Other data that is read meanwhile; it may be the same.
@@ -155,15 +155,14 @@ class SourceOptions:
             wanted = max(1, int(round(num_batches * wanted, 6))) if wanted > 0 else 0
         return min(wanted * self.micro_batches_per_batch, num_micro_batches)
 
-    def torch_options(self, dataset: Any) -> dict[str, Any]:
+    def torch_options(self) -> dict[str, Any]:
         """Return the DataLoader's arguments, except those for the order and size of batches."""
-        persists = self.num_workers > 0 and self.persistent_workers
         return {
             "collate_fn": self.collate or collate_or_explain,
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory,
             "worker_init_fn": WorkerStart(),
-            "persistent_workers": persists and not hasattr(dataset, "set_epoch"),
+            "persistent_workers": self.num_workers > 0 and self.persistent_workers,
         }
 
     def without_second_sharding(self, *samplers: Any) -> SourceOptions:

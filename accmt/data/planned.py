@@ -90,6 +90,8 @@ class PlannedSource:
         self._seeded = SeededDataset(dataset, skips_bad=options.skips_bad)
         collate = CollateFetched(torch_options["collate_fn"], options.skips_bad)
         torch_options = {**torch_options, "batch_sampler": self._sampler, "collate_fn": collate}
+        if any(hasattr(dataset, name) for name in ("set_epoch", "state_dict")):  # workers would keep an old copy
+            torch_options["persistent_workers"] = False
         self.dataloader: DataLoader[Any] = DataLoader(self._seeded, **torch_options)
         if not options.has_own_data:
             require_same_rows(options, self.rows)
@@ -260,7 +262,7 @@ class DatasetSource(PlannedSource):
             dataset,
             options,
             order,
-            options.torch_options(dataset),
+            options.torch_options(),
             size=order.size(0),
             multiple=global_batch_size if options.drop_last else 1,
         )
@@ -291,10 +293,8 @@ class BatchesSource(PlannedSource):
         num_batches = order.size(0) if is_user_class(batch_sampler) else length_of(batch_sampler) or 0
         require_not_empty(num_batches, options, "a DataLoader without batches")
         names = ("num_workers", "collate_fn", "pin_memory", "timeout", "prefetch_factor", "multiprocessing_context")
-        torch_options = {name: getattr(user_loader, name) for name in names} | {
-            "worker_init_fn": WorkerStart(user_loader.worker_init_fn),
-            "persistent_workers": user_loader.persistent_workers and not hasattr(user_loader.dataset, "set_epoch"),
-        }
+        torch_options = {name: getattr(user_loader, name) for name in (*names, "persistent_workers")}
+        torch_options["worker_init_fn"] = WorkerStart(user_loader.worker_init_fn)
         super().__init__(user_loader.dataset, options, order, torch_options, size=num_batches)
 
     def _draw(self, epoch: int) -> int:

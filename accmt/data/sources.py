@@ -55,7 +55,7 @@ def build_source(data: Any, options: SourceOptions) -> Source:
     elif options.batch_sampler is None:
         source = DatasetSource(data, options)
     else:
-        loader = DataLoader(data, batch_sampler=options.batch_sampler, **options.torch_options(data))
+        loader = DataLoader(data, batch_sampler=options.batch_sampler, **options.torch_options())
         source = _wrap_user_loader(loader, options)
     has_own_data = num_data_processes() > 1 and source.shard.count == 1
     return UnshardedSource(source) if has_own_data else source

@@ -385,7 +385,7 @@ class StreamSource(SequentialSource):
         super().__init__(dataloader, options, UserRandomness(data), length, multiple=multiple)
 
     def _make_dataloader(self, data: IterableDataset[Any], options: SourceOptions) -> DataLoader[Any]:
-        torch_options = options.torch_options(data)
+        torch_options = options.torch_options()
         torch_options["persistent_workers"] = False  # each epoch's workers start with the epoch's seed
         torch_options["collate_fn"] = _CollateShard(options.batch_size, options.shard, torch_options["collate_fn"])
         return DataLoader(data, batch_size=self._global_batch_size, drop_last=options.drop_last, **torch_options)

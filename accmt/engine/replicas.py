@@ -26,7 +26,8 @@ _SHOWN = 3
 _CAUSES = (
     "look for differences between processes: weights or gradients changed by random numbers in a "
     "training step, in on_after_backward or in a hook of the optimizer itself (use on_before_optimizer_step instead); "
-    "weights changed in a forward pass, or on one process only; a second backward in a training step; a loss that "
+    "weights changed in a forward pass, or on one process only; a second backward in a training step; loss.backward() "
+    "instead of self.backward(loss); a loss that "
     'does not depend on all trained parameters in some steps (parallelism={"ddp": {"find_unused_parameters": True}})'
 )
 

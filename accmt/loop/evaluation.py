@@ -300,7 +300,8 @@ class SetPass:
                 before_set_forward()
             try:
                 with autocast(run.accelerator), run.engine.running(micro_batch):
-                    output = self._try_forward(batch) if self._stage == "sanity_check" else self.forward(batch)
+                    is_trial = self._stage == "sanity_check" and run.settings.evaluation.inference_mode
+                    output = (self._try_forward if is_trial else self.forward)(batch)
             except Exception as error:
                 for on_step_error in run.features.on_step_error:
                     on_step_error(error, micro_batch.batch)
@@ -324,7 +325,7 @@ class SetPass:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             output = self.forward(batch)
-        if saved and self._run.settings.evaluation.inference_mode:
+        if saved:
             with self._run.engine.inference_mode():
                 self.forward(batch)
         return output

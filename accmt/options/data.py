@@ -56,7 +56,7 @@ class DataOptions(Options):
         drop_last: Whether to drop the last training batch if it is not full. Validation data are never dropped.
         persistent_workers: Whether workers stay alive between epochs, so that they need not be restarted. Changes that
             you make to the dataset between epochs then do not reach the workers. This has no effect on streams or on a
-            dataset with `set_epoch`.
+            dataset with `set_epoch` or `state_dict`.
         shard: Whether to shard the data across processes. With False, every process sees all data.
         device_placement: Whether to move batches to the device before a step.
     """

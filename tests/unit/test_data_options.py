@@ -1,10 +1,11 @@
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from accmt.data import Shard, SourceOptions
 from accmt.data.base import length_of, require_not_empty
 from accmt.data.fetching import WorkerStart
+from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.errors import DataError
 from tests.tables import each
 
@@ -37,21 +38,33 @@ def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, micro_bat
 
 @pytest.mark.feature("A41", "A42", "A33")
 def test_options_of_the_torch_loader():
-    settings = options(num_workers=2, persistent_workers=True, pin_memory=True, collate=list).torch_options(range(3))
+    settings = options(num_workers=2, persistent_workers=True, pin_memory=True, collate=list).torch_options()
     start = settings.pop("worker_init_fn")
     assert start == WorkerStart()
     assert settings == {"collate_fn": list, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
-    assert not options(persistent_workers=True).torch_options(range(3))["persistent_workers"]  # there are none
-    assert not options(num_workers=2).torch_options(range(3))["persistent_workers"]
-    assert torch.equal(options().torch_options(range(3))["collate_fn"]([1, 2]), torch.tensor([1, 2]))
+    assert not options(persistent_workers=True).torch_options()["persistent_workers"]  # there are none
+    assert not options(num_workers=2).torch_options()["persistent_workers"]
+    assert torch.equal(options().torch_options()["collate_fn"]([1, 2]), torch.tensor([1, 2]))
 
 
-def test_workers_do_not_outlive_an_epoch_that_the_dataset_wants_to_hear_of():
-    class Scheduled(list):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
+class Scheduled(list):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
-    assert not options(num_workers=2, persistent_workers=True).torch_options(Scheduled([1]))["persistent_workers"]
+
+class Mined(list):
+    """Samples that training changes: a run that resumes starts new workers, which have the changes."""
+
+    def state_dict(self):
+        return {"negatives": list(self)}
+
+
+@each(("data", "persist"), [([1, 2], True), (Scheduled([1, 2]), False), (Mined([1, 2]), False)])
+def test_workers_do_not_outlive_an_epoch_if_the_dataset_changes_between_epochs(data, persist):
+    source = DatasetSource(data, options(num_workers=1, persistent_workers=True))
+    assert source.dataloader.persistent_workers == persist
+    source = BatchesSource(DataLoader(data, num_workers=1, persistent_workers=True), options())
+    assert source.dataloader.persistent_workers == persist
 
 
 @pytest.mark.feature("L60")

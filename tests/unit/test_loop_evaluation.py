@@ -163,6 +163,29 @@ def test_a_validation_step_that_needs_gradients_fails_before_training_with_the_a
     make_trainer(inference_mode=False).fit(Sloped(), make_points(4), make_points(4))
 
 
+class Transformed(Linear):
+    """Uses torch.func.grad in its validation step, as the inner loop of MAML does."""
+
+    def validation_step(self, batch):
+        inputs, targets = batch
+        weights = dict(self.model.named_parameters())
+
+        def loss(weights):
+            predicted = torch.func.functional_call(self.model, weights, (inputs,))
+            return (predicted.flatten() - targets.flatten()).square().mean()
+
+        slopes = torch.func.grad(loss)(weights)
+        return loss({name: weight - 0.1 * slopes[name] for name, weight in weights.items()})
+
+
+def test_a_validation_step_may_use_the_transforms_of_torch_func():
+    state = make_trainer(inference_mode=False).fit(Transformed(), make_points(4), make_points(4))
+    assert state.evaluations_done == 1
+    with pytest.raises(RuntimeError) as caught:
+        make_trainer().fit(Transformed(), make_points(4), make_points(4))
+    assert "Trainer(inference_mode=False)" in "".join(caught.value.__notes__)
+
+
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_validation_runs_without_gradients_and_training_with(inference_mode: bool):
     kinds = []
