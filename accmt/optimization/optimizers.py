@@ -221,8 +221,10 @@ def make_optimizer(
         return optimizer_class(parameters, **arguments)
     except (TypeError, ValueError, AssertionError) as error:
         name = optimizer_class.__name__
-        do = "correct the arguments, choose another optimizer, use it for some parameters only (`groups`), or override "
-        do += "get_optimizer"
+        do = (
+            "correct the arguments, choose another optimizer, use it for some parameters only (`groups`), or override "
+            "get_optimizer"
+        )
         if optimizer_class is torch.optim.Muon and "2D" in str(error):
             do = "use it for matrices only: `type: AdamW` and `groups: [{kind: matrix, type: Muon, lr: 0.02}]`"
         expected = f"arguments and parameters accepted by {name}"
