@@ -56,6 +56,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "begin_fork": "accmt.addons.fork.beginning:begin_fork",
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
         "build_grouped_optimizer": "accmt.addons.parameter_groups:build_grouped_optimizer",
+        "separate_states": "accmt.addons.chained_states:separate_states",
         "build_with_adapter": "accmt.addons.peft_adapters:build_with_adapter",
         "check_fork": "accmt.addons.fork.argument:check_fork",
         "check_keywords": "accmt.addons.hints.keywords:check_keywords",

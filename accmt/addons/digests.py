@@ -15,6 +15,7 @@ from accmt.sharded_tensors import bytes_of
 
 _OF_RUN = {
     "trainer", "state", "model", "teacher", "accelerator", "optimizer", "scheduler", "tracker", "device", "module",
+    "logs",
 }  # fmt: skip
 
 

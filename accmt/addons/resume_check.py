@@ -30,6 +30,8 @@ class _Trace:
     """Digests by name of everything in a run, in the order in which differences would appear."""
 
     entries: dict[str, str] = field(default_factory=dict)
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Digests of the module's attributes before each batch."""
     module: AcceleratorModule | None = None
 
     def first_difference(self, other: _Trace) -> str | None:
@@ -46,6 +48,7 @@ class _Witness(StatelessCallback):
 
     def on_before_training_step(self, batch: Any) -> None:
         self.trace.entries[f"the batch {self._place()}"] = digest(batch)
+        self.trace.attributes[self._place()] = digest_attributes(self.module)
 
     def on_after_training_step(self, outputs: Any) -> None:
         self.trace.entries[f"the result of training_step for batch {self._place()}"] = digest(outputs)
@@ -169,9 +172,13 @@ def _explain(difference: str, without_interruption: str | None, whole: _Trace, r
         got = f"{without_interruption} differs between two runs that were not interrupted"
         do = "look for randomness from custom generators or clocks, and for nondeterministic operations"
         return explain(where, got, expected, do)
-    changed = changed_attributes(digest_attributes(whole.module), digest_attributes(resumed.module))
+    start = next(iter(resumed.attributes), "")
+    changed = changed_attributes(whole.attributes.get(start, {}), resumed.attributes.get(start, {}))  # was not restored
+    changed = changed or changed_attributes(digest_attributes(whole.module), digest_attributes(resumed.module))
     hidden = [f"self.{name}" for name in changed]
     do = "return what the next step depends on from state_dict (of module or callback), restore it in load_state_dict"
     if hidden:
         do = f"return {', '.join(hidden)} from {type(whole.module).__name__}.state_dict, restore it in load_state_dict"
+        if any(name.startswith("model.") for name in changed):
+            do += "; a number or tensor of a layer can be a buffer instead (self.register_buffer)"
     return explain(where, f"the first difference is {difference}", expected, do)

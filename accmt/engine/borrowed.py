@@ -106,5 +106,5 @@ def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
         raise ArgumentError(explain("gather_with_gradients", got, expected, 'Trainer(parallelism={"fsdp": True})'))
     is_borrowed = _step is not None and _step.is_borrowed
     joined, first = _Gather.apply(rows, is_borrowed)  # type: ignore[no-untyped-call]
-    # The others do not see the rows of a borrowed batch.
-    return (torch.cat([joined, rows]), len(joined)) if is_borrowed else (joined, first)
+    # A borrowed batch is that of the first process with one. Its rows may be more here, as a random choice of rows.
+    return (torch.cat([joined, rows[len(joined) :]]), 0) if is_borrowed else (joined, first)

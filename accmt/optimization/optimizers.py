@@ -70,6 +70,7 @@ class ChainedOptimizer(Optimizer):
         first = self._chained[0].param_groups[0]
         self.defaults = {"lr": first["lr"]} if "lr" in first else {}  # what polynomial decay is relative to
         self._share()
+        addon("separate_states")(self)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -195,8 +196,7 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
             "unfreeze part of the model, or override get_optimizer",
         )
         raise ModuleContractError(message)
-    _, about_groups = split_grouping(hps.optim_kwargs)
-    if about_groups:
+    if split_grouping(hps.optim_kwargs)[1]:
         grouped: Optimizer = addon("build_grouped_optimizer")(hps, model, as_trained)
         return grouped
     return make_optimizer(hps.optimizer_class, parameters, hps.optim_kwargs, as_trained, hps.where("optim"))
@@ -221,11 +221,12 @@ def make_optimizer(
         return optimizer_class(parameters, **arguments)
     except (TypeError, ValueError, AssertionError) as error:
         name = optimizer_class.__name__
-        do = "correct the arguments, choose another optimizer, use it for some parameters only (`groups`), or override "
-        do += "get_optimizer"
+        do = (
+            "correct the arguments, choose another optimizer, use it for some parameters only (`groups`), or override "
+            "get_optimizer"
+        )
         if optimizer_class is torch.optim.Muon and "2D" in str(error):
-            do = "use it for matrices only: `type: AdamW` in `optim` with "
-            do += "`groups: [{kind: matrix, type: Muon, lr: 0.02}]`"
+            do = "use it for matrices only: `type: AdamW` and `groups: [{kind: matrix, type: Muon, lr: 0.02}]`"
         expected = f"arguments and parameters accepted by {name}"
         raise HyperParameterError(explain(where, f"{name}: {error}", expected, do)) from error
 

@@ -89,6 +89,12 @@ def test_a_sum_over_processes_holds_nothing_of_a_borrowed_batch(found) -> None:
     assert found["late"] == [[1.0]] * found["processes"]  # the first call is in the last micro-batch
 
 
+def test_gathered_rows_hold_those_of_a_borrowed_batch_once(found) -> None:
+    share = GLOBAL_BATCH // found["processes"]
+    assert found["recorded"] == [[[GLOBAL_BATCH, True], [1, True]]] * found["processes"]
+    assert found["unequal"] == [[[GLOBAL_BATCH, True], [GLOBAL_BATCH - share, True]]] * found["processes"]
+
+
 @pytest.mark.parametrize("count", SIZES)
 def test_gather_for_metrics_gives_each_sample_once_in_order(found, count: int) -> None:
     seen, objects, results = found[f"gathered {count}"]

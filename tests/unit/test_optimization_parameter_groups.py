@@ -367,3 +367,33 @@ def test_patterns_are_held_against_the_names_of_a_model_before_it_was_compiled()
     expected = [len(group["params"]) for group in built(model, groups=[{"match": "^head", "lr": 5.0}]).param_groups]
     compiled = built(torch.compile(model, backend="eager"), groups=[{"match": "^head", "lr": 5.0}])
     assert [len(group["params"]) for group in compiled.param_groups] == expected
+
+
+def two_adams():
+    torch.manual_seed(0)
+    parts = nn.Linear(2, 1), nn.Linear(2, 1)
+    return parts, [torch.optim.Adam(part.parameters(), lr=0.1) for part in parts]
+
+
+def step_two(parts, step):
+    sum(part(torch.ones(1, 2)) for part in parts).pow(2).sum().backward()
+    step()
+
+
+def test_one_of_the_chained_optimizers_saves_and_loads_its_own_state():
+    parts, optimizers = two_adams()
+    chained = ChainedOptimizer(optimizers)
+    step_two(parts, chained.step)
+    saved = deepcopy(optimizers[1].state_dict())
+    assert list(saved["state"]) == [0, 1]
+    saved["param_groups"][0]["lr"] = 0.2
+    step_two(parts, chained.step)  # the state is still shared
+    assert chained.state is optimizers[0].state
+
+    parts, optimizers = two_adams()
+    chained = ChainedOptimizer(optimizers)
+    optimizers[1].load_state_dict(saved)
+    assert chained.param_groups[1] is optimizers[1].param_groups[0]
+    assert chained.param_groups[1]["lr"] == 0.2
+    step_two(parts, chained.step)
+    assert [chained.state[part.weight]["step"] for part in parts] == [1, 2]

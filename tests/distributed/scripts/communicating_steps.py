@@ -68,6 +68,19 @@ class Contrastive(AcceleratorModule):
         return self.loss(*self.model(batch), gather_with_gradients)
 
 
+class Recorded(AcceleratorModule):
+    """Records how many rows each step gathers, and whether this process's are where they should be."""
+
+    def __init__(self) -> None:
+        self.model, self.seen = Encoders(), []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        own, _ = self.model(batch)
+        rows, first = gather_with_gradients(own)
+        self.seen.append([len(rows), torch.equal(rows[first : first + len(own)], own)])
+        return own.square().mean()
+
+
 class Divided(AcceleratorModule):
     """Divides by a number that is summed over processes, as other detection losses than transformers' do."""
 
@@ -166,7 +179,7 @@ def fit(module: Any, folder: Path, count: int, **settings: Any) -> Any:
     lr = LR_OF_DETECTION if isinstance(module, Detection) else LR
     hps = {"epochs": 1, "batch_size": GLOBAL_BATCH // PROCESSES, "optim": {"type": "SGD", "lr": lr}}
     settings = {"model_saving": None, "shuffle_train": False, "verbose": False, "checkpoint_every": None, **settings}
-    data = [make_rows(count)] if isinstance(module, Divided) else [make_rows(count), make_rows(count)]
+    data = [make_rows(count)] if isinstance(module, Divided | Recorded) else [make_rows(count), make_rows(count)]
     data = [make_images(), make_images()] if isinstance(module, Detection) else data
     module.results = Trainer(hps, folder, logging_dir=folder, **settings).fit(module, *data).metrics
     return module
@@ -190,6 +203,14 @@ def main() -> None:
     for count in SIZES:
         gathered = fit(Gathered(), folder / f"gathered{count}", count, num_sanity_val_steps=0)
         found[f"gathered {count}"] = [gathered.seen, gathered.objects, gathered.results]
+    found["recorded"] = gather_objects(fit(Recorded(), folder / "recorded", 7, parallelism={"ddp": unused}).seen)
+    share = GLOBAL_BATCH // PROCESSES
+    unequal = make_rows(share if is_main_process() else 2 * share)  # the main process borrows
+    hps = {"epochs": 1, "batch_size": share, "optim": "SGD"}
+    settings = {"model_saving": None, "verbose": False, "checkpoint_every": None, "data_options": {"shard": False}}
+    module = Recorded()
+    Trainer(hps, folder / "unequal", logging_dir=folder, parallelism={"ddp": unused}, **settings).fit(module, unequal)
+    found["unequal"] = gather_objects(module.seen)
     found["reduced"] = weights_of(fit(Reduced(), folder / "reduced", 7))
     found["divided"] = gather_objects(fit(Divided(), folder / "divided", 7).counts)
     found["late"] = gather_objects(fit(Divided(late=True), folder / "late", 7).counts)
