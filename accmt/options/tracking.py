@@ -58,7 +58,7 @@ class Monitor:
             interruptions and steps made again. On several processes also `slowest_process`, the one that the others
             waited for since the last row, and `slowest_process_s`, for how long.
         record_goodput: Whether to record how the run spends its time, in `goodput.jsonl` in the run folder, for
-            `accmt goodput` and the report.
+            `accmt goodput` and the report. `goodput`, `price_per_hour` and `checkpoint_every="auto"` record it too.
         price_per_hour: The price of one hour on all machines of the run, in any currency; `accmt goodput` and the
             report then show the cost of the run.
         checkpoint: `checkpoint`, a row with the number of optimizer steps at each checkpoint.
@@ -81,7 +81,7 @@ class Monitor:
     gpu_utilization: bool = False
     mfu: bool | float = False
     goodput: bool = False
-    record_goodput: bool = True
+    record_goodput: bool = False
     price_per_hour: float | None = None
     checkpoint: bool = False
     added: tuple[str, ...] = ()
@@ -99,9 +99,6 @@ class Monitor:
         price = self.price_per_hour
         if price is not None and not (is_number(price) and 0 <= price < math.inf):
             _reject("price_per_hour", price, "a number from 0, or None", example=2.5)
-        if not self.record_goodput and (self.goodput or price is not None):
-            expected = "True with `goodput` or `price_per_hour`, which need the record"
-            _reject("record_goodput", self.record_goodput, expected)
 
     @property
     def has_measurements(self) -> bool:

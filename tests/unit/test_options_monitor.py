@@ -34,7 +34,7 @@ def test_a_file_says_it_too(tmp_path, name):
 def test_none_is_losses_and_metrics_only():
     assert make_trainer().settings.tracking.monitored == Monitor()
     on = {name for name, value in vars(Monitor()).items() if value}
-    assert on == {"train_loss", "validation_loss", "additional_metrics", "record_goodput"}
+    assert on == {"train_loss", "validation_loss", "additional_metrics"}
 
 
 @pytest.mark.parametrize("given", [{"learning_rates": True}, ["learning_rates"]])

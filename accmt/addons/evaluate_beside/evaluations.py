@@ -135,7 +135,9 @@ def _change(settings: Settings, request: Request) -> Settings:
         ),
         evaluation=replace(settings.evaluation, evaluate_every_n_steps=None, eval_when_start=False),
         tracking=replace(
-            settings.tracking, ledger=False, monitor=replace(settings.tracking.monitored, record_goodput=False)
+            settings.tracking,
+            ledger=False,
+            monitor=replace(settings.tracking.monitored, record_goodput=False, goodput=False, price_per_hour=None),
         ),
         running=replace(
             settings.running,

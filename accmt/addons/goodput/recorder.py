@@ -151,10 +151,11 @@ class GoodputRecorder(Feature):
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> GoodputRecorder | None:
-        settings = run.settings
+        settings, monitor = run.settings, run.settings.tracking.monitored
         every = settings.checkpoints.every
-        is_on = settings.tracking.monitored.record_goodput or (every is not None and every.unit == "auto")
-        if not is_on or not isinstance(run, Run) or settings.running.fast_dev_run:
+        is_on = monitor.record_goodput or monitor.goodput or monitor.price_per_hour is not None
+        paces = every is not None and every.unit == "auto"
+        if not (is_on or paces) or not isinstance(run, Run) or settings.running.fast_dev_run:
             return None
         return cls(run) if num_processes() == 1 else _OfSeveralProcesses(run)
 

@@ -213,7 +213,7 @@ def require_goodput(folder: Path) -> Totals:
     except OSError as error:
         got = f"no {GOODPUT_FILE} in it" if folder.is_dir() else f"no such folder; you are in {Path.cwd()}"
         expected = "the folder of a run: logs/<track>/<run>"
-        do = "pass a run folder; Trainer(goodput=False) writes none"
+        do = 'pass a run folder; a run records it with Trainer(monitor={"record_goodput": True})'
         raise ArgumentError(explain(f"accmt goodput {folder}", got, expected, do)) from error
 
 
