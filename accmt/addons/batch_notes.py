@@ -1,4 +1,4 @@
-"""Explains errors in batches for transformers models, as notes on exceptions or as warnings."""
+"""Explains failed steps and errors in batches for transformers models, as notes on exceptions or as warnings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from accmt.addons.batch_facts import add_note_of_step
 from accmt.errors import explain, is_out_of_memory
 from accmt.features.hooks import Feature
 from accmt.huggingface.model_kinds import find_transformers_models, predicts_next_token
 from accmt.messages import say_once, warn_once
 from accmt.run import EvaluationRun
+from accmt.state import TrainingState
 
 # ---- Errors in a batch for which torch raises `index out of range in self`, or nothing
 
@@ -165,14 +167,16 @@ class BatchNotes(Feature):
 
     name = "batch_notes"
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, state: TrainingState) -> None:
         self._model = model
+        self._state = state
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> BatchNotes:
-        return cls(run.unwrapped_model)
+        return cls(run.unwrapped_model, run.state)
 
     def on_step_error(self, error: Exception, batch: Any) -> None:
+        add_note_of_step(error, self._state, self._model, batch)
         add_note_of_batch(error, self._model, batch)
         if not self._model.training and re.search(_NEEDS_GRADIENTS, str(error)):
             got = "a step that needs gradients: torch.inference_mode forbids them, torch.no_grad turns them off"

@@ -25,6 +25,57 @@ def test_what_a_run_lends_is_not_there_before_it(name):
     assert not hasattr(Linear(), name)
 
 
+class Classifier(AcceleratorModule):
+    def __init__(self):
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+    def step(self, batch):
+        return torch.nn.functional.cross_entropy(self.model(batch["x"]), batch["label"])
+
+
+def classes(*labels):
+    return [{"x": torch.zeros(4), "label": label, "text": "a secret"} for label in labels]
+
+
+def test_a_failed_step_is_told_with_its_place_its_batch_and_the_layers():
+    settings = {"num_sanity_val_steps": 0}
+    with pytest.raises(IndexError) as failure:
+        make_trainer({"batch_size": 2}, shuffle_train=False).fit(Classifier(), classes(0, 1, 2, 3))
+    note = failure.value.__notes__[0]
+    assert note.splitlines() == [
+        "This happened in training, after 1 optimizer steps: epoch 0, batch 1",
+        "  batch: dict of 3",
+        "  batch['x']: float32[2, 4]",
+        "  batch['label']: int64[2], from 2 to 3",
+        "  batch['text']: list of 2 str, not a tensor",
+        "  first layer of the model, 0: Linear(in_features=4, out_features=8, bias=True)",
+        "  last layer of the model, 2: Linear(in_features=8, out_features=3, bias=True)",
+    ]
+    with pytest.raises(IndexError) as failure:
+        make_trainer({"batch_size": 2}, **settings).fit(Classifier(), classes(0, 1), classes(2, 3))
+    assert failure.value.__notes__[0].startswith("This happened in validation, after 1 optimizer steps: epoch")
+
+
+def test_a_batch_that_cannot_be_described_does_not_hide_the_error_of_the_step():
+    class Odd(dict):
+        def items(self):
+            raise OSError
+
+        def to(self, *_args, **_keywords):
+            return self
+
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(collate_fn=lambda _: Odd(x=torch.zeros(2))).fit(Failing(), Numbers(4))
+
+
+class Failing(Scripted):
+    def training_step(self, batch):
+        return 1 / 0
+
+    def get_batch_size(self, batch):
+        return 2
+
+
 def test_a_dataset_that_returns_none_is_told_with_that_sample_alone():
     class Holed(Numbers):
         def __getitem__(self, index):

@@ -66,7 +66,7 @@ def message_of(model: Any, batch: dict[str, torch.Tensor], *, evaluates: bool = 
     run = trainer.validate if evaluates else trainer.fit
     with pytest.raises((IndexError, RuntimeError, ValueError)) as raised:
         run(HuggingFaceModule(model), rows)
-    return "\n".join(getattr(raised.value, "__notes__", []))
+    return "\n".join(note for note in raised.value.__notes__ if not note.startswith("This happened in"))
 
 
 @pytest.mark.parametrize(
@@ -167,4 +167,4 @@ def test_nothing_is_said_of_what_is_right() -> None:
     rows = [{"input_ids": ids(4)[0], "labels": torch.tensor(1.0)}] * 4
     with pytest.raises(ValueError, match="of its own") as raised:
         make_trainer({"epochs": 1, "batch_size": 2}).fit(Failing(MODELS["regression"]()), rows)
-    assert "batch[" not in "\n".join(getattr(raised.value, "__notes__", []))
+    assert "\n  do: " not in "\n".join(raised.value.__notes__)
