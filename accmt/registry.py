@@ -54,6 +54,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "as_module": "accmt.addons.models_in_fit:as_module",
         "averages": "accmt.addons.averages:Averages",
         "begin_fork": "accmt.addons.fork.beginning:begin_fork",
+        "describe_start": "accmt.addons.start_line:describe_start",
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
         "build_grouped_optimizer": "accmt.addons.parameter_groups:build_grouped_optimizer",
         "separate_states": "accmt.addons.chained_states:separate_states",

@@ -15,7 +15,10 @@ from accmt.errors import AccmtError, is_out_of_memory
 from accmt.processes import num_processes, process_index
 from accmt.state import TrainingState
 
-_STAGES = {"train": "training", "sanity_check": "the trial before training", "validate": "validation"}
+_STAGES = {
+    "train": "training", "sanity_check": "the trial before training", "validate": "validation", "test": "testing",
+    "predict": "prediction", "tune": "tuning",
+}  # fmt: skip
 _MOST_LINES = 12
 _MOST_VALUES = 10_000_000  # the range of more takes longer than anybody would wait for a message
 
@@ -36,7 +39,7 @@ def add_note_of_step(error: Exception, state: TrainingState, model: nn.Module, b
 
 
 def _describe_place(state: TrainingState) -> str:
-    stage = _STAGES.get(str(state.stage), str(state.stage))
+    stage = _STAGES.get(str(state.stage), "a step")
     batch = state.train_step if state.stage == "train" else state.val_step
     place = f"This happened in {stage}, after {state.global_step:,} optimizer steps: epoch {state.epoch}, batch {batch}"
     return f"{place}, process {process_index()}" if num_processes() > 1 else place

@@ -14,6 +14,7 @@ from torch import nn
 from accmt.callbacks.callback import Callback, MainProcessCallback
 from accmt.libraries.private_names import mark_rows_dynamic
 from accmt.messages import say
+from accmt.registry import addon
 from accmt.sharded_tensors import class_of
 
 # ---- Run summary
@@ -23,7 +24,9 @@ MAX_LINES = 10
 
 
 class EndSummary(MainProcessCallback):
-    """Prints a summary at the end of a run: status, work done, latest and best values, and where to find more.
+    """Prints a line at the start of a run, and a summary at its end.
+
+    The summary has the status, work done, latest and best values, and where to find more.
 
     Args:
         loss_name: The name of the training loss; its mean over the last epoch is printed.
@@ -40,6 +43,7 @@ class EndSummary(MainProcessCallback):
 
     def on_fit_start(self) -> None:
         self._begin_s, self._samples_before = monotonic(), self.state.samples_seen
+        say(addon("describe_start")(self.trainer.run))
 
     def on_fit_end(self) -> None:
         rows = list(self._rows())[: MAX_LINES - 1]

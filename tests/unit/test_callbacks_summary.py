@@ -6,6 +6,7 @@ import re
 
 import pytest
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from accmt.callbacks.console import MAX_LINES, _write_time, summarize
 from accmt.errors import ArgumentError
@@ -38,7 +39,7 @@ def test_parts_of_parts_are_shown_to_the_depth_that_is_asked_for(caplog):
     for depth, names in shown.items():
         caplog.clear()
         make_trainer(enable_model_summary=depth, verbose=True).fit(Deep(), make_points(2))
-        table = next(message for message in caplog.messages if "trained" in message)
+        table = next(message for message in caplog.messages if "trained" in message and "\n" in message)
         assert [line.split()[0] for line in table.splitlines()[2:-2]] == names
         assert "4" in table.splitlines()[-2].split()
 
@@ -53,7 +54,23 @@ def test_what_is_no_depth_is_refused(depth):
 def test_the_table_is_said_at_the_start_if_asked_for(caplog):
     for asked in (False, True):
         make_trainer(enable_model_summary=asked, verbose=True).fit(Linear(), make_points(2))
-        assert ("parameters" in caplog.text) == asked
+        assert any("parameters" in message and "\n" in message for message in caplog.messages) == asked
+
+
+def test_a_line_at_the_start_says_what_is_trained_on_what(caplog):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(make_points(4))
+
+    settings = {"verbose": True, "seed": 3, "limit_batches": {"train": 3}, "grad_accumulation_steps": 2}
+    module = Linear()
+    module.model.bias.requires_grad_(False)
+    data = {"a": make_points(3), "b": Stream()}
+    make_trainer({"epochs": 2, "batch_size": 2}, **settings).fit(module, make_points(9), data)
+    start = "1 process on cpu, mixed precision no, seed 3; 3 of 4 parameters trained; "
+    start += "training: 6 samples in 3 batches; "
+    start += "a: 3 samples in 2 batches; b: unknown number of samples; 4 steps of 4 samples"
+    assert start in caplog.messages
 
 
 def test_the_end_of_a_run_says_the_essentials_in_ten_lines(caplog):

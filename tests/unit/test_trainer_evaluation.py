@@ -368,7 +368,7 @@ def test_an_error_in_a_predict_step_is_the_users_own():
     def fail(batch: Any) -> None:
         raise ValueError("mine")
 
-    with pytest.raises(ValueError, match="^mine$"):
+    with pytest.raises(ValueError, match="^mine\nThis happened in prediction"):
         make_trainer().predict(Predicting(fail), make_points(3))
 
 
