@@ -220,3 +220,17 @@ def test_of_one_folder_the_steps_that_were_made_again_are_reported(
     assert ("no difference after 1 return(s)" in output) == (rate == 0.1)
     assert main(["diff", folder, unbroken]) == (rate != 0.1)
     assert ("diverge at step 6" in capsys.readouterr().out) == (rate != 0.1)
+
+
+def test_an_environment_variable_that_differs_is_named_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    folders = []
+    for cut in ("0.125", "0.375"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUT", cut)
+            patch.setenv("SESSION_TOKEN", f"of {cut}")
+            folders.append(train(f"cut-{cut}"))
+    main(["diff", *folders])
+    printed = capsys.readouterr().out
+    assert "environment variable CUT" in printed
+    assert "of 0.125" not in printed
+    assert "of 0.125" not in Path(folders[0], LEDGER_FILE).read_text()

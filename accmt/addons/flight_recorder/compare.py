@@ -186,7 +186,9 @@ def _flatten(start: Mapping[str, Any]) -> dict[str, Any]:
     facts |= {"tensors": len(tensors), "git commit": git.get("commit"), "hosts": ", ".join(hosts)}
     flat: dict[str, Any] = {}
     for name, value in facts.items():
-        if isinstance(value, Mapping):
+        if name == "variables":
+            flat |= {f"environment variable {key}": f"#{digest}" for key, digest in value.items()}
+        elif isinstance(value, Mapping):
             flat |= {f"{name} {key}": one for key, one in value.items()}
         else:
             flat[name] = " ".join(map(str, value)) if isinstance(value, list) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import subprocess
@@ -26,6 +27,12 @@ from accmt.version import __version__
 _PACKAGES = ("accelerate", "transformers", "peft", "datasets", "numpy", "torchao", "bitsandbytes")
 _LARGEST_DIFF = 2**20
 _MOST_FILES = 500
+
+_OF_SESSION = (
+    "_", "SHLVL", "PWD", "OLDPWD", "SSH_", "TMUX", "TERM", "WINDOWID", "XDG_", "TORCHELASTIC_", "MASTER_PORT",
+    "PYTEST_",
+)  # fmt: skip
+"""Environment variables, or their beginnings, that differ in each terminal or launch."""
 
 MATTER = (
     "versions", "hardware", "processes", "threads", "device", "precision", "weights",
@@ -56,6 +63,7 @@ def describe_start(run: Run) -> dict[str, Any]:
             "program": _digest_program(type(run.module)),
             "git": _describe_git(Path(main_file() or ".").parent),
             "data": {"samples": length_of(dataset), "kind": type(dataset).__name__},
+            "variables": _digest_variables(),
             "lessons": run.recovery.lessons,
             "groups": [len(group["params"]) for group in run.stepper.optimizer.param_groups],
         }
@@ -77,6 +85,15 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any], names: Seque
         else:
             changes.append(f"{name} {one} -> {other}")
     return changes
+
+
+def _digest_variables() -> dict[str, str]:
+    """Return four digits of a digest for each environment variable: they show a change, but not the value."""
+    return {
+        name: xxhash.xxh32_hexdigest(value.encode(errors="surrogateescape"))[:4]
+        for name, value in sorted(os.environ.items())
+        if not name.startswith(_OF_SESSION)
+    }
 
 
 def _digest_program(kind: type) -> dict[str, str]:
