@@ -151,7 +151,7 @@ class TrainingState(Counters):
     def is_last_training_batch(self) -> bool:
         """Whether the current batch is the last of its epoch; within a step on a stream, this reads the next batch.
 
-        Processes: all, within a step on a stream.
+        Processes: all, within a step on a stream or on separate data of each process.
         """
         is_last = self.now.is_last_training_batch
         return is_last() if callable(is_last) else is_last

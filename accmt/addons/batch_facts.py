@@ -66,8 +66,8 @@ def _describe(path: str, value: Any) -> Iterator[str]:
         for number, item in enumerate(value):
             yield from _describe(f"{path}[{number}]", item)
     elif isinstance(value, list | tuple):
-        kinds = sorted({type(item).__name__ for item in value})
-        yield f"{path}: {type(value).__name__} of {len(value)} {' or '.join(kinds)}, not a tensor"
+        kinds = " or ".join(sorted({type(item).__name__ for item in value}))
+        yield f"{path}: {type(value).__name__} of {len(value)} {kinds or 'values'}, not a tensor"
     else:
         yield f"{path}: {type(value).__name__}"
 

@@ -182,13 +182,12 @@ def _find_others(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tupl
 def _flatten(start: Mapping[str, Any]) -> dict[str, Any]:
     facts = {name: value for name, value in start.items() if name not in MATTER and name not in _IN_THE_RUN}
     tensors, git = facts.pop("tensors", []), facts.pop("git", None) or {}
+    facts["environment variable"] = facts.pop("variables", {})
     hosts = sorted({own["host"] for own in start.get("hardware", [])})
     facts |= {"tensors": len(tensors), "git commit": git.get("commit"), "hosts": ", ".join(hosts)}
     flat: dict[str, Any] = {}
     for name, value in facts.items():
-        if name == "variables":
-            flat |= {f"environment variable {key}": f"#{digest}" for key, digest in value.items()}
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             flat |= {f"{name} {key}": one for key, one in value.items()}
         else:
             flat[name] = " ".join(map(str, value)) if isinstance(value, list) else value
