@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from accmt.engine.borrowed import gather_with_gradients as gather_with_gradients
     from accmt.errors import AccmtError as AccmtError
     from accmt.errors import ArgumentError as ArgumentError
+    from accmt.errors import ArgumentFileError as ArgumentFileError
     from accmt.errors import CallbackNotFoundError as CallbackNotFoundError
     from accmt.errors import CheckpointCorruptError as CheckpointCorruptError
     from accmt.errors import CheckpointError as CheckpointError
@@ -117,6 +118,7 @@ _HOMES = {
     "Accuracy": "accmt.metrics",
     "Aim": "accmt.addons.trackers.aim",
     "ArgumentError": "accmt.errors",
+    "ArgumentFileError": "accmt.errors",
     "BestModels": "accmt.addons.best_models",
     "Callback": "accmt.callbacks",
     "CallbackNotFoundError": "accmt.errors",

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.state_dicts import SIMPLE, copy_state, encode, is_namedtuple, map_leaves, split_tensors
-from accmt.errors import CheckpointError, explain
+from accmt.errors import CheckpointError, fail
 from accmt.glances import digest_glance, digest_state, digest_text, pickle_plain
 from accmt.messages import warn_once
 from accmt.module import OF_RUN, AcceleratorModule
@@ -253,7 +253,7 @@ class Attributes:
         if self._places is not None and path not in self._places:
             # A resumed run has nothing that its state could be restored to, as in a list of snapshots of the model.
             expected, do = "objects that exist when training begins", "create it in __init__ or on_fit_start"
-            raise CheckpointError(explain(path, f"a new {type(value).__name__}", expected, do))
+            raise fail(CheckpointError, path, got=f"a new {type(value).__name__}", expected=expected, do=do)
         try:
             if isinstance(value, nn.Module):
                 return {_MODULE: self._state_of(value)}
@@ -261,7 +261,7 @@ class Attributes:
         except Exception as error:
             # A library's object may need arguments, or be unable to say its state now: it is named if it changes.
             got, do = f"{type(error).__name__} in state_dict: {error}", "see there"
-            raise CheckpointError(explain(type(value).__name__, got, "a state", do)) from error
+            raise fail(CheckpointError, type(value).__name__, got=got, expected="a state", do=do) from error
 
     def _state_of(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state with all its buffers, without what belongs to the run's model."""
@@ -416,7 +416,7 @@ class _Merge:
                 got = "nothing of this name" if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
                 expected = f"the checkpoint's tensor of shape {tuple(value.shape)}"
                 do = "build it as in the saved run, or start a new run"
-                raise CheckpointError(explain(f"{path}: {name}", got, expected, do))
+                raise fail(CheckpointError, f"{path}: {name}", got=got, expected=expected, do=do)
             write_into(tensor, value)
             self._written[_memory_of(tensor)] = value
 

@@ -3,24 +3,41 @@
 Each error also derives from the matching built-in, so `except ValueError` works as well as `except AccmtError`.
 Only `Preempted` is not an `AccmtError`, because it is not an `Exception`.
 
-`explain` builds every message from four parts: where, got, expected, do.
+Every error is raised with `raise fail(kind, where, got=..., expected=..., do=...)`. The four parts stay readable as
+`error.faults`; `explain` joins them to the text of the message, of a warning or of a note.
 """
 
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from accmt.secrets import hide_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _LONGEST_VALUE = 300
 
 
+class Fault(NamedTuple):
+    """One mistake, in the four parts of its message."""
+
+    where: str
+    """The argument, file, line, key or hook with the error."""
+    got: str
+    """The value found, and its type."""
+    expected: str
+    """The valid range, type or names."""
+    do: str
+    """The line to write, or the closest valid name."""
+
+
 class AccmtError(Exception):
     """Base class of all errors that accmt raises on purpose."""
+
+    faults: tuple[Fault, ...] = ()
+    """What is wrong, one entry per mistake; empty if the error reports an event, such as a failed process."""
 
     def _render_traceback_(self) -> list[str]:
         """Return a terminal's traceback for IPython, whose own prints each frame's whole signature."""
@@ -45,6 +62,10 @@ class HyperParameterTypeError(HyperParameterError, TypeError):
 
 class ArgumentError(AccmtError, ValueError):
     """A Trainer argument has an invalid value."""
+
+
+class ArgumentFileError(ArgumentError, FileNotFoundError):
+    """An argument names a file or folder that does not exist."""
 
 
 class UnknownArgumentError(ArgumentError, TypeError):
@@ -138,6 +159,37 @@ class Preempted(SystemExit):  # noqa: N818 - not an error: the program ends as r
 
     Derives from `SystemExit` only: the program ends with its exit code, and `except Exception` does not catch it.
     """
+
+
+_Error = TypeVar("_Error", bound=AccmtError)
+
+
+def fail(kind: type[_Error], where: str, *, got: str, expected: str, do: str) -> _Error:
+    """Return an error about one mistake, to be raised.
+
+    Args:
+        kind: The class of the error.
+        where: The argument, file, line, key or hook with the error.
+        got: The value found, and its type.
+        expected: The valid range, type or names.
+        do: The line to write, or the closest valid name.
+    """
+    error = kind(explain(where, got, expected, do))
+    error.faults = (Fault(where, got, expected, do),)
+    return error
+
+
+def combine(kind: type[_Error], errors: Sequence[AccmtError], title: str | None = None) -> _Error:
+    """Return one error that reports the mistakes of several.
+
+    Args:
+        kind: The class of the error.
+        errors: The errors, in the order in which they are reported.
+        title: The first line of the message.
+    """
+    combined = kind("\n\n".join([*([] if title is None else [title]), *map(str, errors)]))
+    combined.faults = tuple(fault for error in errors for fault in error.faults)
+    return combined
 
 
 def explain(where: str, got: str, expected: str, do: str) -> str:

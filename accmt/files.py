@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accmt.errors import SavingError, explain
+from accmt.errors import SavingError, fail
 from accmt.messages import warn
 
 # ---- Folders: for staging, for the files of earlier runs, and their free disk space.
@@ -179,8 +179,12 @@ def require_writable_folder(folder: Path, argument: str) -> None:
         if parent.is_symlink():
             got = f"{parent} is a link to {parent.readlink()}, which does not exist"
             do = f"create the target of the link, or remove the link: rm {parent}"
-            raise SavingError(
-                explain(f"Trainer({argument}={str(folder)!r})", got, "an existing folder, or a new path", do)
+            raise fail(
+                SavingError,
+                f"Trainer({argument}={str(folder)!r})",
+                got=got,
+                expected="an existing folder, or a new path",
+                do=do,
             )
         parent = parent.parent
     try:
@@ -188,13 +192,13 @@ def require_writable_folder(folder: Path, argument: str) -> None:
             return
     except OSError as error:
         reason = "it is a file" if parent.is_file() else (error.strerror or str(error))
-        message = explain(
+        raise fail(
+            SavingError,
             f"Trainer({argument}={str(folder)!r})",
-            f"{parent} is not writable: {reason}",
-            "a folder that exists or can be created",
-            f"pass another {argument}, or make {parent} writable",
-        )
-        raise SavingError(message) from None  # tempfile's frames add no information
+            got=f"{parent} is not writable: {reason}",
+            expected="a folder that exists or can be created",
+            do=f"pass another {argument}, or make {parent} writable",
+        ) from None
 
 
 # ---- Locks for folders that one run at a time writes to, or that processes use in turn.

@@ -30,9 +30,9 @@ def require_own_folder(package: str) -> None:
     other = next((n for n in names if n.startswith("accmt-") and n.endswith((".dist-info", ".egg-info"))), None)
     if other is None:
         return
-    from accmt.errors import PackageConflictError, explain
+    from accmt.errors import PackageConflictError, fail
 
     version = other.removeprefix("accmt-").rpartition(".")[0]
     got = f"accmt {version}, another project, which writes into the same folder, {package}"
     do = f"pip uninstall --yes accmt {DISTRIBUTION}   (both: each may have replaced files of the other); install one"
-    raise PackageConflictError(explain(f"import accmt ({DISTRIBUTION})", got, f"{DISTRIBUTION} alone", do))
+    raise fail(PackageConflictError, f"import accmt ({DISTRIBUTION})", got=got, expected=f"{DISTRIBUTION} alone", do=do)

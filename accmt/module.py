@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from accmt.errors import ArgumentError, DataError, ModuleContractError, explain, nearest
+from accmt.errors import ArgumentError, DataError, ModuleContractError, explain, fail, nearest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -84,7 +84,7 @@ class LogsValues:
 
             where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
             do = addon("hint_for_log")(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
-            raise ArgumentError(explain(where, "an unknown keyword", expected, do))
+            raise fail(ArgumentError, where, got="an unknown keyword", expected=expected, do=do)
         self._require_run(f"log({name!r}, ...)")
         self.logs.log(name, value, step, reduction, instant=instant, prog_bar=prog_bar, logger=logger)
 
@@ -183,7 +183,7 @@ class LogsValues:
 
     def _require_run(self, where: str) -> None:
         if "logs" not in self.__dict__:
-            raise ModuleContractError(explain(where, "no run", "a call during a run", "log in a step"))
+            raise fail(ModuleContractError, where, got="no run", expected="a call during a run", do="log in a step")
 
 
 OF_RUN = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "logs", "manual_steps")
@@ -650,7 +650,7 @@ def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim
     optimizers = module.optimizers()
     if not any(one is optimizer for one in optimizers):
         got, do = f"a {type(optimizer).__name__} that is not part of the run", "use one of self.optimizers()"
-        raise ModuleContractError(explain("an optimizer", got, "one of self.optimizers()", do))
+        raise fail(ModuleContractError, "an optimizer", got=got, expected="one of self.optimizers()", do=do)
     others = [one for one in optimizers if one is not optimizer]
     return [parameter for one in others for group in one.param_groups for parameter in group["params"]]
 
@@ -764,7 +764,7 @@ class HuggingFaceModule(AcceleratorModule):
             steps += [f"dataset.remove_columns({others})"] if others else []
             steps += ["Trainer(collate_fn=DataCollatorWithPadding(tokenizer))"] if len(texts) < len(lists) else []
             do = f"write {', and '.join(steps)}"
-            raise DataError(explain("a batch for the transformers model", got, expected, do)) from error
+            raise fail(DataError, "a batch for the transformers model", got=got, expected=expected, do=do) from error
 
     def _read_loss(self, outputs: Any, batch: Any) -> Any:
         loss = getattr(outputs, "loss", None)
@@ -778,7 +778,7 @@ class HuggingFaceModule(AcceleratorModule):
                 do = 'add the targets to the dataset as "labels", for example with '
                 do += 'dataset.rename_column("label", "labels")'
             where, got = f"the transformers model {type(model).__name__}", f"no loss from a batch with {sorted(batch)}"
-            raise ModuleContractError(explain(where, got, expected, do))
+            raise fail(ModuleContractError, where, got=got, expected=expected, do=do)
         from accmt.huggingface.losses import count_targets
 
         weight = count_targets(self.unwrapped_model, batch)

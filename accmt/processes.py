@@ -22,7 +22,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from accmt.errors import ModuleContractError, ProcessFailedError, explain
+from accmt.errors import ModuleContractError, ProcessFailedError, explain, fail
 
 # ---- What a process is doing, derived from its stack, for messages about several processes.
 
@@ -263,7 +263,7 @@ def serving(call: str) -> Iterator[None]:
             except RuntimeError as error:  # of the connection
                 got, expected = f"another process has exited: {error}", "the same call on every process"
                 do = f"call {call} outside `if trainer.is_main:` and the like"
-                raise ProcessFailedError(explain(call, got, expected, do)) from error
+                raise fail(ProcessFailedError, call, got=got, expected=expected, do=do) from error
         yield
     finally:
         _serving.pop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from accmt.errors import MetricError, explain, nearest
+from accmt.errors import MetricError, fail, nearest
 from accmt.metrics.metric import IsBetter
 from accmt.metrics.results import describe, find_scalar
 from accmt.processes import run_on_main_process
@@ -46,7 +46,7 @@ class Averages:
             meant = nearest(missing, names, cutoff=0)
             got = f"{missing!r} in {new!r}, which is not a result" if missing else f"{new!r}, which selects no results"
             do = f"did you mean {meant!r}?" if missing and meant else f"{{{new!r}: lambda name: True}} selects all"
-            raise MetricError(explain(_WHERE, got, f"names of results: {list(names)}", do))
+            raise fail(MetricError, _WHERE, got=got, expected=f"names of results: {list(names)}", do=do)
 
     def compute(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return the mean of each choice that is not empty, and the derived results.
@@ -76,7 +76,7 @@ class Averages:
                 up, down = ([name for name in members if rising[name] is way] for way in (True, False))
                 got = f"{new!r} over {up}, where higher is better, and {down}, where lower is better"
                 expected = "results that all improve in the same direction"
-                raise MetricError(explain(_WHERE, got, expected, "average them separately"))
+                raise fail(MetricError, _WHERE, got=got, expected=expected, do="average them separately")
             if members and None not in rising.values():
                 known[new] = directions[members[0]]
         return known
@@ -101,7 +101,7 @@ def _read_derived(made: Any) -> dict[str, float]:
     if len(numbers) != len(scalars):
         do = 'for example, return {"lowest_accuracy": min(values["mean_accuracy"])}'
         where = 'Trainer(metric_options={"derived": ...})'
-        raise MetricError(explain(where, f"the result {describe(made)}", "a dict of numbers by name", do))
+        raise fail(MetricError, where, got=f"the result {describe(made)}", expected="a dict of numbers by name", do=do)
     return numbers
 
 
@@ -109,4 +109,4 @@ def _require_new(new: Mapping[str, float], results: Mapping[str, float]) -> None
     twice = sorted(new.keys() & results.keys())
     if twice:
         got = f"the name {twice[0]!r}, which another result already has"
-        raise MetricError(explain(_WHERE, got, "unique names", "choose another name"))
+        raise fail(MetricError, _WHERE, got=got, expected="unique names", do="choose another name")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from accmt.data import MicroBatch, SourceOptions
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.processes import gather_objects, num_data_processes, num_processes, sum_over_data
 
 _TOO_MANY = 100
@@ -40,7 +40,7 @@ def without_bad_samples(
             got = f"{unread} unreadable samples in a row{last}"
             expected = 'only occasional unreadable samples, which failures={"on_bad_sample": "skip"} skips'
             do = "check the path, the disk, or the dataset's __getitem__"
-            raise DataError(explain(f"the {options.kind} data", got, expected, do))
+            raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
         yield micro_batch
 
 
@@ -55,7 +55,9 @@ def _count(micro_batch: MicroBatch, options: SourceOptions) -> int:
             first = other // size * size
             got = f"samples {every[first]} could not be read on process {first}, and {every[other]} on process {other}"
             expected = "the same samples on both: they share one model and each of its batches"
-            raise DataError(explain("the data", got, expected, "check the disk or network the data is read from"))
+            raise fail(
+                DataError, "the data", got=got, expected=expected, do="check the disk or network the data is read from"
+            )
     if options.shard.count > 1:
         own = float(micro_batch.batch is not None), float(micro_batch.own_samples or 0), float(len(micro_batch.bad))
         present, samples, bad = map(int, sum_over_data(own))

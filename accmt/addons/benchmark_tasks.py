@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from accmt.callbacks.averaging import using_average
 from accmt.data import preserve_generators
-from accmt.errors import ArgumentError, MissingPackageError, explain, nearest
+from accmt.errors import ArgumentError, MissingPackageError, fail, nearest
 from accmt.features.hooks import Feature
 from accmt.loop.evaluation import without_training
 from accmt.messages import say
@@ -158,10 +158,12 @@ def _load(names: tuple[str, ...], path: str | None) -> tuple[Any, Mapping[str, I
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         got, do = "lm_eval is not installed", "pip install 'accmt-trainer[tasks]'"
-        raise MissingPackageError(explain(_WHERE, got, "lm-evaluation-harness", do)) from error
+        raise fail(MissingPackageError, _WHERE, got=got, expected="lm-evaluation-harness", do=do) from error
     if path is not None and not Path(path).is_dir():
         do = "write the path from the working folder of the program"
-        raise ArgumentError(explain(_WHERE, f"no such folder: {path}", "a folder with YAML files of tasks", do))
+        raise fail(
+            ArgumentError, _WHERE, got=f"no such folder: {path}", expected="a folder with YAML files of tasks", do=do
+        )
     manager = None
     if path is not None:  # the index of all tasks takes seconds
         manager = TaskManager(include_path=path, include_defaults=False)
@@ -171,14 +173,20 @@ def _load(names: tuple[str, ...], path: str | None) -> tuple[Any, Mapping[str, I
         if name not in manager.all_tasks:
             meant = nearest(name, manager.all_tasks)
             do = f"did you mean {meant!r}?" if meant else "`lm_eval ls tasks` lists them; `path` adds a folder of tasks"
-            raise ArgumentError(explain(_WHERE, f"no task {name!r}", "a task, a group or a tag of the harness", do))
+            raise fail(
+                ArgumentError,
+                _WHERE,
+                got=f"no task {name!r}",
+                expected="a task, a group or a tag of the harness",
+                do=do,
+            )
     with _quiet(), preserve_generators():
         try:
             loaded = manager.load(list(names))
         except Exception as error:
             got = f"{', '.join(names)} cannot be loaded: {type(error).__name__}: {error}"
             do = "correct the file of the task, or make its data available on this machine"
-            raise ArgumentError(explain(_WHERE, got, "tasks with their data", do)) from error
+            raise fail(ArgumentError, _WHERE, got=got, expected="tasks with their data", do=do) from error
     better: dict[str, bool | None] = {}
     of_tasks = {name: task.higher_is_better() or {} for name, task in loaded["tasks"].items()}
     for name, metrics in of_tasks.items():
@@ -221,7 +229,13 @@ class BenchmarkTasks(Feature):
         model = run.module.unwrapped_model
         if not all(hasattr(model, name) for name in ("config", "device", "tie_weights")):
             do = "train a transformers model, or remove `evaluation.tasks`"
-            raise ArgumentError(explain(_WHERE, f"a {type(model).__name__}", "a language model of transformers", do))
+            raise fail(
+                ArgumentError,
+                _WHERE,
+                got=f"a {type(model).__name__}",
+                expected="a language model of transformers",
+                do=do,
+            )
         if section.every != 1:
             # Nothing that is decided in each evaluation may depend on tasks that are not in each.
             saving, hps = run.settings.saving, run.settings.hps
@@ -236,7 +250,7 @@ class BenchmarkTasks(Feature):
                 if not of_tasks.isdisjoint(parts):
                     got = f"tasks that are not in each evaluation, and {what}, which needs them in each"
                     do = f"remove `every` from the tasks, or choose another value than {name!r}"
-                    raise ArgumentError(explain(f"{_WHERE}.every", got, "tasks in each evaluation", do))
+                    raise fail(ArgumentError, f"{_WHERE}.every", got=got, expected="tasks in each evaluation", do=do)
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> BenchmarkTasks | None:
@@ -372,7 +386,7 @@ def find_tokenizer(run: EvaluationRun, where: str, purpose: str) -> Any:
             return tokenizer
     got = f"{type(module).__name__} has no tokenizer"
     do = "set self.processor = tokenizer in the module, or pass processor=tokenizer to `fit`"
-    raise ArgumentError(explain(where, got, f"a tokenizer, to {purpose}", do))
+    raise fail(ArgumentError, where, got=got, expected=f"a tokenizer, to {purpose}", do=do)
 
 
 @contextmanager

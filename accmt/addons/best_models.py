@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from accmt.callbacks.callback import Callback
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, fail
 from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 
@@ -61,9 +61,13 @@ class BestModels(Callback):
         folder: str | Path | None = None,
     ) -> None:
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ArgumentError(explain("BestModels(top_k=...)", repr(top_k), "an integer >= 1", "top_k=3"))
+            raise fail(
+                ArgumentError, "BestModels(top_k=...)", got=repr(top_k), expected="an integer >= 1", do="top_k=3"
+            )
         if mode not in (None, "min", "max"):
-            raise ArgumentError(explain("BestModels(mode=...)", repr(mode), '"min", "max" or None', 'mode="max"'))
+            raise fail(
+                ArgumentError, "BestModels(mode=...)", got=repr(mode), expected='"min", "max" or None', do='mode="max"'
+            )
         self.monitor = monitor
         self.top_k = top_k
         self.mode = mode
@@ -88,7 +92,13 @@ class BestModels(Callback):
             return
         if self.monitor not in metrics:
             got, expected = f"an evaluation with the results {sorted(metrics)}", f"a result named {self.monitor!r}"
-            raise ModuleContractError(explain("BestModels(monitor=...)", got, expected, "monitor one of these results"))
+            raise fail(
+                ModuleContractError,
+                "BestModels(monitor=...)",
+                got=got,
+                expected=expected,
+                do="monitor one of these results",
+            )
         model = KeptModel(metrics[self.monitor], self.state.global_step)
         sign = -1 if self._is_rising() else 1
         # The sort is stable: of equal values, the first is kept.
@@ -113,7 +123,9 @@ class BestModels(Callback):
         is_better = run.saver.selection.directions.get(base)
         if is_better is None:
             got, do = f"None for {self.monitor!r}, which is not a result of a metric", 'mode="max" or mode="min"'
-            raise ArgumentError(explain("BestModels(mode=...)", got, "whether higher or lower is better", do))
+            raise fail(
+                ArgumentError, "BestModels(mode=...)", got=got, expected="whether higher or lower is better", do=do
+            )
         return bool(is_better(1.0, 0.0))
 
     def state_dict(self) -> dict[str, Any]:

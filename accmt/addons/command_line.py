@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from accmt.addons.hps_flags import split_flags
-from accmt.errors import ArgumentError, MissingArgumentError, explain
+from accmt.errors import ArgumentError, ArgumentFileError, MissingArgumentError, fail
 from accmt.options.checks import Options, number_in, read_numbers
 from accmt.options.hyperparameters import HyperParameters
 from accmt.options.settings import Settings
@@ -170,7 +170,7 @@ def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = (), *, l
     if clashes:
         expected = "a parser without flags named like Trainer arguments"
         do = "remove your flag and read the Trainer's, getattr(args, name, default), or rename yours"
-        raise ArgumentError(explain("Trainer.add_argparse_args", ", ".join(clashes), expected, do))
+        raise fail(ArgumentError, "Trainer.add_argparse_args", got=", ".join(clashes), expected=expected, do=do)
     read_hps_flags(parser)
     about_hps = "every hyper-parameter is a flag too: --hps.epochs 3 --hps.optim.lr=3e-4"
     listed = "" if listed_by is None else f", listed by `{listed_by}`"
@@ -208,7 +208,7 @@ def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[
 
     Raises:
         MissingArgumentError: `hps_config` or `model_path` is missing.
-        FileNotFoundError: There is no such file.
+        ArgumentFileError: There is no such file.
     """
     names = {flag.name for flag in list_flags()}
     typed = {name: value for name, value in vars(args).items() if name in names}
@@ -219,7 +219,7 @@ def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[
     missing = [f"--{name}" for name in _REQUIRED if name not in arguments]
     if missing:
         got, do = f"no {' and no '.join(missing)}", "--hps_config hps.yaml --model_path out/model"
-        raise MissingArgumentError(explain("Trainer.from_argparse_args", got, _EXPECTED, do))
+        raise fail(MissingArgumentError, "Trainer.from_argparse_args", got=got, expected=_EXPECTED, do=do)
     return arguments
 
 
@@ -228,7 +228,7 @@ def read_config(config: Config) -> Mapping[str, Any]:
 
     Raises:
         ArgumentError: The file does not contain a mapping.
-        FileNotFoundError: There is no such file.
+        ArgumentFileError: There is no such file.
     """
     arguments: Any = config
     if not isinstance(config, Mapping):
@@ -239,14 +239,16 @@ def read_config(config: Config) -> Mapping[str, Any]:
         if not Path(config).is_file():
             expected, do = "a YAML or JSON file with Trainer arguments", "correct the path"
             got = f"no such file; the working directory is {Path.cwd()}"
-            raise FileNotFoundError(explain(f"Trainer.from_config({str(config)!r})", got, expected, do))
+            raise fail(ArgumentFileError, f"Trainer.from_config({str(config)!r})", got=got, expected=expected, do=do)
         arguments = read_numbers(yaml.safe_load(Path(config).read_text(encoding="utf-8")))
     if not isinstance(arguments, Mapping):
         got = type(arguments).__name__
-        raise ArgumentError(
-            explain(
-                f"Trainer.from_config({config!r})", got, "a mapping from argument names to values", "model_path: out/x"
-            )
+        raise fail(
+            ArgumentError,
+            f"Trainer.from_config({config!r})",
+            got=got,
+            expected="a mapping from argument names to values",
+            do="model_path: out/x",
         )
     read, name = dict(arguments), "grad_accumulation_steps"
     if isinstance(table := read.get(name), Mapping):  # by epoch, and JSON keys are always strings

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 from torch.utils.data import ConcatDataset, IterableDataset
 
 from accmt.addons.mix.order import MixOrder, Stage, files_of, methods_of
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, fail
 from accmt.messages import warn
 from accmt.options import Settings
 
@@ -136,7 +136,7 @@ class Curriculum(ConcatDataset[Any]):
         return f"{self._where}({self._EXAMPLE})"
 
     def _wrong(self, got: str, expected: str, do: str) -> DataError:
-        return DataError(explain(self._where, got, expected, do))
+        return fail(DataError, self._where, got=got, expected=expected, do=do)
 
 
 class StepsCurriculum(Curriculum):
@@ -223,4 +223,4 @@ class RangeCurriculum(Curriculum):
 
 
 def _reject(got: str, do: str) -> NoReturn:
-    raise ArgumentError(explain("training on a curriculum", got, "only the curriculum and max_steps", do))
+    raise fail(ArgumentError, "training on a curriculum", got=got, expected="only the curriculum and max_steps", do=do)

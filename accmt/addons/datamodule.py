@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accmt.errors import ArgumentError, DataError, explain, nearest
+from accmt.errors import ArgumentError, DataError, fail, nearest
 from accmt.processes import run_on_every_process
 from accmt.setup.datasets import Purpose, Stage
 
@@ -36,7 +36,7 @@ class DataModule:
     def __init__(self, own: Any) -> None:
         if isinstance(own, type):
             do = f"datamodule={own.__name__}(...)"
-            raise ArgumentError(explain("datamodule", f"the class {own.__name__}", "an object of it", do))
+            raise fail(ArgumentError, "datamodule", got=f"the class {own.__name__}", expected="an object of it", do=do)
         self._own = own
         self._stages: list[Stage] = []
         for name in dir(self._own):
@@ -44,13 +44,13 @@ class DataModule:
                 value = getattr(self._own, name)
                 if value is not None and not callable(value):
                     where, got = f"{type(self._own).__name__}.{name}", f"an object of type {type(value).__name__}"
-                    raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
+                    raise fail(ArgumentError, where, got=got, expected="a method", do=f"def {name}(self): ...")
             elif not name.startswith("_"):
                 self._check_spelling(name)
         if not any(self._find(method) for method in _LOADERS.values()):
             expected = f"an object with {' or '.join(f'{method}()' for method in _LOADERS.values())}"
             do = "pass datasets or DataLoaders as train_dataset and val_dataset"
-            raise ArgumentError(explain("datamodule", type(own).__name__, expected, do))
+            raise fail(ArgumentError, "datamodule", got=type(own).__name__, expected=expected, do=do)
 
     def load(self, purpose: Purpose) -> Any:
         """Call the datamodule's method for a purpose; None if it has none."""
@@ -58,7 +58,7 @@ class DataModule:
         data = None if method is None else method()
         if data is None and method is not None and purpose == "train":
             where, expected = f"{type(self._own).__name__}.train_dataloader", "a dataset or a DataLoader"
-            raise DataError(explain(where, "None", expected, "return DataLoader(dataset, batch_size=16)"))
+            raise fail(DataError, where, got="None", expected=expected, do="return DataLoader(dataset, batch_size=16)")
         return data
 
     def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
@@ -94,7 +94,7 @@ class DataModule:
             return
         got, expected = f"a method {name}, but no {meant}", f"methods among {', '.join(_METHODS)}"
         do = f"rename it to {meant} (or to a less similar name)"
-        raise ArgumentError(explain(f"the datamodule {type(self._own).__name__}", got, expected, do))
+        raise fail(ArgumentError, f"the datamodule {type(self._own).__name__}", got=got, expected=expected, do=do)
 
     def _find(self, name: str) -> Callable[[], Any] | None:
         """Return a method if the user defined it: those of Lightning's base class raise errors."""

@@ -21,7 +21,7 @@ import torch
 from accmt.addons.benchmark_tasks import TaskSection, find_tokenizer, read_tasks
 from accmt.addons.text_metrics import TextMetric
 from accmt.data import MicroBatch
-from accmt.errors import ArgumentError, HyperParameterError, explain, nearest
+from accmt.errors import ArgumentError, HyperParameterError, fail, nearest
 from accmt.features.hooks import Feature
 from accmt.messages import warn_once
 from accmt.metrics.accuracy import IGNORED
@@ -153,7 +153,7 @@ class Generation(Feature):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and (value.ndim > 2 or is_of_images):
                 got = f"a batch with {name!r} of shape {tuple(value.shape)}"  # images or audio, which a prompt lacks
                 do = "return the texts from validation_step, and remove `evaluation.generate`"
-                raise ArgumentError(explain("evaluation.generate", got, "prompts that are only text", do))
+                raise fail(ArgumentError, "evaluation.generate", got=got, expected="prompts that are only text", do=do)
         is_labelled = isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys()
         if is_labelled and batch["labels"].ndim == 3:  # several answers of a prompt: the first is the preferred one
             names = [name for name in ("input_ids", "labels", "attention_mask") if name in batch]
@@ -164,7 +164,7 @@ class Generation(Feature):
             )
             needed = '"input_ids" and "labels" [samples, tokens], to know prompts and expected answers'
             do = "return the texts from validation_step, and remove `evaluation.generate`"
-            raise ArgumentError(explain("evaluation.generate", got, needed, do))
+            raise fail(ArgumentError, "evaluation.generate", got=got, expected=needed, do=do)
         is_encoder_decoder = bool(getattr(self._model.config, "is_encoder_decoder", False))
         pairs = _split(batch, is_encoder_decoder=is_encoder_decoder)
         generated = self._generate(pairs, is_encoder_decoder=is_encoder_decoder)
@@ -303,7 +303,9 @@ def _check_options(run: EvaluationRun, options: Mapping[str, Any]) -> None:
     where = run.settings.hps.where("evaluation", "generate")
     if can_generate is None or not can_generate():
         do = "use AutoModelForCausalLM or AutoModelForSeq2SeqLM, or remove `evaluation.generate`"
-        raise HyperParameterError(explain(where, f"a {type(model).__name__}", "a model that can generate", do))
+        raise fail(
+            HyperParameterError, where, got=f"a {type(model).__name__}", expected="a model that can generate", do=do
+        )
     from transformers import GenerationConfig
 
     known = [name for name in vars(GenerationConfig.from_dict({})) if not name.startswith("_")]
@@ -311,20 +313,24 @@ def _check_options(run: EvaluationRun, options: Mapping[str, Any]) -> None:
         if name not in known:
             meant = nearest(name, known)
             do = f"did you mean `{meant}`?" if meant else "see GenerationConfig of transformers"
-            raise HyperParameterError(explain(where, f"`{name}`", "arguments of `generate`", do))
+            raise fail(HyperParameterError, where, got=f"`{name}`", expected="arguments of `generate`", do=do)
         if name in _SAMPLING and not options.get("do_sample"):
             do = f"write `do_sample: true`, or remove `{name}`"
-            raise HyperParameterError(explain(where, f"`{name}` without `do_sample`", "a search that samples", do))
+            raise fail(
+                HyperParameterError, where, got=f"`{name}` without `do_sample`", expected="a search that samples", do=do
+            )
         value = options[name]
         if name in _COUNTS and value is not None and (type(value) is not int or value < 1):
             got, do = f"{name} = {describe(value)}", f"write `{name}: 4`"
-            raise HyperParameterError(explain(where, got, "a whole number of at least 1", do))
+            raise fail(HyperParameterError, where, got=got, expected="a whole number of at least 1", do=do)
     try:
         GenerationConfig.from_dict(dict(options)).validate()
     except (TypeError, ValueError) as error:
         do = f"write `{_EXAMPLES['generate']}`, or see GenerationConfig of transformers"
-        raise HyperParameterError(explain(where, str(error), "valid arguments of `generate`", do)) from error
+        raise fail(
+            HyperParameterError, where, got=str(error), expected="valid arguments of `generate`", do=do
+        ) from error
     if "max_length" in options and not getattr(model.config, "is_encoder_decoder", False):
         got = f"max_length: {options['max_length']}, which counts the longest prompt of a batch, too"
         do = "write `max_new_tokens: 64`"
-        raise HyperParameterError(explain(where, got, "a limit that does not depend on the batch", do))
+        raise fail(HyperParameterError, where, got=got, expected="a limit that does not depend on the batch", do=do)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from accmt.callbacks.callback import MainProcessCallback
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.messages import say, warn
 from accmt.secrets import remember
 
@@ -102,7 +102,7 @@ class PushToHub(MainProcessCallback):
     def _refuse(self, error: Exception, do: str) -> None:
         got = str(error).strip().partition("\n")[0] or type(error).__name__
         where, expected = f"PushToHub({self.repo_id!r})", "a repository with write access"
-        raise ArgumentError(explain(where, got, expected, do)) from error
+        raise fail(ArgumentError, where, got=got, expected=expected, do=do) from error
 
     @contextmanager
     def _noting_unreachable_hub(self, then: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from accmt.checkpoint.manifest import MANIFEST_NAME, STEP, Damage, Manifest, find_faults, read_manifest
 from accmt.checkpoint.retention import PIN_NAME, list_published
-from accmt.errors import CheckpointError, NoCheckpointError, explain
+from accmt.errors import CheckpointError, NoCheckpointError, fail
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def inspect(path: Path) -> list[Inspection]:
     if not found:
         got = "a folder without checkpoints" if path.is_dir() else "a file" if path.exists() else "no such folder"
         expected = f"a checkpoint (a folder with its {MANIFEST_NAME}), or a folder of checkpoints (step-00000120 ...)"
-        raise NoCheckpointError(explain(f"checkpoint {path}", got, expected, "check the path"))
+        raise fail(NoCheckpointError, f"checkpoint {path}", got=got, expected=expected, do="check the path")
     return sorted(found, key=lambda one: math.inf if one.manifest is None else one.manifest.sequence)
 
 

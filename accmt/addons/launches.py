@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, explain, fail
 from accmt.features.hooks import Feature
 from accmt.files import current_folder, dumps, loads, read_json_lines, write_text
 from accmt.messages import warn
@@ -219,15 +219,15 @@ def build_command(start: Mapping[str, Any], where: str) -> tuple[list[str], Path
     arguments, folder = list(start["argv"][1:]), Path(start["cwd"])
     if not arguments or arguments[0] in ("-c", "-") or "ipykernel" in " ".join(arguments):
         got, expected = "a run in a notebook or an interactive session", "a script that can be started again"
-        raise ArgumentError(explain(where, got, expected, "move the training into a script"))
+        raise fail(ArgumentError, where, got=got, expected=expected, do="move the training into a script")
     if any(HIDDEN in argument for argument in arguments):
         got = f"a command with values that were not recorded because they may be secrets: {' '.join(arguments)}"
         do = "write a flag of one letter with its long name (--config, not -c), and read secrets from the environment "
         do += "or a file"
-        raise ArgumentError(explain(where, got, "a command that can be started again", do))
+        raise fail(ArgumentError, where, got=got, expected="a command that can be started again", do=do)
     if not folder.is_dir():
         got = f"its working directory no longer exists: {folder}"
-        raise ArgumentError(explain(where, got, "the same working directory", "restore it"))
+        raise fail(ArgumentError, where, got=got, expected="the same working directory", do="restore it")
     command = [sys.executable, *arguments]
     if start["is_launched"]:
         launch = ["--standalone", f"--nproc-per-node={start['processes']}", "--no-python"]

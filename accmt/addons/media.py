@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, explain, fail
 from accmt.files import dumps, staging_folder
 from accmt.messages import warn_once
 from accmt.tracking.history import History, folder_name
@@ -48,7 +48,7 @@ class MediaLog:
         """Log images; see `AcceleratorModule.log_images`."""
         if not isinstance(images, Mapping):
             got, do = f"{type(images).__name__}", 'log_images({"samples": images})'
-            raise ArgumentError(explain("log_images", got, "a dict of images by name", do))
+            raise fail(ArgumentError, "log_images", got=got, expected="a dict of images by name", do=do)
         _check("log_images", step, *images)
         for name, made in [(name, to_images(name, value)) for name, value in images.items()]:
             self._add("images", name, step, partial(write_images, made))
@@ -60,13 +60,15 @@ class MediaLog:
         titles = [columns] if isinstance(columns, str) else list(columns)
         if not titles or len(set(titles)) < len(titles) or not all(isinstance(title, str) for title in titles):
             got, do = f"columns={columns!r:.200}", 'columns=["text", "label"]'
-            raise ArgumentError(explain(where, got, "unique column names", do))
+            raise fail(ArgumentError, where, got=got, expected="unique column names", do=do)
         plain = ([to_plain(cell) for cell in row] for row in data)
         rows = [[dumps(cell) if isinstance(cell, dict | list) else cell for cell in row] for row in plain]
         for number, row in enumerate(rows):
             if len(row) != len(titles):
                 got = f"{len(row)} cells in row {number} for {len(titles)} columns"
-                raise ArgumentError(explain(where, got, "one cell per column", "data=[[text, label], ...]"))
+                raise fail(
+                    ArgumentError, where, got=got, expected="one cell per column", do="data=[[text, label], ...]"
+                )
         content = dumps({"columns": titles, "data": rows})
         self._add("table", name, step, lambda target: (target / TABLE_FILE).write_text(content, encoding="utf-8"))
 
@@ -76,7 +78,7 @@ class MediaLog:
         _check("log_artifact", step)
         if not source.is_file():
             got, do = ("a folder", "log_artifacts(folder)") if source.is_dir() else ("no such file", "check the path")
-            raise ArgumentError(explain(f"log_artifact({str(path)!r})", got, "a file", do))
+            raise fail(ArgumentError, f"log_artifact({str(path)!r})", got=got, expected="a file", do=do)
         self._add("artifact", source.name, step, lambda target: shutil.copy2(source, target / source.name))
 
     def log_artifacts(self, folder: str | PathLike[str], step: int) -> None:
@@ -86,11 +88,11 @@ class MediaLog:
         where = f"log_artifacts({str(folder)!r})"
         if not source.is_dir():
             got, do = ("a file", "log_artifact(path)") if source.is_file() else ("no such folder", "check the path")
-            raise ArgumentError(explain(where, got, "a folder", do))
+            raise fail(ArgumentError, where, got=got, expected="a folder", do=do)
         if self._run_folder.resolve().is_relative_to(source.resolve()):
             got = "a folder that contains the run folder, which would be copied into itself"
             do = "pass the folder that has only the files to log"
-            raise ArgumentError(explain(where, got, "a folder outside the run folder's path", do))
+            raise fail(ArgumentError, where, got=got, expected="a folder outside the run folder's path", do=do)
         name = source.resolve().name
         self._add("artifact", name, step, lambda target: shutil.copytree(source, target / name))
 
@@ -121,10 +123,16 @@ class MediaLog:
 
 def _check(where: str, step: Any, *names: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ArgumentError(explain(where, f"step={step!r}", "a step number >= 0", "leave out step"))
+        raise fail(ArgumentError, where, got=f"step={step!r}", expected="a step number >= 0", do="leave out step")
     for name in names:
         if not isinstance(name, str) or not name.strip():
-            raise ArgumentError(explain(where, f"the name {name!r}", "a non-empty string", f'{where}("samples", ...)'))
+            raise fail(
+                ArgumentError,
+                where,
+                got=f"the name {name!r}",
+                expected="a non-empty string",
+                do=f'{where}("samples", ...)',
+            )
 
 
 def to_images(name: str, images: Any) -> list[Image]:
@@ -143,7 +151,9 @@ def to_images(name: str, images: Any) -> list[Image]:
     is_batch = isinstance(images, list | tuple) or (is_array and images.ndim == 4)
     made = [_to_image(name, image) for image in (images if is_batch else [images])]
     if not made:
-        raise ArgumentError(explain(_where(name), "no images", "one or more", "skip the call if there are none"))
+        raise fail(
+            ArgumentError, _where(name), got="no images", expected="one or more", do="skip the call if there are none"
+        )
     return made
 
 
@@ -173,7 +183,7 @@ def _to_image(name: str, image: Any) -> Image:
             f" of shape {list(image.shape)} and {image.dtype}" if isinstance(image, np.ndarray | torch.Tensor) else ""
         )
         do = 'log_images({"samples": images})'
-        raise ArgumentError(explain(_where(name), f"{type(image).__name__}{shape}", _ACCEPTED_IMAGES, do))
+        raise fail(ArgumentError, _where(name), got=f"{type(image).__name__}{shape}", expected=_ACCEPTED_IMAGES, do=do)
     if pixels.dtype != np.uint8:
         lowest, highest = pixels.min(), pixels.max()
         if not (lowest >= -_TOLERANCE and highest <= 1 + _TOLERANCE):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accmt.addons.peft_adapters import read_config
-from accmt.errors import HyperParameterError, WeightsError, explain
+from accmt.errors import HyperParameterError, WeightsError, explain, fail
 from accmt.huggingface.folder import save_model
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
@@ -56,25 +56,25 @@ def merge_adapter(
     folder, where = Path(folder), f"merge_adapter({str(folder)!r})"
     if not (folder / ADAPTER_CONFIG).is_file():
         got, do = f"no {ADAPTER_CONFIG}", "pass the folder of an adapter; a full model needs no merging"
-        raise WeightsError(explain(where, got, "a PEFT adapter", do))
+        raise fail(WeightsError, where, got=got, expected="a PEFT adapter", do=do)
     config = read_config(folder)
     if not _can_be_merged(config.__class__):
         raise WeightsError(_explain_unmergeable(where, config.__class__.__name__.removesuffix("Config")))
     found = type or CLASSES.get(str(config.task_type))
     if found is None:
         expected, do = "a transformers class for the model", 'for example type="AutoModelForCausalLM"'
-        raise WeightsError(explain(where, f"an adapter for the task {config.task_type}", expected, do))
+        raise fail(WeightsError, where, got=f"an adapter for the task {config.task_type}", expected=expected, do=do)
     model = load_pretrained(folder, found, **kwargs)
     if getattr(model.get_base_model(), "is_quantized", False):
         got = f"{config.base_model_name_or_path}, whose weights on disk are quantized"
         do = "write the unquantized model as `base_model_name_or_path` in adapter_config.json"
-        raise WeightsError(explain(where, got, "full weights to merge into", do))
+        raise fail(WeightsError, where, got=got, expected="full weights to merge into", do=do)
     try:
         merged = _merge(model)
     except (ValueError, NotImplementedError, TypeError, RuntimeError) as error:
         expected = "an adapter that PEFT can merge"
         do = "load it with its model, by PeftModel"
-        raise WeightsError(explain(where, str(error), expected, do)) from error
+        raise fail(WeightsError, where, got=str(error), expected=expected, do=do) from error
     tokenizer = None
     if (folder / "tokenizer_config.json").is_file():
         from transformers import AutoTokenizer
@@ -148,7 +148,9 @@ def require_mergeable(hps: HyperParameters, rows: str) -> None:
     if section is None or not section.adapter:
         got = "true without an adapter in `model`"
         do = "remove `merge`; if `model.path` is an adapter, merge what is trained with: accmt merge FOLDER OUTPUT"
-        raise HyperParameterError(explain(hps.where(rows, "merge"), got, "`model.lora` or `model.adapter`", do))
+        raise fail(
+            HyperParameterError, hps.where(rows, "merge"), got=got, expected="`model.lora` or `model.adapter`", do=do
+        )
     require("peft", hps.where("model", "adapter"))
     import peft
 

@@ -22,7 +22,7 @@ from torch import nn
 from accmt.addons.parameter_groups import read_patterns
 from accmt.addons.peft_adapters import read_base_name
 from accmt.engine.meta_device import building_for
-from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain, nearest
+from accmt.errors import AccmtError, ArgumentFileError, HyperParameterError, MissingPackageError, fail, nearest
 from accmt.huggingface.pretrained import (
     find_model_class,
     load_pretrained,
@@ -245,7 +245,7 @@ def load_tokenizer(hps: HyperParameters, rows: str = "sft") -> Any:
 
     Raises:
         HyperParameterError: The section `model` is missing.
-        FileNotFoundError: The tokenizer or the chat template does not exist.
+        ArgumentFileError: The tokenizer or the chat template does not exist.
     """
     section, of_rows = _require_section(hps), hps.section(rows)
     require("transformers", hps.where("model"))
@@ -263,7 +263,7 @@ def load_tokenizer(hps: HyperParameters, rows: str = "sft") -> Any:
     except (OSError, ValueError) as error:
         why, _, _ = str(error).partition("\n")
         expected, do = "tokenizer files next to the model", f'call tokenizer.save_pretrained("{path}") once'
-        raise FileNotFoundError(explain(f"tokenizer of {path}", why, expected, do)) from error
+        raise fail(ArgumentFileError, f"tokenizer of {path}", got=why, expected=expected, do=do) from error
     if of_rows is not None and of_rows.chat_template is not None:
         template = Path(of_rows.chat_template)
         if not template.is_file():
@@ -271,7 +271,7 @@ def load_tokenizer(hps: HyperParameters, rows: str = "sft") -> Any:
                 f"{template}: no such file; the working directory is {Path.cwd()}",
                 hps.where(rows, "chat_template"),
             )
-            raise FileNotFoundError(explain(where, got, "a chat template file", "correct the path"))
+            raise fail(ArgumentFileError, where, got=got, expected="a chat template file", do="correct the path")
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     return tokenizer
 
@@ -280,7 +280,7 @@ def _require_section(hps: HyperParameters) -> ModelSection:
     section: ModelSection | None = hps.section("model")
     if section is None:
         do = "add `model: {path: ..., type: AutoModelForCausalLM}` to it, or pass a module to fit"
-        raise HyperParameterError(explain(hps.where("model"), "nothing", "a model to train", do))
+        raise fail(HyperParameterError, hps.where("model"), got="nothing", expected="a model to train", do=do)
     return section
 
 
@@ -297,13 +297,15 @@ def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]
         why, _, _ = str(error).partition("\n")
         where, expected = _place_of(hps, arguments, why), "all packages that these `from_pretrained` arguments need"
         do = "install the package, or write `attn_implementation: sdpa`" if "ttention" in why else "install the package"
-        raise MissingPackageError(explain(where, why, expected, do)) from error
+        raise fail(MissingPackageError, where, got=why, expected=expected, do=do) from error
     except RuntimeError as error:
         if not section.quantization:
             raise
         got, do = str(error), "see the report above; change the configuration, or remove `quantization`"
         expected = "a quantization that works for these weights on this device"
-        raise HyperParameterError(explain(hps.where("model", "quantization"), got, expected, do)) from error
+        raise fail(
+            HyperParameterError, hps.where("model", "quantization"), got=got, expected=expected, do=do
+        ) from error
     except (TypeError, ValueError, AttributeError) as error:
         expected = "arguments that `from_pretrained` accepts"
         do = "correct it"
@@ -311,7 +313,9 @@ def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]
             do = _advise_name(unknown[1], _NAMES)
         elif section.type is None and _is_adapter(section):
             do = "write `type: AutoModelForCausalLM`, or the class for your task"
-        raise HyperParameterError(explain(_place_of(hps, arguments, str(error)), str(error), expected, do)) from error
+        raise fail(
+            HyperParameterError, _place_of(hps, arguments, str(error)), got=str(error), expected=expected, do=do
+        ) from error
 
 
 def _is_adapter(section: ModelSection) -> bool:
@@ -351,7 +355,7 @@ def _adapter_config(hps: HyperParameters, section: ModelSection) -> Any:
     if _is_adapter(section):
         got = f"`{where[-1]}` for {section.path}, which is already an adapter"
         do = f"remove `{where[-1]}` to train that adapter further, or merge it first: accmt merge {section.path} FOLDER"
-        raise HyperParameterError(explain(hps.where(*where), got, "one adapter", do))
+        raise fail(HyperParameterError, hps.where(*where), got=got, expected="one adapter", do=do)
     values = dict(section.adapter)
     config = _find(hps, where, peft, f"{values.pop('type').removesuffix('Config')}Config", "Config")
     task = next((task for end, task in _TASKS.items() if str(section.type).endswith(end)), None)
@@ -360,7 +364,7 @@ def _adapter_config(hps: HyperParameters, section: ModelSection) -> Any:
         do = "remove it; or build the model in Python, and pass a module to fit"
         expected = "an initialization that needs no data, such as gaussian, pissa or olora"
         place = hps.where(*where, "init_lora_weights")
-        raise HyperParameterError(explain(place, f"{kind}, which PEFT computes from data", expected, do))
+        raise fail(HyperParameterError, place, got=f"{kind}, which PEFT computes from data", expected=expected, do=do)
     return _call(hps, where, config, {"task_type": task, **values})
 
 
@@ -402,11 +406,11 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, confi
         is_about_targets = "target" in str(error).lower()
         do = f"set `targets`; the model's layers: {', '.join(_layers(model))}" if is_about_targets else "correct them"
         expected = f"arguments that {type(config).__name__} and the model accept"
-        raise HyperParameterError(explain(hps.where(*where), str(error), expected, do)) from error
+        raise fail(HyperParameterError, hps.where(*where), got=str(error), expected=expected, do=do) from error
     except AttributeError as error:  # PEFT's task classes need a model with the matching head
         got, expected = f"{type(model).__name__} for {config.task_type}: {error}", "a model with a head for the task"
         do = "write `type: AutoModelForCausalLM` in `model`, or the class for your task"
-        raise HyperParameterError(explain(hps.where(*where), got, expected, do)) from error
+        raise fail(HyperParameterError, hps.where(*where), got=got, expected=expected, do=do) from error
 
 
 def _no_such_part(path: KeyPath, part: str, names: Sequence[str]) -> Fault:
@@ -431,7 +435,7 @@ def _find(hps: HyperParameters, where: tuple[str, ...], library: Any, name: str,
         names = [one for one in dir(library) if one.endswith(ending)]
         do = suggest(name, names, f"choose one of {', '.join(names[:5])}")
         expected = f"a configuration of {library.__name__}"
-        raise HyperParameterError(explain(hps.where(*where), name, expected, do))
+        raise fail(HyperParameterError, hps.where(*where), got=name, expected=expected, do=do)
     return found
 
 
@@ -443,15 +447,19 @@ def _apply_kernels(hps: HyperParameters, section: ModelSection, model: Any) -> N
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as FUNCTIONS  # noqa: N811
     except ImportError as error:
         got, do = f"liger-kernel cannot be imported: {error}", 'pip install "triton>=3"'
-        raise MissingPackageError(explain(hps.where(*where), got, "liger-kernel with triton", do)) from error
+        raise fail(
+            MissingPackageError, hps.where(*where), got=got, expected="liger-kernel with triton", do=do
+        ) from error
     kind = str(model.config.model_type)
     if kind not in FUNCTIONS:
         do = suggest(kind, FUNCTIONS, "remove `kernels`")
         expected = f"a model of {', '.join(sorted(FUNCTIONS))}"
-        raise HyperParameterError(explain(hps.where(*where), f"a model of {kind}", expected, do))
+        raise fail(HyperParameterError, hps.where(*where), got=f"a model of {kind}", expected=expected, do=do)
     if not torch.accelerator.is_available() and not os.environ.get("TRITON_INTERPRET"):
         got, do = "no GPU on this machine", "remove `kernels` here; results are the same apart from rounding"
-        raise HyperParameterError(explain(hps.where(*where), got, "a GPU: Liger's kernels do not run on CPUs", do))
+        raise fail(
+            HyperParameterError, hps.where(*where), got=got, expected="a GPU: Liger's kernels do not run on CPUs", do=do
+        )
     values = {name: value for name, value in section.kernels.items() if name != "type"}
     _call(hps, where, partial(FUNCTIONS[kind], model=model), values)
 
@@ -490,7 +498,7 @@ def _call(
         return config(**values)
     except (TypeError, ValueError, AttributeError, AssertionError) as error:
         got, expected = str(error), f"arguments that {takes} accepts"
-        raise HyperParameterError(explain(hps.where(*where), got, expected, "correct them")) from error
+        raise fail(HyperParameterError, hps.where(*where), got=got, expected=expected, do="correct them") from error
 
 
 def _fits_as_written(value: Any, annotation: Any) -> bool:
@@ -526,12 +534,20 @@ def _freeze(hps: HyperParameters, model: nn.Module, patterns: Sequence[str]) -> 
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in every):
             do = f"correct it; similar names: {', '.join(names_like(pattern, list(every)))}"
-            raise HyperParameterError(explain(where, f"{pattern!r}, which matches no parameter name", expected, do))
+            raise fail(
+                HyperParameterError,
+                where,
+                got=f"{pattern!r}, which matches no parameter name",
+                expected=expected,
+                do=do,
+            )
     named = [name for name in every if any(re.search(pattern, name) for pattern in patterns)]
     for name in named:
         tied = [other for other in every if every[other] is every[name] and other not in named]
         if tied:
             got = f"{name} without {tied[0]}, although both are the same tied parameter"
             do = f"write `freeze: [{', '.join([*patterns, tied[0].rpartition('.')[0]])}]`, or freeze neither"
-            raise HyperParameterError(explain(where, got, "both names of a tied parameter, or neither", do))
+            raise fail(
+                HyperParameterError, where, got=got, expected="both names of a tied parameter, or neither", do=do
+            )
         every[name].requires_grad = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from accmt.errors import ArgumentError, UnknownArgumentError, explain
+from accmt.errors import ArgumentError, UnknownArgumentError, fail
 from accmt.module import AcceleratorModule, HuggingFaceModule
 from accmt.options import HyperParameters
 from accmt.setup.module_checks import require_module
@@ -31,7 +31,7 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
         if kwargs.keys() - {"processor"}:
             got = f"the keywords {sorted(kwargs)} together with hyper-parameters"
             expected = "only `processor`: arguments of `from_pretrained` belong in the `model` section"
-            raise UnknownArgumentError(explain("fit", got, expected, "write them in the section `model`"))
+            raise fail(UnknownArgumentError, "fit", got=got, expected=expected, do="write them in the section `model`")
         model_hps = hps  # if from the same source: only the Trainer's include the flags, and the run records them
         if not is_hps_file or not hps.is_from(module):
             model_hps = HyperParameters.from_config(module)
@@ -41,7 +41,9 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
         return AcceleratorModule.from_hf(*(module if isinstance(module, tuple) else (module,)), in_fit=True, **kwargs)
     if kwargs:
         got, expected = f"the keywords {sorted(kwargs)}", "keywords only if `module` is the path of a model"
-        raise UnknownArgumentError(explain("fit", got, expected, "pass them to the Trainer, or to your module"))
+        raise fail(
+            UnknownArgumentError, "fit", got=got, expected=expected, do="pass them to the Trainer, or to your module"
+        )
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
         name = "AcceleratorModule" if type(module) is HuggingFaceModule else type(module).__name__
         _require_same_model(module.hps, hps, f"{name}.from_hps(trainer.hps)")
@@ -60,4 +62,4 @@ def _require_same_model(own: HyperParameters, hps: HyperParameters, do: str) -> 
         if hps[section] is not None and own[section] != hps[section]:
             got = f"{own.where(section)}: {own[section]}, and {hps.where(section)}: {hps[section]}"
             do = f"{do}: the Trainer's hyper-parameters include the flags"
-            raise ArgumentError(explain("fit", got, "the model of the Trainer's hyper-parameters", do))
+            raise fail(ArgumentError, "fit", got=got, expected="the model of the Trainer's hyper-parameters", do=do)

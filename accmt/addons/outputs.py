@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.metrics.gathering import to_cpu
 from accmt.processes import gather_from_data
 
@@ -45,7 +45,7 @@ class OutputCollector:
         if self._batches and _parts_of(batch) != _parts_of(self._batches[0]):
             got = f"the parts {_parts_of(batch)} after {_parts_of(self._batches[0])}"
             do = "return the same parts for every batch, or reset() in between"
-            raise ModuleContractError(explain("OutputCollector.collect", got, "the same parts", do))
+            raise fail(ModuleContractError, "OutputCollector.collect", got=got, expected="the same parts", do=do)
         self._batches.append(batch)
 
     def reset(self) -> None:

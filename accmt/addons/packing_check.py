@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.features.hooks import Feature
 from accmt.huggingface.model_kinds import find_transformers_models, is_transformers_model, predicts_next_token
 from accmt.libraries.private_names import attention_of, is_compiled
@@ -348,7 +348,7 @@ class PackingCheck(Feature):
         got = f"a batch with position_ids that restart within a row, but {names} was called without them"
         takes = any("position_ids" in self._watched[model] for model in called)
         do = "pass them to the model, for example with self.model(**batch)" if takes else _PAD
-        raise DataError(explain("packed documents", got, _EXPECTED, do))
+        raise fail(DataError, "packed documents", got=got, expected=_EXPECTED, do=do)
 
     def _before_forward(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, takes_cache: bool
@@ -388,14 +388,16 @@ class PackingCheck(Feature):
         if looked.has_crossing_labels and is_causal and arguments.get("labels") is not None:
             got = "labels across documents: the first token of one is the target of the last token of another"
             do = "labels[position_ids == 0] = -100, as DataCollatorWithFlattening does"
-            raise DataError(explain(where, got, "a label of -100 for each document's first token", do))
+            raise fail(DataError, where, got=got, expected="a label of -100 for each document's first token", do=do)
         if arguments.get("attention_mask") is not None:
             got = "position_ids that restart within a row, with an attention_mask over the whole row"
             do = "remove attention_mask from the batch: packed rows have no padding"
-            raise DataError(explain(where, got, _EXPECTED, do))
+            raise fail(DataError, where, got=got, expected=_EXPECTED, do=do)
         if arguments.get("use_cache") or arguments.get("past_key_values") is not None:
             got = "a call with use_cache=True or past_key_values: with a cache, transformers mixes the documents"
-            raise DataError(explain(where, got, _EXPECTED, "remove them from the call: training needs no cache"))
+            raise fail(
+                DataError, where, got=got, expected=_EXPECTED, do="remove them from the call: training needs no cache"
+            )
         call = PackedCall(model, arguments)
         if self._needs_all:
             self._try_together(model, arguments)  # nothing, since the first call
@@ -423,10 +425,10 @@ class PackingCheck(Feature):
             place = f"before layer {verdict.layer}" if verdict.layer else "in the output"
             got = f"mixed documents{by}: {place}, one changes by {verdict.difference:.0%} if another is in its row"
             do = f"{_PAD}; or use a model or an attn_implementation that separates packed documents"
-            raise DataError(explain(where, got, _EXPECTED, do))
+            raise fail(DataError, where, got=got, expected=_EXPECTED, do=do)
         got = f"the trial of two packed documents{by} failed: {verdict.failure}"
         if is_transformers_model(model):
-            raise DataError(explain(where, got, _EXPECTED, _PAD))
+            raise fail(DataError, where, got=got, expected=_EXPECTED, do=_PAD)
         warn_once(f"{where}: {got}; it is unknown whether they attend to each other", about="packed documents")
 
 

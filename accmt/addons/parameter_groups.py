@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accmt.errors import HyperParameterError, explain
+from accmt.errors import HyperParameterError, fail
 from accmt.messages import warn_once
 from accmt.optimization.optimizers import AsTrained, ChainedOptimizer, make_optimizer
 from accmt.options import HyperParameters
@@ -204,7 +204,7 @@ def _build_grouped(
     if strange:
         got = f"{', '.join(sorted(strange))}, which {optimizer_class.__name__} does not support per group"
         do = "move it to `optim`, or set a `type` for the group"
-        raise HyperParameterError(explain(where, got, "arguments that can differ between groups", do))
+        raise fail(HyperParameterError, where, got=got, expected="arguments that can differ between groups", do=do)
     for group, part in zip(optimizer.param_groups, parts, strict=True):
         group["name"] = part.label
         if group["lr"] is not None:
@@ -346,7 +346,7 @@ def _choose(
     if len(classes - {0}) > 1:
         got = f"two optimizers for one parameter with the names {' and '.join(names)}"
         do = "match both names in one group"
-        raise HyperParameterError(explain(hps.where(*_GROUPS), got, "one optimizer for a tied weight", do))
+        raise fail(HyperParameterError, hps.where(*_GROUPS), got=got, expected="one optimizer for a tied weight", do=do)
     return min((number for number in by_name.values() if number), default=0)
 
 
@@ -410,7 +410,7 @@ def _stack(model: nn.Module, hps: HyperParameters) -> tuple[str, nn.ModuleList |
     got = f"a model with {len(found)} lists of layers{': ' if found else ''}{', '.join(found)}"
     do = "remove `layer_decay`, and use `groups` with a rate for each part"
     where, expected = hps.where("optim", "layer_decay"), "one list of consecutive layers"
-    raise HyperParameterError(explain(where, got, expected, do))
+    raise fail(HyperParameterError, where, got=got, expected=expected, do=do)
 
 
 def _stacks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from accmt.errors import ModuleContractError, WeightsError, explain
+from accmt.errors import ModuleContractError, WeightsError, fail
 from accmt.libraries.versions import require
 from accmt.messages import say_once, warn_once
 from accmt.saving.load_weights import read_weights, require_fit
@@ -105,7 +105,13 @@ def read_base_name(folder: Path) -> str:
     if name:
         return name
     do = "build the model, and PEFT around it: PeftModel.from_pretrained(model, folder, is_trainable=True)"
-    raise WeightsError(explain(f"the adapter in {folder}", "no `base_model_name_or_path`", "the path of its model", do))
+    raise fail(
+        WeightsError,
+        f"the adapter in {folder}",
+        got="no `base_model_name_or_path`",
+        expected="the path of its model",
+        do=do,
+    )
 
 
 def read_config(folder: Path) -> PeftConfig:
@@ -134,7 +140,7 @@ def reject_unsaved_adapters(model: PeftModel) -> None:
             got = f"init_lora_weights={init!r}, which changes the model's weights depending on random numbers or data"
             expected = "initial weights that are the same when the saved adapter is loaded"
             do = "init_lora_weights='pissa', which is exact, 'olora' or True"
-            raise ModuleContractError(explain(where, got, expected, do))
+            raise fail(ModuleContractError, where, got=got, expected=expected, do=do)
 
 
 class AdaLoraRanks:

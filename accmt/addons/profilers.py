@@ -16,7 +16,7 @@ import torch
 
 from accmt.addons.monitor import Moment, Stopwatch, StopwatchOfCallbacks
 from accmt.callbacks.callback import Callback, StatelessCallback
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.files import dumps, write_text
 from accmt.messages import say, warn
 from accmt.processes import process_index
@@ -266,7 +266,9 @@ class FunctionProfiler(Profiler):
         is_monitored = monitoring is not None and monitoring.get_tool(monitoring.PROFILER_ID) is not None
         if is_monitored or sys.getprofile() is not None:
             got, do = "another function profiler is active", "stop that profiler, or leave out profiler"
-            raise ArgumentError(explain('Trainer(profiler="advanced")', got, "no other active profiler", do))
+            raise fail(
+                ArgumentError, 'Trainer(profiler="advanced")', got=got, expected="no other active profiler", do=do
+            )
         self._profile.enable()
 
     def end(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from accmt.engine.quantized import find_quantized, keeping_quantized_weights
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.without_trace import without_trace
 
 _MUCH = 10  # no adapter starts this far from its layer; codes are at least 100 times the weights
@@ -57,4 +57,4 @@ def _try(name: str, layer: nn.Module, base: nn.Linear) -> None:
             faults, expected = ["through which no gradient passes"], "quantized weights with unquantized activations"
     if faults:
         do = "LoRA around int8, nf4 or torchao:Int8WeightOnlyConfig; or leave the model unquantized"
-        raise ModuleContractError(explain(f"self.model.{name}", f"{what}, {faults[0]}", expected, do))
+        raise fail(ModuleContractError, f"self.model.{name}", got=f"{what}, {faults[0]}", expected=expected, do=do)

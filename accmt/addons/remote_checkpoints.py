@@ -48,7 +48,7 @@ from accmt.checkpoint.manifest import (
 )
 from accmt.checkpoint.retention import KEEP_EVERY, PIN_NAME, list_published, make_durable, publish
 from accmt.checkpoint.store import CheckpointStore
-from accmt.errors import AccmtError, CheckpointError, MissingPackageError, NoCheckpointError, explain
+from accmt.errors import AccmtError, CheckpointError, MissingPackageError, NoCheckpointError, fail
 from accmt.features.hooks import Feature
 from accmt.files import dumps, fsync_file, fsync_folder, loads, write_text
 from accmt.messages import say, warn, warn_once
@@ -147,10 +147,14 @@ class RemoteFolder:
         except ImportError as error:
             extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}.get(url.partition(":")[0])
             do = f"pip install 'accmt-trainer[{extra}]'" if extra else "install the package that the error names"
-            raise MissingPackageError(explain(self.shown, str(error), "an installed fsspec file system", do)) from error
+            raise fail(
+                MissingPackageError, self.shown, got=str(error), expected="an installed fsspec file system", do=do
+            ) from error
         except ValueError as error:
             do = "use s3://, gs://, az://, hf://, file:// or another protocol that fsspec knows"
-            raise CheckpointError(explain(self.shown, str(error), "a URL that fsspec can open", do)) from error
+            raise fail(
+                CheckpointError, self.shown, got=str(error), expected="a URL that fsspec can open", do=do
+            ) from error
         self._root = str(root).rstrip("/")
 
     @property
@@ -473,7 +477,7 @@ class Lease:
         folder = self._folder
         expected = f"a separate folder for each run: runs in one folder would replace each other's {folder.kind}s"
         do = f"stop that run, or pass another `{folder.argument}` URL"
-        raise CheckpointError(explain(f"{folder.kind} folder {folder.shown}", got, expected, do))
+        raise fail(CheckpointError, f"{folder.kind} folder {folder.shown}", got=got, expected=expected, do=do)
 
     def _renew(self) -> None:
         while not self._stopping.wait(self.HEARTBEAT_S):
@@ -522,7 +526,7 @@ class RemoteCheckpoints(Feature):
             if found is None:
                 where = f"Trainer(resume={hide_text(resume)!r})"
                 do = "check the URL: `accmt check URL` lists what is there"
-                raise NoCheckpointError(explain(where, "no complete checkpoint", "one", do))
+                raise fail(NoCheckpointError, where, got="no complete checkpoint", expected="one", do=do)
             return found
         if options.url is None or options.checkpointer is not None or resume not in (True, None, "auto"):
             return None
@@ -548,7 +552,9 @@ class RemoteCheckpoints(Feature):
                     got = f"checkpoints of run {theirs}, the newest of step {newest.manifest.step}"
                     do = 'resume="auto" continues that run; otherwise pass another `checkpoint` URL, or delete them'
                     where = f"checkpoint folder {remote.shown}"
-                    raise CheckpointError(explain(where, got, "a folder without checkpoints of another run", do))
+                    raise fail(
+                        CheckpointError, where, got=got, expected="a folder without checkpoints of another run", do=do
+                    )
         folder, origin, group = run.checkpoints.folder, self._origin, self._group
         self._uploads = start_uploads(
             remote, folder, ORIGIN, origin, run_name=run_name, keep=origin["keep"], group=group
@@ -617,7 +623,9 @@ def upload_rest(folder: Path, *, url: str | None = None) -> str | None:
             except FileNotFoundError as error:
                 got, expected = f"no file {error}", "all files of the checkpoint, some of which are on other machines"
                 do = "run `accmt sync` on the other machines, too: the last one completes the checkpoint"
-                raise CheckpointError(explain(f"checkpoint folder {remote.shown}", got, expected, do)) from error
+                raise fail(
+                    CheckpointError, f"checkpoint folder {remote.shown}", got=got, expected=expected, do=do
+                ) from error
             remote.prune(origin["keep"])
             return name
 
@@ -658,7 +666,7 @@ def explaining(url: str, kind: type[RemoteFolder] = RemoteFolder) -> Iterator[No
         )
         do = f"check the URL, the credentials, the region and the endpoint, or pass a local folder as `{kind.argument}`"
         got = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise CheckpointError(explain(where, f"{type(error).__name__}: {got}", expected, do)) from error
+        raise fail(CheckpointError, where, got=f"{type(error).__name__}: {got}", expected=expected, do=do) from error
 
 
 def _bring(url: str, folder: Path, *, newer_than: Manifest | None = None) -> Path | None:

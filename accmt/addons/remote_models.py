@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.addons.remote_checkpoints import Lease, RemoteCheckpoint, RemoteFolder, Uploads, explaining, start_uploads
 from accmt.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.features.hooks import Activity, Feature
 from accmt.files import loads, write_text
 from accmt.messages import say, warn
@@ -137,7 +137,9 @@ class RemoteModels(Feature):
         if url is not None and other is not None and url.rstrip("/") == other.rstrip("/"):
             do = f'checkpoint="{hide_text(other.rstrip("/"))}-checkpoints"'
             expected = "a URL for models, and another one for checkpoints"
-            raise ArgumentError(explain("Trainer(model_path=..., checkpoint=...)", "the same URL", expected, do))
+            raise fail(
+                ArgumentError, "Trainer(model_path=..., checkpoint=...)", got="the same URL", expected=expected, do=do
+            )
 
     @classmethod
     def before_resume(cls, settings: Settings) -> Path | None:

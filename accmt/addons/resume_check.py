@@ -12,7 +12,7 @@ from accmt.addons.digests import changed_attributes, digest, digest_attributes
 from accmt.callbacks import StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import StateCollector
 from accmt.checkpoint.manifest import step_name
-from accmt.errors import CheckpointError, explain
+from accmt.errors import CheckpointError, explain, fail
 from accmt.messages import say, speaking
 from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
@@ -163,7 +163,9 @@ def _copy(original: Any, what: str) -> Any:
                 held.append(f"self.{name}")
         got = f"{what} cannot be copied: {error}" + (f" ({', '.join(held)})" if held else "")
         do = "remove open files, locks and the like from it, or define __deepcopy__"
-        raise CheckpointError(explain("check_resume", got, "a module and callbacks that can be copied", do)) from error
+        raise fail(
+            CheckpointError, "check_resume", got=got, expected="a module and callbacks that can be copied", do=do
+        ) from error
 
 
 def _explain(difference: str, without_interruption: str | None, whole: _Trace, resumed: _Trace) -> str:

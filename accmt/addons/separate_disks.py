@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
-from accmt.errors import SavingError, explain
+from accmt.errors import SavingError, fail
 from accmt.failures import Machine, find_machines
 from accmt.options import Settings
 from accmt.processes import gather_objects, process_index, separate_disks
@@ -61,7 +61,9 @@ def _find_managers(folder: Path, machines: Sequence[Machine], *, may_differ: boo
         names = ", ".join(machine.name for machine in blind)
         got = f"{names} (process {blind[0].first}) does not see what {machines[0].name} (process 0) writes there"
         do = "put model_path and checkpoint on shared storage (NFS, Lustre, a mounted volume), or pass URLs as both"
-        raise SavingError(explain(f"folder {folder}", got, "a folder on storage that all machines share", do))
+        raise fail(
+            SavingError, f"folder {folder}", got=got, expected="a folder on storage that all machines share", do=do
+        )
     return [managers[index] for index in sorted(managers)] if blind else []
 
 

@@ -40,7 +40,7 @@ from accmt.checkpoint.manifest import (
     write_manifest,
 )
 from accmt.checkpoint.retention import list_published, make_durable, set_aside
-from accmt.errors import CheckpointCorruptError, CheckpointError, explain
+from accmt.errors import CheckpointCorruptError, CheckpointError, fail
 from accmt.files import fsync_folder
 from accmt.processes import (
     broadcast_buffer,
@@ -171,7 +171,9 @@ def copy_missing(path: Path, manifest: Manifest) -> list[str]:
             fsync_folder(folder)
         if (reason := next(find_faults(path, manifest.only(lacking)), None)) is not None:
             where = f"checkpoint {path} on process {process_index()}"
-            raise CheckpointError(explain(where, f"after copying, {reason}", "intact files", "check this disk"))
+            raise fail(
+                CheckpointError, where, got=f"after copying, {reason}", expected="intact files", do="check this disk"
+            )
 
     run_on_every_process(verify)
     return []
@@ -252,7 +254,13 @@ class SpreadReader(HuggingFaceStorageReader):
             holders = [index for index, names in enumerate(of_processes) if file in names]
             if not holders:
                 do = "resume from another checkpoint"
-                raise CheckpointCorruptError(explain(str(folder), f"no disk has {file}", "a complete checkpoint", do))
+                raise fail(
+                    CheckpointCorruptError,
+                    str(folder),
+                    got=f"no disk has {file}",
+                    expected="a complete checkpoint",
+                    do=do,
+                )
             self._owners[file] = holders[number % len(holders)]
 
     def read_metadata(self) -> Metadata:

@@ -14,7 +14,7 @@ from accmt.callbacks.averaging import WeightAverage, copy_into
 from accmt.data import derive_seed, seed_generators
 from accmt.data.planned import PlannedSource
 from accmt.engine.sync_batchnorm import is_batch_norm
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.loop.evaluation import in_evaluation_mode
 from accmt.loop.logging import SilentLogs
 from accmt.messages import warn
@@ -53,13 +53,23 @@ class SWA(WeightAverage):
         is_part = isinstance(start, float) and 0 <= start < 1
         if isinstance(start, bool) or not (is_part or isinstance(start, int) and start >= 0):
             expected = "a fraction of the run (0.0 <= start < 1.0), or an epoch from 0"
-            raise ArgumentError(explain("SWA(start=...)", repr(start), expected, "SWA(start=0.75)"))
+            raise fail(ArgumentError, "SWA(start=...)", got=repr(start), expected=expected, do="SWA(start=0.75)")
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ArgumentError(
-                explain("SWA(every=...)", repr(every), "a number of optimizer steps from 1, or None", "every=100")
+            raise fail(
+                ArgumentError,
+                "SWA(every=...)",
+                got=repr(every),
+                expected="a number of optimizer steps from 1, or None",
+                do="every=100",
             )
         if not isinstance(update_bn, bool):
-            raise ArgumentError(explain("SWA(update_bn=...)", repr(update_bn), "True or False", "SWA(update_bn=False)"))
+            raise fail(
+                ArgumentError,
+                "SWA(update_bn=...)",
+                got=repr(update_bn),
+                expected="True or False",
+                do="SWA(update_bn=False)",
+            )
         super().__init__()
         self.start = start
         self.every = every
@@ -77,7 +87,7 @@ class SWA(WeightAverage):
                 f"the fraction {self.start}, but the length of the run is unknown",
                 "pass an epoch, such as SWA(start=10), or set max_steps",
             )
-            raise ArgumentError(explain("SWA(start=...)", got, "a run whose length is known", do))
+            raise fail(ArgumentError, "SWA(start=...)", got=got, expected="a run whose length is known", do=do)
         if not self.num_averaged:
             self._layers, self._statistics, self._num_in_statistics = [], {}, 0
         if self.update_bn:
@@ -175,7 +185,7 @@ class BatchNormStatistics:
         for got, is_there in unsupported.items():
             if is_there:
                 expected = "a model and data for which they can be recomputed"
-                raise ArgumentError(explain("batch norm statistics", got, expected, do))
+                raise fail(ArgumentError, "batch norm statistics", got=got, expected=expected, do=do)
 
     def renew(self, layers: Sequence[str]) -> None:
         """Recompute the statistics of some layers for the current weights, as means over the batches of an epoch.

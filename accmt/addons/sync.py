@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.registry import is_built_in
 from accmt.secrets import HIDDEN, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
@@ -41,13 +41,17 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0, server: str | None =
     deliveries = DeliveryFile.read(run_folder)
     if deliveries is None or not (run_folder / HISTORY_FILE).exists():
         expected = f"the folder of a run, with {HISTORY_FILE} and {DELIVERY_FILE}"
-        raise ArgumentError(explain("accmt sync", str(run_folder), expected, "pass logs/<track>/<run>"))
+        raise fail(ArgumentError, "accmt sync", got=str(run_folder), expected=expected, do="pass logs/<track>/<run>")
     history = History(run_folder)
     try:
         if not history.is_ours_alone():
             do = "no action needed: it delivers its rows itself"
-            raise ArgumentError(
-                explain("accmt sync", f"{run_folder}, which is still running", "a run that is over", do)
+            raise fail(
+                ArgumentError,
+                "accmt sync",
+                got=f"{run_folder}, which is still running",
+                expected="a run that is over",
+                do=do,
             )
         last = read_history(run_folder)[-1:]
         status = str(last[0]["status"]) if last and "status" in last[0] else "KILLED"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accmt.data.samplers import TensorSampler
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, fail
 
 
 class TemperatureSampler(TensorSampler):
@@ -48,10 +48,12 @@ class TemperatureSampler(TensorSampler):
         wrong = next((value for value in values if isinstance(value, tuple) or not isinstance(value, Hashable)), None)
         if wrong is not None:  # tuples are samples: equal ones would become separate classes
             got, do = f"a label of type {type(wrong).__name__}", "convert each label to one number or string"
-            raise DataError(explain("TemperatureSampler(labels=...)", got, "one class per sample", do))
+            raise fail(DataError, "TemperatureSampler(labels=...)", got=got, expected="one class per sample", do=do)
         if not values:
             do = "check the data's column and filters"
-            raise DataError(explain("TemperatureSampler(labels=...)", "no labels", "one label per sample", do))
+            raise fail(
+                DataError, "TemperatureSampler(labels=...)", got="no labels", expected="one label per sample", do=do
+            )
         numbers: dict[Any, int] = {}  # of classes, in order of first occurrence
         classes = torch.tensor([numbers.setdefault(value, len(numbers)) for value in values])
         self.num_labels = len(classes)
@@ -76,7 +78,7 @@ class TemperatureSampler(TensorSampler):
         if length != self.num_labels:
             got, expected = f"{self.num_labels} labels", f"{length} labels, one per sample"
             do = 'pass the labels of the training data: TemperatureSampler(train["label"], ...)'
-            raise DataError(explain("TemperatureSampler", got, expected, do))
+            raise fail(DataError, "TemperatureSampler", got=got, expected=expected, do=do)
 
     def _wrong(self, name: str, value: Any, expected: str, do: str) -> ArgumentError:
-        return ArgumentError(explain(f"TemperatureSampler({name}=...)", f"{value!r}", expected, do))
+        return fail(ArgumentError, f"TemperatureSampler({name}=...)", got=f"{value!r}", expected=expected, do=do)

@@ -17,7 +17,7 @@ from torch import nn
 from accmt.engine.reduction import broadcast_tensors, require_same_tensors
 from accmt.engine.sharded import Sharded
 from accmt.engine.shards import is_by_fsdp, is_on_meta, is_sharded, shard_model, untie
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import plan_of_tensors
 from accmt.module import AcceleratorModule
 from accmt.processes import num_data_processes, num_processes
@@ -78,7 +78,7 @@ def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
         expected = "a transformers model with a plan (transformers 5.23 or newer), or a model that is already split"
         do = f"split it in configure_model with torch's parallelize_module, over a mesh with a dimension {_NAME!r}"
         do = f'Trainer(parallelism={{"fsdp": True}}), which shards any model; or {do}'
-        raise ModuleContractError(explain(_ASKED, got, expected, do)) from error
+        raise fail(ModuleContractError, _ASKED, got=got, expected=expected, do=do) from error
     require_same_tensors(model)
     if not is_on_meta(model):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
@@ -104,8 +104,12 @@ def _require_whole_heads(model: nn.Module, size: int) -> None:
     plan: Any = model.tp_plan
     if heads is not None and get_kv_heads_per_rank(plan, heads, size) is None:
         got = f"{heads} key and value heads of a {type(model).__name__}, over {size} processes"
-        raise ModuleContractError(
-            explain(_ASKED, got, "whole heads on each process", 'a size that divides it, such as "tp": 2')
+        raise fail(
+            ModuleContractError,
+            _ASKED,
+            got=got,
+            expected="whole heads on each process",
+            do='a size that divides it, such as "tp": 2',
         )
 
 
@@ -117,7 +121,7 @@ def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> Non
             if getattr(other, "placements", None) != getattr(parameter, "placements", None):
                 got = f"tied weights of a {type(model).__name__} that its plan splits in different ways"
                 do = "tie_word_embeddings=False, or FSDP2"
-                raise ModuleContractError(explain(_ASKED, got, "the same split for both", do))
+                raise fail(ModuleContractError, _ASKED, got=got, expected="the same split for both", do=do)
             setattr(module, name, parameter)
 
 

@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from accmt.errors import MetricError, MissingPackageError, explain
+from accmt.errors import MetricError, MissingPackageError, fail
 from accmt.metrics.metric import IsBetter, Metric
 from accmt.metrics.results import TooFewSamplesError, describe, find_scalar, metric_error
 
@@ -41,7 +41,7 @@ class TextMetric(Metric):
                 "at least one with a prompt and an answer",
             )
             do = f"add such rows to the validation set, or leave {self.name!r} out for this set: metrics={{set: [...]}}"
-            raise TooFewSamplesError(explain(f"metric {self.name!r}", got, expected, do))
+            raise fail(TooFewSamplesError, f"metric {self.name!r}", got=got, expected=expected, do=do)
         wrong = next((value for pair in pairs for value in pair if not isinstance(value, str)), None)
         if wrong is not None:
             do = f"return {{{self.name!r}: (written, expected)}} from validation_step, two lists of strings"
@@ -228,8 +228,12 @@ def load_text_function(path: str, name: str | None) -> TextFunction:
     except (ImportError, AttributeError, ValueError) as error:
         do = f"write `def {attribute or 'score'}(written, expected)` in {module or 'my_metrics'}.py, in a folder that "
         do += "Python imports from, or the working directory"
-        raise MetricError(
-            explain("Trainer(metrics=...)", f"{path!r}: {error}", "a module and a function in it", do)
+        raise fail(
+            MetricError,
+            "Trainer(metrics=...)",
+            got=f"{path!r}: {error}",
+            expected="a module and a function in it",
+            do=do,
         ) from error
     finally:
         sys.path.remove(here)
@@ -237,7 +241,9 @@ def load_text_function(path: str, name: str | None) -> TextFunction:
         signature(function).bind([], [])
     except TypeError as error:
         got, do = f"{path!r}: {error}", f"write `def {attribute}(written, expected)`"
-        raise MetricError(explain("Trainer(metrics=...)", got, "a function of two lists of strings", do)) from error
+        raise fail(
+            MetricError, "Trainer(metrics=...)", got=got, expected="a function of two lists of strings", do=do
+        ) from error
     except ValueError:  # a function in C has no signature
         pass
     return TextFunction(function, name or attribute)
@@ -250,6 +256,8 @@ def _load(name: str) -> Any:
     except ImportError as error:
         package = {"rouge_score.rouge_scorer": "rouge-score"}.get(name, name)
         do = "pip install 'accmt-trainer[texts]'"
-        raise MissingPackageError(explain("metrics of texts", str(error), f"the package {package}", do)) from error
+        raise fail(
+            MissingPackageError, "metrics of texts", got=str(error), expected=f"the package {package}", do=do
+        ) from error
     finally:
         logging.root.handlers[:] = handlers  # absl, which rouge-score imports, adds one: each message would come twice

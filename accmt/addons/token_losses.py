@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.huggingface.model_kinds import predicts_next_token, without_adapter
 
 _IGNORED = -100
@@ -62,7 +62,7 @@ def weigh_tokens(
     if not predicts_next_token(base):
         got, expected = f"weights of tokens for {type(base).__name__}", "a causal language model"
         do = "remove the weights, or write only 0 and 1 as weights of messages"
-        raise ModuleContractError(explain("training_step", got, expected, do))
+        raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
     logits, targets = outputs.logits, _targets_of(outputs.logits, batch["labels"])
     logits = logits[:, :-1] if logits.dtype == torch.float64 else logits[:, :-1].float()
     flat = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accmt.errors import MetricError, explain
+from accmt.errors import MetricError, fail
 from accmt.libraries.private_names import reduction_of, set_update_count
 from accmt.libraries.versions import require
 from accmt.metrics.building import is_torch_metric
@@ -74,8 +74,12 @@ class TorchMetric(Metric):
     ) -> None:
         if not is_torch_metric(metric):
             expected = "a torchmetrics.Metric or MetricCollection"
-            raise MetricError(
-                explain("TorchMetric(...)", describe(metric), expected, "TorchMetric(MeanSquaredError())")
+            raise fail(
+                MetricError,
+                "TorchMetric(...)",
+                got=describe(metric),
+                expected=expected,
+                do="TorchMetric(MeanSquaredError())",
             )
         if not name:  # the class name in snake case
             words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
@@ -337,6 +341,12 @@ def _reduce(metric: torchmetrics.Metric, name: str, states: list[Any]) -> Any:
         if not bool((stacked == stacked[0]).all()):
             got = f"the state {name!r} is averaged over processes (dist_reduce_fx='mean') without sample weights"
             do = "use a sum and a count as states, each with dist_reduce_fx='sum'"
-            raise MetricError(explain(f"metric {type(metric).__name__}", got, "states that can be joined exactly", do))
+            raise fail(
+                MetricError,
+                f"metric {type(metric).__name__}",
+                got=got,
+                expected="states that can be joined exactly",
+                do=do,
+            )
         return stacked[0]
     return stacked if reduction is None else reduction(stacked)

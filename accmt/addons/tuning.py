@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from accmt.callbacks import StatelessCallback
-from accmt.errors import ArgumentError, explain, is_out_of_memory
+from accmt.errors import ArgumentError, fail, is_out_of_memory
 from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
@@ -79,11 +79,11 @@ def tune(
         if search is not None:
             if search not in ("power", "binsearch"):
                 expected, do = '"power", "binsearch" or None', 'batch_size="power"'
-                raise ArgumentError(explain("Trainer.tune(batch_size=...)", repr(search), expected, do))
+                raise fail(ArgumentError, "Trainer.tune(batch_size=...)", got=repr(search), expected=expected, do=do)
             if trainer.settings.hps.packing:
                 got, expected = "packing in the hyper-parameters", "batches whose memory depends on batch_size"
                 do = "set max_tokens, the number of tokens per row, to what fits, and leave out batch_size"
-                raise ArgumentError(explain("Trainer.tune(batch_size=...)", got, expected, do))
+                raise fail(ArgumentError, "Trainer.tune(batch_size=...)", got=got, expected=expected, do=do)
             try:
                 limit = max(1, len(data) // num_data_processes())
             except (TypeError, NotImplementedError):
@@ -128,7 +128,7 @@ def find_batch_size(fits: Callable[[int], bool], start: int, limit: int, search:
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     if good == 0:
         got, do = "out of memory with a single sample", "use a smaller model, mixed_precision or gradient_checkpointing"
-        raise ArgumentError(explain("Trainer.tune(batch_size=...)", got, "a batch that fits", do))
+        raise fail(ArgumentError, "Trainer.tune(batch_size=...)", got=got, expected="a batch that fits", do=do)
     return good
 
 

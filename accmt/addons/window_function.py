@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from accmt.data import MicroBatch, Source, Window
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.processes import each_once, gather_objects
 from accmt.state import TrainingState
 
@@ -97,7 +97,7 @@ class ByFunction:
             expected = "the same decision on every process"
             do = "decide from the arguments alone, which are the same on every process: not from random numbers, time, "
             do += "or anything that only this process has"
-            raise DataError(explain(f"the window maker {self._name!r}", got, expected, do))
+            raise fail(DataError, f"the window maker {self._name!r}", got=got, expected=expected, do=do)
         return each_once([tokens for _, _, tokens in every])
 
 

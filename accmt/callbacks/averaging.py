@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accmt.callbacks.callback import Callback
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.precision import HALVES
 from accmt.sharded_tensors import by_mesh, shard_like
 
@@ -123,9 +123,17 @@ class EMA(WeightAverage):
 
     def __init__(self, decay: float = 0.9999, *, warmup: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
-            raise ArgumentError(explain("EMA(decay=...)", repr(decay), "a number between 0 and 1", "EMA(decay=0.999)"))
+            raise fail(
+                ArgumentError,
+                "EMA(decay=...)",
+                got=repr(decay),
+                expected="a number between 0 and 1",
+                do="EMA(decay=0.999)",
+            )
         if not isinstance(warmup, bool):
-            raise ArgumentError(explain("EMA(warmup=...)", repr(warmup), "True or False", "EMA(warmup=False)"))
+            raise fail(
+                ArgumentError, "EMA(warmup=...)", got=repr(warmup), expected="True or False", do="EMA(warmup=False)"
+            )
         self.decay = float(decay)
         self.warmup = warmup
         super().__init__()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from accmt.errors import ModuleContractError, explain, nearest
+from accmt.errors import ModuleContractError, fail, nearest
 
 if TYPE_CHECKING:
     from accmt import Trainer
@@ -85,7 +85,7 @@ def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
     do = f"did you mean {meant}? If it is not a hook, choose a name that does not start with {', '.join(HOOK_PREFIXES)}"
     got, do = addon("hint_for_hook")(attribute) or (got, do)
     where, expected = f"{type(callback).__name__}.{attribute}", "one of: " + ", ".join(HOOKS)
-    raise ModuleContractError(explain(where, got, expected, do))
+    raise fail(ModuleContractError, where, got=got, expected=expected, do=do)
 
 
 # ---- Base classes of callbacks
@@ -167,7 +167,7 @@ class LambdaCallback(Callback):
                 reject_unknown_hook(self, name)
             if not callable(function):
                 got, do = f"{function!r} ({type(function).__name__})", f"{name}=lambda: ..."
-                raise ModuleContractError(explain(f"LambdaCallback({name}=...)", got, "a function", do))
+                raise fail(ModuleContractError, f"LambdaCallback({name}=...)", got=got, expected="a function", do=do)
             setattr(self, name, self._give_trainer(function))
 
     def _give_trainer(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,7 +284,9 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
         hints = addon("hints_for_parameters")(unfilled)
         do = "; ".join([f"def {attribute}({', '.join(('self', *keywords))})", *hints])
         where, expected = f"{type(callback).__name__}.{attribute}", ", ".join(keywords) or "no parameters"
-        raise ModuleContractError(explain(where, f"parameters {sorted(unfilled)}", f"any of: {expected}", do))
+        raise fail(
+            ModuleContractError, where, got=f"parameters {sorted(unfilled)}", expected=f"any of: {expected}", do=do
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords):
         return method
     wanted = tuple(name for name in keywords if name in named)
@@ -306,11 +308,11 @@ def build_callbacks(value: Any) -> list[Any]:
     for callback in callbacks:
         if isinstance(callback, type):
             got, do = f"the class {callback.__name__}", f"callbacks={callback.__name__}()"
-            raise ModuleContractError(explain("Trainer(callbacks=...)", got, "an instance", do))
+            raise fail(ModuleContractError, "Trainer(callbacks=...)", got=got, expected="an instance", do=do)
         if not isinstance(callback, Callback):
             from accmt.registry import addon
 
             expected = "an accmt.Callback, or a list of them"
             do = addon("hint_for_callback")(callback) or "class MyCallback(Callback): ..."
-            raise ModuleContractError(explain("Trainer(callbacks=...)", repr(callback), expected, do))
+            raise fail(ModuleContractError, "Trainer(callbacks=...)", got=repr(callback), expected=expected, do=do)
     return callbacks

@@ -57,7 +57,7 @@ from accmt.checkpoint.state_dicts import (
     split_tensors,
     with_inner,
 )
-from accmt.errors import AccmtError, CheckpointCorruptError, CheckpointError, explain
+from accmt.errors import AccmtError, CheckpointCorruptError, CheckpointError, fail
 from accmt.files import follow_umask
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
@@ -271,7 +271,7 @@ class StateCollector:
             do = "allocate a buffer at its final size when the model is built, and count how much of it is used"
             if begun.keys() != now.keys():
                 do = "add, replace or prune layers when the module is built, before fit"
-            raise CheckpointError(explain("the state of the model", "; ".join(faults[:5]), expected, do))
+            raise fail(CheckpointError, "the state of the model", got="; ".join(faults[:5]), expected=expected, do=do)
         model = {name: value for name, value in state.items() if name not in frozen}
         weights = {"model": model, "buffers": other_buffers(self._model), "optimizers": states}
         shared, rest = split_tensors(weights)
@@ -312,7 +312,7 @@ def _reject_stateful_hooks(model: nn.Module) -> None:
             expected = "gradients that depend on the step alone, so that the run can resume from a checkpoint"
             do = "set checkpoint_every=None without failure handlers; or use a hook without state, such as "
             do += "DDPCommunicationHookType.BF16"
-            raise CheckpointError(explain("checkpoints", got, expected, do))
+            raise fail(CheckpointError, "checkpoints", got=got, expected=expected, do=do)
 
 
 def require_numbers(collected: CollectedState) -> None:
@@ -325,7 +325,7 @@ def require_numbers(collected: CollectedState) -> None:
             continue
         if torch.isnan(torch.linalg.vector_norm(tensor)):
             do = "find the step where a loss or gradient became NaN or infinite"
-            raise CheckpointError(explain(f"the checkpoint's {name}", "NaN", "numbers to resume from", do))
+            raise fail(CheckpointError, f"the checkpoint's {name}", got="NaN", expected="numbers to resume from", do=do)
 
 
 def write_state(collected: CollectedState, folder: Path) -> list[Path]:
@@ -348,7 +348,9 @@ def rejecting_other_forms(folder: Path) -> Iterator[None]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         got = f"a state with another structure: {type(error).__name__}: {error}"
         do = "resume from another checkpoint, or with the version of accmt that wrote this one (see manifest.json)"
-        raise CheckpointError(explain(f"checkpoint {folder}", got, "the structure of this version", do)) from error
+        raise fail(
+            CheckpointError, f"checkpoint {folder}", got=got, expected="the structure of this version", do=do
+        ) from error
 
 
 def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
@@ -413,7 +415,7 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     if len(optimizers) != len(saved["optimizers"]):
         expected = f"{len(saved['optimizers'])}, as in the checkpoint"
         do = "build the same optimizers as in the saved run"
-        raise CheckpointError(explain("the optimizers", str(len(optimizers)), expected, do))
+        raise fail(CheckpointError, "the optimizers", got=str(len(optimizers)), expected=expected, do=do)
     targets: dict[str, Tensor] = {}  # to read into: weights in place, optimizer state sharded like its parameter
     for name, entry in saved["model"].items():
         if isinstance(entry, TensorReference):
@@ -445,7 +447,7 @@ def _select_process(saved: State, *, resets_optimizers: bool) -> State:
     if num_saved != num_processes():
         got = f"{num_processes()} processes, and a checkpoint with a separate state for each of {num_saved}"
         do = f"launch {num_saved} processes; or start a new run without `process_state` and with equal replicas"
-        raise CheckpointError(explain("resuming", got, "as many processes as in the saved run", do))
+        raise fail(CheckpointError, "resuming", got=got, expected="as many processes as in the saved run", do=do)
     process = dict(saved["process"][str(process_index())])
     weights = {name: process.pop(name) for name in ("model", "buffers", "optimizers") if name in process}
     if resets_optimizers:
@@ -461,7 +463,7 @@ def _read_rest(folder: Path) -> State:
     missing, unexpected = sorted(set(rest["files"]) - found), sorted(found - set(rest["files"]))
     got = f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}"
     do = "resume from another checkpoint"
-    raise CheckpointCorruptError(explain(str(folder), got, f"{len(rest['files'])} files of tensors", do))
+    raise fail(CheckpointCorruptError, str(folder), got=got, expected=f"{len(rest['files'])} files of tensors", do=do)
 
 
 def _open(folder: Path, saved: State) -> HuggingFaceStorageReader:
@@ -480,8 +482,13 @@ def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path)
         fault = str(error)
     if fault is None:
         return stored
-    message = explain(str(folder), fault, "a complete checkpoint", "resume from another checkpoint")
-    raise CheckpointCorruptError(message)
+    raise fail(
+        CheckpointCorruptError,
+        str(folder),
+        got=fault,
+        expected="a complete checkpoint",
+        do="resume from another checkpoint",
+    )
 
 
 def _read_whole(names: set[str], saved: State, reader: HuggingFaceStorageReader, folder: Path) -> dict[str, Tensor]:
@@ -509,8 +516,13 @@ def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(targets, storage_reader=reader, planner=planner)
     except (CheckpointException, SafetensorError) as error:
-        message = explain(str(folder), str(error), "a complete checkpoint", "resume from another checkpoint")
-        raise CheckpointCorruptError(message) from error
+        raise fail(
+            CheckpointCorruptError,
+            str(folder),
+            got=str(error),
+            expected="a complete checkpoint",
+            do="resume from another checkpoint",
+        ) from error
 
 
 def _model_layout(state: State) -> dict[str, str]:
@@ -531,7 +543,7 @@ def _require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) ->
     if faults:
         got = f"{len(faults)} differences: " + "; ".join(sorted(faults)[:5])
         do = "build it as in the saved run, or start a new run with `resume=False`"
-        raise CheckpointError(explain("the model", got, "the saved model", do))
+        raise fail(CheckpointError, "the model", got=got, expected="the saved model", do=do)
 
 
 def _describe(entry: Any) -> str:

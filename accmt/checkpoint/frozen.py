@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 from accmt.checkpoint.state_dicts import kept_buffers, local_part, model_state, plain_parameter_names, plain_parts
-from accmt.errors import CheckpointError, explain
+from accmt.errors import CheckpointError, fail
 from accmt.processes import gather_objects
 from accmt.sharded_tensors import bytes_of, make_whole
 
@@ -128,10 +128,10 @@ def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
     weights = {**model_state(model), **plain_parameter_names(model)} if saved else {}
     others = [name for name, digest in saved.items() if name not in weights or digest_of(weights[name]) != digest]
     if others:
-        message = explain(
+        raise fail(
+            CheckpointError,
             "the frozen weights of the model",
-            f"{len(others)} of {len(saved)} differ from those of the saved run: {', '.join(others[:_SHOWN])}",
-            "the same base model as in the saved run: a checkpoint holds only the adapter",
-            "load the same base model, seed the random values in it (such as a new head), or start with `resume=False`",
+            got=f"{len(others)} of {len(saved)} differ from those of the saved run: {', '.join(others[:_SHOWN])}",
+            expected="the same base model as in the saved run: a checkpoint holds only the adapter",
+            do="load the same base model, seed its random values (such as a new head), or start with `resume=False`",
         )
-        raise CheckpointError(message)

@@ -24,7 +24,7 @@ import psutil
 import torch
 import xxhash
 
-from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError, explain
+from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError, fail
 from accmt.files import dumps, loads, write_text
 from accmt.processes import is_running, num_processes
 from accmt.version import __version__
@@ -225,7 +225,7 @@ def read_manifest(folder: Path) -> Manifest | Damage:
         got = f"format {content.get('version')}, written by accmt {writer}"
         expected = f"format {MANIFEST_VERSION}, which accmt {__version__} reads"
         do = f"install accmt {writer} or newer, or resume from another checkpoint"
-        raise CheckpointError(explain(f"checkpoint {folder}", got, expected, do))
+        raise fail(CheckpointError, f"checkpoint {folder}", got=got, expected=expected, do=do)
     try:
         return Manifest.of_content(content)
     except (KeyError, TypeError, AttributeError) as error:
@@ -273,12 +273,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             got = f"a folder without {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
             do = 'check the path, or start a new run with `resume=False` or `resume="auto"`'
         expected = f"the folder of a checkpoint, with its {MANIFEST_NAME}"
-        raise NoCheckpointError(explain(f"checkpoint {folder}", got, expected, do))
+        raise fail(NoCheckpointError, f"checkpoint {folder}", got=got, expected=expected, do=do)
     found = examine(folder)
     if isinstance(found, Damage):
         expected = f"every file as recorded in {MANIFEST_NAME}"
         do = 'resume from another checkpoint; `resume="auto"` takes the newest complete one'
-        raise CheckpointCorruptError(explain(f"checkpoint {folder}", found.reason, expected, do))
+        raise fail(CheckpointCorruptError, f"checkpoint {folder}", got=found.reason, expected=expected, do=do)
     return found
 
 
@@ -298,4 +298,4 @@ def _name_fault(path: Path, name: str, error: OSError) -> str:
         return f"{name} cannot be read: {error.strerror}"
     do = "try again, or move this checkpoint away to use the one before it"
     got = f"it cannot be read: {error.strerror}"
-    raise CheckpointError(explain(str(path), got, "a readable file", do)) from error
+    raise fail(CheckpointError, str(path), got=got, expected="a readable file", do=do) from error

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError, explain
+from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError, fail
 from accmt.libraries.private_names import buffers_of, is_saved, is_traceable_wrapper_subclass, tree_leaves
 from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.sharded_tensors import is_expanded, write_into
@@ -116,7 +116,7 @@ def decode(text: str) -> Any:
         return json.loads(text, object_hook=_unmark)
     except json.JSONDecodeError as error:
         got, do = f"invalid JSON: {error}", "resume from another checkpoint"
-        raise CheckpointCorruptError(explain("a checkpoint's state", got, "typed JSON", do)) from error
+        raise fail(CheckpointCorruptError, "a checkpoint's state", got=got, expected="typed JSON", do=do) from error
 
 
 def _to_json(value: Any, where: str) -> Any:
@@ -134,14 +134,13 @@ def _to_json(value: Any, where: str) -> Any:
 
 def _cannot_store(where: str, value: Any) -> CheckpointError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return CheckpointError(
-        explain(
-            where,
-            f"a {kind}, which cannot be stored",
-            "None, numbers, strings, bytes, tensors, NumPy arrays, and lists, tuples, named tuples, dicts, sets and "
-            "deques of them (no subclasses)",
-            "convert it in `state_dict` (float(x), list(x), torch.as_tensor(x)) and back in `load_state_dict`",
-        )
+    return fail(
+        CheckpointError,
+        where,
+        got=f"a {kind}, which cannot be stored",
+        expected="None, numbers, strings, bytes, tensors, NumPy arrays, and lists, tuples, named tuples, dicts, sets "
+        "and deques of them (no subclasses)",
+        do="convert it in `state_dict` (float(x), list(x), torch.as_tensor(x)) and back in `load_state_dict`",
     )
 
 
@@ -232,7 +231,7 @@ def _unmark(value: dict[str, Any]) -> Any:
     if mark not in _READERS:
         got = f"the mark {mark!r}, which this version of accmt does not know"
         do = "load it with the version of accmt that wrote it (see manifest.json)"
-        raise CheckpointError(explain("a checkpoint's state", got, f"one of {', '.join(_READERS)}", do))
+        raise fail(CheckpointError, "a checkpoint's state", got=got, expected=f"one of {', '.join(_READERS)}", do=do)
     return _READERS[mark](value[mark])
 
 
@@ -245,7 +244,7 @@ def _find_saved_kind(description: str) -> Any:
     if kind is None:
         got, module = f"{description}, which is not defined", description.partition(":")[0]
         do = f"define it at the top level of {module}, and import that module before fit"
-        raise CheckpointError(explain("a value of the checkpoint", got, "the class that was saved", do))
+        raise fail(CheckpointError, "a value of the checkpoint", got=got, expected="the class that was saved", do=do)
     return kind
 
 
@@ -263,7 +262,9 @@ def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that every tensor of model and optimizers has a plain name."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         got, do = "a model sharded by FSDP version 1", "set `fsdp_version: 2` in Accelerate's configuration"
-        raise CheckpointError(explain(type(model).__name__, got, "DDP, or `fully_shard` (FSDP version 2)", do))
+        raise fail(
+            CheckpointError, type(model).__name__, got=got, expected="DDP, or `fully_shard` (FSDP version 2)", do=do
+        )
     for index, optimizer in enumerate(optimizers):
         _require_parameters_of(model, optimizer, f"{type(optimizer).__name__} (optimizer {index})")
 
@@ -283,7 +284,7 @@ def require_complete(model: nn.Module) -> None:
         got = f"a `state_dict` without {', '.join(missing[:5])} ({len(missing)} of {len(tensors)})"
         expected = "all trained parameters and persistent buffers, so that a run can resume from a checkpoint"
         do = "return them, or train without checkpoints (`checkpoint_every=None`)"
-        raise CheckpointError(explain("self.model", got, expected, do))
+        raise fail(CheckpointError, "self.model", got=got, expected=expected, do=do)
 
 
 def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -347,7 +348,9 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> State:
             "use FSDP2, which shards the optimizer too: accmt launch --strat fsdp2, with the inner optimizer; or train "
         )
         do += "without checkpoints: Trainer(checkpoint_every=None)"
-        raise CheckpointError(explain(type(optimizer).__name__, got, "an optimizer with its whole state", do))
+        raise fail(
+            CheckpointError, type(optimizer).__name__, got=got, expected="an optimizer with its whole state", do=do
+        )
     state = optimizer.state_dict()
     kept: State = {"class": _class_of(optimizer), "state": {}, "param_groups": []}
     if _is_by_index(state, len(names)):
@@ -395,7 +398,7 @@ def _require_no_shards(optimizer: Any, state: State) -> None:
         got = "a `state_dict` in another form than that of torch.optim, with sharded tensors"
         do = "use the optimizer inside it alone; or launch with `accmt launch --strat ddp`"
         expected = "`state` by the parameters' indices, and `param_groups`"
-        raise CheckpointError(explain(type(optimizer).__name__, got, expected, do))
+        raise fail(CheckpointError, type(optimizer).__name__, got=got, expected=expected, do=do)
 
 
 def restore_model(model: nn.Module, state: State) -> None:
@@ -493,14 +496,14 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -
     for number, group in enumerate(optimizer.param_groups):
         unknown = [tuple(parameter.shape) for parameter in group["params"] if parameter not in known]
         if unknown:
-            message = explain(
+            raise fail(
+                ModuleContractError,
                 f"{where}, param_groups[{number}]",
-                f"{len(unknown)} parameters that the model does not have, of shapes {unknown[:3]}",
-                "parameters of the model: only those are saved and loaded",
-                "make the module that owns them a submodule of `self.model`; during a run keep its layers, and change "
-                "their values instead (layer.reset_parameters(), layer.load_state_dict(...))",
+                got=f"{len(unknown)} parameters that the model does not have, of shapes {unknown[:3]}",
+                expected="parameters of the model: only those are saved and loaded",
+                do="make the module that owns them a submodule of `self.model`; during a run keep its layers, and "
+                "change their values instead (layer.reset_parameters(), layer.load_state_dict(...))",
             )
-            raise ModuleContractError(message)
 
 
 def _wrapped_paths(model: nn.Module) -> set[str]:
@@ -531,7 +534,7 @@ def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
     expected = "the same optimizer and parameter groups as in the saved run"
     reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
     do = f"build it as in the saved run, or start with a new optimizer: {reset}"
-    return CheckpointError(explain(type(optimizer).__name__, got, expected, do))
+    return fail(CheckpointError, type(optimizer).__name__, got=got, expected=expected, do=do)
 
 
 # The dtypes that both safetensors and its reader in torch.distributed.checkpoint support.
@@ -595,13 +598,13 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
             if put_together is None:
                 got, expected = f"{reference.kind}, which is not imported", "the tensor subclass that was saved"
                 do = f"import {reference.kind.partition(':')[0]} (and define it at top level)"
-                raise CheckpointError(explain("a tensor of the checkpoint", got, expected, do))
+                raise fail(CheckpointError, "a tensor of the checkpoint", got=got, expected=expected, do=do)
             whole: Tensor = put_together(dict(parts), reference.context, torch.Size(reference.size), reference.stride)
             return whole
         if reference.name in tensors:
             return tensors[reference.name]
         got, do = f"no tensor {reference.name!r}", "resume from another checkpoint"
-        raise CheckpointCorruptError(explain(path or "state", got, "the files of one checkpoint", do))
+        raise fail(CheckpointCorruptError, path or "state", got=got, expected="the files of one checkpoint", do=do)
 
     return map_leaves(rest, "", _PLACEHOLDERS, find)
 
@@ -719,10 +722,10 @@ def _require_storable(tensor: Tensor, path: str) -> None:
     if _is_storable(tensor):
         return
     kind = "nested tensor" if tensor.is_nested else "tensor"
-    message = explain(
+    raise fail(
+        CheckpointError,
         path or "state",
-        f"a {kind} ({tensor.dtype}, {tensor.layout}, on {tensor.device}), which cannot be stored",
-        f"a dense tensor with data, of {', '.join(sorted(str(dtype) for dtype in STORABLE))}",
-        "convert it in `state_dict`, or exclude it from the state (a buffer: `persistent=False`)",
+        got=f"a {kind} ({tensor.dtype}, {tensor.layout}, on {tensor.device}), which cannot be stored",
+        expected=f"a dense tensor with data, of {', '.join(sorted(str(dtype) for dtype in STORABLE))}",
+        do="convert it in `state_dict`, or exclude it from the state (a buffer: `persistent=False`)",
     )
-    raise CheckpointError(message)

@@ -54,7 +54,7 @@ from accmt.checkpoint.retention import (
     remove,
     set_aside,
 )
-from accmt.errors import CheckpointError, explain
+from accmt.errors import CheckpointError, explain, fail
 from accmt.files import (
     LOCK_NAME,
     FolderLock,
@@ -193,8 +193,9 @@ class CheckpointStore:
                     "a separate folder for each run: runs in one folder would move and delete each other's checkpoints"
                 )
                 do = "wait for that run, stop it, or pass another `checkpoint` folder"
-                message = explain(f"checkpoint folder {self.folder}", got, expected, do)
-                raise CheckpointError(message) from None
+                raise fail(
+                    CheckpointError, f"checkpoint folder {self.folder}", got=got, expected=expected, do=do
+                ) from None
 
         self._run_on_each_disk(lock)
 
@@ -391,7 +392,9 @@ class CheckpointStore:
         except OSError as error:
             expected = f"a folder whose checkpoints can be moved to {previous}"
             do = "move them away, pass another `checkpoint` folder, or resume the earlier run with `resume=True`"
-            raise CheckpointError(explain(f"checkpoint folder {self.folder}", str(error), expected, do)) from error
+            raise fail(
+                CheckpointError, f"checkpoint folder {self.folder}", got=str(error), expected=expected, do=do
+            ) from error
         say(f"moved the checkpoints of an earlier run in {self.folder} to {previous}")
         return previous
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.tracking.history import HISTORY_FILE
 
 
@@ -50,4 +50,4 @@ def require_run(folder: Path, command: str) -> None:
     if runs:
         shown = [f"    accmt {command} {shlex.quote(str(run))}" for run in runs[:_SHOWN]]
         got, do = f"a folder with {len(runs)} run(s)", "\n".join(["choose one of them (newest first):", *shown])
-    raise ArgumentError(explain(f"accmt {command} {folder}", got, expected, do))
+    raise fail(ArgumentError, f"accmt {command} {folder}", got=got, expected=expected, do=do)

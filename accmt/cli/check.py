@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_remote(options: argparse.Namespace) -> int:
     from accmt.addons.remote_checkpoints import RemoteFolder, clean, explaining
-    from accmt.errors import NoCheckpointError, explain
+    from accmt.errors import NoCheckpointError, fail
     from accmt.files import dumps
 
     if options.clean:
@@ -57,7 +57,7 @@ def _check_remote(options: argparse.Namespace) -> int:
         found = remote.checkpoints()
     if not found:
         do = "check the URL"
-        raise NoCheckpointError(explain(remote.shown, "no checkpoints", "a folder of checkpoints", do))
+        raise fail(NoCheckpointError, remote.shown, got="no checkpoints", expected="a folder of checkpoints", do=do)
     if options.json:
         rows = [{"name": one.name, "is_complete": not one.problem, "problem": one.problem} for one in found]
         print(dumps({"checkpoints": rows}, indent=2))

@@ -31,7 +31,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.sft.module import SFTModule, describe_data
     from accmt.addons.sft.rows import read_rows
-    from accmt.errors import HyperParameterError, explain
+    from accmt.errors import HyperParameterError, fail
     from accmt.trainer import Trainer
 
     trainer = Trainer.from_argparse_args(options, hps_config=options.hps, model_path="unused")
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     section = hps.section("sft")
     if section is None or not section.data:
         do = "add `sft: {data: train.jsonl}` to the file"
-        raise HyperParameterError(explain(hps.where("sft"), "no training data", "training data", do))
+        raise fail(HyperParameterError, hps.where("sft"), got="no training data", expected="training data", do=do)
     module = SFTModule.from_hps(hps, in_fit=True)
     rows = read_rows(hps.where("sft", "data"), section.data, "train")
     for line in describe_data(module, rows, trainer.settings, num_batches=options.batches, seed=options.seed):

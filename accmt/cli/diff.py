@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 
 DIFFERENT = 1
 
@@ -28,7 +28,9 @@ def run(options: argparse.Namespace) -> int:
         print("RUN_A and RUN_B are the same folder: reporting the steps that were repeated after a resume")
         if not any("step" in line for line in ledger.lines):
             do = "choose a run that has made a step"
-            raise ArgumentError(explain(f"accmt diff {options.first}", "a ledger without steps", "a step", do))
+            raise fail(
+                ArgumentError, f"accmt diff {options.first}", got="a ledger without steps", expected="a step", do=do
+            )
         repeated = [line["differs"] for line in ledger.lines if "differs" in line]
         for one in repeated:
             because = f"; changed: {', '.join(one['because'])}" if one["because"] else ""

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from accmt.cli.arguments import read_number, require_run
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,19 +48,25 @@ def run(options: argparse.Namespace) -> int:
     where = f"accmt evaluate {options.folder}"
     if ":/" in str(options.folder):
         got, do = "a URL", "run it where the run folder and the checkpoints are"
-        raise ArgumentError(explain(where, got, "a run folder on this machine", do))
+        raise fail(ArgumentError, where, got=got, expected="a run folder on this machine", do=do)
     if options.model_path is not None and options.save_best is None:
-        raise ArgumentError(explain(where, "--model-path without --save-best", "both", "--save-best best_valid_loss"))
+        raise fail(
+            ArgumentError,
+            where,
+            got="--model-path without --save-best",
+            expected="both",
+            do="--save-best best_valid_loss",
+        )
     run_folder, model = find_run_of(options.folder, options.run_folder, where)
     if model is not None and (options.watch or options.save_best):
         got = f"{'--watch' if options.watch else '--save-best'} with a model folder, which is one model"
-        raise ArgumentError(explain(where, got, "a run folder", f"accmt evaluate {run_folder} --watch"))
+        raise fail(ArgumentError, where, got=got, expected="a run folder", do=f"accmt evaluate {run_folder} --watch")
     require_run(run_folder, "evaluate")
     try:
         wait_s = read_max_time(options.wait)
     except ArgumentError:
         got, do = f"--wait {options.wait}", '--wait "10 minutes"'
-        raise ArgumentError(explain(where, got, "a time above 0", do)) from None
+        raise fail(ArgumentError, where, got=got, expected="a time above 0", do=do) from None
     prepared = prepare_evaluation(
         run_folder,
         watches=options.watch,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 
 FILES = Path(__file__).with_name("example_files")
 
@@ -25,7 +25,9 @@ def run(options: argparse.Namespace) -> int:
     there = [name for name in files if (options.folder / name).exists()]
     if there:
         got, do = f"a folder with {', '.join(there)}", "choose another folder"
-        raise ArgumentError(explain(f"accmt example {options.folder}", got, "a folder without these files", do))
+        raise fail(
+            ArgumentError, f"accmt example {options.folder}", got=got, expected="a folder without these files", do=do
+        )
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (options.folder / name).write_text(text, encoding="utf-8")

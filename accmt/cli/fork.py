@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from accmt.cli.arguments import add_when_parsed, require_run
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 
 _WITHOUT = ("hps_config", "fork", "resume", "run_name", "seed", "fast_dev_run", "overfit_batches")
 
@@ -37,7 +37,9 @@ def run(options: argparse.Namespace) -> int:
 
     if ":/" in str(options.run_folder):
         got, do = "a URL", "copy the run folder and its checkpoints to this machine"
-        raise ArgumentError(explain(f"accmt fork {options.run_folder}", got, "a run folder on this machine", do))
+        raise fail(
+            ArgumentError, f"accmt fork {options.run_folder}", got=got, expected="a run folder on this machine", do=do
+        )
     require_run(options.run_folder, "fork")
     names = {flag.name for flag in list_flags()} - set(_WITHOUT)
     prepared = prepare_fork(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accmt.errors import ArgumentError, WeightsError, explain
+from accmt.errors import ArgumentError, WeightsError, fail
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,12 +39,12 @@ def run(options: argparse.Namespace) -> int:
     where = f"accmt get ... {options.output}"
     if checkpoint.folder.resolve() in (options.output.resolve(), *options.output.resolve().parents):
         got = "a folder inside the checkpoint, which this would damage"
-        raise ArgumentError(explain(where, got, "another folder", "out/weights"))
+        raise fail(ArgumentError, where, got=got, expected="another folder", do="out/weights")
     if options.output.exists() and not options.output.is_dir():
-        raise ArgumentError(explain(where, "a file", "a folder", "choose another name"))
+        raise fail(ArgumentError, where, got="a file", expected="a folder", do="choose another name")
     if not options.overwrite and options.output.is_dir() and any(options.output.iterdir()):
         do = "choose another folder, or add --overwrite: it replaces the weights and keeps other files"
-        raise ArgumentError(explain(where, "a folder with files in it", "a new or empty folder", do))
+        raise fail(ArgumentError, where, got="a folder with files in it", expected="a new or empty folder", do=do)
     weights = _read(checkpoint)
     config = None if options.bare else options.config
     run_folder = checkpoint.folder.resolve().parent
@@ -82,7 +82,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if num_left_out:
         got = f"an adapter: {num_left_out} frozen weights are not in the checkpoint"
         do = "load the model folder with PEFT, or use `Trainer.validate(module, data, ckpt_path=...)`"
-        raise WeightsError(explain(f"checkpoint {checkpoint.folder}", got, "all weights of a model", do))
+        raise fail(WeightsError, f"checkpoint {checkpoint.folder}", got=got, expected="all weights of a model", do=do)
     return weights
 
 
@@ -112,13 +112,15 @@ def _save_by_config(
 
     if not (config_folder / _CONFIG).is_file():  # otherwise transformers would ask the hub
         do = "pass the folder of a saved model, or write only the weights: --bare"
-        raise WeightsError(explain(str(config_folder), f"no {_CONFIG}", "the configuration of the model", do))
+        raise fail(
+            WeightsError, str(config_folder), got=f"no {_CONFIG}", expected="the configuration of the model", do=do
+        )
     config = transformers.AutoConfig.from_pretrained(config_folder, local_files_only=True)
     name = next(iter(config.architectures or ()), "no class")
     model_class = getattr(transformers, name, None)
     if model_class is None:
         expected, do = "a class of transformers", "write only the weights, and load them into your own model"
-        raise WeightsError(explain(str(config_folder / _CONFIG), f"the model class {name}", expected, do))
+        raise fail(WeightsError, str(config_folder / _CONFIG), got=f"the model class {name}", expected=expected, do=do)
     with torch.device("meta"):
         model = model_class(config)
     model.to(next(value.dtype for value in state_dict.values() if value.is_floating_point()))

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from accmt.cli.strats import STRATEGIES
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, explain, fail
 
 # ---- Several machines
 
@@ -96,30 +96,40 @@ def read_machines(options: argparse.Namespace) -> Machines:
     """
     least, most = _read_number(options.nodes)
     if options.max_restarts < 0:
-        raise ArgumentError(explain("accmt launch --max-restarts", str(options.max_restarts), "an integer >= 0", "3"))
+        raise fail(
+            ArgumentError,
+            "accmt launch --max-restarts",
+            got=str(options.max_restarts),
+            expected="an integer >= 0",
+            do="3",
+        )
     if most == 1:
         if options.node_rank is not None or options.address is not None:
-            raise ArgumentError(
-                explain(_WHERE, "--node-rank or --address without --nodes", "the number of machines", _EXAMPLE)
+            raise fail(
+                ArgumentError,
+                _WHERE,
+                got="--node-rank or --address without --nodes",
+                expected="the number of machines",
+                do=_EXAMPLE,
             )
         return Machines(1, 1, 0, None, _PORT, options.max_restarts)
     if options.node_rank is None or options.address is None:
         got = f"{options.nodes} without --node-rank or --address"
-        raise ArgumentError(explain(_WHERE, got, "both of them", _EXAMPLE))
+        raise fail(ArgumentError, _WHERE, got=got, expected="both of them", do=_EXAMPLE)
     if not 0 <= options.node_rank < most:
         got, expected = str(options.node_rank), f"an integer from 0 to {most - 1}"
-        raise ArgumentError(explain("accmt launch --node-rank", got, expected, _EXAMPLE))
+        raise fail(ArgumentError, "accmt launch --node-rank", got=got, expected=expected, do=_EXAMPLE)
     if options.strat in ("hsdp", "tp") and least != most:
         do = f"--nodes {most}; or --strat fsdp2, which supports any number of processes"
         got = f"--strat {options.strat}"
-        raise ArgumentError(explain(f"{_WHERE} {options.nodes}", got, "groups of a fixed size", do))
+        raise fail(ArgumentError, f"{_WHERE} {options.nodes}", got=got, expected="groups of a fixed size", do=do)
     # Split host and port; an IPv6 address with a port must be in brackets.
     match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+))?", options.address)
     is_plain_ipv6 = match is None and options.address.count(":") > 1 and "[" not in options.address
     host, port = (options.address, None) if is_plain_ipv6 else (match[1], match[2]) if match else ("", None)
     if not host or int(port or _PORT) > 65535:
         expected = "a host, or a host and a port: 10.0.0.1:29500 or [fd00::1]:29500"
-        raise ArgumentError(explain("accmt launch --address", repr(options.address), expected, _EXAMPLE))
+        raise fail(ArgumentError, "accmt launch --address", got=repr(options.address), expected=expected, do=_EXAMPLE)
     return Machines(least, most, options.node_rank, host.strip("[]"), int(port or _PORT), options.max_restarts)
 
 
@@ -127,7 +137,9 @@ def _read_number(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
-        raise ArgumentError(explain(_WHERE, repr(text), "an integer >= 1, or a range such as 1:4", "--nodes 2"))
+        raise fail(
+            ArgumentError, _WHERE, got=repr(text), expected="an integer >= 1, or a range such as 1:4", do="--nodes 2"
+        )
     return least, most
 
 
@@ -167,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.gpus and max(map(int, options.gpus)) >= _num_gpus():  # else the script would silently train on the CPU
         got, do = f"{','.join(options.gpus)} with {_num_gpus()} GPUs", "GPU indices, which start at 0; or --cpu"
-        raise ArgumentError(explain("accmt launch --gpus", got, "GPUs of this machine", do))
+        raise fail(ArgumentError, "accmt launch --gpus", got=got, expected="GPUs of this machine", do=do)
     os.environ.update(environment)
     if _strategy(options) == "single":
         sys.stdout.flush()
@@ -199,7 +211,7 @@ def build_command(options: argparse.Namespace) -> list[str]:
     if not os.path.isfile(options.script):  # noqa: PTH113 - not a Path, because the script is passed as typed
         if options.script not in _COMMANDS:
             expected, do = f"a Python file, or one of {', '.join(_COMMANDS)}", "accmt launch train.py"
-            raise ArgumentError(explain(f"accmt launch {options.script}", "no such file", expected, do))
+            raise fail(ArgumentError, f"accmt launch {options.script}", got="no such file", expected=expected, do=do)
         script = ["-m", "accmt.cli.main", *script]
     machines = read_machines(options)
     if _strategy(options) == "single":
@@ -214,23 +226,29 @@ def _count_processes(options: argparse.Namespace) -> int:
     if number is None:
         number = 1 if options.strat == "single" else max(num_gpus, 1)
     if number < 1:
-        raise ArgumentError(explain("accmt launch -N", str(number), "an integer >= 1", "-N 2"))
+        raise fail(ArgumentError, "accmt launch -N", got=str(number), expected="an integer >= 1", do="-N 2")
     machines = read_machines(options)
     if options.strat == "hsdp":
         of_all, replicate = number * machines.most, options.replicate
         if replicate < 1 or of_all % replicate or of_all == replicate:
             got, do = f"{of_all} processes in {replicate} groups", "for example -N 4 --replicate 2; or --strat fsdp2"
-            raise ArgumentError(explain("accmt launch --strat hsdp", got, "groups of equal size, at least 2", do))
+            raise fail(
+                ArgumentError, "accmt launch --strat hsdp", got=got, expected="groups of equal size, at least 2", do=do
+            )
     if options.strat == "tp" and (options.tp < 2 or number % options.tp):
         # A tensor-parallel group, which exchanges activations in every layer, must fit on one machine.
         got, do = f"--tp {options.tp} with {number} processes per machine", "for example -N 4 --tp 2; or --strat fsdp2"
-        raise ArgumentError(explain("accmt launch --strat tp", got, "an integer >= 2 that divides them", do))
+        raise fail(
+            ArgumentError, "accmt launch --strat tp", got=got, expected="an integer >= 2 that divides them", do=do
+        )
     if options.strat == "single" and (number > 1 or machines.needs_launcher):
         got = f"-N {number}, --nodes {machines.most}" if machines.needs_launcher else f"-N {number}"
-        raise ArgumentError(explain("accmt launch --strat single", got, "one process", "--strat ddp"))
+        raise fail(ArgumentError, "accmt launch --strat single", got=got, expected="one process", do="--strat ddp")
     if num_gpus and number > num_gpus:
         do = f"-N {num_gpus}, or --cpu"
-        raise ArgumentError(explain("accmt launch -N", f"{number} for {num_gpus} GPUs", "one GPU per process", do))
+        raise fail(
+            ArgumentError, "accmt launch -N", got=f"{number} for {num_gpus} GPUs", expected="one GPU per process", do=do
+        )
     return int(number)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +26,10 @@ def run(options: argparse.Namespace) -> int:
 
     where = f"accmt merge ... {options.output}"
     if options.output.resolve() == options.adapter.resolve():
-        raise ArgumentError(explain(where, "the folder of the adapter", "another folder", "out/merged"))
+        raise fail(ArgumentError, where, got="the folder of the adapter", expected="another folder", do="out/merged")
     if not options.overwrite and options.output.is_dir() and any(options.output.iterdir()):
         do = "choose another folder, or add --overwrite: it replaces the weights and keeps other files"
-        raise ArgumentError(explain(where, "a folder with files in it", "a new or empty folder", do))
+        raise fail(ArgumentError, where, got="a folder with files in it", expected="a new or empty folder", do=do)
     arguments = {} if options.dtype is None else {"dtype": options.dtype}
     merge_adapter(options.adapter, options.output, options.type, **arguments)
     print(f"{options.output}: a full model, for transformers")

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from accmt.addons.command_line import HPS_FLAGS
     from accmt.addons.model_from_hps import build_from_hps
     from accmt.addons.text_tables import align
-    from accmt.errors import ArgumentError, explain
+    from accmt.errors import ArgumentError, fail
     from accmt.optimization import build_optimizer
     from accmt.options import HyperParameters
 
@@ -48,7 +48,9 @@ def run(options: argparse.Namespace) -> int:
     section = hps.section("model")
     if options.model is None and section is None:
         do = "add --model out/base"
-        raise ArgumentError(explain("accmt params", f"no `model` in {options.hps}", "the model to show", do))
+        raise fail(
+            ArgumentError, "accmt params", got=f"no `model` in {options.hps}", expected="the model to show", do=do
+        )
     model = _build_empty(options.model, options.type) if section is None or options.model else build_from_hps(hps)
     optimizer = build_optimizer(hps, model)
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.cli.arguments import read_number
-from accmt.errors import AccmtError, ArgumentError, explain
+from accmt.errors import AccmtError, ArgumentError, fail
 
 if TYPE_CHECKING:
     from accmt.addons.prove import Proof
@@ -38,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     script = Path(options.script)
     if not script.is_file():
-        raise ArgumentError(explain("accmt prove", f"{script}: no such file", "a Python file", "accmt prove train.py"))
+        raise fail(
+            ArgumentError,
+            "accmt prove",
+            got=f"{script}: no such file",
+            expected="a Python file",
+            do="accmt prove train.py",
+        )
     found = _prove_script(script, options.arguments, options.steps, options.samples)
     print(f"the first trainer.fit, {found.place}\n{found.proof}")
     return 0 if found.proof.is_right else DIFFERENT
@@ -90,11 +96,17 @@ def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) 
         if reached:
             raise
         got = f"the script ended before trainer.fit: {type(error).__name__}: {error}"
-        raise ArgumentError(
-            explain(f"accmt prove {script}", got, "a script that calls fit", "run it alone first")
+        raise fail(
+            ArgumentError, f"accmt prove {script}", got=got, expected="a script that calls fit", do="run it alone first"
         ) from error
     finally:
         Trainer.fit = original  # type: ignore[method-assign]
         sys.argv, sys.path[:] = before
     got = "the script ended without trainer.fit"
-    raise ArgumentError(explain(f"accmt prove {script}", got, "a script that calls fit", "pass the arguments it needs"))
+    raise fail(
+        ArgumentError,
+        f"accmt prove {script}",
+        got=got,
+        expected="a script that calls fit",
+        do="pass the arguments it needs",
+    )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.tracking.history import DEFAULT_LOGGING_DIR, HISTORY_FILE
 
 if TYPE_CHECKING:
@@ -36,7 +36,13 @@ def run(options: argparse.Namespace) -> int:
     if not places:
         got = "a folder without runs" if folder.is_dir() else f"no such folder; you are in {Path.cwd()}"
         do = "pass the logging_dir of the runs; Trainer(logging_dir=...) is `logs` by default"
-        raise ArgumentError(explain(f"accmt runs {folder}", got, "a folder with runs: <track_name>/<run_name>", do))
+        raise fail(
+            ArgumentError,
+            f"accmt runs {folder}",
+            got=got,
+            expected="a folder with runs: <track_name>/<run_name>",
+            do=do,
+        )
     runs = sorted(map(read_run, places), key=lambda one: one.began)
     rows = list(_draw_tree(runs, folder)) if options.tree else [_describe(one, _name(one, folder)) for one in runs]
     print(*align([_HEAD, *rows]), sep="\n")

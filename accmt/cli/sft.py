@@ -74,7 +74,7 @@ def train_on_rows(options: argparse.Namespace, name: str, find_module: Callable[
     from accmt.addons.command_line import HPS_FLAGS
     from accmt.addons.merging import merge_adapter, require_mergeable
     from accmt.addons.sft.rows import read_rows
-    from accmt.errors import HyperParameterError, explain
+    from accmt.errors import HyperParameterError, fail
     from accmt.trainer import Trainer
 
     typed = {f"{name}.{key}": value for key in _FLAGS if (value := getattr(options, key)) is not None}
@@ -84,7 +84,7 @@ def train_on_rows(options: argparse.Namespace, name: str, find_module: Callable[
     section = hps.section(name)
     if section is None or not section.data:
         do = f"add `{name}: {{data: train.jsonl}}` to the file, or pass --data train.jsonl"
-        raise HyperParameterError(explain(hps.where(name), "no training data", "training data", do))
+        raise fail(HyperParameterError, hps.where(name), got="no training data", expected="training data", do=do)
     if section.merge:
         require_mergeable(hps, name)
     module = find_module(section).from_hps(hps, in_fit=True)

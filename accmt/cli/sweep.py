@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.sweep.results import Lines, LiveTable, write_table
     from accmt.addons.sweep.worker import Sweep
-    from accmt.errors import ArgumentError, explain
+    from accmt.errors import ArgumentError, fail
 
     sweep = Sweep.from_yaml(options.sweep, **({} if options.parallel is None else {"parallel": options.parallel}))
     if options.report:
@@ -47,7 +47,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.command:
         do = f"accmt sweep {options.sweep} -- python train.py"
-        raise ArgumentError(explain("accmt sweep", "no command", "the command that starts the training script", do))
+        raise fail(
+            ArgumentError,
+            "accmt sweep",
+            got="no command",
+            expected="the command that starts the training script",
+            do=do,
+        )
     try:
         result = sweep.run(options.command, view=LiveTable() if sys.stderr.isatty() else Lines())
     except KeyboardInterrupt as stopped:

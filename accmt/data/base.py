@@ -15,7 +15,7 @@ from accmt.data.fetching import Fetched, WorkerStart
 from accmt.data.fingerprints import Rows, compare
 from accmt.data.samplers import Plan, Shard
 from accmt.data.seeding import derive_seed
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.libraries.private_names import split_of_stream
 from accmt.messages import say, say_once
 from accmt.processes import gather_from_data, gather_objects, num_data_processes, num_processes
@@ -203,7 +203,7 @@ def require_batch(batch: Any, options: SourceOptions) -> None:
         "return the batch; to skip samples that cannot be read, raise an error in __getitem__ and pass "
         'failures={"on_bad_sample": "skip"}'
     )
-    raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch of all its samples", do))
+    raise fail(DataError, f"a batch of the {options.kind} data", got=got, expected="a batch of all its samples", do=do)
 
 
 def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
@@ -234,7 +234,7 @@ def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
         "If only the augmentation differs, draw its random numbers from torch, numpy or random, which are seeded, not "
         "from the operating system"
     )
-    raise DataError(explain(f"the {options.kind} data", got, expected, do))
+    raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
 
 
 def _find_other(
@@ -274,7 +274,7 @@ def require_same_everywhere(options: SourceOptions, has: str, order: str) -> Non
         got = f"{first}, in different orders on process {other} and process {index}"
     expected = "the same data in the same order on every process: accmt shards it"
     do = 'build the data the same way on every process (one seed), or pass Trainer(data_options={"shard": False})'
-    raise DataError(explain(f"the {options.kind} data", got, expected, do))
+    raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
 
 
 def require_same_end(options: SourceOptions, read: str) -> None:
@@ -288,14 +288,20 @@ def require_same_end(options: SourceOptions, read: str) -> None:
         got = f"{first} on process {index}, {second} on process {other}"
         expected = "the same stream on every process: accmt shards it"
         do = 'read the same files in the same order on every process, or pass Trainer(data_options={"shard": False})'
-        raise DataError(explain(f"the {options.kind} data, which can only be read from the start", got, expected, do))
+        raise fail(
+            DataError,
+            f"the {options.kind} data, which can only be read from the start",
+            got=got,
+            expected=expected,
+            do=do,
+        )
 
 
 def require_not_empty(count: int, options: SourceOptions, got: str) -> None:
     """Check that an epoch is not empty."""
     if count == 0:
         do = "check the data's path and filters, the sampler, and drop_last"
-        raise DataError(explain(f"the {options.kind} data", got, "at least one sample and one batch", do))
+        raise fail(DataError, f"the {options.kind} data", got=got, expected="at least one sample and one batch", do=do)
 
 
 def length_of(data: Any) -> int | None:
@@ -414,7 +420,7 @@ def say_not_compared(options: SourceOptions) -> None:
 def cannot_resume(options: SourceOptions, got: str, expected: str, do: str | None = None) -> DataError:
     """Return the error for data with which an interrupted epoch cannot resume."""
     do = do or "resume with the same data, sampler and batches, or start a new run with resume=False"
-    return DataError(explain(f"the {options.kind} data of a resumed epoch", got, expected, do))
+    return fail(DataError, f"the {options.kind} data of a resumed epoch", got=got, expected=expected, do=do)
 
 
 def plan_epoch(num_samples: int, options: SourceOptions, *, multiple: int = 1, start: EpochStart = EPOCH_START) -> Plan:

@@ -11,7 +11,7 @@ import torch
 
 from accmt.data.fetching import BadSample
 from accmt.data.seeding import derive_seed
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 
 
 class Cut(NamedTuple):
@@ -181,13 +181,12 @@ def count_samples(batch: Any, collated: int | None) -> int:
     got = "a batch without tensors or lists" if samples is None else f"a first dimension of {samples}"
     if collated is not None:
         got += f", in a batch of {collated} collated samples"
-    raise DataError(
-        explain(
-            "the number of samples in a batch, which weights its loss",
-            got,
-            "the samples as the first dimension of the first tensor, as many as were collated",
-            "define get_batch_size(self, batch) in the module, for example with `return len(batch[1])`",
-        )
+    raise fail(
+        DataError,
+        "the number of samples in a batch, which weights its loss",
+        got=got,
+        expected="the samples as the first dimension of the first tensor, as many as were collated",
+        do="define get_batch_size(self, batch) in the module, for example with `return len(batch[1])`",
     )
 
 

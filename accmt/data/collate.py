@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, fail
 from accmt.libraries.versions import require
 from accmt.messages import warn_once
 
@@ -70,7 +70,9 @@ def build_collate(value: Any) -> Collate | None:
     functions = list(value) if isinstance(value, list | tuple) else [value]
     if not functions or not all(callable(function) for function in functions):
         expected = "a function that takes a list of samples, or a list of such functions"
-        raise ArgumentError(explain("Trainer(collate_fn=...)", repr(value), expected, "collate_fn=my_function"))
+        raise fail(
+            ArgumentError, "Trainer(collate_fn=...)", got=repr(value), expected=expected, do="collate_fn=my_function"
+        )
     return functions[0] if len(functions) == 1 else CollateChain(functions)
 
 
@@ -91,7 +93,7 @@ def collate_or_explain(samples: list[Any]) -> Any:
         has_label_lists = isinstance(labels, list) or getattr(labels, "ndim", 0) > 0
         collator = "DataCollatorForSeq2Seq" if has_label_lists else "DataCollatorWithPadding"
         do = f"Trainer(collate_fn={collator}(tokenizer)) for text, or your own function"
-        raise DataError(explain("making a batch", str(error), expected, do)) from error
+        raise fail(DataError, "making a batch", got=str(error), expected=expected, do=do) from error
 
 
 def _warn_of_dropped_keys(samples: list[Any]) -> None:
@@ -155,4 +157,10 @@ def in_buckets(collate: Any, bucket: int) -> Collate:
 
 def _reject(got: str, bucket: int) -> Collate:
     where, expected = f'Trainer(compile={{"buckets": {bucket}}}): the collate function', "one that pads to a multiple"
-    raise ArgumentError(explain(where, got, expected, "for example, collate_fn=DataCollatorWithPadding(tokenizer)"))
+    raise fail(
+        ArgumentError,
+        where,
+        got=got,
+        expected=expected,
+        do="for example, collate_fn=DataCollatorWithPadding(tokenizer)",
+    )

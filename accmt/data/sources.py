@@ -16,7 +16,7 @@ from accmt.data.batches import MicroBatch, ReadBatch, read_when_needed
 from accmt.data.fetching import Fetched
 from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.data.streams import StreamSource, UserLoaderSource
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.processes import gather_objects, num_data_processes, num_processes, process_index, sum_over_processes
 from accmt.registry import addon
 
@@ -46,10 +46,12 @@ def build_source(data: Any, options: SourceOptions) -> Source:
             got, do = f"the class {data.__name__}", f"pass an object of it: {data.__name__}(...)"
         elif hasattr(data, "__getitem__") and not isinstance(data, Mapping | bytes):
             got, do = f"{got}, which has __getitem__ but no __len__", "def __len__(self): return the number of samples"
-        raise DataError(explain(f"the {options.kind} data", got, expected, do))
+        raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
     elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas: indexing selects columns
         got, expected = f"a {type(data).__name__} of pandas", "data whose [index] is a sample"
-        raise DataError(explain(f"the {options.kind} data", got, expected, 'pass frame.to_dict("records")'))
+        raise fail(
+            DataError, f"the {options.kind} data", got=got, expected=expected, do='pass frame.to_dict("records")'
+        )
     elif is_stream(data):
         source = StreamSource(data, options.without_split_stream(data))
     elif options.batch_sampler is None:
@@ -82,7 +84,7 @@ def _wrap_user_loader(user_loader: DataLoader[Any], options: SourceOptions) -> S
 
     if isinstance(user_loader, DataLoaderStateMixin):
         got, do = "a DataLoader already sharded by accelerator.prepare", "let the Trainer prepare it"
-        raise DataError(explain(f"the {options.kind} data", got, "the DataLoader before prepare", do))
+        raise fail(DataError, f"the {options.kind} data", got=got, expected="the DataLoader before prepare", do=do)
     options = options.without_second_sharding(user_loader, user_loader.batch_sampler)
     is_plain = type(user_loader).__iter__ is DataLoader.__iter__ and not isinstance(
         user_loader.dataset, IterableDataset
@@ -163,7 +165,7 @@ class UnshardedSource:
                 got = f"{num_processes()} processes, but the position is of {len(positions)}"
                 expected = "the same number of processes as before: each has its own data, which no other can resume"
                 do = "resume on the same number of processes, with the same data_options"
-                raise DataError(explain("the data of each process in a resumed epoch", got, expected, do))
+                raise fail(DataError, "the data of each process in a resumed epoch", got=got, expected=expected, do=do)
             own = positions[process_index()]
         self._own.resume_from(epoch, first_micro_batch, own)
         self._measure()

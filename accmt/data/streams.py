@@ -36,7 +36,7 @@ from accmt.data.fetching import Fetched, end_workers, note_dead_worker, start_re
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.samplers import Plan, Shard, UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, explain, fail
 from accmt.libraries.private_names import steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
 from accmt.messages import say_once, warn_once
@@ -88,7 +88,7 @@ class SequentialSource:
         elif options.limit < 1.0:
             got = f"a limit of {options.limit}, a fraction, for data without a length"
             do = "pass a number of batches such as 100, or define __len__ for the data"
-            raise DataError(explain(f"the {options.kind} data", got, "a whole number of batches", do))
+            raise fail(DataError, f"the {options.kind} data", got=got, expected="a whole number of batches", do=do)
         self._multiple = multiple
         self._start = EPOCH_START
         self._epoch: int | None = None

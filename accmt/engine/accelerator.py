@@ -25,7 +25,7 @@ from accmt.engine.parallelism import (
 )
 from accmt.engine.shards import as_shard, is_sharded
 from accmt.engine.tensor_parallel import tensor_parallel_size
-from accmt.errors import ArgumentError, DeviceError, explain, is_out_of_memory
+from accmt.errors import ArgumentError, DeviceError, fail, is_out_of_memory
 from accmt.libraries.private_names import share_other_precision
 from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
@@ -69,7 +69,7 @@ def explaining_device() -> Iterator[None]:
             expected = "a device that this torch can use"
             do = "check `nvidia-smi`: driver and torch must support that GPU; or hide it: CUDA_VISIBLE_DEVICES="
         got = str(error).splitlines()[0]  # the rest is about debugging kernels
-        raise DeviceError(explain("the device of the run", got, expected, do)) from error
+        raise fail(DeviceError, "the device of the run", got=got, expected=expected, do=do) from error
 
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -95,7 +95,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     if _is_group_closed and _default_group() is None:
         got = "a launched program that has left its process group because a Trainer was closed"
         do = "close only the last Trainer: trainer.close(), or `with` around it"
-        raise ArgumentError(explain("a run after closing", got, "one close, after all work is done", do))
+        raise fail(ArgumentError, "a run after closing", got=got, expected="one close, after all work is done", do=do)
     user_accelerator = settings.accelerator
     parallelism = find_parallelism(settings)
     if isinstance(user_accelerator, Accelerator):
@@ -216,7 +216,9 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
 
 def _reject(name: str, trainer: Any, accelerator: Any) -> None:
     got = f"{name}: {trainer!r} in the Trainer, {accelerator!r} in the Accelerator"
-    raise ArgumentError(explain("Trainer(accelerator=...)", got, "one setting", f"set {name} only in the Trainer"))
+    raise fail(
+        ArgumentError, "Trainer(accelerator=...)", got=got, expected="one setting", do=f"set {name} only in the Trainer"
+    )
 
 
 def _warn_of_unused_gpu(user_accelerator: Any) -> None:
@@ -242,7 +244,9 @@ def _check_engine(accelerator: Accelerator) -> None:
     if accelerator.num_processes < launched:
         got = f"{launched} processes were launched, but this Accelerator has {accelerator.num_processes}"
         do = "on machines without a GPU: accelerator=Accelerator(cpu=True), or leave `accelerator` out"
-        raise ArgumentError(explain("Trainer(accelerator=...)", got, "one Accelerator for all processes", do))
+        raise fail(
+            ArgumentError, "Trainer(accelerator=...)", got=got, expected="one Accelerator for all processes", do=do
+        )
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         expected, do = "fp16 on a GPU: CPUs have no fast fp16 arithmetic", 'mixed_precision="bf16"'
-        raise ArgumentError(explain("mixed_precision", "fp16 on a CPU", expected, do))
+        raise fail(ArgumentError, "mixed_precision", got="fp16 on a CPU", expected=expected, do=do)

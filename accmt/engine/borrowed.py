@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accmt.data import MicroBatch
 from accmt.engine.reduction import gather_ragged
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.processes import num_data_processes, num_processes
 
 
@@ -98,12 +98,16 @@ def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
     """
     if rows.ndim == 0:
         got, expected = "a tensor of shape []", "rows: [samples, ...]"
-        raise ArgumentError(explain("gather_with_gradients", got, expected, "pass the features of the batch"))
+        raise fail(
+            ArgumentError, "gather_with_gradients", got=got, expected=expected, do="pass the features of the batch"
+        )
     if num_processes() == 1:
         return rows, 0
     if num_data_processes() != num_processes():
         got, expected = "processes that share batches (tensor parallelism)", "processes with separate batches"
-        raise ArgumentError(explain("gather_with_gradients", got, expected, 'Trainer(parallelism={"fsdp": True})'))
+        raise fail(
+            ArgumentError, "gather_with_gradients", got=got, expected=expected, do='Trainer(parallelism={"fsdp": True})'
+        )
     is_borrowed = _step is not None and _step.is_borrowed
     joined, first = _Gather.apply(rows, is_borrowed)  # type: ignore[no-untyped-call]
     # A borrowed batch is that of the first process with one. Its rows may be more here, as a random choice of rows.

@@ -9,7 +9,7 @@ from accmt.engine.data_parallel import DataParallel
 from accmt.engine.sharded import Sharded
 from accmt.engine.shards import is_by_fsdp, is_sharded
 from accmt.engine.tensor_parallel import ranks_of_batch, tensor_parallel_size
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.options import Settings
 from accmt.processes import share_batches
 from accmt.registry import addon, find
@@ -32,11 +32,17 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
     if size != asked and accelerator.is_fsdp2 and not is_by_fsdp(module.model):
         got = f"a model already split over {size} processes, and FSDP2 over all"
         do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'
-        raise ArgumentError(explain("Trainer(parallelism=...)", got, "FSDP2 over the others", do))
+        raise fail(ArgumentError, "Trainer(parallelism=...)", got=got, expected="FSDP2 over the others", do=do)
     if size > 1 and not settings.data.data_options.shard:
         got = f"separate data for each process, but groups of {size} processes must see the same: they hold one model"
         do = "leave `shard` out: every process passes the same data, which accmt shards"
-        raise ArgumentError(explain('Trainer(data_options={"shard": False})', got, "data that all processes share", do))
+        raise fail(
+            ArgumentError,
+            'Trainer(data_options={"shard": False})',
+            got=got,
+            expected="data that all processes share",
+            do=do,
+        )
     if settings.running.parallelism and settings.running.parallelism.engine:
         added: type[Engine] = find("accmt.engines", settings.running.parallelism.engine)
         return added(module, accelerator)

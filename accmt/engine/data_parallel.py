@@ -29,7 +29,7 @@ from accmt.engine.reduction import (
     zero_loss_of,
 )
 from accmt.engine.replicas import reject_renormalization
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.libraries.private_names import left_out_by_ddp, prepare_alone
 from accmt.processes import num_processes
 from accmt.sharded_tensors import is_expanded
@@ -105,7 +105,7 @@ class DataParallel(Engine):
                 "one backward per optimizer step: a static graph cannot skip the reduction of a micro-batch's gradients"
             )
             do = "drop static_graph, or do not accumulate (grad_accumulation_steps, max_micro_batch_size, max_tokens)"
-            raise ArgumentError(explain('Trainer(parallelism={"ddp": ...})', got, expected, do))
+            raise fail(ArgumentError, 'Trainer(parallelism={"ddp": ...})', got=got, expected=expected, do=do)
 
     def first_backward_check(self) -> Callable[[], bool] | None:
         model = self._wrapper

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from accmt.engine.shards import shard_model, untie
 from accmt.engine.tensor_parallel import tensor_parallel_size
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import (
     draw_first_values,
     has_first_value,
@@ -76,12 +76,14 @@ def _require_fillable(model: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if len(names) > len(list(model.parameters())):
         got, do = "tied weights, each of which would get different values", "build it on the CPU"
-        raise ModuleContractError(explain(_WHERE, got, "weights that only transformers ties", do))
+        raise fail(ModuleContractError, _WHERE, got=got, expected="weights that only transformers ties", do=do)
     for name, part in model.named_modules():
         if _has_own(part) and not hasattr(part, "reset_parameters"):
             got = f"{name or 'the model'}, a {type(part).__name__} with tensors but without reset_parameters"
             do = "define reset_parameters(self), which initializes its tensors, as in torch's layers"
-            raise ModuleContractError(explain(_WHERE, got, "modules that initialize their own tensors", do))
+            raise fail(
+                ModuleContractError, _WHERE, got=got, expected="modules that initialize their own tensors", do=do
+            )
 
 
 def _has_own(part: nn.Module) -> bool:
@@ -133,8 +135,12 @@ class _RejectsDraws(TorchFunctionMode):
         changed = next(chain(args, named.values()), None)
         if name.endswith("_") and not name.endswith("__") and is_dtensor(changed):
             got = f"initial values that a part draws ({name}) for parts below its children"
-            raise ModuleContractError(
-                explain(_WHERE, got, "modules that initialize their own tensors", "build it on the CPU")
+            raise fail(
+                ModuleContractError,
+                _WHERE,
+                got=got,
+                expected="modules that initialize their own tensors",
+                do="build it on the CPU",
             )
         return func(*args, **named)
 

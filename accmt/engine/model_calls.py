@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accmt.errors import ModuleContractError, explain, file_of
+from accmt.errors import ModuleContractError, fail, file_of
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def require_call(calls: list[Any]) -> None:
         got = "self.model was not called, so the gradients of the processes would not be averaged"
         expected = "the loss computed through self.model(...), or a self.model without a forward"
         do = "call self.model(...), not a submodule or method of it; or make self.model an nn.ModuleDict of its parts"
-        raise ModuleContractError(explain("training_step", got, expected, do))
+        raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def explaining_parts(model: nn.Module) -> Iterator[list[Any]]:
             if calls and "to have dtype" in str(error):
                 got = f"another dtype than the model was sharded with, for example from model.to() in a hook: {error}"
                 expected, do = "the dtype from the start of the run", 'for example Trainer(mixed_precision="bf16")'
-                raise ModuleContractError(explain("self.model", got, expected, do)) from error
+                raise fail(ModuleContractError, "self.model", got=got, expected=expected, do=do) from error
             if calls or "torch/" not in file_of(error):  # raised by the user's own code
                 raise
             got = f"a submodule of self.model, which is sharded, was called instead of self.model itself: {error}"
@@ -63,4 +63,4 @@ def explaining_parts(model: nn.Module) -> Iterator[list[Any]]:
                 "self.model(...), whose call gathers the shards",
                 "call self.model(...), or train without FSDP2",
             )
-            raise ModuleContractError(explain("a step of the module", got, expected, do)) from error
+            raise fail(ModuleContractError, "a step of the module", got=got, expected=expected, do=do) from error

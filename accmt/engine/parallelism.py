@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from accmt.engine.tensor_parallel import config_of
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.libraries.private_names import use_fsdp
 from accmt.libraries.versions import parallel_size
 from accmt.options import RunningSettings
@@ -259,4 +259,4 @@ def _check_sizes(asked: Parallelism) -> None:
 
 
 def _reject(got: str, expected: str, do: str) -> NoReturn:
-    raise ArgumentError(explain(_WHERE, got, expected, do))
+    raise fail(ArgumentError, _WHERE, got=got, expected=expected, do=do)

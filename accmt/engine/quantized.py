@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 
 _REPACKS = "support_avx512bf16_for_cpu"
 
@@ -53,7 +53,7 @@ def reject_training_quantized_weights(model: nn.Module) -> None:
         do = "add an adapter: `lora: {r: 16, targets: all-linear}` in the section `model` of the YAML, or "
         do += "self.model = peft.get_peft_model(model, peft.LoraConfig(...))"
         expected = "an adapter around a quantized model, or parameters selected by freezing the others"
-        raise ModuleContractError(explain("self.model", got, expected, do))
+        raise fail(ModuleContractError, "self.model", got=got, expected=expected, do=do)
 
 
 def reject_sharding_quantized_weights(model: nn.Module) -> None:
@@ -67,7 +67,7 @@ def reject_sharding_quantized_weights(model: nn.Module) -> None:
             got = f"weights of {kind}, which FSDP2 cannot shard"
             do = "set `quantization: nf4`; or launch with `accmt launch --strat ddp`"
             expected = "unquantized weights, or 4-bit weights of bitsandbytes"
-            raise ModuleContractError(explain(f"self.model.{name}", got, expected, do))
+            raise fail(ModuleContractError, f"self.model.{name}", got=got, expected=expected, do=do)
 
 
 def find_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.checkpoint.state_dicts import is_made_of_others, plain_parts
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import (
     exchange_in_forward,
     has_gradient_hook,
@@ -200,7 +200,7 @@ def require_all_gradients(model: DistributedDataParallel) -> None:
         do = (
             'freeze them (requires_grad_(False)), or set Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
         )
-        raise ModuleContractError(explain("training_step", got, expected, do))
+        raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
 
 
 def names_without_gradient(trained: Mapping[str, nn.Parameter]) -> list[str]:
@@ -220,7 +220,7 @@ def names_without_gradient(trained: Mapping[str, nn.Parameter]) -> list[str]:
         expected = "a loss that is computed from the outputs of self.model"
         do = "compute it from the outputs themselves: without .detach(), .item(), .tolist(), .numpy(), .data, "
         do += "torch.tensor(...), torch.no_grad(), or requires_grad_() on a result"
-        raise ModuleContractError(explain("training_step", got, expected, do))
+        raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
     return names
 
 
@@ -329,4 +329,4 @@ def require_same_tensors(model: nn.Module) -> None:
             on_main, here = every[0].get(name, "missing"), other.get(name, "missing")
             got = f"{name!r} is {on_main} on process 0, and {here} on process {rank}"
             do = "build the model with the same arguments everywhere, not depending on rank, files or random numbers"
-            raise ModuleContractError(explain("self.model", got, "the same model on every process", do))
+            raise fail(ModuleContractError, "self.model", got=got, expected="the same model on every process", do=do)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import checksum
-from accmt.errors import ModuleContractError, ReplicasDifferError, explain
+from accmt.errors import ModuleContractError, ReplicasDifferError, explain, fail
 from accmt.messages import warn_once
 from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.precision import WITH_STATISTICS
@@ -205,4 +205,4 @@ def reject_renormalization(model: nn.Module) -> None:
                 f"self.unwrapped_model.get_submodule({name!r}).weight.data.renorm_("
                 f"{layer.norm_type:g}, 0, {layer.max_norm:g})"
             )
-            raise ModuleContractError(explain(path, got, "weights that only the optimizer changes", do))
+            raise fail(ModuleContractError, path, got=got, expected="weights that only the optimizer changes", do=do)

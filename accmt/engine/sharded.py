@@ -26,7 +26,7 @@ from accmt.engine.shards import (
     shard_model,
     try_steps_of_shards,
 )
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, fail
 from accmt.libraries.private_names import tree_leaves
 from accmt.options import Settings
 from accmt.options.optimizer_and_scheduler_arguments import members_of
@@ -47,7 +47,13 @@ class Sharded(Engine):
         if settings.hps.halves_micro_batches:
             got = "a sharded model: a process that runs out of memory cannot leave a collective that the others are in"
             do = "leave it out (`tune` uses it too), and use a smaller batch size or gradient_checkpointing=True"
-            raise ArgumentError(explain("max_micro_batch_size: auto", got, "a model that each process has in full", do))
+            raise fail(
+                ArgumentError,
+                "max_micro_batch_size: auto",
+                got=got,
+                expected="a model that each process has in full",
+                do=do,
+            )
 
     def spread(self) -> None:
         model = self.unwrapped_model
@@ -101,7 +107,9 @@ class Sharded(Engine):
         if not self.calls:
             got = "None before self.model was called, while the forward of the other processes needs this one"
             do = "call self.model(...) before `return None`; or train without sharding"
-            raise ModuleContractError(explain("training_step", got, "a call of the model in every step", do))
+            raise fail(
+                ModuleContractError, "training_step", got=got, expected="a call of the model in every step", do=do
+            )
         leaves = tree_leaves(self.calls)  # in the outputs of transformers models, too
         outputs = [output for output in leaves if isinstance(output, torch.Tensor) and output.requires_grad]
         return sum((output.sum() for output in outputs), outputs[0].new_zeros(())) * 0.0
@@ -126,7 +134,7 @@ def _require_forward(model: nn.Module) -> None:
     if is_container(model):
         got = f"a {type(model).__name__} without a forward, sharded by FSDP2"
         do = "give it a forward that calls its submodules, or train it without `parallelism`"
-        raise ModuleContractError(explain("self.model", got, "a model that is called itself", do))
+        raise fail(ModuleContractError, "self.model", got=got, expected="a model that is called itself", do=do)
 
 
 def reject_low_bit_states(optimizer: Any) -> None:
@@ -139,4 +147,4 @@ def reject_low_bit_states(optimizer: Any) -> None:
             got = f"{name} of {library}, and a model with sharded weights (FSDP2, tensor parallelism)"
             expected = "an optimizer of torch for shards; or full weights, without FSDP2"
             do = "set `type: AdamW` in `optim`; or launch with `accmt launch --strat ddp`"
-            raise ModuleContractError(explain("the optimizer", got, expected, do))
+            raise fail(ModuleContractError, "the optimizer", got=got, expected=expected, do=do)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from accmt.engine.reduction import broadcast_tensors, require_same_tensors
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import (
     generate_together,
     layers_to_shard,
@@ -72,8 +72,9 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
         layers = ", ".join(layers_to_shard(model)) or "parts of the model"
         do = "check auto_wrap_policy and transformer_cls_names_to_wrap, or leave them out"
         expected = f"layers that can be sharded one by one, such as {layers}"
-        message = explain("the model, sharded by FSDP2", str(error), expected, do)
-        raise ModuleContractError(message) from error
+        raise fail(
+            ModuleContractError, "the model, sharded by FSDP2", got=str(error), expected=expected, do=do
+        ) from error
     # Check that tied weights are sharded together: torch rejects a weight in two groups, but only in the forward.
     now = dict(model.named_parameters(remove_duplicate=False))
     for names in tied:
@@ -81,7 +82,7 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
             got = f"{' and '.join(names)}, which are tied, in two groups of sharded layers"
             expected = "tied weights in one group, as Accelerate does for embeddings and head"
             do = "untie them, or train it without `parallelism`"
-            raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
+            raise fail(ModuleContractError, "the model, sharded by FSDP2", got=got, expected=expected, do=do)
     generate_together(model)
 
 
@@ -102,8 +103,13 @@ def _embeddings_for_themselves(model: nn.Module, plugin: Any) -> Iterator[None]:
     if names is not None and holders.intersection(names):
         named = ", ".join(sorted(holders.intersection(names)))
         got = f"transformer_cls_names_to_wrap with {named}, which contains the embeddings"
-        message = explain("the model, sharded by FSDP2", got, "layers without them", f"leave {named} out")
-        raise ModuleContractError(message)
+        raise fail(
+            ModuleContractError,
+            "the model, sharded by FSDP2",
+            got=got,
+            expected="layers without them",
+            do=f"leave {named} out",
+        )
     own = layers_to_shard(model)
     if names is None and holders.intersection(own):
         plugin.transformer_cls_names_to_wrap = [name for name in own if name not in holders]
@@ -142,7 +148,7 @@ def require_known_shards(model: nn.Module) -> None:
     if has_tied_shards(model):
         got = "a model with tied weights that transformers has sharded: an optimizer step would update only one of them"
         do = "load it without distributed_config: AcceleratorModule.from_hf(path, type, in_fit=True)"
-        raise ModuleContractError(explain("self.model", got, "tied weights sharded as one", do))
+        raise fail(ModuleContractError, "self.model", got=got, expected="tied weights sharded as one", do=do)
     meshes = {parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)}
     sizes = {num_processes(), num_data_processes()}  # of tensors that are also split, and of others
     if (is_by_fsdp(model) or num_data_processes() == 1) and all(mesh.size() in sizes for mesh in meshes):
@@ -153,7 +159,7 @@ def require_known_shards(model: nn.Module) -> None:
     got = f"a model sharded over meshes of {shapes}, on {num_processes()} processes"
     do = 'leave it unsharded, and let Trainer(parallelism={"fsdp": True}) shard it, or {"tp": 2} split it'
     expected = "fully_shard(model) over all processes that do not share batches"
-    raise ModuleContractError(explain("self.model", got, expected, do))
+    raise fail(ModuleContractError, "self.model", got=got, expected=expected, do=do)
 
 
 def as_shard(tensor: Tensor) -> Tensor:
@@ -212,7 +218,7 @@ def _try_step(optimizer: Optimizer, group: Mapping[str, Any], weight: Any) -> No
         got = f"{name}, whose step torch cannot compute with sharded weights (FSDP2, tensor parallelism): {error}"
         expected, do = "an optimizer that steps shards, such as AdamW", "set `type: AdamW` in `optim`; "
         do += "or launch with `accmt launch --strat ddp`"
-        raise ModuleContractError(explain("the optimizer", got, expected, do)) from error
+        raise fail(ModuleContractError, "the optimizer", got=got, expected=expected, do=do) from error
 
 
 def reshard(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.messages import warn
 from accmt.options import Settings
 from accmt.processes import num_processes
@@ -39,7 +39,7 @@ def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.dev
         got = "synchronized batch norm, in which a process that is out of memory would make the others wait"
         expected = "a model that each process can train alone for a batch"
         do = "max_micro_batch_size in the hyper-parameters, or batch norm without synchronization"
-        raise ArgumentError(explain("max_micro_batch_size: auto", got, expected, do))
+        raise fail(ArgumentError, "max_micro_batch_size: auto", got=got, expected=expected, do=do)
 
 
 def synchronize(model: nn.Module) -> None:
@@ -52,7 +52,7 @@ def synchronize(model: nn.Module) -> None:
             got = f"{name or 'the model'}, a {type(layer).__name__} with a custom forward, which would be lost"
             expected = "torch's BatchNorm1d, BatchNorm2d and BatchNorm3d"
             do = "replace it with its library's synchronized layer before fit, and leave sync_batchnorm out"
-            raise ArgumentError(explain(_ARGUMENT, got, expected, do))
+            raise fail(ArgumentError, _ARGUMENT, got=got, expected=expected, do=do)
     for layer in own.values():
         vars(layer).update({_OWN_KIND: type(layer), "process_group": None})
         layer.__class__ = nn.SyncBatchNorm
@@ -119,4 +119,4 @@ def _require_gpu(device: torch.device) -> None:
     if device.type == "cpu":
         got, expected = "processes on CPUs, where torch has no SyncBatchNorm", "one GPU per process"
         do = "leave sync_batchnorm out on CPUs, or train with one process"
-        raise ArgumentError(explain(_ARGUMENT, got, expected, do))
+        raise fail(ArgumentError, _ARGUMENT, got=got, expected=expected, do=do)

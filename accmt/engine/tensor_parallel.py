@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from accmt.engine.shards import is_by_fsdp
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.libraries.versions import parallel_size
 from accmt.processes import num_processes, process_index
 from accmt.sharded_tensors import mesh_of
@@ -54,11 +54,13 @@ def ranks_of_batch(model: nn.Module, asked: int) -> int:
     expected = f"processes {first} to {first + size - 1} together, like the last dimension of a mesh over all processes"
     if asked not in (1, size):
         got = f"a model that is already split over {size} processes, while {asked} are requested"
-        raise ModuleContractError(explain(_ASKED, got, "the same size", f'parallelism={{"{_NAME}": {size}}}'))
+        raise fail(
+            ModuleContractError, _ASKED, got=got, expected="the same size", do=f'parallelism={{"{_NAME}": {size}}}'
+        )
     if any(of_one != list(range(first, first + size)) for of_one in ranks) or num_processes() % size:
         got = f"a model that is already split over the processes {ranks[0]}"
         do = 'init_device_mesh(device, (shard, tp), mesh_dim_names=("shard", "tp"))'
-        raise ModuleContractError(explain("self.model", got, expected, do))
+        raise fail(ModuleContractError, "self.model", got=got, expected=expected, do=do)
     return size
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, Literal, TypeAlias
 
-from accmt.errors import Preempted, ProcessFailedError, explain
+from accmt.errors import Preempted, ProcessFailedError, fail
 from accmt.failures.board import Board
 
 Ending: TypeAlias = Literal["interrupt", "preempt", "finish"]
@@ -115,7 +115,13 @@ class Interruption:
             return None
         if not self._decided.wait(ANSWER_S) or self._decision is None:
             got = f"a process did not answer within {ANSWER_S:g} s when the processes agreed where to end the run"
-            raise ProcessFailedError(explain("a process", got, "all processes alive", "see the other processes' logs"))
+            raise fail(
+                ProcessFailedError,
+                "a process",
+                got=got,
+                expected="all processes alive",
+                do="see the other processes' logs",
+            )
         at, reason = self._decision
         if self._board is not None and self._points < at:
             return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from accmt.data import BadSample, MicroBatch
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.features.hooks import Feature
 from accmt.messages import warn, warn_once
 from accmt.processes import gather_from_data
@@ -95,7 +95,7 @@ class BadSampleCounts(Feature):
         message = _describe(what, count, [first for _, first, _ in every])
         if not any(has_batch for _, _, has_batch in every):
             do = "check the path, the disk, or the dataset's __getitem__"
-            raise DataError(explain(f"the {what} data", message, "a set with readable samples", do))
+            raise fail(DataError, f"the {what} data", got=message, expected="a set with readable samples", do=do)
         warn_once(f"{message}; results are computed without them", about=f"bad samples: {what}")
         if run.state.fn == "fit" and stage == "validate":
             name = "val_bad_samples" + (f"__{key}" if key else "")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from accmt.checkpoint.contents import read_others
-from accmt.errors import ArgumentError, NonFiniteError, explain
+from accmt.errors import ArgumentError, NonFiniteError, fail
 from accmt.features.hooks import Feature
 from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import warn, warn_once
@@ -102,10 +102,10 @@ class LossGuard(Feature):
         where, expected = f'Trainer(failures={{"on_nonfinite": {policy!r}}})', "a run that supports recovery"
         if policy in ("skip", "rollback") and module.uses_manual_optimization:
             got, do = "a module with manual optimization", 'failures={"on_nonfinite": "stop"}'
-            raise ArgumentError(explain(where, got, expected, do))
+            raise fail(ArgumentError, where, got=got, expected=expected, do=do)
         if policy == "rollback" and settings.checkpoints.every is None:
             got, do = "checkpoint_every=None", 'checkpoint_every="epoch"'
-            raise ArgumentError(explain(where, got, expected, do))
+            raise fail(ArgumentError, where, got=got, expected=expected, do=do)
 
     def on_training_start(self) -> None:
         """Save a checkpoint to roll back to if the first step fails."""
@@ -167,7 +167,7 @@ class LossGuard(Feature):
         skipping = 'failures={"on_nonfinite": "skip"} or "rollback"'
         do = f"reduce the learning rate, pass clip_grad=1.0, or skip such steps: {skipping}"
         expected = "finite losses; the newest checkpoint was written before this step"
-        raise NonFiniteError(explain("the training loss", str(first), expected, do))
+        raise fail(NonFiniteError, "the training loss", got=str(first), expected=expected, do=do)
 
     def _roll_back(self, first: Finding) -> NoReturn:
         """End the run, to continue from its newest checkpoint and skip a step.
@@ -185,7 +185,9 @@ class LossGuard(Feature):
         if recovery.rollbacks > MAX_ROLLBACKS:
             got = f"{first}, after {MAX_ROLLBACKS} rollbacks to step {step}"
             do = "check the data and the learning rate: skipping single steps does not help"
-            raise NonFiniteError(explain("the training loss", got, "finite losses after skipping a few steps", do))
+            raise fail(
+                NonFiniteError, "the training loss", got=got, expected="finite losses after skipping a few steps", do=do
+            )
         known = set(recovery.lessons.get(self.name, {}).get("skipped_windows", ()))
         known |= {window} if first.is_spike else set()
         recovery.lessons[self.name] = {"skipped_windows": sorted(known), "check_until": window + 1}

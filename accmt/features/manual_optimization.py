@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.model_calls import require_call
 from accmt.engine.reduction import names_without_gradient
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.features.hooks import Feature
 from accmt.libraries.private_names import note_optimizer_step
 from accmt.loop.step_outputs import read_further_values, read_weight
@@ -186,7 +186,7 @@ class ManualSteps:
             if given is not None and self._weighs_samples:
                 got = '"weight" in the output of the step, after self.backward(loss): too late on several processes'
                 expected, do = "the weight in the call of backward", "self.backward(loss, weight=weight)"
-                raise ModuleContractError(explain("training_step", got, expected, do))
+                raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
             targets = run.features.find_weight(loss, is_given=given is not None)
             weight = next(candidate for candidate in (given, targets, own) if candidate is not None)
             others = read_further_values(outputs) if is_mapping else None
@@ -248,7 +248,7 @@ class ManualSteps:
         if run.accelerator.scaler is not None:
             got = f"{type(optimizer).__name__}.step() with gradients that are scaled for fp16"
             expected, do = "a step of unscaled gradients", 'self.step_optimizer(optimizer), or mixed_precision="bf16"'
-            raise ModuleContractError(explain("training_step", got, expected, do))
+            raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
         self._warn_of_gradients(optimizer)
         if closure is None and run.stepper.clips:
             run.stepper.clip(_parameters_of(optimizer))
@@ -323,7 +323,9 @@ class ManualSteps:
             if is_moved and self._advanced_by.setdefault(scheduler, "module") == "accmt":
                 got = "a scheduler step, although accmt has advanced it after each optimizer.step() until now"
                 do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
-                raise ModuleContractError(explain("training_step", got, "scheduler steps from one place only", do))
+                raise fail(
+                    ModuleContractError, "training_step", got=got, expected="scheduler steps from one place only", do=do
+                )
             if is_due and not is_moved and self._advanced_by.setdefault(scheduler, "accmt") == "accmt":
                 advance_scheduler(run, scheduler)
         self._positions = self._find_positions()
@@ -379,7 +381,9 @@ class ManualSteps:
         if self._needs_closure:
             got = "an optimizer that needs a closure"
             do = "self.optimizer.step(closure); closure calls self.zero_grad and self.backward, and returns the loss"
-            raise ModuleContractError(explain("self.step_optimizer", got, "an optimizer without a closure", do))
+            raise fail(
+                ModuleContractError, "self.step_optimizer", got=got, expected="an optimizer without a closure", do=do
+            )
         stepped = self._run.stepper.optimizer if optimizer is None else optimizer
         self._run.stepper.unscale()
         self._warn_of_gradients(stepped)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accmt.errors import ArgumentError, explain, is_out_of_memory
+from accmt.errors import ArgumentError, fail, is_out_of_memory
 from accmt.features.hooks import Feature
 from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import warn
@@ -37,11 +37,11 @@ class OutOfMemory(Feature):
         where, expected = "max_micro_batch_size: auto", "a run that supports recovery"
         if module.uses_manual_optimization:
             got, do = "a module with manual optimization", "set a number, or remove it"
-            raise ArgumentError(explain(where, got, expected, do))
+            raise fail(ArgumentError, where, got=got, expected=expected, do=do)
         if isinstance(train_data, DataLoader) or settings.data.data_options.batch_sampler is not None:
             got = "batches from your DataLoader or batch sampler"
             do = "pass the dataset, and set the batch size in the hyper-parameters"
-            raise ArgumentError(explain(where, got, expected, do))
+            raise fail(ArgumentError, where, got=got, expected=expected, do=do)
 
     def why_not_tried(self) -> str:
         return "max_micro_batch_size: auto finds the size that fits"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accmt.errors import SavingError, WeightsError, explain
+from accmt.errors import SavingError, WeightsError, fail
 from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, reject_injected_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.libraries.private_names import names_not_saved
@@ -143,7 +143,7 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
         else:
             got, expected = "the weights of a whole model", f"an adapter ({ADAPTER_CONFIG} and its weights)"
             do = "load them into the model before get_peft_model(model, ...) wraps it"
-        raise WeightsError(explain(f"weights in {folder}", got, expected, do))
+        raise fail(WeightsError, f"weights in {folder}", got=got, expected=expected, do=do)
     if is_peft_model(model):
         addon("load_adapters")(model, folder, strict=strict)
     elif strict and is_transformers_model(model):
@@ -198,7 +198,7 @@ def try_model_files(model: nn.Module, processor: Any) -> None:
         expected = "configurations and a processor that `save_pretrained` writes"
         do = "correct what it names in the module (such as self.model.generation_config), or set model_saving=None"
         got = f"{type(error).__name__}: {error}"
-        raise SavingError(explain("the files beside the model's weights", got, expected, do)) from error
+        raise fail(SavingError, "the files beside the model's weights", got=got, expected=expected, do=do) from error
 
 
 def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> None:

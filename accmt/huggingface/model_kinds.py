@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.libraries.versions import require
 
 _WRAP = "AcceleratorModule.from_functions(model, lambda batch, trainer: loss_fn(trainer.model(batch[0]), batch[1]))"
@@ -128,7 +128,7 @@ def reject_injected_adapters(model: object) -> None:
     if is_transformers_model(model) and hasattr(model, "peft_config"):
         got = "a transformers model with an adapter inside (`add_adapter`, or `from_pretrained` of an adapter's name)"
         do = "self.model = get_peft_model(model, LoraConfig(...)), or PeftModel.from_pretrained(model, adapter)"
-        raise ModuleContractError(explain("self.model", got, "a model that PEFT wraps", do))
+        raise fail(ModuleContractError, "self.model", got=got, expected="a model that PEFT wraps", do=do)
 
 
 def describe_model(model: Any) -> dict[str, str]:

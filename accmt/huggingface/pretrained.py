@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.engine.meta_device import accelerator_to_build_for
-from accmt.errors import ArgumentError, ModuleContractError, explain, nearest
+from accmt.errors import ArgumentError, ArgumentFileError, ModuleContractError, fail, nearest
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.libraries.versions import checkpoint_activations, require
 from accmt.registry import addon
@@ -74,13 +74,13 @@ def read_pretrained(kind: Any, path: str, **kwargs: Any) -> Any:
     try:
         return kind.from_pretrained(path, **kwargs)
     except OSError as error:
-        message = explain(
+        raise fail(
+            ArgumentFileError,
             f"from_hf(path={path!r})",
-            str(error),
-            "a folder with config.json and weights, or the name of a model on the hub",
-            "check the spelling; for a local folder use the full path, or start with `./`",
-        )
-        raise FileNotFoundError(message) from error
+            got=str(error),
+            expected="a folder with config.json and weights, or the name of a model on the hub",
+            do="check the spelling; for a local folder use the full path, or start with `./`",
+        ) from error
     finally:
         if main_reads is not None:
             os.environ[_MAIN_READS] = main_reads
@@ -117,7 +117,13 @@ def _require_path(path: object) -> None:
     if not isinstance(path, str | os.PathLike):
         do = advise_wrapping(path) or 'AcceleratorModule.from_hf("path/of/a/model", "AutoModelForCausalLM")'
         expected = "the path of a model folder, or a name on the hub"
-        raise ModuleContractError(explain("from_hf(path)", f"an object of {path.__class__.__name__}", expected, do))
+        raise fail(
+            ModuleContractError,
+            "from_hf(path)",
+            got=f"an object of {path.__class__.__name__}",
+            expected=expected,
+            do=do,
+        )
 
 
 def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | None = None) -> Any:
@@ -139,21 +145,27 @@ def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | No
         return wanted
     if not isinstance(wanted, str):
         expected, do = "a model class of transformers, or the name of one", 'from_hf(path, "AutoModelForCausalLM")'
-        raise ArgumentError(
-            explain(where or "from_hf(type=...)", f"an object of {wanted.__class__.__name__}", expected, do)
+        raise fail(
+            ArgumentError,
+            where or "from_hf(type=...)",
+            got=f"an object of {wanted.__class__.__name__}",
+            expected=expected,
+            do=do,
         )
     found = getattr(transformers, wanted, None)
     if _is_model_class(found):
         return found
     alike = difflib.get_close_matches(wanted, dir(transformers), n=9)
     models = [name for name in alike if _is_model_class(getattr(transformers, name, None))][:3]
-    message = explain(
+    raise fail(
+        ArgumentError,
         where or f"from_hf(type={wanted!r})",
-        f"{wanted!r}, which is not a model class of transformers {transformers.__version__}",
-        "a class, or the name of one, such as 'AutoModelForSequenceClassification'",
-        f"write {' or '.join(models if where else map(repr, models))}" if models else "use the name of a model class",
+        got=f"{wanted!r}, which is not a model class of transformers {transformers.__version__}",
+        expected="a class, or the name of one, such as 'AutoModelForSequenceClassification'",
+        do=f"write {' or '.join(models if where else map(repr, models))}"
+        if models
+        else "use the name of a model class",
     )
-    raise ArgumentError(message)
 
 
 def _is_model_class(found: object) -> bool:
@@ -185,13 +197,13 @@ def require_model_folder(path: str, where: str | None = None) -> None:
         meant = f"did you mean {found.parent / near}? If not, " if near and near != found.name else ""
         do = f"{meant}check the spelling, and the current working directory: {Path.cwd()}"
     got = "a folder without config.json" if found.is_dir() else ("a file" if found.exists() else "no such folder")
-    message = explain(
+    raise fail(
+        ArgumentFileError,
         f"{where}: {path}" if where else f"model folder {path!r}",
-        got,
-        "a folder with config.json and weights, as written by save_pretrained or a Trainer",
-        do,
+        got=got,
+        expected="a folder with config.json and weights, as written by save_pretrained or a Trainer",
+        do=do,
     )
-    raise FileNotFoundError(message)
 
 
 # ---- Recomputing activations in the backward pass instead of storing them.
@@ -221,4 +233,4 @@ def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None =
 def _unable(model: Any, got: str) -> ArgumentError:
     where = f"Trainer(gradient_checkpointing=...) with {type(model).__name__}"
     do = "leave it out, and call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in the model's forward"
-    return ArgumentError(explain(where, got, "a transformers or PEFT model that supports it", do))
+    return fail(ArgumentError, where, got=got, expected="a transformers or PEFT model that supports it", do=do)

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from accmt.errors import MissingPackageError, explain
+from accmt.errors import MissingPackageError, fail
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -72,10 +72,10 @@ def require(name: str, by: str | None = None) -> None:
             why, _, _ = str(error).partition("\n")
             got = f"{name} is installed, but cannot be imported: {why}"
             do = f'pip install --force-reinstall --no-deps "{wanted}", or install the package in the message'
-        raise MissingPackageError(explain(where, got, wanted, do)) from error
+        raise fail(MissingPackageError, where, got=got, expected=wanted, do=do) from error
     version = _version_of(module)
     if version is not None and release_of(version) < release_of(floor):
-        raise MissingPackageError(explain(where, f"{name} {version}", wanted, do))
+        raise fail(MissingPackageError, where, got=f"{name} {version}", expected=wanted, do=do)
 
 
 def release_of(version: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accmt.callbacks import Callback
 from accmt.callbacks.callback import Hook
 from accmt.data import Loader, MicroBatch, seed_generators
-from accmt.errors import AccmtError, ModuleContractError, explain
+from accmt.errors import AccmtError, ModuleContractError, fail
 from accmt.libraries.private_names import count_writes
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.messages import warn, warn_once
@@ -115,7 +115,7 @@ class EvaluationResults(Callback):
                 if scalar is None:
                     got = f"metrics[{name!r}] = {describe(value)}"
                     do = f"metrics[{name!r}] = float(value), or store it on the module"
-                    raise ModuleContractError(explain("on_evaluation_end", got, "a number", do))
+                    raise fail(ModuleContractError, "on_evaluation_end", got=got, expected="a number", do=do)
                 own[name] = float(scalar)
             agreed = broadcast_object(own)
             metrics.clear()
@@ -146,7 +146,9 @@ def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
     elif name != DEFAULT_MONITOR:  # an evaluation whose weights are all 0 has no loss
         got = f"an evaluation with {sorted(results)}"
         do = "return it from validation_step, or add it in on_evaluation_end"
-        raise ModuleContractError(explain(f"the scheduler's monitor {name!r}", got, f"{name!r} among them", do))
+        raise fail(
+            ModuleContractError, f"the scheduler's monitor {name!r}", got=got, expected=f"{name!r} among them", do=do
+        )
 
 
 def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None) -> dict[str, float]:
@@ -423,5 +425,7 @@ class _SetEvaluation(SetPass):
         if len(self._gave_weight.union(*gather_objects(self._gave_weight))) > 1:
             got = '"weight" with the loss of some batches but not of others: tokens and samples cannot be added'
             do = 'return {"loss": loss, "weight": weight} for every batch or for none'
-            raise ModuleContractError(explain("validation_step", got, "weights for all batches or for none", do))
+            raise fail(
+                ModuleContractError, "validation_step", got=got, expected="weights for all batches or for none", do=do
+            )
         return self._collector.compute(on_error)

@@ -8,7 +8,7 @@ from typing import Any
 
 from accmt.callbacks.callback import Hook
 from accmt.data import derive_seed, note_dead_worker, seed_generators
-from accmt.errors import DataError, ModuleContractError, Preempted, explain, is_out_of_memory
+from accmt.errors import DataError, ModuleContractError, Preempted, fail, is_out_of_memory
 from accmt.failures import listening
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.preflight import check_room, try_evaluation, try_largest, try_saving
@@ -120,7 +120,7 @@ def _require_steps(run: Run) -> None:
         got += f": training_step returned None for {state.skipped_batches} batches"
     do = "look at why: a training_step that returns None for every batch, losses of weight 0, or losses "
     do += "that are not finite"
-    raise ModuleContractError(explain("training", got, "at least one step: nothing was trained", do))
+    raise fail(ModuleContractError, "training", got=got, expected="at least one step: nothing was trained", do=do)
 
 
 def _train_epoch(run: Run) -> bool:
@@ -158,7 +158,7 @@ def _train_epoch(run: Run) -> bool:
             break
     if state.train_step == 0:
         expected, do = "at least one batch", "check the data, the sampler, and drop_last in data_options"
-        raise DataError(explain("the training data", "an epoch without a batch", expected, do))
+        raise fail(DataError, "the training data", got="an epoch without a batch", expected=expected, do=do)
     return is_used_up
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.callbacks import Callback
 from accmt.callbacks.progress import ProgressBar
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, explain, fail
 from accmt.messages import warn_once
 from accmt.metrics.averages import LoggedValues, combine
 from accmt.metrics.results import describe
@@ -62,21 +62,27 @@ class Logs:
         values: Mapping[Any, Any] = name if isinstance(name, Mapping) else {name: value}
         if isinstance(name, Mapping) and value is not None:
             got, do = "a dict of values and a single value", "self.log(name, value), or self.log({name: value})"
-            raise ArgumentError(explain("log", got, "one of the two", do))
+            raise fail(ArgumentError, "log", got=got, expected="one of the two", do=do)
         if self._state.stage == "predict" and not instant:
             do = "return it from predict_step"
-            raise ModuleContractError(explain("log", "a call in prediction", "a call in training or evaluation", do))
+            raise fail(
+                ModuleContractError,
+                "log",
+                got="a call in prediction",
+                expected="a call in training or evaluation",
+                do=do,
+            )
         phase = self.of_evaluation if self._state.stage in _EVALUATIONS else self.of_training
         phase = LoggedValues() if instant else phase
         settings = self._trainer.settings.tracking
         for own_name, own_value in values.items():
             if not isinstance(own_name, str) or not own_name.strip():
                 got, do = f"the name {describe(own_name)}", 'self.log("name", value)'
-                raise ModuleContractError(explain("log", got, "a string", do))
+                raise fail(ModuleContractError, "log", got=got, expected="a string", do=do)
             if own_name in (settings.train_loss_metric_name, settings.val_loss_metric_name):
                 got = "the name of a loss, which accmt logs itself"
                 do = 'remove the call and return {"loss": loss} from the step, or rename the value'
-                raise ModuleContractError(explain(f"log({own_name!r}, ...)", got, "another name", do))
+                raise fail(ModuleContractError, f"log({own_name!r}, ...)", got=got, expected="another name", do=do)
             phase.add(own_name, own_value, is_total=reduction == "sum")
         self._names_on_bar.update(values if prog_bar else ())
         self._names_not_logged.update(() if logger else values)
@@ -86,7 +92,7 @@ class Logs:
                 hook(values=row, step=self._state.global_step if step is None else step)
         elif step is not None:
             expected = "step only with instant=True: other values are logged in the row of a step"
-            raise ArgumentError(explain(f"log({name!r}, ...)", f"step={step!r}", expected, "remove step"))
+            raise fail(ArgumentError, f"log({name!r}, ...)", got=f"step={step!r}", expected=expected, do="remove step")
 
     def show(self, names: Iterable[str]) -> None:
         """Show values of these names on the progress bar."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from accmt.data import MicroBatch, first_dimension
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.loop.evaluation import SetPass, without_training
 from accmt.metrics.gathering import Position, gather_on_main_process, order_parts, put_in_order, to_cpu
 from accmt.module import defines
@@ -72,7 +72,9 @@ class _SetPrediction(SetPass):
             got = f"a batch of type {type(batch).__name__}, which the model does not accept: {error}"
             expected = "a predict_step(self, batch) that passes the right part of the batch to the model"
             do = "for example, def predict_step(self, batch): return self.model(batch[0])"
-            raise ModuleContractError(explain(type(self._run.module).__name__, got, expected, do)) from error
+            raise fail(
+                ModuleContractError, type(self._run.module).__name__, got=got, expected=expected, do=do
+            ) from error
 
     def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> _Placed | None:
         """Return the predictions to keep."""
@@ -119,7 +121,7 @@ def _count_predictions(what: str, output: Any) -> int:
 
 def _reject(got: str, do: str = "for example, return the logits without the loss") -> NoReturn:
     expected = "one prediction per sample: a tensor [samples, ...], a list, or a dict or tuple of these"
-    raise ModuleContractError(explain("predict_step", got, expected, do))
+    raise fail(ModuleContractError, "predict_step", got=got, expected=expected, do=do)
 
 
 def _join(parts: list[Any]) -> Any:

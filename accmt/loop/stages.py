@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.logging import log_row
 from accmt.loop.train_step import step_scheduler
@@ -67,10 +67,16 @@ def _count_epoch(run: Run) -> bool:
         got = "an epoch without target tokens: its batches are weighted by samples"
         expected = "weights in tokens, from the loss of a transformers model or from the step"
         do = 'return {"loss": mean, "weight": number_of_tokens} from training_step, or use max_samples'
-        raise DataError(explain("training until max_target_tokens", got, expected, do))
+        raise fail(DataError, "training until max_target_tokens", got=got, expected=expected, do=do)
     if cadence.epochs is None and state.epoch_step == 0 and run.accelerator.scaler is None:
         got = "an epoch without an optimizer step: the weights of all its batches are 0"
-        raise DataError(explain("training until max_steps", got, "a batch with a positive weight", "check the data"))
+        raise fail(
+            DataError,
+            "training until max_steps",
+            got=got,
+            expected="a batch with a positive weight",
+            do="check the data",
+        )
     if state.is_last_training_batch:  # otherwise, the run ends within the epoch, which is not counted
         step_scheduler(run, at_epoch_end=True)
         state.count_epoch()

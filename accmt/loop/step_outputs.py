@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.metrics.averages import Weight
 from accmt.module import AcceleratorModule, defines
 from accmt.options.checks import as_float, find_returns_of_none
@@ -119,11 +119,17 @@ def require_weight(step: str, number: float, shown: Any) -> None:
     """
     if not 0 <= number < math.inf:
         do = "return the weight of the loss, such as (labels != -100).sum()"
-        raise ModuleContractError(explain(step, f'"weight": {_describe(shown)}', "a finite number of at least 0", do))
+        raise fail(
+            ModuleContractError,
+            step,
+            got=f'"weight": {_describe(shown)}',
+            expected="a finite number of at least 0",
+            do=do,
+        )
 
 
 def _reject(got: str, do: str) -> NoReturn:
-    raise ModuleContractError(explain("training_step", got, _TRAINING_EXPECTED, do))
+    raise fail(ModuleContractError, "training_step", got=got, expected=_TRAINING_EXPECTED, do=do)
 
 
 def _describe(value: Any) -> str:
@@ -149,7 +155,9 @@ def read_validation_output(output: Any, loss_name: str) -> tuple[dict[str, Any],
         return {loss_name: output}, None
     if not isinstance(output, Mapping):
         expected = 'a tensor of shape [], or a dict such as {"loss": loss, "accuracy": (predictions, references)}'
-        raise ModuleContractError(explain("validation_step", _describe(output), expected, 'return {"loss": loss}'))
+        raise fail(
+            ModuleContractError, "validation_step", got=_describe(output), expected=expected, do='return {"loss": loss}'
+        )
     entries = {
         loss_name if name == "loss" else name: value
         for name, value in output.items()

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.model_calls import require_call
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_training_output, read_weight
 from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import say_once
@@ -320,7 +320,7 @@ def _reject_own_backward(run: Run, window: AccumulationWindow) -> None:
             got = f"a step that calls backward itself: {name} has a gradient before the loss is returned"
             expected = "a loss: accmt calls backward, and averages gradients over processes and accumulated batches"
             do = "return the whole loss; or derive from ExtendedAcceleratorModule, and call self.backward and self.step"
-            raise ModuleContractError(explain("training_step", got, expected, do))
+            raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
 
 
 def _weigh(
@@ -347,6 +347,6 @@ def _weigh(
         seen, other = ("this batch", "the first") if has_weight else ("the first batch", "this one")
         do = 'return {"loss": loss, "weight": weight} for every batch or for none'
         got = f'"weight" in {seen} but not in {other}'
-        raise ModuleContractError(explain("training_step", got, "weights for all batches or for none", do))
+        raise fail(ModuleContractError, "training_step", got=got, expected="weights for all batches or for none", do=do)
     window.add(weight, samples)
     return weight, weight if targets is None else samples

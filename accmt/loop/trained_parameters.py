@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accmt.engine.base import Engine
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule
 from accmt.options.optimizer_and_scheduler_arguments import members_of
@@ -67,7 +67,7 @@ class TrainedParameters:
         if not trained:
             got = "every parameter of self.model is frozen"
             do = "leave a layer unfrozen"
-            raise ModuleContractError(explain(_WHERE, got, "at least one trainable parameter", do))
+            raise fail(ModuleContractError, _WHERE, got=got, expected="at least one trainable parameter", do=do)
         if num_processes() > 1:
             _require_equal(gather_objects(trained))
         self._changed = {
@@ -99,7 +99,7 @@ class TrainedParameters:
                 got = f"{name}, which was {'unfrozen' if self._decided.get(parameter) is False else what}"
                 expected = "changes in on_fit_start or on_epoch_start only: they hold for a whole epoch"
                 do = "move the change to on_epoch_start, which is called before each epoch"
-                raise ModuleContractError(explain(_WHERE, f"{got} after the epoch began", expected, do))
+                raise fail(ModuleContractError, _WHERE, got=f"{got} after the epoch began", expected=expected, do=do)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which parameters were frozen (False) or unfrozen (True) since the run began, by name."""
@@ -118,11 +118,11 @@ class TrainedParameters:
         if model is not self._trained_model and not self._is_wrapped(model):
             got, expected = f"a different model ({type(model).__name__}) than when the run began", "the original model"
             do = "build it in __init__ or before fit; during a run, only change the values of layers in self.model"
-            raise ModuleContractError(explain(f"{name}.model", got, expected, do))
+            raise fail(ModuleContractError, f"{name}.model", got=got, expected=expected, do=do)
         if optimizer is not self._optimizer:
             got = f"a different optimizer ({type(optimizer).__name__}) than when the run began: it would not step"
             do = "return it from get_optimizer; during a run, only change self.optimizer.param_groups"
-            raise ModuleContractError(explain(f"{name}.optimizer", got, "the original optimizer", do))
+            raise fail(ModuleContractError, f"{name}.optimizer", got=got, expected="the original optimizer", do=do)
 
     def _is_wrapped(self, model: nn.Module) -> bool:
         """Return whether a model is the same in a wrapper, such as torch.compile's."""
@@ -160,4 +160,4 @@ def _require_equal(trained: Sequence[Sequence[str]]) -> None:
         if different:
             got = f"{different[0]} is trained on process {index if different[0] in names else 0} only"
             do = "freeze and unfreeze on every process, not only on the main process or depending on its data"
-            raise ModuleContractError(explain(_WHERE, got, "the same change on all processes", do))
+            raise fail(ModuleContractError, _WHERE, got=got, expected="the same change on all processes", do=do)

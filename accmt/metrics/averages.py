@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.metrics.results import describe, find_scalar
 from accmt.processes import (
     data_index,
@@ -292,7 +292,7 @@ def combine(every: Iterable[Totals]) -> dict[str, float]:
 
 
 def _wrong_value(name: str, got: str, expected: str, do: str) -> ModuleContractError:
-    return ModuleContractError(explain(f"the logged value {name!r}", got, expected, do))
+    return fail(ModuleContractError, f"the logged value {name!r}", got=got, expected=expected, do=do)
 
 
 class _Mean(NamedTuple):

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from inspect import isfunction
 from typing import Any
 
-from accmt.errors import MetricError, explain
+from accmt.errors import MetricError, fail
 from accmt.metrics.metric import Metric, ReportedValue
 from accmt.metrics.results import describe
 from accmt.registry import addon, find, names
@@ -96,8 +96,8 @@ def _find_by_name(name: str) -> Callable[..., Metric]:
 
 def _require_distinct(names: list[str]) -> None:
     if len(set(names)) != len(names):
-        raise MetricError(explain(_WHERE, f"the names {names}", "unique names", "rename one"))
+        raise fail(MetricError, _WHERE, got=f"the names {names}", expected="unique names", do="rename one")
 
 
 def _wrong_value(got: str, do: str) -> MetricError:
-    return MetricError(explain(_WHERE, got, _EXPECTED + ", ".join(names("accmt.metrics")), do))
+    return fail(MetricError, _WHERE, got=got, expected=_EXPECTED + ", ".join(names("accmt.metrics")), do=do)

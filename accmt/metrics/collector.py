@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accmt import registry
-from accmt.errors import MetricError, ModuleContractError, explain, nearest
+from accmt.errors import MetricError, ModuleContractError, fail, nearest
 from accmt.metrics.averages import LoggedValues, Weight, combine
 from accmt.metrics.gathering import CHUNK_BYTES, Position
 from accmt.metrics.metric import Metric, ReportedValue
@@ -77,12 +77,14 @@ class ValidationCollector:
                 do = f"rename it to {meant!r}" if meant else f"write Trainer(metrics=[{metric}])"
                 expected = f"the name of a metric: {names}" if names else "numbers: the Trainer has no metrics"
                 got = f"predictions and references under {name!r}"
-                raise MetricError(explain("validation_step", got, expected, do))
+                raise fail(MetricError, "validation_step", got=got, expected=expected, do=do)
             else:
                 scalar = find_scalar(value)
                 if scalar is None:
                     expected, do = "a number or a tensor of one element", "return its mean()"
-                    raise ModuleContractError(explain(f"the value {name!r}", describe(value), expected, do))
+                    raise fail(
+                        ModuleContractError, f"the value {name!r}", got=describe(value), expected=expected, do=do
+                    )
                 scalars[name] = scalar
         self._scalars.end_batch(weight, scalars, weights)
         self._scalars.begin_batch()

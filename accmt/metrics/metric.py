@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from accmt.errors import MetricError, explain, nearest
+from accmt.errors import MetricError, fail, nearest
 from accmt.messages import say_once
 from accmt.metrics.averages import COMPACT_AT, exact_sum
 from accmt.metrics.gathering import (
@@ -91,11 +91,11 @@ class Metric(ABC):
     ) -> None:
         if comparator is not None and comparator not in _COMPARATORS:
             expected, do = "one of " + ", ".join(_COMPARATORS), 'comparator=">"'
-            raise MetricError(explain(f"Metric({name!r}, comparator=...)", repr(comparator), expected, do))
+            raise fail(MetricError, f"Metric({name!r}, comparator=...)", got=repr(comparator), expected=expected, do=do)
         greater = comparator is None or comparator.startswith(">")
         if greater_is_better is not None and comparator is not None and greater_is_better != greater:
             got = f"greater_is_better={greater_is_better} and comparator={comparator!r}"
-            raise MetricError(explain(f"Metric({name!r})", got, "one direction", "remove one of the two"))
+            raise fail(MetricError, f"Metric({name!r})", got=got, expected="one direction", do="remove one of the two")
         self.name = name
         self.greater_is_better = greater if greater_is_better is None else greater_is_better
         self.comparator = comparator or (">" if self.greater_is_better else "<")
@@ -283,8 +283,12 @@ class MetricParallel(Metric):
         if reduction not in _REDUCTIONS:
             found = nearest(reduction, _REDUCTIONS, cutoff=0)
             where = f"{type(self).__name__}({name!r}, reduction=...)"
-            raise MetricError(
-                explain(where, repr(reduction), f"one of {', '.join(_REDUCTIONS)}", f"reduction={found!r}")
+            raise fail(
+                MetricError,
+                where,
+                got=repr(reduction),
+                expected=f"one of {', '.join(_REDUCTIONS)}",
+                do=f"reduction={found!r}",
             )
         self.reduction = reduction
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accmt.errors import MetricError, ModuleContractError, explain
+from accmt.errors import MetricError, ModuleContractError, fail
 from accmt.options.checks import as_float
 
 
@@ -16,7 +16,7 @@ class TooFewSamplesError(MetricError):
 
 
 def metric_error(name: str, got: str, expected: str, do: str) -> MetricError:
-    return MetricError(explain(f"metric {name!r}", got, expected, do))
+    return fail(MetricError, f"metric {name!r}", got=got, expected=expected, do=do)
 
 
 def is_pair(entry: Any) -> bool:
@@ -29,7 +29,7 @@ def require_pair(name: str, entry: Any) -> tuple[Any, Any]:
     if not is_pair(entry):
         do = f'return {{"{name}": (predictions, references)}}'
         got = f"{name!r}: {describe(entry)}"
-        raise ModuleContractError(explain("validation_step", got, "(predictions, references)", do))
+        raise fail(ModuleContractError, "validation_step", got=got, expected="(predictions, references)", do=do)
     return entry[0], entry[1]
 
 

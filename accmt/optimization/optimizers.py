@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accmt.errors import ArgumentError, HyperParameterError, ModuleContractError, explain
+from accmt.errors import ArgumentError, HyperParameterError, ModuleContractError, fail
 from accmt.options import HyperParameters
 from accmt.options.optimizer_and_scheduler_arguments import (
     optimizer_arguments,
@@ -52,17 +52,29 @@ class ChainedOptimizer(Optimizer):
         self._chained = list(optimizers)
         where = "ChainedOptimizer(optimizers=...)"
         if not self._chained or not all(isinstance(one, Optimizer) for one in self._chained):
-            raise ArgumentError(explain(where, repr(self._chained), "at least one torch optimizer", "[adamw, muon]"))
+            raise fail(
+                ArgumentError,
+                where,
+                got=repr(self._chained),
+                expected="at least one torch optimizer",
+                do="[adamw, muon]",
+            )
         parameters = [parameter for one in self._chained for group in one.param_groups for parameter in group["params"]]
         if len(set(parameters)) < len(parameters):
             got = "two optimizers for one parameter"
-            raise ArgumentError(explain(where, got, "each parameter in one optimizer", "remove it from the others"))
+            raise fail(
+                ArgumentError,
+                where,
+                got=got,
+                expected="each parameter in one optimizer",
+                do="remove it from the others",
+            )
         for kind in (type(one) for one in self._chained):
             # The one of bitsandbytes only packs each parameter's entries for FSDP1.
             if kind.state_dict is not Optimizer.state_dict and not kind.__module__.startswith("bitsandbytes."):
                 got = f"{kind.__name__}, which overrides `state_dict`"
                 do = "use it for all parameters or for none"
-                raise ArgumentError(explain(where, got, "optimizers with torch's state_dict", do))
+                raise fail(ArgumentError, where, got=got, expected="optimizers with torch's state_dict", do=do)
         self._owners = [number for number, one in enumerate(self._chained) for _ in one.param_groups]
         super().__init__([group for one in self._chained for group in one.param_groups], {})
         for one in self._chained:
@@ -93,7 +105,9 @@ class ChainedOptimizer(Optimizer):
             closure: Must be None: several optimizers cannot each evaluate the loss.
         """
         if closure is not None:
-            raise ArgumentError(explain("ChainedOptimizer.step", "a closure", "no closure", "step one optimizer"))
+            raise fail(
+                ArgumentError, "ChainedOptimizer.step", got="a closure", expected="no closure", do="step one optimizer"
+            )
         self._share()
         for one in self._chained:
             with mesh_by_mesh(one) if self.is_mixed else nullcontext():
@@ -134,7 +148,9 @@ class ChainedOptimizer(Optimizer):
         if len(self.param_groups) != len(self._owners):
             got = f"{len(self.param_groups)} parameter groups instead of {len(self._owners)}"
             do = "modify the groups in place, or call add_param_group"
-            raise ArgumentError(explain("ChainedOptimizer.param_groups", got, "the groups of its optimizers", do))
+            raise fail(
+                ArgumentError, "ChainedOptimizer.param_groups", got=got, expected="the groups of its optimizers", do=do
+            )
         return [group for group, owner in zip(self.param_groups, self._owners, strict=True) if owner == number]
 
 
@@ -189,13 +205,13 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
     """
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
-        message = explain(
+        raise fail(
+            ModuleContractError,
             "the parameters to optimize",
-            f"{len(parameters)} parameters, none with requires_grad=True",
-            "at least one trainable parameter",
-            "unfreeze part of the model, or override get_optimizer",
+            got=f"{len(parameters)} parameters, none with requires_grad=True",
+            expected="at least one trainable parameter",
+            do="unfreeze part of the model, or override get_optimizer",
         )
-        raise ModuleContractError(message)
     if split_grouping(hps.optim_kwargs)[1]:
         grouped: Optimizer = addon("build_grouped_optimizer")(hps, model, as_trained)
         return grouped
@@ -228,7 +244,7 @@ def make_optimizer(
         if optimizer_class is torch.optim.Muon and "2D" in str(error):
             do = "use it for matrices only: `type: AdamW` and `groups: [{kind: matrix, type: Muon, lr: 0.02}]`"
         expected = f"arguments and parameters accepted by {name}"
-        raise HyperParameterError(explain(where, f"{name}: {error}", expected, do)) from error
+        raise fail(HyperParameterError, where, got=f"{name}: {error}", expected=expected, do=do) from error
 
 
 def _is_fused_right(

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accmt.errors import CheckpointError, explain
+from accmt.errors import CheckpointError, fail
 from accmt.optimization.schedulers import SeveralSchedulers
 from accmt.options.optimizer_and_scheduler_arguments import build_alike, members_of, state_of
 
@@ -190,7 +190,9 @@ def _begin(entry: Any, parameter: torch.Tensor, what: str) -> torch.Tensor:
     got = f"no {what}, which a changed argument requires"
     reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
     do = f"undo the change, or start with a new optimizer: {reset}"
-    raise CheckpointError(explain("the optimizer's state", got, "all entries that the optimizer needs", do))
+    raise fail(
+        CheckpointError, "the optimizer's state", got=got, expected="all entries that the optimizer needs", do=do
+    )
 
 
 def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, has_scheduler: bool) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accmt.errors import HyperParameterError, explain
+from accmt.errors import HyperParameterError, fail
 from accmt.options import HyperParameters
 from accmt.options.optimizer_and_scheduler_arguments import parameters_of, watches_a_result
 from accmt.options.optimizer_and_scheduler_names import is_listed
@@ -65,7 +65,7 @@ def build_scheduler(
         got = f"one {absolute[0]} for groups with different rates: {', '.join(f'{rate:g}' for rate in rates)}"
         do = f"pass a list of {len(rates)} values in this order, or choose a scheduler that multiplies the rates"
         where = hps.where("scheduler", absolute[0])
-        raise HyperParameterError(explain(where, got, "a rate for each group", do))
+        raise fail(HyperParameterError, where, got=got, expected="a rate for each group", do=do)
     length = _length(hps, total_steps, steps_per_epoch, num_epochs)
     parameters = parameters_of(factory)
     arguments = dict(hps.scheduler_kwargs)
@@ -189,15 +189,20 @@ def _filled(
 def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParameterError:
     got = "data without a length, or a window maker: the number of steps is unknown"
     expected = f"a known number of steps, from which {argument} is computed"
-    return HyperParameterError(explain(hps.where("scheduler"), got, expected, do))
+    return fail(HyperParameterError, hps.where("scheduler"), got=got, expected=expected, do=do)
 
 
 def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception, *key: str) -> HyperParameterError:
     if any(group["lr"] is None for group in optimizer.param_groups):
         got = f"a scheduler for {type(optimizer).__name__} without lr, which chooses its own learning rate"
-        message = explain(hps.where("scheduler"), got, "a learning rate to schedule", "add `lr:` to optim")
-        return HyperParameterError(message)
+        return fail(
+            HyperParameterError,
+            hps.where("scheduler"),
+            got=got,
+            expected="a learning rate to schedule",
+            do="add `lr:` to optim",
+        )
     name = hps.to_dict()["hps"]["scheduler"]["type"]
     expected = f"arguments and an optimizer accepted by {name}"
     do = "correct the arguments, choose another scheduler, or override get_scheduler"
-    return HyperParameterError(explain(hps.where("scheduler", *key), f"{name}: {error}", expected, do))
+    return fail(HyperParameterError, hps.where("scheduler", *key), got=f"{name}: {error}", expected=expected, do=do)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import multiply_
 from accmt.optimization.optimizers import ChainedOptimizer, mesh_by_mesh
 from accmt.options.optimizer_and_scheduler_arguments import members_of
@@ -127,7 +127,7 @@ class Stepper:
                 expected = "one backward per forward: FSDP2 frees the gathered weights after it"
                 do = "train without `parallelism`: accmt launch --strat ddp"
                 where = "the backward of a model that FSDP2 shards"
-                raise ModuleContractError(explain(where, got, expected, do)) from error
+                raise fail(ModuleContractError, where, got=got, expected=expected, do=do) from error
             raise
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from accmt.errors import HyperParameterError, explain
+from accmt.errors import HyperParameterError, fail
 from accmt.options.hyperparameters import HyperParameters
 from accmt.options.optimizer_and_scheduler_arguments import GROUPING, optimizer_arguments, parameters_of
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
@@ -162,7 +162,13 @@ def require_allowed(changes: Iterable[Change], where: str) -> None:
             "restore the old values, start a new run with `resume=False`, or reset optimizer and scheduler: "
             'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
         )
-        raise HyperParameterError(explain(where, f"changed since the checkpoint: {', '.join(rejected)}", expected, do))
+        raise fail(
+            HyperParameterError,
+            where,
+            got=f"changed since the checkpoint: {', '.join(rejected)}",
+            expected=expected,
+            do=do,
+        )
 
 
 def _kind(side: Mapping[str, Any], component: str) -> Any:

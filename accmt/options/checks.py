@@ -20,8 +20,9 @@ from accmt.errors import (
     ArgumentError,
     CombinedError,
     HyperParameterError,
+    combine,
     describe_value,
-    explain,
+    fail,
     nearest,
 )
 
@@ -154,7 +155,9 @@ class Options:
                 continue
             do = f"did you mean {nearest(key, known, cutoff=0)}?"
             expected = f"any of {', '.join(known)}"
-            faults.append(ArgumentError(explain(write_place(f"{argument}.{key}"), f"the key {key!r}", expected, do)))
+            faults.append(
+                fail(ArgumentError, write_place(f"{argument}.{key}"), got=f"the key {key!r}", expected=expected, do=do)
+            )
         made._require(argument, faults)
         return made
 
@@ -223,7 +226,7 @@ def raise_faults(errors: Sequence[AccmtError]) -> None:
     if errors:
         is_mixed = any(isinstance(error, HyperParameterError) for error in errors)
         kind = CombinedError if is_mixed else ArgumentError
-        raise kind("\n\n".join(["several errors", *map(str, errors)]))
+        raise combine(kind, errors, "several errors")
 
 
 def require_flags(settings: DataclassInstance) -> None:
@@ -353,7 +356,7 @@ def require_keywords(name: str, value: Mapping[str, Any] | None, function: Calla
         if keyword not in known:
             do = f"did you mean {meant}?" if (meant := nearest(keyword, known)) else f"leave {keyword!r} out"
             expected = f"an argument of {owner}: {', '.join(known)}"
-            raise ArgumentError(explain(write_place(name), f"{keyword!r}", expected, do))
+            raise fail(ArgumentError, write_place(name), got=f"{keyword!r}", expected=expected, do=do)
 
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -365,7 +368,7 @@ def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn
     Raises:
         ArgumentError: Always.
     """
-    raise ArgumentError(explain(write_place(name), describe_value(value), expected, do))
+    raise fail(ArgumentError, write_place(name), got=describe_value(value), expected=expected, do=do)
 
 
 def find_returns_of_none(function: Callable[..., Any]) -> list[bool]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.options.checks import (
     Options,
     raise_wrong_value,
@@ -143,7 +143,13 @@ class DataSettings:
         if self.sampler_of("train") is not None and (options.group_by_length or options.batch_sampler is not None):
             other = "group_by_length" if options.group_by_length else "batch_sampler"
             where = f'Trainer(sampler=..., data_options={{"{other}": ...}})'
-            raise ArgumentError(explain(where, "both", "one of the two", "drop one of them: both decide the order"))
+            raise fail(
+                ArgumentError,
+                where,
+                got="both",
+                expected="one of the two",
+                do="drop one of them: both decide the order",
+            )
 
     def sampler_of(self, phase: Literal["train", "val"]) -> Any:
         """Return the order of the samples of a phase; one that is not in a dict is that of training."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accmt.errors import HyperParameterError, explain
+from accmt.errors import HyperParameterError, fail
 from accmt.libraries.versions import require
 from accmt.options.checks import read_numbers
 from accmt.options.yaml_reader import FIELDS, SECTIONS, Document, Fault
@@ -205,7 +205,7 @@ class HyperParameters:
         """
         if self._optimizer_class is None:
             do = "write `optim: {type: AdamW, lr: 1e-4}`, or def get_optimizer(self) in the module"
-            raise HyperParameterError(explain(self.where("optim"), "nothing", "an optimizer", do))
+            raise fail(HyperParameterError, self.where("optim"), got="nothing", expected="an optimizer", do=do)
         return self._optimizer_class
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from accmt.errors import ArgumentError, explain, nearest
+from accmt.errors import ArgumentError, fail, nearest
 from accmt.options.checks import (
     Options,
     raise_wrong_value,
@@ -44,7 +44,7 @@ def require_precision(value: Any) -> None:
         return
     expected = "one of " + ", ".join(map(repr, choices))
     where, got = "Trainer(mixed_precision=...)", f"{value!r} ({type(value).__name__})"
-    raise ArgumentError(explain(where, got, expected, do))
+    raise fail(ArgumentError, where, got=got, expected=expected, do=do)
 
 
 def require_ddp(name: str, value: Any) -> None:
@@ -72,7 +72,7 @@ def require_fsdp(name: str, value: Any) -> None:
         require_keywords(name, value, FullyShardedDataParallelPlugin, "accelerate.FullyShardedDataParallelPlugin")
     elif value is not True:
         expected, do = "True, or a dict with FSDP2 arguments", 'parallelism={"fsdp": True}, or leave `parallelism` out'
-        raise ArgumentError(explain(write_place(name), repr(value), expected, do))
+        raise fail(ArgumentError, write_place(name), got=repr(value), expected=expected, do=do)
 
 
 def require_accelerator(value: Any) -> None:
@@ -94,7 +94,7 @@ def require_accelerator(value: Any) -> None:
         do = 'accelerator={"cpu": True}'
     elif isinstance(value, type):
         do = f"accelerator={value.__name__}()"
-    raise ArgumentError(explain("Trainer(accelerator=...)", got, expected, do))
+    raise fail(ArgumentError, "Trainer(accelerator=...)", got=got, expected=expected, do=do)
 
 
 PROFILERS = ("simple", "advanced", "pytorch")

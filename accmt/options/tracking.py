@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from accmt.errors import ArgumentError, UnknownArgumentError, explain, nearest
+from accmt.errors import ArgumentError, ArgumentFileError, UnknownArgumentError, fail, nearest
 from accmt.options.checks import (
     Options,
     is_number,
@@ -125,7 +125,7 @@ class Monitor:
         Raises:
             UnknownArgumentError: There is no such field; the message suggests the closest one.
             ArgumentError: `config` is something else, or a value is invalid.
-            FileNotFoundError: There is no such file.
+            ArgumentFileError: There is no such file.
         """
         if isinstance(config, str | os.PathLike):
             import yaml
@@ -133,7 +133,7 @@ class Monitor:
             if not Path(config).is_file():
                 got = f"no such file; the working directory is {Path.cwd()}"
                 expected, do = "a YAML or JSON file with its fields, a dict or a list", 'monitor=["grad_norm"]'
-                raise FileNotFoundError(explain(f"Trainer(monitor={str(config)!r})", got, expected, do))
+                raise fail(ArgumentFileError, f"Trainer(monitor={str(config)!r})", got=got, expected=expected, do=do)
             config = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
         if config is None:
             return cls()
@@ -143,8 +143,12 @@ class Monitor:
             config = dict.fromkeys(config, True)
         if not isinstance(config, Mapping):
             got, do = f"{config!r} ({type(config).__name__})", 'monitor=["learning_rate", "grad_norm"]'
-            raise ArgumentError(
-                explain("Trainer(monitor=...)", got, "a Monitor, a dict, a list of names, or a path", do)
+            raise fail(
+                ArgumentError,
+                "Trainer(monitor=...)",
+                got=got,
+                expected="a Monitor, a dict, a list of names, or a path",
+                do=do,
             )
         known = [field.name for field in fields(cls)]
         others = {name: is_on for name, is_on in config.items() if name not in known}
@@ -153,7 +157,9 @@ class Monitor:
             if name not in added:
                 every = [*known, *added]
                 do = f"did you mean {nearest(name, every, cutoff=0)}?"
-                raise UnknownArgumentError(explain("Trainer(monitor=...)", f"{name!r}", f"one of {every}", do))
+                raise fail(
+                    UnknownArgumentError, "Trainer(monitor=...)", got=f"{name!r}", expected=f"one of {every}", do=do
+                )
             if not isinstance(is_on, bool):
                 _reject(name, is_on, "True or False")
         own = {name: value for name, value in config.items() if name in known}
@@ -170,7 +176,7 @@ def _to_positive(value: Any) -> float | None:
 
 def _reject(name: str, value: Any, expected: str, *, example: bool | float = True) -> NoReturn:
     got = f"{value!r} ({type(value).__name__})"
-    raise ArgumentError(explain(f"Monitor({name}=...)", got, expected, f"Monitor({name}={example})"))
+    raise fail(ArgumentError, f"Monitor({name}=...)", got=got, expected=expected, do=f"Monitor({name}={example})")
 
 
 def _require_seconds(name: str, value: Any) -> None:

@@ -14,8 +14,9 @@ from accmt.errors import (
     HyperParameterError,
     HyperParameterFileError,
     HyperParameterTypeError,
+    combine,
     describe_value,
-    explain,
+    fail,
     nearest,
 )
 from accmt.options.checks import number_in, read_numbers
@@ -119,12 +120,18 @@ class Document:
     def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
         """Return one error that reports all `faults`, in the order of their lines."""
         placed = sorted(((fault.line or self._line(fault.path), fault) for fault in faults), key=lambda pair: pair[0])
-        messages = [
-            explain(self._place(fault.path, line), fault.got, fault.expected, fault.do) for line, fault in placed
+        errors = [
+            fail(
+                HyperParameterError,
+                self._place(fault.path, line),
+                got=fault.got,
+                expected=fault.expected,
+                do=fault.do,
+            )
+            for line, fault in placed
         ]
-        if len(messages) > 1:
-            messages.insert(0, f"{len(messages)} errors in {self.name}")
-        return HyperParameterError("\n\n".join(messages))
+        title = f"{len(errors)} errors in {self.name}" if len(errors) > 1 else None
+        return combine(HyperParameterError, errors, title)
 
     def _place(self, path: KeyPath, line: int) -> str:
         if any(path[: len(flag)] == flag for flag in self.flags):
@@ -159,13 +166,13 @@ def read_document(source: object) -> Document:
         return _unwrap("hps_config", read_numbers(dict(source)), {}, [])
     if isinstance(source, str | os.PathLike):
         return _read_file(Path(source))
-    message = explain(
+    raise fail(
+        HyperParameterTypeError,
         "hps_config",
-        describe_value(source),
-        "a path to a .yaml, .yml or .json file, a dict, or HyperParameters",
-        'pass hps_config="hps.yaml", the path of your file',
+        got=describe_value(source),
+        expected="a path to a .yaml, .yml or .json file, a dict, or HyperParameters",
+        do='pass hps_config="hps.yaml", the path of your file',
     )
-    raise HyperParameterTypeError(message)
 
 
 def _read_file(path: Path) -> Document:
@@ -173,33 +180,53 @@ def _read_file(path: Path) -> Document:
 
     name = str(path)
     if path.is_dir():
-        message = explain(f"hps_config={name!r}", "a folder", "a .yaml, .yml or .json file", "pass a file in it")
-        raise HyperParameterError(message)
+        raise fail(
+            HyperParameterError,
+            f"hps_config={name!r}",
+            got="a folder",
+            expected="a .yaml, .yml or .json file",
+            do="pass a file in it",
+        )
     if not path.exists():
         near = nearest(name, [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES])
-        message = explain(
+        raise fail(
+            HyperParameterFileError,
             f"hps_config={name!r}",
-            f"no such file; the working directory is {Path.cwd()}",
-            "a .yaml, .yml or .json file that exists",
-            f"did you mean {near}?" if near else f"correct the path, or create the file with {_EXAMPLE}",
+            got=f"no such file; the working directory is {Path.cwd()}",
+            expected="a .yaml, .yml or .json file that exists",
+            do=f"did you mean {near}?" if near else f"correct the path, or create the file with {_EXAMPLE}",
         )
-        raise HyperParameterFileError(message)
     if path.suffix not in _SUFFIXES:
         got = f"a file ending in {path.suffix!r}"
-        message = explain(name, got, f"one of {', '.join(_SUFFIXES)}", "rename it to end in .yaml")
-        raise HyperParameterError(message)
+        raise fail(
+            HyperParameterError,
+            name,
+            got=got,
+            expected=f"one of {', '.join(_SUFFIXES)}",
+            do="rename it to end in .yaml",
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        message = explain(name, f"bytes that are not text: {error}", "UTF-8 text", "save it as UTF-8")
-        raise HyperParameterError(message) from None
+        raise fail(
+            HyperParameterError,
+            name,
+            got=f"bytes that are not text: {error}",
+            expected="UTF-8 text",
+            do="save it as UTF-8",
+        ) from None
     if path.suffix == ".json":
         try:
             json.loads(text or "null", parse_int=str)
         except json.JSONDecodeError as error:
             where = f"{name}:{error.lineno}"
-            message = explain(where, error.msg, "JSON", f"correct line {error.lineno}, column {error.colno}")
-            raise HyperParameterError(message) from None
+            raise fail(
+                HyperParameterError,
+                where,
+                got=error.msg,
+                expected="JSON",
+                do=f"correct line {error.lineno}, column {error.colno}",
+            ) from None
         except RecursionError as error:
             raise _unreadable(name, error) from None
         text = text.replace("\t", " ")  # which YAML rejects; JSON allows them between tokens, but not in strings
@@ -209,7 +236,7 @@ def _read_file(path: Path) -> Document:
     except (yaml.YAMLError, RecursionError) as error:
         raise _unreadable(name, error) from None  # the parser's frames add nothing
     if values is None:
-        raise HyperParameterError(explain(name, "an empty file", _LAYOUT, f"write {_EXAMPLE}"))
+        raise fail(HyperParameterError, name, got="an empty file", expected=_LAYOUT, do=f"write {_EXAMPLE}")
     return _unwrap(name, values, reader.lines, reader.faults)
 
 
@@ -218,7 +245,7 @@ def _unreadable(name: str, error: Exception) -> HyperParameterError:
     line = "" if mark is None else f":{mark.line + 1}"
     got = getattr(error, "problem", None) or str(error)
     do = getattr(error, "note", None) or "indent with spaces, and put one after each `key:`"
-    return HyperParameterError(explain(f"{name}{line}", got, "valid YAML", do))
+    return fail(HyperParameterError, f"{name}{line}", got=got, expected="valid YAML", do=do)
 
 
 def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]) -> Document:
@@ -226,9 +253,9 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
     if inner is None and isinstance(root, dict) and (unindented := [key for key in root if key in KEYS]):
         got, do = f"`hps:` without content, next to {', '.join(unindented)}", "indent these keys below `hps:`"
         where = f"{name}:{lines['hps',]}" if ("hps",) in lines else name
-        raise HyperParameterError(explain(where, got, _LAYOUT, do))
+        raise fail(HyperParameterError, where, got=got, expected=_LAYOUT, do=do)
     if not isinstance(inner, dict):
-        raise HyperParameterError(explain(name, describe(inner), _LAYOUT, f"write {_EXAMPLE}"))
+        raise fail(HyperParameterError, name, got=describe(inner), expected=_LAYOUT, do=f"write {_EXAMPLE}")
     if inner is not root:
         faults = [replace(fault, path=fault.path[1:] if fault.path[:1] == ("hps",) else fault.path) for fault in faults]
         for key in (key for key in root if key != "hps"):

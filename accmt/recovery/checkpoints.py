@@ -16,7 +16,7 @@ from accmt.checkpoint.retention import move_back
 from accmt.checkpoint.state_dicts import require_complete
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter, CustomWriter
-from accmt.errors import CheckpointError, NoCheckpointError, explain
+from accmt.errors import CheckpointError, NoCheckpointError, fail
 from accmt.messages import say, warn, warn_once
 from accmt.options import Settings
 from accmt.processes import close_cpu_group, manages_disk, new_cpu_group
@@ -256,7 +256,9 @@ class Checkpoints:
         folder = find_newest(self._settings)
         if folder is None:
             do = "see above why it could not be written"
-            raise NoCheckpointError(explain("resuming from a checkpoint", f"none in {self.folder}", "one", do))
+            raise fail(
+                NoCheckpointError, "resuming from a checkpoint", got=f"none in {self.folder}", expected="one", do=do
+            )
         return folder
 
     def close(self, *, has_result: bool) -> None:

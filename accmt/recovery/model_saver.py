@@ -20,7 +20,7 @@ import torch
 from accmt import huggingface
 from accmt.callbacks import Callback
 from accmt.data.base import length_of
-from accmt.errors import AccmtError, SavingError, explain
+from accmt.errors import AccmtError, SavingError, fail
 from accmt.files import current_folder
 from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
@@ -181,7 +181,7 @@ class ModelSaver(Callback):
         *_, reason = failures.values()
         got = f"the model of step {', '.join(map(str, failures))} could not be written: {reason}"
         do = "free space there; if a checkpoint of such a step exists, `accmt get` extracts its weights"
-        raise SavingError(explain(f"model folder {folder}", got, "every best model saved", do)) from None
+        raise fail(SavingError, f"model folder {folder}", got=got, expected="every best model saved", do=do) from None
 
     def forget_missing(self, model_path: Path, run_id: str) -> None:
         """Forget the best values of a resumed run if their models are not in the folder.

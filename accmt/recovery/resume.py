@@ -12,7 +12,7 @@ import torch
 from accmt.checkpoint.contents import read_others, rejecting_other_forms
 from accmt.checkpoint.manifest import MANIFEST_NAME, Checkpoint, Manifest, read_manifest
 from accmt.checkpoint.store import CheckpointStore
-from accmt.errors import NoCheckpointError, explain
+from accmt.errors import NoCheckpointError, fail
 from accmt.messages import say, warn
 from accmt.options import Settings
 from accmt.options.changes import Change, compare, require_allowed
@@ -97,7 +97,7 @@ def _find_folder(settings: Settings) -> Path | None:
     if moved:
         previous = max(moved, key=lambda path: path.stat().st_mtime)
         do = f'resume="{previous}" continues the earlier run whose checkpoints were moved there; {do}'
-    raise NoCheckpointError(explain("Trainer(resume=True)", got, "a checkpoint to continue from", do))
+    raise fail(NoCheckpointError, "Trainer(resume=True)", got=got, expected="a checkpoint to continue from", do=do)
 
 
 def find_newest(settings: Settings) -> Path | None:

@@ -17,7 +17,7 @@ from accmt.checkpoint.contents import load_state, rejecting_other_forms
 from accmt.checkpoint.state_dicts import copy_state
 from accmt.data import UnshardedSource
 from accmt.data.planned import PlannedSource
-from accmt.errors import CheckpointError, explain
+from accmt.errors import CheckpointError, fail
 from accmt.glances import digest_state
 from accmt.huggingface import is_peft_model
 from accmt.libraries.private_names import buffers_of, count_writes, note_optimizer_step
@@ -305,7 +305,7 @@ def _restore_scheduler(
         got, expected = f"a {kind}", f"the checkpoint's {others['scheduler_class']}"
         reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
         do = f"build it as in the saved run, or start with a new scheduler: {reset}"
-        raise CheckpointError(explain("the learning-rate scheduler", got, expected, do))
+        raise fail(CheckpointError, "the learning-rate scheduler", got=got, expected=expected, do=do)
     lines = restore_scheduler(
         run.stepper.optimizer,
         run.scheduler,

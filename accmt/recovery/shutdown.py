@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from accmt.data import MicroBatch, UnshardedSource
-from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
+from accmt.errors import Preempted, ProcessFailedError, fail, is_out_of_memory
 from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of, record_for_launcher
 from accmt.messages import say, warn
 from accmt.options.failures import Handler
@@ -114,9 +114,11 @@ def _explain_consequence(watch: Watch, error: BaseException) -> BaseException:
     index, report = cause
     if report:
         do = "fix that error; the other processes were waiting for it"
-        return ProcessFailedError(explain(f"process {index}", f"it failed:\n{report}", "no error", do))
+        return fail(ProcessFailedError, f"process {index}", got=f"it failed:\n{report}", expected="no error", do=do)
     got = "it exited without an error message: killed, perhaps because memory ran out"
-    return ProcessFailedError(explain(f"process {index}", got, "all processes alive", "check the system log"))
+    return fail(
+        ProcessFailedError, f"process {index}", got=got, expected="all processes alive", do="check the system log"
+    )
 
 
 def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from accmt.errors import WeightsError, explain
+from accmt.errors import WeightsError, fail
 from accmt.messages import say_once
 from accmt.precision import HALVES
 from accmt.saving.weights import ENTRY_NAMES, SAFETENSORS, SHARED_KEY, files_of, find_entry, find_tied, plain_names
@@ -62,7 +62,7 @@ def require_fit(
 
 def misfit(folder: Path, got: str, expected: str) -> WeightsError:
     do = "build the model with the arguments it was saved with, or choose the folder that belongs to it"
-    return WeightsError(explain(f"weights in {folder}", got, expected, do))
+    return fail(WeightsError, f"weights in {folder}", got=got, expected=expected, do=do)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def require_files(folder: Path) -> list[str]:
         if folder.is_dir():
             held = sorted(path.name for path in folder.iterdir())
             got = f"a folder with {_some(held)}" if held else "an empty folder"
-        raise WeightsError(explain(str(folder), got, f"one of {', '.join(ENTRY_NAMES)}", do))
+        raise fail(WeightsError, str(folder), got=got, expected=f"one of {', '.join(ENTRY_NAMES)}", do=do)
     try:
         names = files_of(entry)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -92,7 +92,13 @@ def require_files(folder: Path) -> list[str]:
     missing = [name for name in names if not (entry.parent / name).is_file()]
     if missing:
         got, do = f"missing files: {_some(missing)}", "copy the whole folder again, or save the model again"
-        raise WeightsError(explain(str(entry), got, f"all {len(names)} files that it lists, in the same folder", do))
+        raise fail(
+            WeightsError,
+            str(entry),
+            got=got,
+            expected=f"all {len(names)} files that it lists, in the same folder",
+            do=do,
+        )
     return names
 
 
@@ -133,13 +139,13 @@ def describe_shapes(name: str, saved: Sequence[int], current: Sequence[int]) -> 
 
 
 def _damaged(path: Path, error: Exception) -> WeightsError:
-    message = explain(
+    return fail(
+        WeightsError,
         str(path),
-        f"cannot be read: {error}",
-        "a complete file",
-        "copy it again, or save the model again",
+        got=f"cannot be read: {error}",
+        expected="a complete file",
+        do="copy it again, or save the model again",
     )
-    return WeightsError(message)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
-from accmt.errors import SavingError, explain
+from accmt.errors import SavingError, fail
 from accmt.files import (
     LOCK_NAME,
     FolderLock,
@@ -66,7 +66,7 @@ class ModelFolderClaim:
         except FolderTakenError as error:
             got, do = f"in use by another run ({error})", "wait for that run, stop it, or pass another `model_path`"
             expected = "a folder that no other run saves to: each would replace the other's model"
-            raise SavingError(explain(f"model folder {folder}", got, expected, do)) from None
+            raise fail(SavingError, f"model folder {folder}", got=got, expected=expected, do=do) from None
         except OSError:
             return None
 

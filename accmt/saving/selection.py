@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from accmt.errors import ArgumentError, MetricError, ModuleContractError, explain, nearest
+from accmt.errors import ArgumentError, MetricError, ModuleContractError, fail, nearest
 from accmt.options.saving import LAST
 
 # ---- The rules for saving models and stopping runs: their names, and the values they compare.
@@ -44,7 +44,7 @@ class Argument:
 
     def reject(self, got: str, expected: str, do: str) -> NoReturn:
         """Raise an error about an invalid value."""
-        raise ArgumentError(explain(f"{self.call}({self.name}=...)", got, expected, do))
+        raise fail(ArgumentError, f"{self.call}({self.name}=...)", got=got, expected=expected, do=do)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Rule:
             do = f"return it from validation_step, or choose one of {sorted(values)}"
         expected = " and ".join(missing.keys_of_sets) or missing.key
         where = f"{argument.call}({argument.name}={self.name!r})"
-        raise ModuleContractError(explain(where, f"an evaluation with {sorted(values)}", expected, do))
+        raise fail(ModuleContractError, where, got=f"an evaluation with {sorted(values)}", expected=expected, do=do)
 
 
 class Quantities:
@@ -138,7 +138,9 @@ class Quantities:
     def __init__(self, directions: Mapping[str, IsBetter], sets: Sequence[str] | None = None) -> None:
         for name in _LOSSES.keys() & directions:
             expected = "a name not used by the losses"
-            raise MetricError(explain(f"metric {name!r}", f"the main entry {name!r}", expected, "rename it"))
+            raise fail(
+                MetricError, f"metric {name!r}", got=f"the main entry {name!r}", expected=expected, do="rename it"
+            )
         self.directions: dict[str, IsBetter] = {**_LOSSES, **directions}
         self._sets = None if sets is None else [name for name in sets if name]
 

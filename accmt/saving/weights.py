@@ -17,7 +17,7 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from accmt.errors import SavingError, WeightsError, explain
+from accmt.errors import SavingError, WeightsError, fail
 from accmt.files import follow_umask, fsync_file, fsync_folder, staging_folder
 from accmt.libraries.private_names import is_traceable_wrapper_subclass
 from accmt.processes import broadcast_object, is_main_process, run_on_main_process
@@ -137,14 +137,14 @@ def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
     """Reject every value that a weight file cannot hold: not a tensor, sparse, or without memory."""
     faults = [f"{name}: {_kind(value)}" for name, value in state_dict.items() if not _is_dense(value)]
     if faults or not state_dict:
-        message = explain(
+        raise fail(
+            WeightsError,
             "weights to save",
-            "; ".join(faults) or "no tensors",
-            "dense tensors that hold data",
-            "keep other values out of the state dict (`get_extra_state`, sparse parameters), gather shards first, or "
-            "pass `model_saving=None`",
+            got="; ".join(faults) or "no tensors",
+            expected="dense tensors that hold data",
+            do="keep other values out of the state dict (`get_extra_state`, sparse parameters), gather shards first, "
+            "or pass `model_saving=None`",
         )
-        raise WeightsError(message)
 
 
 def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
@@ -156,7 +156,7 @@ def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bo
             safetensors.torch.save({name: torch.empty(1, dtype=dtype)})
         except (KeyError, ValueError, SafetensorError) as error:
             got, do = f"a tensor of {dtype}", "convert it, or pass `safe_serialization=False`"
-            raise WeightsError(explain(name, got, "a dtype that safetensors supports", do)) from error
+            raise fail(WeightsError, name, got=got, expected="a dtype that safetensors supports", do=do) from error
 
 
 def _view(tensor: Tensor) -> Hashable:
@@ -533,13 +533,13 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         else:
             torch.save(tensors, path)
     except (SafetensorError, RuntimeError) as error:  # how both libraries report a full disk
-        message = explain(
+        raise fail(
+            SavingError,
             str(path.parent.parent),
-            f"{path.name} could not be written: {error}",
-            f"space for {sum(tensor.nbytes for tensor in tensors.values()):,} more bytes",
-            "free space on that disk; the weights saved before are untouched",
-        )
-        raise SavingError(message) from error
+            got=f"{path.name} could not be written: {error}",
+            expected=f"space for {sum(tensor.nbytes for tensor in tensors.values()):,} more bytes",
+            do="free space on that disk; the weights saved before are untouched",
+        ) from error
 
 
 def publish(staged: Path, folder: Path, entry: str) -> None:

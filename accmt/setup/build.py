@@ -28,7 +28,7 @@ from accmt.data.seeding import seed_with_global
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.choice import choose_engine
 from accmt.engine.replicas import Replicas
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
 from accmt.features.listed import all_features
 from accmt.loop.cadence import Cadence, RunLength
@@ -288,7 +288,7 @@ def _settle_monitor(
     if not val_loaders:
         got = "no validation data for ReduceLROnPlateau, which monitors the validation loss or a metric"
         do = "pass them to fit, or choose another scheduler"
-        raise ArgumentError(explain("scheduler", got, "validation data", do))
+        raise fail(ArgumentError, "scheduler", got=got, expected="validation data", do=do)
     name, kwargs = monitored_by(scheduler), settings.hps.scheduler_kwargs
     is_own = kwargs.get("monitor") != name
     is_rising = find_monitored(settings, selection, name, is_own=is_own).is_better(1.0, 0.0)
@@ -301,7 +301,7 @@ def _settle_monitor(
         return
     got = f"{scheduler.mode!r} for {name}, where {'higher' if is_rising else 'lower'} is better"
     do = f"mode: {mode}; or write for example `monitor: accuracy`, or set scheduler.monitor in get_scheduler"
-    raise ArgumentError(explain(settings.hps.where("scheduler", "mode"), got, repr(mode), do))
+    raise fail(ArgumentError, settings.hps.where("scheduler", "mode"), got=got, expected=repr(mode), do=do)
 
 
 def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:

@@ -27,7 +27,7 @@ from accmt.data import (
 from accmt.data.collate import CollateChain
 from accmt.data.seeding import seed_with_global
 from accmt.engine.base import Engine
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, fail
 from accmt.features.hooks import Feature
 from accmt.loop.cadence import Cadence
 from accmt.messages import warn
@@ -70,7 +70,7 @@ class UserData:
         self._datamodule: Any = None
         if datamodule is not None and self.has_any:
             got, do = "both data and a datamodule", "remove one of the two"
-            raise ArgumentError(explain(f"{method}(datamodule=...)", got, "one source of data", do))
+            raise fail(ArgumentError, f"{method}(datamodule=...)", got=got, expected="one source of data", do=do)
         if datamodule is not None:
             self._datamodule = addon("datamodule")(datamodule)
 
@@ -137,7 +137,7 @@ def find_train_data(module: AcceleratorModule, user_data: Any, hps: HyperParamet
         return addon("mix_sources")(data, hps)
     if data is None:
         do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
-        raise DataError(explain("fit", "no training data", "a dataset or a DataLoader", do))
+        raise fail(DataError, "fit", got="no training data", expected="a dataset or a DataLoader", do=do)
     return data
 
 
@@ -164,7 +164,9 @@ def find_data(module: AcceleratorModule, user_data: Any, purpose: Evaluation, se
     data = _ask(getattr(module, method), user_data)
     if data is None:
         do = f"trainer.{purpose}(module, {argument}), or def {method}(self) in the module"
-        raise DataError(explain(purpose, "no data", "a dataset or a DataLoader, or several in a list or dict", do))
+        raise fail(
+            DataError, purpose, got="no data", expected="a dataset or a DataLoader, or several in a list or dict", do=do
+        )
     return {} if getattr(settings.limits, limit) == 0 else name_sets(data)
 
 
@@ -191,13 +193,13 @@ def name_sets(data: Any) -> dict[str, Any]:
             got = f"a {type(data).__name__} of {' and '.join(kind.__name__ for kind in by_kind)}"
             expected = "datasets only, or samples only; a list or tuple inside it is a sample"
             do = 'name the sets: {"first": ..., "second": ...}'
-            raise DataError(explain("the sets to evaluate", got, expected, do))
+            raise fail(DataError, "the sets to evaluate", got=got, expected=expected, do=do)
     if not isinstance(data, dict):
         return {"": data}
     for name in data:
         if not isinstance(name, str) or not name or any(mark in name for mark in ("__", "@", "/")):
             expected = "strings without '__', '@' and '/', which separate them from the names of metrics"
-            raise DataError(explain("the names of the validation sets", repr(name), expected, "rename it"))
+            raise fail(DataError, "the names of the validation sets", got=repr(name), expected=expected, do="rename it")
     return data
 
 
@@ -239,7 +241,7 @@ def build_train_loader(
     if isinstance(data, DataLoader) and has_sampler:
         expected = "a dataset together with sampler=, or a DataLoader with its own sampler"
         got, do = "a DataLoader as training data", "pass the sampler to the DataLoader"
-        raise ArgumentError(explain("Trainer(sampler=...)", got, expected, do))
+        raise fail(ArgumentError, "Trainer(sampler=...)", got=got, expected=expected, do=do)
     _reject_several_loaders(data)
     require_readable(data, "training")
     if isinstance(data, Iterator) and settings.hps.epochs != 1:
@@ -248,7 +250,7 @@ def build_train_loader(
         got = "an iterator, which can be read only once"
         if hasattr(data, "__len__"):  # as loaders that are combined have, and each iter() may begin again
             got, do = f"a {type(data).__name__} that is an iterator: it has __next__", _LOADER_OF_SEVERAL
-        raise DataError(explain("the training data", got, expected, do))
+        raise fail(DataError, "the training data", got=got, expected=expected, do=do)
     collate, pins_memory = find_collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
     batcher = _find_token_batcher(
@@ -288,7 +290,7 @@ def build_train_loader(
         if module.uses_manual_optimization:
             got = f"{name!r}, and a module with manual optimization"
             do = "leave it out: the module decides when to step"
-            raise ArgumentError(explain("Trainer(grad_accumulation_steps=...)", got, "one of the two", do))
+            raise fail(ArgumentError, "Trainer(grad_accumulation_steps=...)", got=got, expected="one of the two", do=do)
         is_full = find("accmt.window_makers", name)
         maker = addon("window_function")(name, is_full, state, batcher.count_tokens if batcher else None)
     else:
@@ -310,7 +312,7 @@ _LOADER_OF_SEVERAL = (
 def _reject_several_loaders(data: Any) -> None:
     if isinstance(data, list | tuple) and data and isinstance(data[0], DataLoader):
         got = f"a {type(data).__name__} of {len(data)} DataLoaders"
-        raise DataError(explain("the training data", got, "one loader or dataset", _LOADER_OF_SEVERAL))
+        raise fail(DataError, "the training data", got=got, expected="one loader or dataset", do=_LOADER_OF_SEVERAL)
 
 
 def build_evaluation_loader(
@@ -407,7 +409,7 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
     if isinstance(data, DataLoader) and hasattr(data.dataset, "order_run"):
         name = type(data.dataset).__name__
         got, do = f"a DataLoader around a {name}", f"pass the {name} itself to fit: it decides the order"
-        raise ArgumentError(explain("the training data", got, f"the {name} alone", do))
+        raise fail(ArgumentError, "the training data", got=got, expected=f"the {name} alone", do=do)
     if not _groups_by_length(data, settings) or is_stream(data):
         return settings.data.sampler_of("train")
     return addon("group_dataset")(
@@ -524,13 +526,13 @@ class Loaders:
             if isinstance(every, float) and is_unknown:
                 got = f"{every}, a fraction of an epoch whose length is unknown"
                 do = f"for example {name}=100"
-                raise ArgumentError(explain(f"Trainer({name}=...)", got, "a whole number of steps", do))
+                raise fail(ArgumentError, f"Trainer({name}=...)", got=got, expected="a whole number of steps", do=do)
         for name, data in val_data.items():
             require_readable(data, "validation")
             if isinstance(data, Iterator):  # the trial before training would consume it
                 where = "the validation data" + (f" {name!r}" if name else "")
                 expected, do = "data that can be read for each evaluation", "pass list(...), or an IterableDataset"
-                raise DataError(explain(where, "an iterator, which can be read only once", expected, do))
+                raise fail(DataError, where, got="an iterator, which can be read only once", expected=expected, do=do)
             self.validation[name] = build_evaluation_loader(
                 self._module,
                 data,
@@ -575,7 +577,7 @@ class Loaders:
         if val_data.keys() != self.validation.keys():
             got, expected = f"the sets {list(val_data)}", f"the sets of the previous epoch: {list(self.validation)}"
             do = "return sets with the same names each time: metrics and saving depend on them"
-            raise DataError(explain("the reloaded validation data", got, expected, do))
+            raise fail(DataError, "the reloaded validation data", got=got, expected=expected, do=do)
         self.build(train_data, val_data)
 
     def make_largest_batch(self) -> LargestBatch | str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.files import require_writable_folder
 from accmt.messages import say_once
 from accmt.metrics import Metric, build_metrics
@@ -70,11 +70,11 @@ def check_inputs(trainer: Trainer, module: AcceleratorModule, user_data: UserDat
     selection = _selection_of(settings, rule, metrics, trainer.registered_savings, sets=sets)
     if selection.needs_validation and not sets:
         do = "pass validation data to fit, or model_saving='best_train_loss'"
-        raise ArgumentError(explain(f"Trainer(model_saving={rule!r})", got, "validation data", do))
+        raise fail(ArgumentError, f"Trainer(model_saving={rule!r})", got=got, expected="validation data", do=do)
     patience = _patience_of(settings, rule, metrics, sets=sets)
     if patience is not None and patience.needs_validation and not sets:
         do = "pass validation data to fit, or patience={'train_loss': 3}"
-        raise ArgumentError(explain(f"Trainer(patience={saving.patience!r})", got, "validation data", do))
+        raise fail(ArgumentError, f"Trainer(patience={saving.patience!r})", got=got, expected="validation data", do=do)
     return Inputs(
         train_data=train,
         val_data=val_sets,
@@ -118,7 +118,9 @@ def find_monitored(settings: Settings, selection: Selection, name: str, *, is_ow
         do = "write `monitor: valid_loss`, or leave it out"
     if is_own:
         where, do = "scheduler.monitor, set in get_scheduler", do.replace("`monitor: valid_loss`", "'valid_loss'")
-    raise ArgumentError(explain(where, repr(name), f"one of {', '.join(names)}, or another metric's name", do))
+    raise fail(
+        ArgumentError, where, got=repr(name), expected=f"one of {', '.join(names)}, or another metric's name", do=do
+    )
 
 
 def _is_by_set(user_metrics: Any) -> bool:
@@ -134,7 +136,7 @@ def metrics_of_sets(user_metrics: Any, sets: Sequence[str]) -> dict[str, tuple[M
     unknown = [name for name in user_metrics if name not in sets]
     if unknown:
         got, expected = f"metrics for {unknown[0]!r}", f"names of the validation sets: {list(sets)}"
-        raise ArgumentError(explain("Trainer(metrics=...)", got, expected, "rename one of the two"))
+        raise fail(ArgumentError, "Trainer(metrics=...)", got=got, expected=expected, do="rename one of the two")
     return {name: build_metrics(user_metrics.get(name)) for name in sets}
 
 

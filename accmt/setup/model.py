@@ -18,7 +18,7 @@ from accmt.engine.base import Engine
 from accmt.engine.meta_device import building_for
 from accmt.engine.quantized import reject_training_quantized_weights
 from accmt.engine.sync_batchnorm import synchronize_if_asked
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, fail
 from accmt.huggingface import (
     enable_gradient_checkpointing,
     is_peft_model,
@@ -167,8 +167,12 @@ def prepare(
     if not all(id(parameter) in in_model for group in optimizer.param_groups for parameter in group["params"]):
         got = "an optimizer of parameters that are not in self.model: they would be neither reduced nor saved"
         do = "put their modules into self.model, such as an nn.ModuleDict"
-        raise ModuleContractError(
-            explain(f"{type(module).__name__}.get_optimizer", got, "parameters of self.model", do)
+        raise fail(
+            ModuleContractError,
+            f"{type(module).__name__}.get_optimizer",
+            got=got,
+            expected="parameters of self.model",
+            do=do,
         )
     engine.require_optimizer(optimizer)
     scheduler, has_own_scheduler = make_scheduler(module, optimizer, settings, cadence, length)
@@ -245,7 +249,7 @@ def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
                 'compile={"mode": "max-autotune"}, or compile=True',
             )
             where = f"Trainer(compile={dict(settings.compile_kwargs)!r})"
-            raise ArgumentError(explain(where, str(error), expected, do)) from error
+            raise fail(ArgumentError, where, got=str(error), expected=expected, do=do) from error
 
 
 def _find_regions(model: nn.Module) -> list[nn.Module]:
@@ -259,7 +263,7 @@ def _find_regions(model: nn.Module) -> list[nn.Module]:
     if not layers:
         got, expected = f"a {type(model).__name__} without a ModuleList of equal layers", "layers that repeat"
         where, do = 'Trainer(compile={"regional": True})', "compile=True compiles the whole model"
-        raise ArgumentError(explain(where, got, expected, do))
+        raise fail(ArgumentError, where, got=got, expected=expected, do=do)
     return layers
 
 

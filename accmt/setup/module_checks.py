@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
-from accmt.errors import ModuleContractError, describe_value, explain
+from accmt.errors import ModuleContractError, describe_value, fail
 from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
 from accmt.module import AcceleratorModule, HuggingFaceModule, defines
@@ -95,7 +95,7 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
             do = "choose an optimizer that needs one gradient per step, such as torch.optim.AdamW; or derive from "
             do += "ExtendedAcceleratorModule, and call self.optimizer.step(closure) in training_step"
             where = f"{type(module).__name__}.get_optimizer"
-            raise ModuleContractError(explain(where, got, "step() without a closure", do))
+            raise fail(ModuleContractError, where, got=got, expected="step() without a closure", do=do)
         return own
     parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
     if parts and module.uses_manual_optimization and all(hasattr(part, "param_groups") for part in parts):
@@ -103,7 +103,7 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
     do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1), without brackets, and "
     do += f"{_GET_SCHEDULER}; to step several optimizers, derive from ExtendedAcceleratorModule"
     where, expected = f"{type(module).__name__}.get_optimizer", "one torch.optim.Optimizer, or None"
-    raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
+    raise fail(ModuleContractError, where, got=_describe_returned(own), expected=expected, do=do)
 
 
 def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
@@ -114,14 +114,14 @@ def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
         got = f"a {type(own).__name__}, whose step{inspect.signature(own.step)} requires arguments"
         do = "wrap it in a class with state_dict and load_state_dict, whose step() calls it with its step count"
         expected = "a scheduler whose step() takes no arguments: it is called after each optimizer step"
-        raise ModuleContractError(explain(f"{type(module).__name__}.get_scheduler", got, expected, do))
+        raise fail(ModuleContractError, f"{type(module).__name__}.get_scheduler", got=got, expected=expected, do=do)
     is_several = isinstance(own, list | tuple) and all(isinstance(one, LRScheduler) for one in own)
     if own and is_several and module.uses_manual_optimization:
         return SeveralSchedulers(own) if len(own) > 1 else own[0]
     do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers), and "
     do += "interval='epoch' is `step_scheduler_per_epoch: true` in the hyper-parameters"
     where, expected = f"{type(module).__name__}.get_scheduler", "one torch.optim.lr_scheduler.LRScheduler, or None"
-    raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
+    raise fail(ModuleContractError, where, got=_describe_returned(own), expected=expected, do=do)
 
 
 def call_get_scheduler(module: AcceleratorModule, optimizer: torch.optim.Optimizer, named: Mapping[str, int]) -> Any:
@@ -136,7 +136,7 @@ def call_get_scheduler(module: AcceleratorModule, optimizer: torch.optim.Optimiz
     if not _accepts(module.get_scheduler, optimizer, **wanted):
         got = f"get_scheduler{inspect.signature(module.get_scheduler)}"
         expected = "a method that takes the optimizer, and steps_per_epoch and epochs or one of them"
-        raise ModuleContractError(explain(type(module).__name__, got, expected, _GET_SCHEDULER))
+        raise fail(ModuleContractError, type(module).__name__, got=got, expected=expected, do=_GET_SCHEDULER)
     make: Callable[..., Any] = module.get_scheduler
     return make(optimizer, **wanted)
 
@@ -165,7 +165,7 @@ def require_module(module: Any, function: str) -> None:
     where = f"{function}(module)"
     if isinstance(module, type):
         do = f"trainer.{function}({module.__name__}(...), ...)"
-        raise ModuleContractError(explain(where, f"the class {module.__name__}", "an instance of it", do))
+        raise fail(ModuleContractError, where, got=f"the class {module.__name__}", expected="an instance of it", do=do)
     if not isinstance(module, AcceleratorModule):
         do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
         if isinstance(module, str | PathLike | tuple):
@@ -173,7 +173,7 @@ def require_module(module: Any, function: str) -> None:
             do = f"module = AcceleratorModule.{make}; trainer.{function}(module, data)"
         if isinstance(module, Dataset | DataLoader):
             do = f"trainer.{function}(module, data): the module comes first"
-        raise ModuleContractError(explain(where, type(module).__name__, "an AcceleratorModule", do))
+        raise fail(ModuleContractError, where, got=type(module).__name__, expected="an AcceleratorModule", do=do)
 
 
 def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None:
@@ -219,7 +219,7 @@ def _is_trainable(value: Any) -> bool:
 
 def _reject(module: AcceleratorModule, got: str, do: str) -> NoReturn:
     expected = "self.model, an nn.Module, and training_step (or step); validation_step (or step) with validation data"
-    raise ModuleContractError(explain(type(module).__name__, got, expected, do))
+    raise fail(ModuleContractError, type(module).__name__, got=got, expected=expected, do=do)
 
 
 def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Callable[[Any], Any]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from accmt.data.base import length_of
-from accmt.errors import ArgumentError, DataError, ProcessFailedError, explain
+from accmt.errors import ArgumentError, DataError, ProcessFailedError, fail
 from accmt.failures import Board, is_consequence, record_for_launcher
 from accmt.options import DataSettings, Settings
 from accmt.processes import (
@@ -50,7 +50,7 @@ def _require_equal(what: str, every: list[str]) -> None:
         got = "; ".join(f"process {index}: {facts}" for index, facts in enumerate(every))
         expected = "the same data on every process, which accmt shards"
         do = 'pass all data on every process, or data_options={"shard": False} if each process has its own data'
-        raise DataError(explain(what.strip(), got, expected, do))
+        raise fail(DataError, what.strip(), got=got, expected=expected, do=do)
 
 
 def _describe(data: Any) -> str:
@@ -88,7 +88,7 @@ def require_same_settings(settings: Settings) -> None:
         if len(set(values)) > 1:
             got = "; ".join(f"process {index}: {value}" for index, value in enumerate(values))
             do = "set the same value on every process; accmt derives a different seed for each process"
-            raise ArgumentError(explain(name, got, "one value on all processes", do))
+            raise fail(ArgumentError, name, got=got, expected="one value on all processes", do=do)
 
 
 # ---- Reports errors during setup to the other processes; later, the watch does this.
@@ -114,8 +114,13 @@ def reporting_failed_setup() -> Iterator[None]:
             raise
         index, text = note
         do = "fix that error; the other processes were waiting for it"
-        message = explain(f"process {index}", f"failed while setting up the run:\n{text}", "no error", do)
-        raise ProcessFailedError(message) from None
+        raise fail(
+            ProcessFailedError,
+            f"process {index}",
+            got=f"failed while setting up the run:\n{text}",
+            expected="no error",
+            do=do,
+        ) from None
 
 
 def _exchange(error: Exception, number: int) -> tuple[int, str] | None:

@@ -11,7 +11,7 @@ import torch
 
 from accmt.data import preserve_generators
 from accmt.data.seeding import keeping_generators
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.messages import speaking
 from accmt.options import RunningSettings
 
@@ -30,7 +30,7 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
             what = "Trainer" if trainer is other_trainer else "module"
             got = f"a call during a run of the same {what}, from a callback or a step"
             do = "call it after `fit` has returned, or use another Trainer and module for the inner run"
-            raise ModuleContractError(explain("fit", got, "one run at a time", do))
+            raise fail(ModuleContractError, "fit", got=got, expected="one run at a time", do=do)
     _running.append((trainer, model))
     try:
         yield

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
-from accmt.errors import ArgumentError, MissingPackageError, UnknownArgumentError, explain, nearest
+from accmt.errors import ArgumentError, MissingPackageError, UnknownArgumentError, explain, fail, nearest
 from accmt.messages import say, warn
 from accmt.registry import find, is_built_in, names
 from accmt.secrets import remember
@@ -329,7 +329,7 @@ def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
         if not isinstance(spec, UserTracker) and (found is None or found.origin is None):
             where, do = f"Trainer(log_with={type(spec).__name__})", f"pip install {spec.package}"
             got = f"the package {spec.package} is not installed"
-            raise MissingPackageError(explain(where, got, "the tracker's package", do))
+            raise fail(MissingPackageError, where, got=got, expected="the tracker's package", do=do)
     return specs
 
 
@@ -343,7 +343,9 @@ def find_specs(log_with: Any) -> list[TrackerSpec]:
     for name in names:
         if names.count(name) > 1:
             got = f"{name!r} {names.count(name)} times"
-            raise ArgumentError(explain("Trainer(log_with=...)", got, "each tracker once", f"keep one {name!r}"))
+            raise fail(
+                ArgumentError, "Trainer(log_with=...)", got=got, expected="each tracker once", do=f"keep one {name!r}"
+            )
     return specs
 
 
@@ -398,7 +400,7 @@ def _reject_unknown(entry: Any) -> NoReturn:
     got = f"{entry!r} ({type(entry).__name__})"
     expected = f"{', '.join(known)}, a tracker class, any Accelerate GeneralTracker, or a list of these"
     do = f"did you mean log_with={meant!r}?" if meant else "for example log_with='tensorboard'"
-    raise ArgumentError(explain("Trainer(log_with=...)", got, expected, do))
+    raise fail(ArgumentError, "Trainer(log_with=...)", got=got, expected=expected, do=do)
 
 
 def _require_accepted(names: Iterable[str], accepted: frozenset[str] | None, where: str) -> None:
@@ -409,4 +411,6 @@ def _require_accepted(names: Iterable[str], accepted: frozenset[str] | None, whe
             meant = nearest(name, accepted)
             do = f"did you mean {meant}=...?" if meant else f"leave out {name}"
             expected = "a keyword of a tracker in log_with" + (f": {', '.join(sorted(accepted))}" if accepted else "")
-            raise UnknownArgumentError(explain(where, f"{name}=..., which no tracker accepts", expected, do))
+            raise fail(
+                UnknownArgumentError, where, got=f"{name}=..., which no tracker accepts", expected=expected, do=do
+            )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from accmt.errors import ArgumentError, MissingPackageError, SavingError, TrackerError, explain
+from accmt.errors import ArgumentError, MissingPackageError, SavingError, TrackerError, explain, fail
 from accmt.files import FolderLock, FolderTakenError, current_folder, require_writable_folder
 from accmt.messages import say, warn
 from accmt.registry import addon
@@ -83,7 +83,7 @@ class Tracking:
             got = f"the URL {self._place.logging_dir!r}, which none of the trackers supports"
             expected = "a folder, or a tracker with a server"
             do = "log_with=MLFlow; for object storage, a URL as `model_path` publishes history.jsonl with the model"
-            raise ArgumentError(explain("Trainer(logging_dir=...)", got, expected, do))
+            raise fail(ArgumentError, "Trainer(logging_dir=...)", got=got, expected=expected, do=do)
 
     @property
     def run_name(self) -> str:
@@ -209,7 +209,9 @@ class Tracking:
             lock.release()
         if self._resumed is not None:
             got, do = f"another run is writing to it ({holder})", "wait for that run, or stop it"
-            raise SavingError(explain(f"run folder {folder}", got, "a folder that no other run writes to", do))
+            raise fail(
+                SavingError, f"run folder {folder}", got=got, expected="a folder that no other run writes to", do=do
+            )
         return False
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -268,8 +270,13 @@ class Tracking:
             return _stand_in()
         keys = [] if self._history is None else list(self._trackers)
         if name not in keys:
-            message = explain(f"get_tracker({name!r})", "an unknown tracker", f"one of {keys}", "add it to log_with")
-            raise ArgumentError(message)
+            raise fail(
+                ArgumentError,
+                f"get_tracker({name!r})",
+                got="an unknown tracker",
+                expected=f"one of {keys}",
+                do="add it to log_with",
+            )
         logger = self._logger(name)
         return getattr(logger, "tracker", logger) if unwrap else logger
 
@@ -358,9 +365,9 @@ class Tracking:
             where, got = f"the tracker {spec.name}", name_error(error)
             if isinstance(error, ImportError) and not isinstance(spec, UserTracker):
                 expected, do = "a complete package", f"pip install --force-reinstall {spec.package}"
-                raise MissingPackageError(explain(where, got, expected, do)) from error
+                raise fail(MissingPackageError, where, got=got, expected=expected, do=do) from error
             do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {spec.name} out of log_with"
-            raise TrackerError(explain(where, got, "a tracker that starts", do)) from error
+            raise fail(TrackerError, where, got=got, expected="a tracker that starts", do=do) from error
 
 
 def _came_to_its_end(history: Path) -> bool:

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from accmt.errors import DataError, MetricError, MissingPackageError, explain
+from accmt.errors import DataError, MetricError, MissingPackageError, fail
 from accmt.files import dumps, loads
 from accmt.options.checks import as_float
 
@@ -39,7 +39,7 @@ def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
             got = f"{values[name]!r:.200} ({type(values[name]).__name__})"
             expected = "a number: int, float, bool, or a NumPy or torch scalar"
             do = f"log {name!r} as a number, for example its mean"
-            raise MetricError(explain(f"the logged value {name!r}", got, expected, do))
+            raise fail(MetricError, f"the logged value {name!r}", got=got, expected=expected, do=do)
     return {name: as_float(number) for name, number in numbers.items()}
 
 
@@ -161,8 +161,12 @@ class Media:
         except (OSError, ValueError) as error:
             problem = str(error)
         if problem:  # not chained to the OSError, which would look like an outage of the server
-            raise DataError(
-                explain(str(path), problem, "the table that was logged", "log it again: it cannot be recovered")
+            raise fail(
+                DataError,
+                str(path),
+                got=problem,
+                expected="the table that was logged",
+                do="log it again: it cannot be recovered",
             )
         return content["columns"], content["data"]
 
@@ -177,7 +181,13 @@ def read_image(path: Path) -> Image:
     except OSError as error:
         problem = str(error)
     # Not chained to the OSError, which would look like an outage of the server.
-    raise DataError(explain(str(path), problem, "the image that was logged", "log it again: it cannot be recovered"))
+    raise fail(
+        DataError,
+        str(path),
+        got=problem,
+        expected="the image that was logged",
+        do="log it again: it cannot be recovered",
+    )
 
 
 def import_pillow() -> ModuleType:
@@ -185,6 +195,11 @@ def import_pillow() -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:
-        message = explain("log_images", "Pillow is not installed", "Pillow, to write images", "pip install pillow")
-        raise MissingPackageError(message) from error
+        raise fail(
+            MissingPackageError,
+            "log_images",
+            got="Pillow is not installed",
+            expected="Pillow, to write images",
+            do="pip install pillow",
+        ) from error
     return Image

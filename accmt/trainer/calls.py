@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from accmt.errors import AccmtError, MissingArgumentError, UnknownArgumentError, explain
+from accmt.errors import AccmtError, MissingArgumentError, UnknownArgumentError, combine, fail
 from accmt.options.settings import Settings
 
 ALIASES = {
@@ -47,18 +47,19 @@ def reports_at_call(init: Init) -> Init:
         if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or a subclass
             args, kwargs = (), {**dict(zip(("args", "model_path"), args, strict=False)), **kwargs}
         missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
-        others: list[str] = []
+        others: list[AccmtError] = []
         try:
             init(self, *args, **kwargs, **{name: _STAND_INS[name] for name in missing})
         except AccmtError as error:
             if not missing:
                 raise error.with_traceback(None) from error.__cause__
-            others = [str(error)]
+            others = [error]
         if missing:  # reported together with all other errors
             do = 'Trainer({"epochs": 3, "batch_size": 16, "optim": {"type": "AdamW", "lr": 1e-4}}, "out/model"), or '
             do += "the path of a YAML file in place of the dict"
-            fault = explain("Trainer", f"no {' and no '.join(missing)}", _EXPECTED, do)
-            raise MissingArgumentError("\n\n".join([fault, *others]))
+            got = f"no {' and no '.join(missing)}"
+            absent = fail(MissingArgumentError, "Trainer", got=got, expected=_EXPECTED, do=do)
+            raise combine(MissingArgumentError, [absent, *others])
 
     return cast(Init, checked)
 
@@ -69,8 +70,12 @@ def resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[st
     for alias in [name for name in extra if name in ALIASES]:
         name = ALIASES[alias]
         if resolved[name] != Settings.defaults()[name]:
-            raise UnknownArgumentError(
-                explain(f"Trainer({alias}=..., {name}=...)", "both", "one of them", f"remove {alias}")
+            raise fail(
+                UnknownArgumentError,
+                f"Trainer({alias}=..., {name}=...)",
+                got="both",
+                expected="one of them",
+                do=f"remove {alias}",
             )
         resolved[name] = extra.pop(alias)
         if alias in MISSPELT:

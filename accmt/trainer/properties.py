@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from accmt.callbacks import Callback, Hooks, build_callbacks, describe_hooks
-from accmt.errors import CallbackNotFoundError, explain
+from accmt.errors import CallbackNotFoundError, fail
 from accmt.messages import say, speaking
 from accmt.processes import is_main_process, num_processes
 
@@ -248,7 +248,7 @@ class TrainerProperties:
             where = f"get_callback({cls.__name__})"
             expected = "one of: " + (", ".join(type(callback).__name__ for callback in callbacks) or "no callbacks")
             do = f"Trainer(callbacks={cls.__name__}(...)), or get_callback({cls.__name__}, default=None)"
-            raise CallbackNotFoundError(explain(where, "no callback of that class", expected, do))
+            raise fail(CallbackNotFoundError, where, got="no callback of that class", expected=expected, do=do)
         return found
 
     def describe_callbacks(self) -> str:

@@ -22,7 +22,7 @@ from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
 from accmt.engine.choice import choose_engine
-from accmt.errors import ArgumentError, NoCheckpointError, explain
+from accmt.errors import ArgumentError, NoCheckpointError, fail
 from accmt.features.listed import all_features
 from accmt.files import dumps, require_writable_folder, write_text
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
@@ -138,7 +138,9 @@ def _reject_path(where: str, folder: Path) -> NoReturn:
     subfolders = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     near = sorted(str(entry.parent) for entry in map(find_entry, subfolders) if entry is not None)
     do = f"ckpt_path={' or '.join(map(repr, near[:_SHOWN]))}" if near else "check the path, and model_saving"
-    raise NoCheckpointError(explain(where, f"no weights in {folder}", "a model folder, or a checkpoint", do))
+    raise fail(
+        NoCheckpointError, where, got=f"no weights in {folder}", expected="a model folder, or a checkpoint", do=do
+    )
 
 
 _STEPS: dict[Evaluation, str] = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -200,12 +202,12 @@ def find_request(
         module = last.module
     if module is None:
         do = f"trainer.{function}(module, ...), or fit first"
-        raise ArgumentError(explain(function, "no module, and no earlier run", "a module", do))
+        raise fail(ArgumentError, function, got="no module, and no earlier run", expected="a module", do=do)
     if trainer.state.now.in_evaluation_batches:
         got = "a call during another evaluation, whose results it would change"
         expected = "a call in a hook between evaluations, such as on_evaluation_end, on all processes"
         do = f"call trainer.{function} in on_evaluation_start, on_evaluation_end, on_update_end or on_epoch_end"
-        raise ArgumentError(explain(f"trainer.{function}", got, expected, do))
+        raise fail(ArgumentError, f"trainer.{function}", got=got, expected=expected, do=do)
     trainer._evaluated = module
     return Request(
         trainer=trainer,
@@ -278,7 +280,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
     if training is not None and training.module is not module and is_prepared(training.module):
         expected = "the module in training, while fit runs"  # callbacks work for one module at a time
         do = f"leave `module` out, or use another Trainer: Trainer(...).{function}(module, ...)"
-        raise ArgumentError(explain(f"{function}(module)", "another module", expected, do))
+        raise fail(ArgumentError, f"{function}(module)", got="another module", expected=expected, do=do)
     if function != "predict":
         check_validation(module, _STEPS[function])
     with (

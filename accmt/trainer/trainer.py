@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 
 from accmt.callbacks import build_callbacks
-from accmt.errors import CheckpointError, explain
+from accmt.errors import CheckpointError, fail
 from accmt.module import AcceleratorModule
 from accmt.options import HyperParameters, Settings
 from accmt.options.saving import RegisteredSaving
@@ -602,7 +602,9 @@ class Trainer(TrainerProperties):
         if self.state.status in ("failed", "interrupted"):
             got = "a run that ended in the middle of an optimizer step"
             do = "Trainer(handlers=Handler.ALL), which saves the last finished step"
-            raise CheckpointError(explain("save_checkpoint", got, "a run that is training, or has finished", do))
+            raise fail(
+                CheckpointError, "save_checkpoint", got=got, expected="a run that is training, or has finished", do=do
+            )
         with serving("trainer.save_checkpoint"):
             if self.state.status == "running":
                 self.run.checkpoints.request(folder)

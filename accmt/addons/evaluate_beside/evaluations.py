@@ -40,7 +40,7 @@ from accmt.addons.sync import sync_run
 from accmt.callbacks import Callback, build_callbacks
 from accmt.callbacks.averaging import WeightAverage
 from accmt.engine.accelerator import build_accelerator
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, explain, fail
 from accmt.files import current_folder, dumps, loads, write_text
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.messages import warn
@@ -111,7 +111,7 @@ def _change(settings: Settings, request: Request) -> Settings:
         expected = f"that of {request.run_model_path}: only the first fit of a program can be evaluated"
         do = "put the other training into another program, or restore the arguments"
         where = "the first trainer.fit of the program"
-        raise ArgumentError(explain(where, f"a training of {model_path}", expected, do))
+        raise fail(ArgumentError, where, got=f"a training of {model_path}", expected=expected, do=do)
     place = Path(request.run_folder, EVALUATIONS_FOLDER)
     callbacks = build_callbacks(settings.running.callbacks)
     publishing = PushToHub, BestModels  # what they publish is the run's
@@ -440,7 +440,9 @@ class _Evaluations:
             if not (run.val_loaders or run.features.add_results):
                 got = "a program that passes no validation data to `fit`"
                 do = 'pass them to `fit`, and Trainer(evaluate_every_n_steps="never") if the run is not to use them'
-                raise ArgumentError(explain(f"evaluation of {self._run_folder}", got, "validation data", do))
+                raise fail(
+                    ArgumentError, f"evaluation of {self._run_folder}", got=got, expected="validation data", do=do
+                )
             values = _evaluate_as_fit(run)
             run.saver.require_saved(run.settings.model_folder)
             self._state.selection = run.saver.selection.state_dict()

@@ -10,7 +10,7 @@ from typing import NoReturn
 from accmt.addons.evaluate_beside.published import find_models
 from accmt.addons.launches import build_command, read_launches
 from accmt.addons.run_folders import find_run_folders
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.files import dumps, loads
 from accmt.registry import FIT_VARIABLE
 from accmt.saving import RUN_KEY, read_status
@@ -78,10 +78,12 @@ def find_run_of(folder: Path, run: Path | None, where: str) -> tuple[Path, Path 
                 "a folder of models, without one of its own",
                 f"accmt evaluate {min(one.folder for one in inside)}",
             )
-            raise ArgumentError(explain(where, got, "the folder of a run or of one model", do))
+            raise fail(ArgumentError, where, got=got, expected="the folder of a run or of one model", do=do)
         if run is not None:
             got, do = "--run with a folder that is no model", f"accmt evaluate {run}"
-            raise ArgumentError(explain(where, got, "a model folder, and the run whose program evaluates it", do))
+            raise fail(
+                ArgumentError, where, got=got, expected="a model folder, and the run whose program evaluates it", do=do
+            )
         return folder, None
     if run is not None:
         return run, folder
@@ -95,7 +97,9 @@ def find_run_of(folder: Path, run: Path | None, where: str) -> tuple[Path, Path 
     if own is None or not (own / HISTORY_FILE).is_file():
         got = "a model folder that names no run" if own is None else f"a model whose run folder is not there: {own}"
         expected = "a run, whose program has the data and metrics"
-        raise ArgumentError(explain(where, got, expected, f"accmt evaluate {folder} --run logs/<track>/<run>"))
+        raise fail(
+            ArgumentError, where, got=got, expected=expected, do=f"accmt evaluate {folder} --run logs/<track>/<run>"
+        )
     return own, folder
 
 
@@ -128,11 +132,11 @@ def prepare_evaluation(
     if not launches:
         got = "a run whose start is not recorded: there is no launches.jsonl in it"
         do = "resume it once with this version of accmt, which writes that file"
-        raise ArgumentError(explain(where, got, "a run that this version of accmt has started", do))
+        raise fail(ArgumentError, where, got=got, expected="a run that this version of accmt has started", do=do)
     start = launches[-1]
     if RUN_KEY not in start:
         got, do = "a run that an older version of accmt has started", "resume it once with this version of accmt"
-        raise ArgumentError(explain(where, got, "a run that this version of accmt has started", do))
+        raise fail(ArgumentError, where, got=got, expected="a run that this version of accmt has started", do=do)
     place = Path(start["checkpoints"])
     if model is None and not (watches or find_models(Path(start["model_path"]), without=Path())):
         settings = start["settings"]
@@ -145,7 +149,9 @@ def prepare_evaluation(
             _fail(where, f"no such folder: {place}", "run it on the machine of the run, or share the disk")
     if start["machines"] > 1 and processes is None:
         got = f"a run on {start['machines']} machines"
-        raise ArgumentError(explain(where, got, "the number of processes on this machine", "--processes 1"))
+        raise fail(
+            ArgumentError, where, got=got, expected="the number of processes on this machine", do="--processes 1"
+        )
     number = start["processes"] if processes is None else processes
     is_launched = start["is_launched"] if number == start["processes"] else number > 1
     again = {**start, "processes": number, "is_launched": is_launched}
@@ -170,4 +176,4 @@ def prepare_evaluation(
 
 
 def _fail(where: str, got: str, do: str) -> NoReturn:
-    raise ArgumentError(explain(where, got, "checkpoints or models on this machine", do))
+    raise fail(ArgumentError, where, got=got, expected="checkpoints or models on this machine", do=do)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.options import Settings
 from accmt.options.optimizer_and_scheduler_arguments import watches_a_result
 from accmt.options.saving import RegisteredSaving
@@ -25,4 +25,4 @@ def reject_without_evaluations(settings: Settings, registered: Sequence[Register
     for is_set, got, do in waiting:
         if is_set:
             where = 'Trainer(evaluate_every_n_steps="never")'
-            raise ArgumentError(explain(where, got, "nothing that needs an evaluation in the run", do))
+            raise fail(ArgumentError, where, got=got, expected="nothing that needs an evaluation in the run", do=do)

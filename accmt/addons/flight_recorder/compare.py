@@ -11,7 +11,7 @@ from typing import Any
 
 from accmt.addons.flight_recorder.facts import MATTER, find_changes
 from accmt.addons.flight_recorder.ledger import Ledger, find_difference, require_ledger
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 
 RELATIVE_TOLERANCE = 1e-4
 """For the losses of runs on different numbers of processes, which add in different orders."""
@@ -57,8 +57,13 @@ def compare_runs(first: Path, second: Path) -> Parting:
     if not steps:
         made = [[step for step, _ in run if step > 0] for run in (one, other)]
         got = " and ".join(f"steps {min(own)} to {max(own)}" if own else "no steps" for own in made)
-        explained = explain(f"accmt diff {first} {second}", got, "at least one common step", "choose runs that overlap")
-        raise ArgumentError(explained)
+        raise fail(
+            ArgumentError,
+            f"accmt diff {first} {second}",
+            got=got,
+            expected="at least one common step",
+            do="choose runs that overlap",
+        )
     is_tolerant = False
     starts: list[dict[str, Any]] = []
     for key in common:

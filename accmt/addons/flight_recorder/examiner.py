@@ -27,7 +27,7 @@ from accmt.addons.token_batches.lengths import find_length
 from accmt.addons.token_batches.windows import ByPackedRows, unpack
 from accmt.data import MicroBatch, Window, derive_seed, first_dimension, seed_generators
 from accmt.data.fetching import Fetched
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, fail
 from accmt.features.hooks import Feature
 from accmt.files import dumps, loads
 from accmt.options import Ledger
@@ -160,7 +160,9 @@ class Examiner(Feature):
         if missing:
             got = f"{', '.join(map(str, missing))}, not among the samples of the step"
             shown = ", ".join(map(str, sorted(seen)[:_MOST_NAMED])) + (", ..." if len(seen) > _MOST_NAMED else "")
-            raise ArgumentError(explain("--without", got, f"some of {shown}", "run without --without to see them"))
+            raise fail(
+                ArgumentError, "--without", got=got, expected=f"some of {shown}", do="run without --without to see them"
+            )
 
     def on_gradients(self) -> None:
         step, model = self._run.state.global_step + 1, self._run.unwrapped_model

@@ -28,7 +28,7 @@ from typing import Any
 
 import xxhash
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, explain, fail
 from accmt.files import dumps, read_json_line
 from accmt.messages import warn
 
@@ -184,11 +184,11 @@ def require_ledger(folder: Path, where: str) -> Ledger:
     except OSError as error:
         do = "train with Trainer(ledger=True), and pass logs/<track>/<run>"
         got = f"no {LEDGER_FILE} in it" if folder.is_dir() else f"no such folder; the working directory is {Path.cwd()}"
-        raise ArgumentError(explain(where, got, "a run with a ledger", do)) from error
+        raise fail(ArgumentError, where, got=got, expected="a run with a ledger", do=do) from error
     if ledger.fault is not None:
         number, what = ledger.fault
         got = f"line {number} of {LEDGER_FILE}: {what}"
-        raise ArgumentError(explain(where, got, "an unmodified ledger", "restore the file"))
+        raise fail(ArgumentError, where, got=got, expected="an unmodified ledger", do="restore the file")
     return ledger
 
 

@@ -27,7 +27,7 @@ from accmt.callbacks import Callback, StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import read_others
 from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.files import current_folder, dumps
 from accmt.recovery.restart import Restart
 from accmt.registry import FIT_VARIABLE
@@ -282,7 +282,7 @@ def _find_changed_files(program: Mapping[str, str]) -> list[str]:
 
 
 def _fail(folder: Path, got: str, expected: str, do: str) -> NoReturn:
-    raise ArgumentError(explain(f"replay of {folder}", got, expected, do))
+    raise fail(ArgumentError, f"replay of {folder}", got=got, expected=expected, do=do)
 
 
 # ---- In the user's program
@@ -315,7 +315,7 @@ def _load_probe(probe: str, steps: range) -> Callback:
     if not callable(found):
         got = "no such name" if found is None else type(found).__name__
         do = f"def {name}(trainer): ... is called before each requested optimizer step"
-        raise ArgumentError(explain(f"--probe {probe}", got, "a Callback class or a function", do))
+        raise fail(ArgumentError, f"--probe {probe}", got=got, expected="a Callback class or a function", do=do)
     return _Probe(found, steps)
 
 
@@ -335,7 +335,7 @@ def replay_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> NoReturn
             got = f"nothing left to train after step {last}"
             expected = f"step {first}: only the first fit of a program can be replayed"
             do = "put the other training into another program, or restore epochs and max_steps"
-            raise ArgumentError(explain("the first trainer.fit of the program", got, expected, do))
+            raise fail(ArgumentError, "the first trainer.fit of the program", got=got, expected=expected, do=do)
     except BaseException as error:
         if isinstance(error, ArgumentError) and str(error).startswith("--"):
             Path(place, _FLAG_FILE).write_text(str(error))
@@ -357,13 +357,12 @@ def _build_trainer(trainer: Any, request: Mapping[str, Any], place: Path) -> Any
         settings = settings_at(settings, find_fork(settings), request["began"])
     model_path = str(current_folder() / settings.model_folder)
     if model_path != request["model_path"]:
-        raise ArgumentError(
-            explain(
-                "the first trainer.fit of the program",
-                f"a training of {model_path}",
-                f"that of {request['model_path']}: only the first fit of a program can be replayed",
-                "put the other training into another program, or restore the arguments",
-            )
+        raise fail(
+            ArgumentError,
+            "the first trainer.fit of the program",
+            got=f"a training of {model_path}",
+            expected=f"that of {request['model_path']}: only the first fit of a program can be replayed",
+            do="put the other training into another program, or restore the arguments",
         )
     callbacks = [*build_callbacks(settings.running.callbacks), _EndAfter(request["to"])]
     if request["probe"] is not None:

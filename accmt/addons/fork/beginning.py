@@ -23,7 +23,7 @@ from accmt.addons.run_folders import taking_turns
 from accmt.checkpoint.manifest import Manifest, read_manifest
 from accmt.checkpoint.retention import delete, list_published
 from accmt.checkpoint.store import CheckpointStore
-from accmt.errors import ArgumentError, CheckpointCorruptError, StepDiffersError, explain
+from accmt.errors import ArgumentError, CheckpointCorruptError, StepDiffersError, fail
 from accmt.features.hooks import Feature
 from accmt.files import current_folder, dumps, loads
 from accmt.messages import say, warn
@@ -82,16 +82,16 @@ class Parent:
         where = f"fork of {folder} at step {step}"
         if not (folder / HISTORY_FILE).is_file():
             got = f"no {HISTORY_FILE} in it" if folder.is_dir() else f"no such folder; you are in {Path.cwd()}"
-            raise ArgumentError(explain(where, got, "the folder of a run", "pass logs/<track>/<run>"))
+            raise fail(ArgumentError, where, got=got, expected="the folder of a run", do="pass logs/<track>/<run>")
         launches = read_launches(folder)
         if not launches:
             got = "a run whose start is not recorded: there is no launches.jsonl in it"
             do = "resume it once with this version of accmt, which writes that file"
-            raise ArgumentError(explain(where, got, "a run that this version of accmt has started", do))
+            raise fail(ArgumentError, where, got=got, expected="a run that this version of accmt has started", do=do)
         return cls(folder, where, launches)
 
     def fail(self, got: str, expected: str, do: str) -> NoReturn:
-        raise ArgumentError(explain(self.where, got, expected, do))
+        raise fail(ArgumentError, self.where, got=got, expected=expected, do=do)
 
     def start_before(self, step: int) -> dict[str, Any]:
         """Return the start of the process that made a step: a later one made the steps after its checkpoint again."""
@@ -208,7 +208,9 @@ def find_fork(settings: Settings) -> Fork:
             continue
         if name == wanted:
             got, do = f"{folder} is {what}", "choose another run name, or delete that run"
-            raise ArgumentError(explain(f"fork of {run} at step {step}", got, "a run name that is free", do))
+            raise fail(
+                ArgumentError, f"fork of {run} at step {step}", got=got, expected="a run name that is free", do=do
+            )
     raise AssertionError
 
 
@@ -412,7 +414,7 @@ def _make(settings: Settings, fork: Fork, checkpoints: Path) -> Path:
             _require_repeatable(settings, parent, manifest.step, origin.step, changes)
     else:
         got, do = f"checkpoints that vanish while they are copied ({_COPIES} times)", "try again"
-        raise ArgumentError(explain(where, got, "a checkpoint that stays", do))
+        raise fail(ArgumentError, where, got=got, expected="a checkpoint that stays", do=do)
     about = {"run_name": origin.run_name, "step": origin.step, "changes": origin.changes}
     try:
         note_fork(origin.parent_folder, folder, about)
@@ -456,7 +458,7 @@ class ForkPoint(Feature):
         if (last := self._run.state.global_step) < self._step:
             got, expected = f"training ended at step {last}", f"step {self._step}, as in the parent"
             do = "restore what has changed in the program or its data"
-            raise StepDiffersError(explain(f"fork at step {self._step}", got, expected, do))
+            raise fail(StepDiffersError, f"fork at step {self._step}", got=got, expected=expected, do=do)
         self._run.recovery.checkpoint = self._hand_over()
 
     def _hand_over(self) -> Path:
@@ -491,6 +493,10 @@ class ForkPoint(Feature):
         delete(checkpoint, step=self._step)  # so that nothing continues from it
         expected = "steps that are identical to the parent's"
         do = "restore what has changed in the program or its data, or fork at a step with a checkpoint"
-        raise StepDiffersError(
-            explain(f"fork of {origin.parent_folder} at step {origin.step}", difference, expected, do)
+        raise fail(
+            StepDiffersError,
+            f"fork of {origin.parent_folder} at step {origin.step}",
+            got=difference,
+            expected=expected,
+            do=do,
         )

@@ -22,7 +22,7 @@ from accmt.checkpoint.manifest import (
     write_manifest,
 )
 from accmt.checkpoint.retention import list_by_age, make_durable, publish
-from accmt.errors import CheckpointCorruptError, explain
+from accmt.errors import CheckpointCorruptError, fail
 from accmt.files import fsync_file, fsync_folder, write_text
 
 _OF_THE_RUN_FOLDER = ("flight_recorder", "goodput")
@@ -111,4 +111,10 @@ def _link(source: Path, target: Path) -> None:
 
 def _damaged(source: Path, reason: str) -> CheckpointCorruptError:
     do = "fork from another checkpoint; `accmt check` lists those that are complete"
-    return CheckpointCorruptError(explain(f"checkpoint {source}", reason, "every file as recorded in its manifest", do))
+    return fail(
+        CheckpointCorruptError,
+        f"checkpoint {source}",
+        got=reason,
+        expected="every file as recorded in its manifest",
+        do=do,
+    )

@@ -15,7 +15,7 @@ from accmt.addons.command_line import read_config
 from accmt.addons.fork.beginning import ChangedFork, Parent
 from accmt.addons.fork.lineage import read_origin
 from accmt.addons.launches import FORK_VARIABLE, build_command
-from accmt.errors import ArgumentError, HyperParameterError, explain
+from accmt.errors import ArgumentError, HyperParameterError, fail
 from accmt.files import current_folder, dumps, loads
 from accmt.options import HyperParameters, Settings
 from accmt.options.changes import compare, require_allowed
@@ -125,6 +125,6 @@ def fork_fit(trainer: Any, module: Any, *data: Any, **others: Any) -> Any:
         got = f"a training of {current_folder() / trainer.settings.model_folder}"
         expected = f"that of {request['model_path']}: only the first fit of a program can be forked"
         do = "put the other training into another program, or restore the arguments"
-        raise ArgumentError(explain("the first trainer.fit of the program", got, expected, do))
+        raise fail(ArgumentError, "the first trainer.fit of the program", got=got, expected=expected, do=do)
     del os.environ[FIT_VARIABLE]
     return trainer.fit(module, *data, **others)

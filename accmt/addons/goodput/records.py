@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, explain, fail
 from accmt.files import dumps, read_json_lines
 from accmt.messages import warn
 
@@ -214,7 +214,7 @@ def require_goodput(folder: Path) -> Totals:
         got = f"no {GOODPUT_FILE} in it" if folder.is_dir() else f"no such folder; you are in {Path.cwd()}"
         expected = "the folder of a run: logs/<track>/<run>"
         do = 'pass a run folder; a run records it with Trainer(monitor={"record_goodput": True})'
-        raise ArgumentError(explain(f"accmt goodput {folder}", got, expected, do)) from error
+        raise fail(ArgumentError, f"accmt goodput {folder}", got=got, expected=expected, do=do) from error
 
 
 class GoodputFile:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accmt.addons.hints.arguments import find_foreign, find_replaced
-from accmt.errors import UnknownArgumentError, explain, nearest
+from accmt.errors import UnknownArgumentError, combine, fail, nearest
 from accmt.options.yaml_reader import FIELDS
 
 _HPS = [name for name in FIELDS if name != "model"]  # in other trainers, `model` is an object
@@ -24,18 +24,21 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
         UnknownArgumentError: A keyword is a hyper-parameter, an argument of another trainer, or misspelled; or there is
             no tracker.
     """
-    known, mistakes = [*names, *_HPS], []
+    known = [*names, *_HPS]
+    errors: list[UnknownArgumentError] = []
     for name, value in extra.items():
         where, expected = f"Trainer({name}=...)", "an argument of Trainer"
         if name in _HPS:
             do = f"put {name} into the hyper-parameters"
-            mistakes.append(explain(where, "a hyper-parameter", expected, do))
+            errors.append(fail(UnknownArgumentError, where, got="a hyper-parameter", expected=expected, do=do))
         elif (replacement := find_replaced(name, value)) is not None:
-            mistakes.append(explain(where, "replaced by another argument", expected, replacement))
+            errors.append(
+                fail(UnknownArgumentError, where, got="replaced by another argument", expected=expected, do=replacement)
+            )
         elif (foreign := find_foreign(name, value, extra)) is not None:
             owner, do = foreign
             do += f"; to pass it to a tracker: mlflow={{{name!r}: ...}}" if has_tracker else ""
-            mistakes.append(explain(where, f"an argument of {owner}", expected, do))
+            errors.append(fail(UnknownArgumentError, where, got=f"an argument of {owner}", expected=expected, do=do))
         else:
             meant = nearest(name, known, cutoff=0.8 if has_tracker else 0.7)
             if not has_tracker:
@@ -45,8 +48,7 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
             if meant:
                 do = f"did you mean {meant}{', one of the hyper-parameters' if meant in _HPS else ''}?"
             if meant or not has_tracker:  # else it is for the tracker
-                mistakes.append(explain(where, "an unknown argument", expected, do))
-    if len(mistakes) > 1:
-        mistakes.insert(0, f"{len(mistakes)} arguments that Trainer does not have")
-    if mistakes:
-        raise UnknownArgumentError("\n\n".join(mistakes))
+                errors.append(fail(UnknownArgumentError, where, got="an unknown argument", expected=expected, do=do))
+    if errors:
+        title = f"{len(errors)} arguments that Trainer does not have" if len(errors) > 1 else None
+        raise combine(UnknownArgumentError, errors, title)

@@ -8,7 +8,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from accmt.callbacks.callback import HOOKS
-from accmt.errors import ModuleContractError, explain, nearest
+from accmt.errors import ModuleContractError, explain, fail, nearest
 from accmt.module import AcceleratorModule, defines
 from accmt.registry import addon
 
@@ -186,7 +186,9 @@ def reject_foreign_methods(module: Any) -> None:
     if getattr(module, "automatic_optimization", True) is False and not module.uses_manual_optimization:
         where, got = f"{name}.automatic_optimization", "False, which has no effect"
         do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"
-        raise ModuleContractError(explain(where, got, "an ExtendedAcceleratorModule, which steps manually", do))
+        raise fail(
+            ModuleContractError, where, got=got, expected="an ExtendedAcceleratorModule, which steps manually", do=do
+        )
 
 
 _CONTRACT = tuple(
@@ -207,7 +209,9 @@ def reject_misspelt_methods(module: AcceleratorModule) -> None:
         meant = nearest(name, _CONTRACT, cutoff=0.9)
         if meant and not name.startswith("_") and not defines(module, meant):
             got, do = f"a method {name}, but no {meant}", f"rename it to {meant} (or to a less similar name)"
-            raise ModuleContractError(explain(type(module).__name__, got, "methods of an AcceleratorModule", do))
+            raise fail(
+                ModuleContractError, type(module).__name__, got=got, expected="methods of an AcceleratorModule", do=do
+            )
 
 
 _LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})

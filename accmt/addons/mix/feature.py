@@ -16,7 +16,7 @@ from accmt.addons.mix.order import Array
 from accmt.addons.mix.sources import MixedStream, Mixture
 from accmt.addons.mix.sums import GroupedSum
 from accmt.data import MicroBatch
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, fail
 from accmt.features.hooks import Feature
 from accmt.messages import warn_once
 from accmt.metrics.averages import Weight
@@ -150,4 +150,4 @@ def _require_each(what: str, values: Any, number: int) -> None:
     shape = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
     expected = f"a tensor with one value for each of the {number} samples of the batch"
     do = 'return {"loss": losses.mean(), "losses": losses}, with "weights" if the loss is weighted'
-    raise ModuleContractError(explain("training_step", f'"{what}": {shape}', expected, do))
+    raise fail(ModuleContractError, "training_step", got=f'"{what}": {shape}', expected=expected, do=do)

@@ -22,7 +22,7 @@ import torch
 
 from accmt.data.samplers import Permute, ResumableSampler, draw_permutation
 from accmt.data.seeding import derive_seed
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.messages import say
 
 _WHERE = "the sources of a mixture in a resumed run"
@@ -344,7 +344,7 @@ class MixOrder(ResumableSampler):
         if self._is_exhausted(epoch):
             got = f"epoch {epoch + 1}, but all sources are exhausted after {end} samples"
             do = "reduce `epochs` of the run, or increase `epochs` of a source in `data.mix`"
-            raise DataError(explain(_LIMITED, got, "samples in every epoch", do))
+            raise fail(DataError, _LIMITED, got=got, expected="samples in every epoch", do=do)
         return range(begin, begin + length if end is None else min(begin + length, end))
 
     def _is_exhausted(self, epoch: int) -> bool:
@@ -365,7 +365,7 @@ class MixOrder(ResumableSampler):
             read = ", ".join(f"{name}: {count} of {limit}" for name, count, limit in counts if limit)
             got = f"{cut} samples of a mixture, after which no source has any left by its `epochs` ({read})"
             do = "increase `epochs` of a source, or keep the weights and `epochs` of before"
-            raise DataError(explain(_WHERE, got, "samples for the rest of the run", do))
+            raise fail(DataError, _WHERE, got=got, expected="samples for the rest of the run", do=do)
         if self._num_epochs is not None and self._num_epochs > self._base.epoch:
             self._positions(self._num_epochs - 1)
         if end is None or steps is None:
@@ -374,7 +374,7 @@ class MixOrder(ResumableSampler):
         if possible < steps:
             got = f"max_steps: {steps}, but all sources are exhausted after {end} samples, in step {possible}"
             do = f"write `max_steps: {possible}`, or increase `epochs` of a source"
-            raise DataError(explain(_LIMITED, got, "samples in every step", do))
+            raise fail(DataError, _LIMITED, got=got, expected="samples in every step", do=do)
 
     def _steps_of(self, samples: int) -> int:
         """Return the number of steps for samples, the last of which may be a smaller one; 0 if it is unknown."""
@@ -429,7 +429,7 @@ class MixOrder(ResumableSampler):
             pairs = [(now[0], then[0]) for now, then in zip(own, state["sizes"], strict=False) if now != then]
             if [size for _, size in own] == [size for _, size in state["sizes"]] and len(pairs) == 1:
                 do = f"rename `{pairs[0][0]}` to `{pairs[0][1]}`, its name before"
-            raise DataError(explain(_WHERE, got, expected, do))
+            raise fail(DataError, _WHERE, got=got, expected=expected, do=do)
         self._loaded, self._limits = state, list(state["limits"])
         self._base = _Base(*state["epoch"])
         stretches = [Stretch(start, tuple(parts)) for start, parts in state["stretches"]]
@@ -444,7 +444,9 @@ class MixOrder(ResumableSampler):
         base = self._base
         if before["stop"] != self._stop and "repeat" in (before["stop"], self._stop):
             do = f"write `stop: {before['stop']}`, or start a new run with resume=False"
-            raise DataError(explain(_WHERE, f"stop: {self._stop}", f"stop: {before['stop']}, as before", do))
+            raise fail(
+                DataError, _WHERE, got=f"stop: {self._stop}", expected=f"stop: {before['stop']}, as before", do=do
+            )
         cut, done = base.begin + consumed, 0
         if before["samples_per_step"]:  # from the end, because an earlier part of the epoch may have had other steps
             done = max(0, base.end_step + (consumed - base.length) // before["samples_per_step"])

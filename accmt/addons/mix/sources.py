@@ -30,7 +30,7 @@ from accmt.data import is_stream
 from accmt.data.fetching import only_holds
 from accmt.data.samplers import call_set_epoch, draw_permutation
 from accmt.data.seeding import derive_seed, preserve_generators, seed_parts_with_global
-from accmt.errors import ArgumentError, DataError, explain, nearest
+from accmt.errors import ArgumentError, DataError, fail, nearest
 from accmt.messages import say_once
 from accmt.module import defines
 from accmt.options import HyperParameters, Settings
@@ -162,7 +162,9 @@ class Mixture(ConcatDataset[Any]):
                 counts = [_count_targets(source[index], length_of) for index in chosen]
                 if not sum(counts):
                     got, do = f"no target tokens in {len(counts)} samples of {name!r}", "write `unit: samples`"
-                    raise DataError(explain("`unit: tokens` in `data`", got, "samples with target tokens", do))
+                    raise fail(
+                        DataError, "`unit: tokens` in `data`", got=got, expected="samples with target tokens", do=do
+                    )
                 means.append(Fraction(sum(counts)) / len(counts))
         shown = ", ".join(f"{name} {float(mean):.1f}" for name, mean in zip(self.names, means, strict=True))
         say_once(f"target tokens per sample, measured on up to {_MEASURED} of each source: {shown}")
@@ -189,7 +191,13 @@ class MixedStream:
         if section.epochs or section.unit == "tokens":
             got = "`epochs` of a source" if section.epochs else "`unit: tokens`"
             do = "leave it out, or pass data sets that are read by index"
-            raise DataError(explain("`data` for sources with streams", f"{got}, which needs lengths", "weights", do))
+            raise fail(
+                DataError,
+                "`data` for sources with streams",
+                got=f"{got}, which needs lengths",
+                expected="weights",
+                do=do,
+            )
         self.names = list(sources)
         self.sources = list(sources.values())
         self._section = section
@@ -257,7 +265,7 @@ class MixedStream:
                     if sample is _END:
                         got = f"no samples in pass {passes[number] + 1} of this epoch over {self.names[number]!r}"
                         do = "pass an iterable instead of an iterator, check the source, or write `stop: first`"
-                        raise DataError(explain(_WHERE, got, "a source that can be read again", do))
+                        raise fail(DataError, _WHERE, got=got, expected="a source that can be read again", do=do)
                 yield sample
             if self._length is not None and end >= self._length:
                 return
@@ -296,7 +304,13 @@ def plan_steps(module: Any, settings: Settings, section: MixSection, num_shards:
     if max_steps is None and not drawn.issubset(section.epochs):
         got = "weights that change at steps, without" if len(section.stages) > 1 else "`stop: repeat` without"
         do = "set max_steps, for example max_steps: 1000"
-        raise ArgumentError(explain("training on a mixture", f"{got} max_steps", "the number of steps of the run", do))
+        raise fail(
+            ArgumentError,
+            "training on a mixture",
+            got=f"{got} max_steps",
+            expected="the number of steps of the run",
+            do=do,
+        )
     if max_steps is not None and samples is None:
         got = "a module with manual optimization, or a window maker, so that the samples of a step are unknown"
         _reject(got, "write `stop: first` in `data`")
@@ -317,7 +331,7 @@ def mix_sources(sources: Any, hps: HyperParameters) -> Mixture | MixedStream:
         names = ", ".join(section.names) if section else ""
         do = 'fit(module, {"news": ..., "code": ...}), or remove `data` from the hyper-parameters'
         expected = f"a dict with the sources of `data.mix`: {names}"
-        raise DataError(explain(_WHERE, f"a {type(sources).__name__}", expected, do))
+        raise fail(DataError, _WHERE, got=f"a {type(sources).__name__}", expected=expected, do=do)
     if section is None or set(section.names) != set(sources):
         got = f"the sources {', '.join(map(str, sources))}"
         expected, do = "their weights in the hyper-parameters", f"write `{_EXAMPLE}`"
@@ -325,7 +339,7 @@ def mix_sources(sources: Any, hps: HyperParameters) -> Mixture | MixedStream:
             do = f'pass the training set alone, data["train"]; to mix sources, {do}'
         if section is not None:
             expected, do = f"those of `data.mix`: {', '.join(section.names)}", _match(section.names, sources)
-        raise ArgumentError(explain(_WHERE, got, expected, do))
+        raise fail(ArgumentError, _WHERE, got=got, expected=expected, do=do)
     first: tuple[str, list[str]] | None = None
     for name in section.names:
         columns = _check_source(name, sources[name])
@@ -335,7 +349,7 @@ def mix_sources(sources: Any, hps: HyperParameters) -> Mixture | MixedStream:
         if columns != first[1]:
             got = f"{', '.join(columns)} in {name!r}, but {', '.join(first[1])} in {first[0]!r}"
             do = "change a source, so that the samples of all have the same"
-            raise DataError(explain(_WHERE, got, "samples with the same entries in all sources", do))
+            raise fail(DataError, _WHERE, got=got, expected="samples with the same entries in all sources", do=do)
     chosen = {name: sources[name] for name in section.names}
     return MixedStream(chosen, section) if any(map(is_stream, chosen.values())) else Mixture(chosen, section)
 
@@ -359,11 +373,11 @@ def _check_source(name: str, source: Any) -> list[str] | None:
     """Return the entries of a source's samples; None if they are neither dicts nor tuples."""
     where = f"the source {name!r} of the training data"
     if isinstance(source, DataLoader):
-        raise DataError(explain(where, "a DataLoader", "a data set or a stream", "pass its dataset"))
+        raise fail(DataError, where, got="a DataLoader", expected="a data set or a stream", do="pass its dataset")
     if is_stream(source):
         return None
     if not len(source):
-        raise DataError(explain(where, "no samples", "at least one sample", "check its path and filters"))
+        raise fail(DataError, where, got="no samples", expected="at least one sample", do="check its path and filters")
     with preserve_generators(), suppress(Exception):  # a sample that cannot be read is reported where it is needed
         sample = source[0]
         if isinstance(sample, Mapping):
@@ -383,4 +397,6 @@ def _count_targets(sample: Any, length_of: Callable[[Any], Any] | None) -> int |
 
 
 def _reject(got: str, do: str) -> NoReturn:
-    raise ArgumentError(explain("training on a mixture", got, "weights in `data.mix`, which decide the order", do))
+    raise fail(
+        ArgumentError, "training on a mixture", got=got, expected="weights in `data.mix`, which decide the order", do=do
+    )

@@ -13,7 +13,7 @@ from accmt.addons.prefer.losses import divergence, in_full_precision, weighted_m
 from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS
 from accmt.addons.sft.module import SFTModule
 from accmt.engine.meta_device import building_for
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, fail
 from accmt.huggingface.pretrained import load_pretrained
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ class DistillationModule(SFTModule):
         super().__init__(model, tokenizer, max_length=max_length)
         if not 0 <= beta <= 1:
             do = "0 is the forward KL divergence, 1 the reverse"
-            raise ArgumentError(explain("DistillationModule(beta=...)", repr(beta), "a number from 0 to 1", do))
+            raise fail(
+                ArgumentError, "DistillationModule(beta=...)", got=repr(beta), expected="a number from 0 to 1", do=do
+            )
         if not temperature > 0:
             where = "DistillationModule(temperature=...)"
-            raise ArgumentError(explain(where, repr(temperature), "a number above 0", "for example 1.0"))
+            raise fail(ArgumentError, where, got=repr(temperature), expected="a number above 0", do="for example 1.0")
         self._beta, self._temperature = beta, temperature
         if isinstance(teacher, nn.Module):
             self.teacher = teacher
@@ -92,7 +94,7 @@ class DistillationModule(SFTModule):
         if own.shape[-1] != theirs.shape[-1]:
             got = f"a teacher with a vocabulary of {theirs.shape[-1]} tokens, and a model with {own.shape[-1]}"
             do = "choose a teacher of the same family, with the same tokenizer"
-            raise ModuleContractError(explain("distillation", got, "the same vocabulary", do))
+            raise fail(ModuleContractError, "distillation", got=got, expected="the same vocabulary", do=do)
         is_target = labels[:, 1:] != IGNORED
         own, theirs = (in_full_precision(one[:, :-1][is_target]) for one in (own, theirs))
         weights = batch[LOSS_WEIGHTS][:, 1:][is_target] if LOSS_WEIGHTS in batch else own.new_ones(len(own))

@@ -40,7 +40,7 @@ from accmt.data import is_stream
 from accmt.engine.accelerator import current_accelerator
 from accmt.engine.meta_device import building_for
 from accmt.engine.quantized import keeping_quantized_weights
-from accmt.errors import ArgumentError, CheckpointError, DataError, explain, nearest
+from accmt.errors import ArgumentError, CheckpointError, DataError, fail, nearest
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.messages import say_once
 from accmt.metrics import Metric
@@ -140,7 +140,9 @@ class PreferenceModule(RowModule):
         for name in options:
             if name not in names:
                 do = f"did you mean {nearest(name, names, cutoff=0)}?"
-                raise ArgumentError(explain("PreferenceModule", name, f"an option: {', '.join(names)}", do))
+                raise fail(
+                    ArgumentError, "PreferenceModule", got=name, expected=f"an option: {', '.join(names)}", do=do
+                )
         self.objective = Objective(loss, **options)
         self._is_adapter_off = False
         reader = AnswersReader(tokenizer, "labels" if loss == "kto" else "pairs", max_length)
@@ -152,7 +154,7 @@ class PreferenceModule(RowModule):
         if self._folder is not None and (reference != "auto" or not self.objective.kind.needs_reference):
             got = f"reference={reference!r} and a folder" if reference != "auto" else f"a folder with the loss {loss}"
             expected = "a loss with a reference, and the reference that `auto` selects"
-            raise ArgumentError(explain("reference_folder", got, expected, "remove `reference_folder`"))
+            raise fail(ArgumentError, "reference_folder", got=got, expected=expected, do="remove `reference_folder`")
         if isinstance(model, nn.Module):
             self._choose_reference()
 
@@ -190,7 +192,7 @@ class PreferenceModule(RowModule):
             got = f"an adapter that {_CHANGED}" if is_adapted else "a model without a PEFT adapter"
             do = 'reference="copy"; or merge the adapter first' if is_adapted else 'reference="copy", or add LoRA'
             expected = "an adapter that is new: without it, the model is the one that training starts from"
-            raise ArgumentError(explain('reference="adapter"', got, expected, do))
+            raise fail(ArgumentError, 'reference="adapter"', got=got, expected=expected, do=do)
         if self._reference == "adapter" or (self._reference == "auto" and is_new):
             return
         if is_adapted:
@@ -333,7 +335,9 @@ class PreferenceModule(RowModule):
                 labels = {bool(row["label"]) for row in found if isinstance(row, Mapping) and "label" in row}
                 if len(labels) == 1:
                     got, expected = f"only rows with the label {labels.pop()}", "desirable and undesirable answers"
-                    raise DataError(explain("rows for KTO", got, expected, "add rows with the other label"))
+                    raise fail(
+                        DataError, "rows for KTO", got=got, expected=expected, do="add rows with the other label"
+                    )
         return super().get_train_dataloader(dataset)
 
     def make_samples(self, rows: Any) -> Any:
@@ -345,7 +349,7 @@ class PreferenceModule(RowModule):
             if is_kto or self._folder is not None:
                 where = "rows for KTO" if is_kto else "rows with reference_folder"
                 do = "pass a list or a datasets.Dataset"
-                raise DataError(explain(where, "a stream", "rows that are read by index", do))
+                raise fail(DataError, where, got="a stream", expected="rows that are read by index", do=do)
             return super().make_samples(rows)
         if not is_kto:
             return self._with_reference(super().make_samples(rows))
@@ -368,7 +372,7 @@ class PreferenceModule(RowModule):
             if self._digest_reference(model) != self._start:
                 got, expected = "rows that are not in the folder, and a trained model", "the model at the start"
                 do = "pass these rows to fit as well, or use a module without reference_folder"
-                raise DataError(explain("reference_folder", got, expected, do))
+                raise fail(DataError, "reference_folder", got=got, expected=expected, do=do)
 
         def compute(rows: list[dict[str, Any]]) -> Tensor:
             device = torch.device("cpu") if accelerator is None else accelerator.device
@@ -400,7 +404,7 @@ class PreferenceModule(RowModule):
                 "the model that training started from",
             )
             do = "build the module with the same model as at the start; the checkpoint restores the trained weights"
-            raise CheckpointError(explain(f"{type(self).__name__}.load_state_dict", got, expected, do))
+            raise fail(CheckpointError, f"{type(self).__name__}.load_state_dict", got=got, expected=expected, do=do)
 
     def _find_digest(self) -> str | None:
         """Return the digest of a reference that checkpoints do not know; None if there is none."""

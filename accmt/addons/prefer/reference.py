@@ -13,7 +13,7 @@ import xxhash
 
 from accmt.addons.sft.rows import TokenizedRow, TokenizedRows
 from accmt.addons.token_batches.budget import TokenBudget, cut_by_tokens
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.files import replace_file, write_text
 from accmt.messages import say_once
 from accmt.processes import is_main_process, num_processes, process_index, run_on_every_process
@@ -125,12 +125,16 @@ def _check_facts(folder: Path, facts: Mapping[str, str]) -> None:
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(explain(_WHERE, f"{path}: {error}", "a file that accmt wrote", "delete the folder")) from error
+        raise fail(
+            DataError, _WHERE, got=f"{path}: {error}", expected="a file that accmt wrote", do="delete the folder"
+        ) from error
     others = [name for name, value in facts.items() if written.get(name) != value]
     if others:
         got = f"{folder}, with log-probabilities for another {' and '.join(others)}"
         do = "choose another folder, or delete this one to compute them again"
-        raise DataError(explain(_WHERE, got, "log-probabilities of the model that training starts from", do))
+        raise fail(
+            DataError, _WHERE, got=got, expected="log-probabilities of the model that training starts from", do=do
+        )
 
 
 def _write(path: Path, array: np.ndarray[Any, Any]) -> None:

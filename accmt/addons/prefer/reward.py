@@ -13,7 +13,7 @@ from accmt.addons.prefer.rows import OF_PACKED_ROWS, AnswersReader, PackAnswers,
 from accmt.addons.sft.module import RowModule
 from accmt.addons.sft.rows import padding_id
 from accmt.addons.token_batches.packing import DocumentPacker
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, fail
 from accmt.huggingface.model_kinds import without_adapter
 
 if TYPE_CHECKING:
@@ -48,7 +48,13 @@ class RewardModule(RowModule):
         center: float = 0.0,
     ) -> None:
         if not center >= 0:
-            raise ArgumentError(explain("RewardModule(center=...)", repr(center), "at least 0", "for example 0.01"))
+            raise fail(
+                ArgumentError,
+                "RewardModule(center=...)",
+                got=repr(center),
+                expected="at least 0",
+                do="for example 0.01",
+            )
         reader = AnswersReader(tokenizer, "pairs", max_length)
         super().__init__(model, tokenizer, reader, PadAnswers(padding_id(tokenizer)))
         self._center = center
@@ -72,7 +78,9 @@ class RewardModule(RowModule):
             if getattr(config, "num_labels", None) == 1:
                 got += ", but without `score`: not a causal architecture, such as Llama or Qwen"
             do = "write `model: {path: ..., type: AutoModelForSequenceClassification, num_labels: 1}`"
-            raise ModuleContractError(explain("a reward model", got, "a sequence classifier with one label", do))
+            raise fail(
+                ModuleContractError, "a reward model", got=got, expected="a sequence classifier with one label", do=do
+            )
         # With it, the model finds the last token of each answer.
         config.pad_token_id = padding_id(self.processor)
 
@@ -125,7 +133,7 @@ class RewardModule(RowModule):
             got = f"a {type(model).__name__}, which has the reward of one answer per row only"
             expected = "a model that computes its loss with `loss_function`, such as Llama or Qwen"
             do = "remove `packing`; `max_tokens` alone splits batches by length"
-            raise ModuleContractError(explain("packing for a reward model", got, expected, do))
+            raise fail(ModuleContractError, "packing for a reward model", got=got, expected=expected, do=do)
         return packed
 
     @property

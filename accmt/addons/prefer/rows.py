@@ -11,7 +11,7 @@ import torch
 from accmt.addons.sft.chat import NO_TARGET, MaskedRow, Problem, is_messages, mask_row, read_number
 from accmt.addons.sft.rows import PadRows, TokenizedRows
 from accmt.addons.token_batches.packing import DocumentPacker
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 
 EQUAL = "with two equal answers, not trained"
 EMPTY = "with an empty answer, not trained"
@@ -130,7 +130,9 @@ class AnswersReader(NamedTuple):
         if any(answer.weights is not None for answer in answers):
             got = "a message of an answer with a weight other than 0 and 1"
             expected = "whole answers, whose log-probabilities are compared"
-            raise DataError(explain(where, got, expected, 'write "weight" beside the answers, for the whole row'))
+            raise fail(
+                DataError, where, got=got, expected=expected, do='write "weight" beside the answers, for the whole row'
+            )
         # The answer to another prompt has a row of its own, in which its problems are counted.
         own = 2 if self.kind == "pairs" else 1
         problems = {problem.kind: problem for answer in answers[:own] for problem in answer.problems}
@@ -181,7 +183,7 @@ class AnswersReader(NamedTuple):
         if label not in (True, False, 0, 1):
             expected = '"label": true for an answer that is desirable, else false'
             do = "row['label'] = row['label'] in ('good', 1)"
-            raise DataError(explain(where, f'"label": {label!r}', expected, do))
+            raise fail(DataError, where, got=f'"label": {label!r}', expected=expected, do=do)
         return rows, weight, {"is_desirable": float(label)}
 
     def _reject(self, got: str, where: str, row: Any) -> DataError:
@@ -192,14 +194,16 @@ class AnswersReader(NamedTuple):
             line = '{"prompt": row["prompt"], "completion": row["chosen"], "label": True}, and the same for "rejected"'
         elif self.kind == "pairs" and {"completion", "label"} <= names:
             line = "write `loss: kto`, which trains on single answers with labels"
-            return DataError(explain(where, got, _FORMS[self.kind], line))
+            return fail(DataError, where, got=got, expected=_FORMS[self.kind], do=line)
         elif "conversations" in names and {"chosen", "rejected"} <= names:
             turns = '[{"role": {"human": "user", "gpt": "assistant"}[one["from"]], "content": one["value"]} for one in '
             line = f'{{"prompt": {turns}row["conversations"]], "chosen": row["chosen"]["value"], "rejected": '
             line += 'row["rejected"]["value"]}'
         elif {"instruction", "output"} <= names:
             line = '{"prompt": row["instruction"], "chosen": row["output"][0], "rejected": row["output"][1]}'
-        return DataError(explain(where, got, _FORMS[self.kind], f"convert each row, for example to {line}"))
+        return fail(
+            DataError, where, got=got, expected=_FORMS[self.kind], do=f"convert each row, for example to {line}"
+        )
 
 
 def _split_strings(prompt: Any, answers: Sequence[str]) -> list[tuple[Any, Any]] | None:

@@ -29,7 +29,7 @@ from accmt.addons.prove.launches import (
 )
 from accmt.callbacks import build_callbacks
 from accmt.engine.sync_batchnorm import is_batch_norm
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.messages import say, speaking
 from accmt.processes import num_processes
 from accmt.setup.module_checks import require_module
@@ -139,17 +139,21 @@ def prove(
     require_module(module, "prove")
     where = "Trainer.prove"
     if not hasattr(os, "fork"):
-        raise ArgumentError(explain(where, "a system without fork", "Linux or macOS", "use WSL on Windows"))
+        raise fail(
+            ArgumentError, where, got="a system without fork", expected="Linux or macOS", do="use WSL on Windows"
+        )
     if num_processes() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         do = "run it in one process: it starts the others"
-        raise ArgumentError(explain(where, "a program launched with several processes", "one process", do))
+        raise fail(ArgumentError, where, got="a program launched with several processes", expected="one process", do=do)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         do = "hide the GPU: CUDA_VISIBLE_DEVICES= accmt prove script.py (it runs on CPUs)"
-        raise ArgumentError(explain(where, "a program that has used the GPU", "one that can be forked", do))
+        raise fail(
+            ArgumentError, where, got="a program that has used the GPU", expected="one that can be forked", do=do
+        )
     if steps < 2 or samples < 4 * steps:
         got, expected = f"steps={steps}, samples={samples}", "at least 2 steps, and 4 samples per step"
         do = "steps=4, samples=64; of accmt prove: --steps 4 --samples 64"
-        raise ArgumentError(explain(where, got, expected, do))
+        raise fail(ArgumentError, where, got=got, expected=expected, do=do)
     for name in ("accelerate", "accmt.setup.build", "accmt.loop.fit", "torch._dynamo", "torch.nn.parallel"):
         import_module(name)  # once here, instead of in every fork
     hps = trainer.settings.hps

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from accmt.addons.readers.places import DataFile, Numbers, index_of
-from accmt.errors import DataError, MissingPackageError, explain, nearest
+from accmt.errors import DataError, MissingPackageError, fail, nearest
 
 
 class Layout(NamedTuple):
@@ -83,7 +83,9 @@ def load_library(where: str, module: str, install: str) -> Any:
         name = module.partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
         got = f"{name} is not installed" if is_missing else f"{name} cannot be imported: {error}"
-        raise MissingPackageError(explain(where, got, f"the package {name}", f"pip install {install}")) from error
+        raise fail(
+            MissingPackageError, where, got=got, expected=f"the package {name}", do=f"pip install {install}"
+        ) from error
 
 
 # ---- JSON lines
@@ -174,7 +176,7 @@ class _LinesFile:
                 parsed.append(json.loads(line))
             except ValueError as error:
                 got = f"row {row} of {file.name}: {error}"
-                raise DataError(explain(file.name, got, _EXPECTED, "correct this line")) from error
+                raise fail(DataError, file.name, got=got, expected=_EXPECTED, do="correct this line") from error
         return parsed
 
 
@@ -370,4 +372,6 @@ def _require_columns(file: DataFile, names: Sequence[str], wanted: Sequence[str]
         if name not in names:
             near = nearest(name, names)
             do = f"write {near!r}" if near else "correct the name"
-            raise DataError(explain(f"columns of {file.name}", repr(name), f"one of {', '.join(names)}", do))
+            raise fail(
+                DataError, f"columns of {file.name}", got=repr(name), expected=f"one of {', '.join(names)}", do=do
+            )

@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import numpy as np
 import xxhash
 
-from accmt.errors import DataError, MissingPackageError, StoreError, explain
+from accmt.errors import ArgumentFileError, DataError, MissingPackageError, StoreError, fail
 from accmt.files import replace_file
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -63,10 +63,14 @@ class Storage:
         except ImportError as error:
             extra = _EXTRAS.get(self._url.partition("://")[0])
             do = f'pip install "accmt-trainer[{extra}]"' if extra else "install the package that it names"
-            raise MissingPackageError(explain(self._url, str(error), "an installed fsspec file system", do)) from error
+            raise fail(
+                MissingPackageError, self._url, got=str(error), expected="an installed fsspec file system", do=do
+            ) from error
         except ValueError as error:
             do = "use s3://, gs://, az://, hf:// or another protocol that fsspec knows"
-            raise DataError(explain(self._url, str(error), "a path, or a URL that fsspec can open", do)) from error
+            raise fail(
+                DataError, self._url, got=str(error), expected="a path, or a URL that fsspec can open", do=do
+            ) from error
         return fs, str(path)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,7 +125,7 @@ class DataFile(NamedTuple):
         except Exception as error:
             got = f"its store answered {type(error).__name__}: {error}"
             do = "check the store, the network and the credentials, and resume the run"
-            raise StoreError(explain(self.name, got, "its bytes", do)) from error
+            raise fail(StoreError, self.name, got=got, expected="its bytes", do=do) from error
 
     def require_unchanged(self) -> None:
         """Check a local file before it is read with what was known of it at the start.
@@ -135,12 +139,12 @@ class DataFile(NamedTuple):
             size, version = _identify(os.stat(self.path))  # noqa: PTH116 - for each batch, and twice as fast
         except OSError as error:
             got, do = f"{error.strerror}", "restore it, and resume the run"
-            raise StoreError(explain(self.name, got, "the file, until the run ends", do)) from error
+            raise fail(StoreError, self.name, got=got, expected="the file, until the run ends", do=do) from error
         if (size, version) != (self.size, self.version):
             got = f"a file that has changed while it was in use: {size} bytes"
             expected = f"the file as it was at the start: {self.size} bytes"
             do = "do not write files that a run reads; restore it, and resume the run"
-            raise StoreError(explain(self.name, got, expected, do))
+            raise fail(StoreError, self.name, got=got, expected=expected, do=do)
 
     def digest(self) -> str:
         """Return a digest of its size and of parts of it, from its beginning to its end; or what the bucket says."""
@@ -162,7 +166,7 @@ class DataFile(NamedTuple):
     def torn(self, reason: object, expected: str) -> DataError:
         """Return the error for a file that cannot be read."""
         do = "write or copy it again: a program that was interrupted, or a full disk, leaves such a file"
-        return DataError(explain(self.name, f"{reason}", expected, do))
+        return fail(DataError, self.name, got=f"{reason}", expected=expected, do=do)
 
 
 class _FileInStore(io.RawIOBase):
@@ -209,7 +213,7 @@ def find_files(where: str, paths: Sequence[str], options: Mapping[str, Any], suf
         suffixes: The names of files to take from folders.
 
     Raises:
-        FileNotFoundError: A path does not exist, or nothing matches it.
+        ArgumentFileError: A path does not exist, or nothing matches it.
         DataError: A folder has no such file.
         MissingPackageError: The package for a kind of URL is not installed.
     """
@@ -234,12 +238,14 @@ def _find(where: str, path: str, options: Mapping[str, Any], suffixes: Sequence[
         names = [name for name in found if not hidden.search(name[len(root) :])]
         if not names:
             got = f"{path}: a folder without such files"
-            raise DataError(explain(where, got, f"files that end with {', '.join(suffixes)}", "correct the path"))
+            raise fail(
+                DataError, where, got=got, expected=f"files that end with {', '.join(suffixes)}", do="correct the path"
+            )
     else:
         names = [root] if fs.exists(root) else []
     if not names:
         at = f"; the working directory is {Path.cwd()}" if is_local and not Path(path).is_absolute() else ""
-        raise FileNotFoundError(explain(where, f"{path}: no such file{at}", expected, "correct the path"))
+        raise fail(ArgumentFileError, where, got=f"{path}: no such file{at}", expected=expected, do="correct the path")
     for name in sorted(names):
         label = name.removeprefix(folder).lstrip("/")
         if is_local:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from accmt.addons.readers.formats import Arrow, Format, JsonLines, Opened, Parquet, Piece
 from accmt.addons.readers.places import DataFile, find_files
 from accmt.addons.readers.shards import WebDataset, find_shards
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, fail
 from accmt.files import format_bytes
 from accmt.messages import warn, warn_once
 from accmt.options.units import read_size
@@ -102,7 +102,9 @@ class FileRows(Dataset[Any]):
             size = read_size("cache", cache)
         except ArgumentError as error:
             accepted = "a number of bytes from 1, or a number with KB, MB, GB or TB"
-            raise ArgumentError(explain(f"{where}(cache=...)", repr(cache), accepted, 'cache="256MB"')) from error
+            raise fail(
+                ArgumentError, f"{where}(cache=...)", got=repr(cache), expected=accepted, do='cache="256MB"'
+            ) from error
         self.files: list[DataFile] = []
         self._formats: list[Format] = []
         for path in paths:
@@ -122,13 +124,17 @@ class FileRows(Dataset[Any]):
             if schema != expected:
                 do = f"convert one of them, or pass columns= that both have, without {first.name} or in another call"
                 got = f"{schema or 'rows that may have any keys'}"
-                raise DataError(explain(file.name, got, f"{expected or 'JSON lines'}, as in {first.name}", do))
+                raise fail(
+                    DataError, file.name, got=got, expected=f"{expected or 'JSON lines'}, as in {first.name}", do=do
+                )
         self._digests = [f"{layout.rows.sum()} rows, {layout.digest}" for layout in layouts]
         self._first_pieces = np.cumsum([0, *(len(layout.rows) for layout in layouts)])
         self._starts = np.cumsum(np.concatenate([[0], *(layout.rows for layout in layouts)]), dtype=np.int64)
         if not len(self):
             do = "check the program that wrote it"
-            raise DataError(explain(where, f"{', '.join(paths)}, which has no rows", "at least one row", do))
+            raise fail(
+                DataError, where, got=f"{', '.join(paths)}, which has no rows", expected="at least one row", do=do
+            )
         empty = [file.name for file, layout in zip(self.files, layouts, strict=True) if not layout.rows.sum()]
         if empty:
             more = f" and {len(empty) - _FEW} more" if len(empty) > _FEW else ""
@@ -255,7 +261,7 @@ def _choose_formats(
         suffix = next((suffix for suffix in _SUFFIXES if file.path.endswith(suffix)), None)
         if suffix is None:
             do = "convert it, for example with `datasets.load_dataset(...).to_parquet(...)`"
-            raise DataError(explain(where, file.name, f"a file that ends with {', '.join(_SUFFIXES)}", do))
+            raise fail(DataError, where, got=file.name, expected=f"a file that ends with {', '.join(_SUFFIXES)}", do=do)
         if suffix in _OTHERS:
             _reject_columns(where, file.name, columns)
         if (kind := _SUFFIXES[suffix]) not in made:
@@ -266,6 +272,10 @@ def _choose_formats(
 
 def _reject_columns(where: str, name: str, columns: Sequence[str] | None) -> None:
     if columns is not None:
-        raise ArgumentError(
-            explain(where, f"columns= for {name}", "columns of Parquet or Arrow files", "use transform=")
+        raise fail(
+            ArgumentError,
+            where,
+            got=f"columns= for {name}",
+            expected="columns of Parquet or Arrow files",
+            do="use transform=",
         )

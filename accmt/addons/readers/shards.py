@@ -16,7 +16,7 @@ import numpy as np
 
 from accmt.addons.readers.formats import Format, Layout, Opened, Piece, load_library
 from accmt.addons.readers.places import DataFile, find_files, index_of
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 
 _LIBRARIES = {"streaming": "MosaicML Streaming", "litdata": "LitData"}
 _INDEX = "index.json"
@@ -44,7 +44,7 @@ def reject_stream(data: Any, kind: str) -> None:
             streams = getattr(data, "streams", None)
             place = streams[0].local if streams else getattr(getattr(data, "input_dir", None), "path", None) or "FOLDER"
             do = f"read its shards by index: accmt.read_files({str(place)!r}), a local folder"
-            raise DataError(explain(f"the {kind} data", got, expected, do))
+            raise fail(DataError, f"the {kind} data", got=got, expected=expected, do=do)
 
 
 def find_shards(where: str, path: str) -> tuple[list[DataFile], Format] | None:
@@ -61,7 +61,7 @@ def find_shards(where: str, path: str) -> tuple[list[DataFile], Format] | None:
         found = json.loads(index.read_text(encoding="utf-8"))
     except ValueError as error:
         do = "copy the folder again"
-        raise DataError(explain(str(index), f"{error}", "an index of shards", do)) from error
+        raise fail(DataError, str(index), got=f"{error}", expected="an index of shards", do=do) from error
     if "shards" in found:
         sizes = {shard["raw_data"]["basename"]: shard["raw_data"]["bytes"] for shard in found["shards"]}
         packed = [shard for shard in found["shards"] if not Path(path, shard["raw_data"]["basename"]).is_file()]
@@ -73,7 +73,9 @@ def find_shards(where: str, path: str) -> tuple[list[DataFile], Format] | None:
         _require_plain(index, {config.get(key) for key in ("compression", "encryption")} - {None})
         if (loader := config.get("item_loader") or "PyTreeLoader") != "PyTreeLoader":
             do = "write the samples with litdata.optimize without an item_loader, or convert them to Parquet"
-            raise DataError(explain(str(index), f"chunks of {loader}", "chunks of samples (PyTreeLoader)", do))
+            raise fail(
+                DataError, str(index), got=f"chunks of {loader}", expected="chunks of samples (PyTreeLoader)", do=do
+            )
         files = _list_shards(where, path, {chunk["filename"]: chunk["chunk_bytes"] for chunk in found["chunks"]})
         return files, LitData(Path(path), files, [chunk["chunk_size"] for chunk in found["chunks"]])
     return None
@@ -83,7 +85,7 @@ def _require_plain(index: Path, kinds: set[Any]) -> None:
     if kinds:
         got = f"shards with {', '.join(sorted(map(str, kinds)))}"
         do = "write them again without compression and encryption, or convert them to Parquet, which is compressed"
-        raise DataError(explain(str(index), got, "shards whose samples can be read one by one", do))
+        raise fail(DataError, str(index), got=got, expected="shards whose samples can be read one by one", do=do)
 
 
 def _list_shards(where: str, path: str, sizes: Mapping[str, int]) -> list[DataFile]:
@@ -93,7 +95,9 @@ def _list_shards(where: str, path: str, sizes: Mapping[str, int]) -> list[DataFi
             (file,) = find_files(where, [str(Path(path, name))], {}, ())
         except FileNotFoundError as error:
             got, do = "no such file", "copy it again, with the whole folder"
-            raise DataError(explain(str(Path(path, name)), got, f"the shard that {_INDEX} names", do)) from error
+            raise fail(
+                DataError, str(Path(path, name)), got=got, expected=f"the shard that {_INDEX} names", do=do
+            ) from error
         if file.size != size:
             raise file.torn(f"{file.size} bytes", f"{size} bytes, as {_INDEX} says")
         files.append(file)
@@ -121,7 +125,9 @@ class Mds:
                 shard.validate(allow_unsafe_types=False)
             except ValueError as error:
                 do = "write the column again with an encoding other than pkl"
-                raise DataError(explain(file.name, f"{error}", "columns that can be read safely", do)) from error
+                raise fail(
+                    DataError, file.name, got=f"{error}", expected="columns that can be read safely", do=do
+                ) from error
 
     def examine(self, file: DataFile) -> Layout:
         """Return the number of samples of a shard."""
@@ -216,7 +222,9 @@ class WebDataset:
         """
         if file.storage is not None:
             got, do = "a tar file in a bucket", "copy the tar files to a local disk, or convert them to Parquet"
-            raise DataError(explain(file.name, got, "a local tar file, whose samples can be read by index", do))
+            raise fail(
+                DataError, file.name, got=got, expected="a local tar file, whose samples can be read by index", do=do
+            )
         index = index_of(file, "samples and files of a tar file", lambda target: _count(file, target))
         samples, members = index.tolist()
         layout = np.array([samples], np.int64)

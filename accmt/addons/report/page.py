@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accmt.addons.goodput.records import BINS
 from accmt.addons.report.records import SPLIT_PREFIX, Curve, RunRecord
-from accmt.errors import DataError, MissingPackageError, explain
+from accmt.errors import DataError, MissingPackageError, fail
 from accmt.files import write_text
 from accmt.tracking.values import Media
 
@@ -167,8 +167,13 @@ def _make_figure(title: str) -> Any:
     try:
         from plotly.graph_objects import Figure
     except ImportError as error:
-        message = explain("accmt report", "plotly is not installed", "plotly, for the charts", "pip install plotly")
-        raise MissingPackageError(message) from error
+        raise fail(
+            MissingPackageError,
+            "accmt report",
+            got="plotly is not installed",
+            expected="plotly, for the charts",
+            do="pip install plotly",
+        ) from error
     figure = Figure()
     figure.update_layout(
         title={"text": title, "font": {"size": 14}},

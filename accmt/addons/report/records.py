@@ -15,7 +15,7 @@ from typing import Any
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE
 from accmt.addons.fork.lineage import read_origin
 from accmt.addons.goodput.records import Totals, read_goodput
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.secrets import hide
 from accmt.tracking.history import HISTORY_FILE, read_history
 from accmt.tracking.values import HIGHER_IS_BETTER, LOWER_IS_BETTER, Media, flatten
@@ -159,10 +159,16 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run folder; the run may still be running."""
     if not (folder / HISTORY_FILE).is_file():
         got, do = f"no {HISTORY_FILE} in it", "pass a run folder: <logging_dir>/<track_name>/<run_name>"
-        raise ArgumentError(explain(str(folder), got, "the folder of a run", do))
+        raise fail(ArgumentError, str(folder), got=got, expected="the folder of a run", do=do)
     rows = read_history(folder)
     if not rows:
-        raise ArgumentError(explain(str(folder), f"an empty {HISTORY_FILE}", "a run that has started", "wait for it"))
+        raise fail(
+            ArgumentError,
+            str(folder),
+            got=f"an empty {HISTORY_FILE}",
+            expected="a run that has started",
+            do="wait for it",
+        )
     start = rows[0]["time"]
     origin = read_origin(folder)
     first = 0 if origin is None else origin.step

@@ -23,7 +23,7 @@ from accmt.addons.sft.images import (
     load_image,
     without_images,
 )
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 
 IGNORED = -100
 """The label of a token that is not a target."""
@@ -169,7 +169,9 @@ def mask_row(
     """
     if not getattr(tokenizer, "is_fast", False):
         expected, do = "a fast tokenizer", "AutoTokenizer.from_pretrained(...)"
-        raise DataError(explain(_WHERE, f"{type(tokenizer).__name__}, which has no offset mapping", expected, do))
+        raise fail(
+            DataError, _WHERE, got=f"{type(tokenizer).__name__}, which has no offset mapping", expected=expected, do=do
+        )
     messages, first = find_messages(row, where)
     weight = read_number(row, "weight", 1.0, where, least=0.0)
     for index, message in enumerate(messages or ()):
@@ -179,7 +181,13 @@ def mask_row(
     elif tokenizer.chat_template is None:
         do = "set tokenizer.chat_template to the template of a similar instruct model (in the YAML, "
         do += "`chat_template: template.jinja` in the section of the data), or use rows of strings"
-        raise DataError(explain(_WHERE, "messages, but a tokenizer without a chat template", "a chat template", do))
+        raise fail(
+            DataError,
+            _WHERE,
+            got="messages, but a tokenizer without a chat template",
+            expected="a chat template",
+            do=do,
+        )
     else:
         masked = _mask_messages(tokenizer, messages, row, first, turn, images, where)
     bos = tokenizer.bos_token_id
@@ -220,7 +228,7 @@ def find_messages(row: Any, where: str = _WHERE) -> tuple[list[Mapping[str, Any]
     else:
         kinds = [f'"{name}" of type {type(row[name]).__name__}' for name in _NAMES if row.get(name) is not None]
         got = " and ".join(kinds) or f"the keys {', '.join(map(str, row))}"
-    raise DataError(explain(where, got, _FORMS, do))
+    raise fail(DataError, where, got=got, expected=_FORMS, do=do)
 
 
 def find_answers(messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[int]:
@@ -241,7 +249,7 @@ def read_number(row: Mapping[str, Any], name: str, default: float, where: str, l
     if isinstance(value, Real) and isfinite(float(value)) and (least is None or float(value) >= least):
         return float(value)
     expected = "a finite number" if least is None else f"a finite number of at least {least:g}"
-    raise DataError(explain(where, f'"{name}": {value!r}', expected, f'remove "{name}", or correct it'))
+    raise fail(DataError, where, got=f'"{name}": {value!r}', expected=expected, do=f'remove "{name}", or correct it')
 
 
 def is_messages(value: Any) -> bool:
@@ -467,7 +475,13 @@ def _mask_messages(
     if sources and images is None:
         expected, do = "a processor of text and images", "SFTModule(model, AutoProcessor.from_pretrained(...))"
         do += "; in the YAML, `type: AutoModelForImageTextToText` in `model`"
-        raise DataError(explain(f"{where}, message {sources[0][0]}", "an image, but only a tokenizer", expected, do))
+        raise fail(
+            DataError,
+            f"{where}, message {sources[0][0]}",
+            got="an image, but only a tokenizer",
+            expected=expected,
+            do=do,
+        )
     messages = [without_images(message) for message in messages] if sources else messages
     messages = messages if turn is None else messages[: turn + 1]
     indices = [index for index in find_answers(messages, first) if turn in (None, index)]

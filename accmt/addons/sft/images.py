@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accmt.errors import DataError, MissingPackageError, explain
+from accmt.errors import DataError, MissingPackageError, fail
 
 _SOURCES = ("image", "path", "url", "image_url", "base64")
 _KINDS = ("image", "image_url")
@@ -164,7 +164,7 @@ def find_images(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], w
         at = f"{where}, message {index}"
         if part.get("type") in _OTHER_KINDS:
             do = "remove the part; of other inputs than text, only images are supported"
-            raise DataError(explain(at, f"a part of type {part['type']}", "parts of text and images", do))
+            raise fail(DataError, at, got=f"a part of type {part['type']}", expected="parts of text and images", do=do)
         if part.get("type") not in _KINDS:
             continue
         source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
@@ -173,13 +173,15 @@ def find_images(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], w
         if source is None:
             if not beside:
                 got = f"an image without a source; the row has {number} under 'images'"
-                raise DataError(explain(at, got, _EXPECTED, 'add "path" to the part, or "images" to the row'))
+                raise fail(
+                    DataError, at, got=got, expected=_EXPECTED, do='add "path" to the part, or "images" to the row'
+                )
             source = beside.pop(0)
         found.append((index, source))
     if beside:
         got = f"{number} images under 'images', {len(beside)} of them without a part in the messages"
         do = 'add a part {"type": "image"} to the content of a message for each of them'
-        raise DataError(explain(where, got, "a part for each image", do))
+        raise fail(DataError, where, got=got, expected="a part for each image", do=do)
     return found
 
 
@@ -207,19 +209,21 @@ def load_image(source: Any, where: str) -> Any:
         source = fspath(source)
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         do = "download the images first, and write their paths"
-        raise DataError(explain(where, f"the image {source:.80}", "images on a disk", do))
+        raise fail(DataError, where, got=f"the image {source:.80}", expected="images on a disk", do=do)
     try:
         import PIL.Image
         from transformers.image_utils import load_image as load
     except ImportError as error:
         do = 'pip install "accmt-trainer[images]"'
-        raise MissingPackageError(explain(where, "an image, but Pillow is not installed", "Pillow", do)) from error
+        raise fail(
+            MissingPackageError, where, got="an image, but Pillow is not installed", expected="Pillow", do=do
+        ) from error
     try:
         return load(PIL.Image.open(source) if isinstance(source, BytesIO) else source)
     except (OSError, TypeError, ValueError) as error:
         shown = source if isinstance(source, str) else type(source).__name__
         got, do = f"the image {shown:.80}: {str(error):.200}", "correct it; paths are relative to the working directory"
-        raise DataError(explain(where, got, _EXPECTED, do)) from error
+        raise fail(DataError, where, got=got, expected=_EXPECTED, do=do) from error
 
 
 def _parts_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:

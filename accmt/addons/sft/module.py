@@ -31,7 +31,7 @@ from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.addons.token_losses import weigh_tokens
 from accmt.data import is_stream
 from accmt.data.samplers import Order
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, fail
 from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.module import HuggingFaceModule
 
@@ -73,7 +73,7 @@ class RowModule(HuggingFaceModule):
         if reader.max_length is not None and reader.max_length < 2:
             got, expected = repr(reader.max_length), "a number from 2: each token is predicted from the previous ones"
             where = f"{type(self).__name__}(max_length=...)"
-            raise ArgumentError(explain(where, got, expected, "for example max_length=1024"))
+            raise fail(ArgumentError, where, got=got, expected=expected, do="for example max_length=1024")
         self.collate_fn = collate_fn
         self._reader = reader
 

@@ -27,7 +27,7 @@ from accmt.addons.sft.chat import (
 from accmt.addons.sft.images import ImageReader
 from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.data.samplers import call_set_epoch
-from accmt.errors import DataError, MissingPackageError, explain
+from accmt.errors import ArgumentFileError, DataError, MissingPackageError, fail
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.messages import say_once, warn_once
 
@@ -318,7 +318,9 @@ class PadRows:
                     shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:_NAMED])
                     expected = "the same shape for all images, but for the first dimension"
                     do = "write `batch_size: 1` and accumulate; or let the processor resize all images to one size"
-                    raise DataError(explain("a batch with images", f"{name} of the shapes {shapes}", expected, do))
+                    raise fail(
+                        DataError, "a batch with images", got=f"{name} of the shapes {shapes}", expected=expected, do=do
+                    )
                 batch[name] = torch.cat(tensors)
                 continue
             default = 1.0 if name == LOSS_WEIGHTS else 0
@@ -396,7 +398,7 @@ def look_at(data: TokenizedRows | TokenizedStream, tokenizer: Any, model: Any = 
         do = _DOS if NO_TARGET in found else "correct the program that wrote the rows"
         if all(STARTS_AFTER in row for row in found.get(NO_TARGET, [""])):
             do = "set a larger max_length, or shorten the prompts"
-        raise DataError(explain(purpose, got, "rows with answers to train on", do))
+        raise fail(DataError, purpose, got=got, expected="rows with answers to train on", do=do)
     if weights := weights - {0.0}:
         say_once(f"tokens of {purpose} have weights from {min(weights):g} to {max(weights):g}, where rows or turns do")
     if found:
@@ -437,7 +439,7 @@ def read_rows(where: str, paths: Sequence[str] | Mapping[str, Sequence[str]], sp
         split: The set to read from a folder with several sets.
 
     Raises:
-        FileNotFoundError: A path does not exist.
+        ArgumentFileError: A path does not exist.
         DataError: A file has another format, or no rows.
     """
     if isinstance(paths, Mapping):
@@ -452,8 +454,12 @@ def read_rows(where: str, paths: Sequence[str] | Mapping[str, Sequence[str]], sp
     ]
     for path, part in zip(paths, parts, strict=True):
         if not len(part):
-            raise DataError(
-                explain(where, f"{path}, which has no rows", "at least one row", "check the program that wrote it")
+            raise fail(
+                DataError,
+                where,
+                got=f"{path}, which has no rows",
+                expected="at least one row",
+                do="check the program that wrote it",
             )
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
@@ -467,12 +473,12 @@ def _needs_datasets(path: str) -> bool:
 def _read_with_datasets(where: str, path: Path, split: str) -> Any:
     if not path.exists():
         got = f"{path}: no such file; the working directory is {Path.cwd()}"
-        raise FileNotFoundError(explain(where, got, _EXPECTED, "correct the path"))
+        raise fail(ArgumentFileError, where, got=got, expected=_EXPECTED, do="correct the path")
     try:
         import datasets
     except ImportError as error:
         got, do = f"{path}, but datasets is not installed", 'pip install "datasets>=5.1"; or write JSON lines (.jsonl)'
-        raise MissingPackageError(explain(where, got, "the package datasets", do)) from error
+        raise fail(MissingPackageError, where, got=got, expected="the package datasets", do=do) from error
     if path.is_file():
         try:
             return datasets.load_dataset(_KINDS[path.suffix], data_files=str(path), split="train")
@@ -480,16 +486,16 @@ def _read_with_datasets(where: str, path: Path, split: str) -> Any:
             reason = error.__cause__ or error
             got = f"{path}: {reason}" if str(reason) else f"{path}, which has no rows"
             expected = f"a valid {path.suffix} file"
-            raise DataError(
-                explain(where, got, expected, "check the program that wrote it, or use JSON lines")
+            raise fail(
+                DataError, where, got=got, expected=expected, do="check the program that wrote it, or use JSON lines"
             ) from error
     try:
         found = datasets.load_from_disk(str(path))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(explain(where, f"{path}: {error}", _EXPECTED, "pass a file in it")) from error
+        raise fail(DataError, where, got=f"{path}: {error}", expected=_EXPECTED, do="pass a file in it") from error
     if not isinstance(found, datasets.DatasetDict):
         return found
     if split not in found:
         got, do = f"{path} with the sets {', '.join(found)}", f"pass one of them: {path / next(iter(found))}"
-        raise DataError(explain(where, got, f"a set named `{split}`", do))
+        raise fail(DataError, where, got=got, expected=f"a set named `{split}`", do=do)
     return found[split]

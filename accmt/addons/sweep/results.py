@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.addons.sweep.spec import SweepSpec
 from accmt.addons.text_tables import align
-from accmt.errors import MissingPackageError, explain
+from accmt.errors import MissingPackageError, fail
 from accmt.messages import say, speaking
 
 if TYPE_CHECKING:
@@ -184,7 +184,9 @@ def build_page(spec: SweepSpec, study: optuna.Study, result: SweepResult) -> str
         import plotly.io
     except ImportError as error:
         do = 'pip install "accmt-trainer[sweep]"'
-        raise MissingPackageError(explain("accmt sweep --report", "plotly is not installed", "plotly", do)) from error
+        raise fail(
+            MissingPackageError, "accmt sweep --report", got="plotly is not installed", expected="plotly", do=do
+        ) from error
     summary = f"{len(result.trials)} trials: {result.counts}"
     if result.best is not None:
         objectives = ", ".join(f"{name} {value:.6g}" for name, value in result.best.objectives.items())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accmt.data.seeding import derive_seed
-from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, explain, nearest
+from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, fail, nearest
 from accmt.options.changes import RULES
 from accmt.options.checks import is_number, whole
 from accmt.options.optimizer_and_scheduler_arguments import COMPUTED, GROUPING, parameters_of, unknown_argument
@@ -32,8 +32,13 @@ try:
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 except ImportError as missing:
-    _HOW = explain("accmt sweep", "optuna is not installed", "optuna 5", 'pip install "accmt-trainer[sweep]"')
-    raise MissingPackageError(_HOW) from missing
+    raise fail(
+        MissingPackageError,
+        "accmt sweep",
+        got="optuna is not installed",
+        expected="optuna 5",
+        do='pip install "accmt-trainer[sweep]"',
+    ) from missing
 
 TRAINER = "trainer"
 SCRIPT = "script"
@@ -261,7 +266,13 @@ def read_spec(source: str | Path | Mapping[str, Any], *, checks_keys: bool = Tru
     """
     if not isinstance(source, Mapping) and not Path(source).is_file():
         got, do = f"no such file; the working directory is {Path.cwd()}", "correct the path"
-        raise ArgumentError(explain(f"sweep {source}", got, "a YAML file with `space`, `objective` and `trials`", do))
+        raise fail(
+            ArgumentError,
+            f"sweep {source}",
+            got=got,
+            expected="a YAML file with `space`, `objective` and `trials`",
+            do=do,
+        )
     try:
         document = read_document(source)
     except HyperParameterError as error:

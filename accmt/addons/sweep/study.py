@@ -27,7 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from accmt.addons.sweep.spec import Parameter, SweepSpec
 from accmt.data.seeding import derive_seed
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.files import dumps, loads
 from accmt.libraries.versions import release_of
 
@@ -110,7 +110,13 @@ class SweepStudy:
         return begins_again and bool(trials)
 
     def _reject(self, got: str, expected: str, do: str) -> NoReturn:
-        raise ArgumentError(explain(f"the study of sweep {self.spec.name!r} in {self.spec.folder}", got, expected, do))
+        raise fail(
+            ArgumentError,
+            f"the study of sweep {self.spec.name!r} in {self.spec.folder}",
+            got=got,
+            expected=expected,
+            do=do,
+        )
 
     def close(self) -> None:
         """Close the connections to a database."""
@@ -427,13 +433,17 @@ def _open_storage(spec: SweepSpec) -> BaseStorage:
         return JournalStorage(JournalFileBackend(str(path), _JournalLock(path)))
     except OSError as error:
         got, expected = error.strerror or str(error), "a file that can be written"
-        raise ArgumentError(
-            explain(f"the study {path}", got, expected, "make it writable, or set another `folder`")
+        raise fail(
+            ArgumentError,
+            f"the study {path}",
+            got=got,
+            expected=expected,
+            do="make it writable, or set another `folder`",
         ) from None
     except (ValueError, KeyError, TypeError) as error:  # what Optuna raises for lines that it cannot read
         got, expected = f"a line that is no record of a study: {error}", "a journal of Optuna"
         do = "restore the file from a backup, or set another `folder`"
-        raise ArgumentError(explain(f"the study {path}", got, expected, do)) from None
+        raise fail(ArgumentError, f"the study {path}", got=got, expected=expected, do=do) from None
 
 
 def _open_database(url: str) -> BaseStorage:
@@ -451,7 +461,7 @@ def _open_database(url: str) -> BaseStorage:
         why = error.__cause__ or error
         expected = "a PostgreSQL server that can be reached, and a database of this Optuna"
         do = 'check the URL, and `pip install "accmt-trainer[sweep,postgresql]"`'
-        raise ArgumentError(explain("the storage of the sweep", str(why).strip(), expected, do)) from None
+        raise fail(ArgumentError, "the storage of the sweep", got=str(why).strip(), expected=expected, do=do) from None
 
 
 def url_for_sqlalchemy(url: str) -> str:

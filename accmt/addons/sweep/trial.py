@@ -33,7 +33,7 @@ from accmt.errors import (
     NonFiniteError,
     Preempted,
     ProcessFailedError,
-    explain,
+    fail,
     nearest,
 )
 from accmt.files import FolderLock, FolderTakenError, dumps, loads, write_text
@@ -144,8 +144,12 @@ def trial_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         changed[name] = _set_in(changed[name], keys, value)
     if changed["checkpointer"] is not None:
         got, do = "a custom checkpointer, which all trials would share", 'checkpoint="s3://...", or leave it out'
-        raise ArgumentError(
-            explain("Trainer(checkpointer=...)", got, "checkpoints in a folder or at a URL of each trial", do)
+        raise fail(
+            ArgumentError,
+            "Trainer(checkpointer=...)",
+            got=got,
+            expected="checkpoints in a folder or at a URL of each trial",
+            do=do,
         )
     model_path, checkpoint = str(changed["model_path"]), changed["checkpoint"]
     logging_dir, own = str(changed["logging_dir"]), changed["callbacks"]
@@ -254,7 +258,9 @@ def fit_trial(trainer: Any, module: Any, *data: Any, **others: Any) -> Any:
     outcome = plan.folder / OUTCOME_FILE
     if (plan.token and plan.token in _fitted) or outcome.exists():
         got, do = "a second call of `fit`", "put the other training into another program"
-        second = ArgumentError(explain(plan.where, got, "one training per trial, whose objective counts", do))
+        second = fail(
+            ArgumentError, plan.where, got=got, expected="one training per trial, whose objective counts", do=do
+        )
         if trainer.is_main and plan.has_result:
             outcome.unlink()
             write_failure(plan, second)
@@ -334,7 +340,9 @@ class TrialReports(Callback):
                 continue
             got = f"{got}: the script sets it itself"
             do = f"leave {key} to the hyper-parameters, or sweep script.<flag>"
-            raise ArgumentError(explain(f"{key} of {plan.where}", got, f"{wanted!r}, the trial's value", do))
+            raise fail(
+                ArgumentError, f"{key} of {plan.where}", got=got, expected=f"{wanted!r}, the trial's value", do=do
+            )
         run_on_main_process(self._write_origin)
         if self._pruned_at is not None or self._has_reached_stop:
             self.trainer.should_stop = True
@@ -404,8 +412,12 @@ class TrialReports(Callback):
         do = f"write `objective: {near}`" if near else f"return it from validation_step, or self.log({name!r}, value)"
         do = do if metrics else "pass validation data to fit"
         where = f"the objective {name!r} of {self._plan.where}"
-        raise ArgumentError(
-            explain(where, f"an evaluation with {', '.join(known) or 'nothing'}", f"{name!r} in it", do)
+        raise fail(
+            ArgumentError,
+            where,
+            got=f"an evaluation with {', '.join(known) or 'nothing'}",
+            expected=f"{name!r} in it",
+            do=do,
         )
 
     def _report(self, step: int, value: float) -> bool:
@@ -455,7 +467,7 @@ class TrialReports(Callback):
         plan, facts = self._plan, self.facts()
         if not self._reports:
             do = "pass validation data to fit, and evaluate at least once"
-            error = ArgumentError(explain(plan.where, "no evaluation", "one with the objective", do))
+            error = fail(ArgumentError, plan.where, got="no evaluation", expected="one with the objective", do=do)
             write_failure(plan, error, **facts)
         elif "values" not in facts:
             plan.write_outcome("diverged", error="the objective was not finite in any evaluation", **facts)

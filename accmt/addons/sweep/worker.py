@@ -25,7 +25,7 @@ from accmt.addons.sweep.spec import SCRIPT, TRAINER, SweepSpec, read_spec
 from accmt.addons.sweep.study import OUTAGES, SweepStudy, fork_of, outcome_of, parent_of
 from accmt.addons.sweep.trial import FIT_FILE, OUTCOME_FILE, STORAGE_VARIABLE, TRIAL_FILE, Plan
 from accmt.checkpoint.retention import list_published
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.files import loads, place_beside, write_text
 from accmt.processes import num_processes
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE
@@ -136,10 +136,10 @@ class Sweep:
             do = (
                 "run it in one process, which launches the trials: accmt sweep sweep.yaml -- accmt launch -N 2 train.py"
             )
-            raise ArgumentError(explain("Sweep.run", f"{num_processes()} processes", "one process", do))
+            raise fail(ArgumentError, "Sweep.run", got=f"{num_processes()} processes", expected="one process", do=do)
         if callable(target) and self.spec.parallel > 1:
             got, do = f"parallel={self.spec.parallel} with a function", "pass the command of a script, or parallel=1"
-            raise ArgumentError(explain("Sweep.run", got, "one trial at a time", do))
+            raise fail(ArgumentError, "Sweep.run", got=got, expected="one trial at a time", do=do)
         with closing(SweepStudy(self.spec)) as study:
             if study.begin() and (trials := self.spec.folder / "trials").exists():
                 trials.rename(place_beside(trials))
@@ -297,7 +297,7 @@ class Sweep:
         published = list_published(source)
         if not published:
             got, do = f"no checkpoint in {source}", "Trainer(checkpoint_every=...), in a local folder"
-            raise ArgumentError(explain(f"the fork of trial {parent}", got, "a checkpoint to fork", do))
+            raise fail(ArgumentError, f"the fork of trial {parent}", got=got, expected="a checkpoint to fork", do=do)
         fork_checkpoint(published[-1], folder, run_name=f"{self.spec.name}-{child:04d}")
 
     # ---- One trial
@@ -365,7 +365,9 @@ class Sweep:
                 )
             except OSError as error:
                 do = "accmt sweep sweep.yaml -- python train.py"
-                raise ArgumentError(explain("accmt sweep", str(error), "a command that can be started", do)) from None
+                raise fail(
+                    ArgumentError, "accmt sweep", got=str(error), expected="a command that can be started", do=do
+                ) from None
 
     def _look_at_end(self, study: SweepStudy, claims: Claims, target: Any, running: _Running) -> str | None:
         """Finish a trial whose program has ended, or start it again where it was interrupted."""

@@ -16,7 +16,7 @@ from accmt.addons.token_batches.windows import ByPackedRows, ByTokens, ByTokensI
 from accmt.data import Grouping, in_buckets
 from accmt.data.collate import collate_or_explain
 from accmt.engine.sync_batchnorm import is_batch_norm
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, fail
 from accmt.libraries.private_names import attention_of
 from accmt.messages import warn_once
 from accmt.module import AcceleratorModule
@@ -148,4 +148,4 @@ def _reject_conflicts(module: AcceleratorModule, settings: Settings) -> None:
 
 def _reject(name: str, got: str) -> NoReturn:
     where, expected = f"{name} in the hyper-parameters", "one of the two"
-    raise ArgumentError(explain(where, got, expected, "leave one of them out"))
+    raise fail(ArgumentError, where, got=got, expected=expected, do="leave one of them out")

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Subset
 from accmt.addons.token_batches.budget import TokenBudget
 from accmt.data.samplers import TensorSampler, call_set_epoch
 from accmt.data.seeding import derive_seed, seeded_generators
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.state import Stateful
 
 
@@ -34,10 +34,10 @@ def find_length(sample: Any, length_of: Callable[[Any], Any] | None = None) -> i
     where = "the length of a sample, for max_tokens or group_by_length"
     do = 'add def length_of(self, sample): return len(sample["tokens"]) to the module, or remove these options'
     if length is not None:
-        raise DataError(explain(where, f"{length!r}", "a whole number of at least 0", do))
+        raise fail(DataError, where, got=f"{length!r}", expected="a whole number of at least 0", do=do)
     held = f"the entries {list(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
     expected = '"length" or "input_ids" in each sample, or a length_of method in the module'
-    raise DataError(explain(where, f"a sample without a length: {held}", expected, do))
+    raise fail(DataError, where, got=f"a sample without a length: {held}", expected=expected, do=do)
 
 
 def _look_up(sample: Any) -> Any:
@@ -196,11 +196,15 @@ def group_dataset(
         got = f"a {type(data).__name__}, all of whose samples would have to be read first"
         expected = 'a datasets.Dataset with a column "length" or "input_ids", a list of samples, or `lengths`'
         do = "set the dataset's attribute `lengths`, one per sample; or use max_tokens, which does not need lengths"
-        raise DataError(explain('Trainer(data_options={"group_by_length": True})', got, expected, do))
+        raise fail(DataError, 'Trainer(data_options={"group_by_length": True})', got=got, expected=expected, do=do)
     if len(lengths) != len(data):
         got, expected = f"{len(lengths)} lengths", f"{len(data)} lengths, one per sample"
-        raise DataError(
-            explain('Trainer(data_options={"group_by_length": True})', got, expected, "correct the dataset's `lengths`")
+        raise fail(
+            DataError,
+            'Trainer(data_options={"group_by_length": True})',
+            got=got,
+            expected=expected,
+            do="correct the dataset's `lengths`",
         )
     return LengthGroupedSampler(lengths, batch_size, shuffle=shuffle)
 

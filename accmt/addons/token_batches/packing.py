@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from accmt.addons.token_batches.budget import Groups, TokenBudget
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 
 IGNORED = -100
 """The label of tokens that are not targets."""
@@ -124,13 +124,13 @@ class DocumentPacker:
         documents = [document for document in map(_read, samples) if len(document["input_ids"])]
         if not documents:
             do = "remove samples without tokens from the data"
-            raise DataError(explain(_WHERE, "a row with only empty samples", "samples with tokens", do))
+            raise fail(DataError, _WHERE, got="a row with only empty samples", expected="samples with tokens", do=do)
         first = documents[0]
         for other in documents[1:]:
             if first.keys() != other.keys():
                 got = f"samples with {sorted(first)} and with {sorted(other)}"
                 do = "give labels to all samples or to none"
-                raise DataError(explain(_WHERE, got, "the same entries in all samples", do))
+                raise fail(DataError, _WHERE, got=got, expected="the same entries in all samples", do=do)
         row: dict[str, Any] = {name: torch.cat([one[name] for one in documents])[None] for name in first}
         if self._gives_bounds:
             lengths = torch.tensor([0, *(len(document["input_ids"]) for document in documents)])
@@ -149,11 +149,11 @@ def _read(sample: Any) -> dict[str, torch.Tensor]:
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         got = f"a sample with the entries {list(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
         expected = 'dicts with "input_ids"'
-        raise DataError(explain(_WHERE, got, expected, 'return {"input_ids": ids} from the dataset'))
+        raise fail(DataError, _WHERE, got=got, expected=expected, do='return {"input_ids": ids} from the dataset')
     ids = _as_tensor("input_ids", sample["input_ids"], None)
     if not all(sample.get("attention_mask", ())):
         do = "tokenizer(..., padding=False): packing needs no padding"
-        raise DataError(explain(_WHERE, "a padded sample: its attention_mask has zeros", "no padding", do))
+        raise fail(DataError, _WHERE, got="a padded sample: its attention_mask has zeros", expected="no padding", do=do)
     document = {"input_ids": ids}
     for name in (name for name in sample if name not in (*_MADE_HERE, "input_ids")):
         document[name] = _as_tensor(name, sample[name], len(ids))
@@ -177,9 +177,9 @@ def _as_tensor(name: str, values: Any, length: int | None) -> torch.Tensor:
             "samples of several sequences, such as two answers",
             "disable packing; max_tokens alone splits batches",
         )
-        raise DataError(explain(_WHERE, got, "samples of one sequence of tokens", do))
+        raise fail(DataError, _WHERE, got=got, expected="samples of one sequence of tokens", do=do)
     shape = getattr(values, "shape", None)
     got = f"{name!r}: a {type(values).__name__}" + ("" if shape is None else f" of shape {list(shape)}")
     got += "" if length is None else f", in a sample of {length} tokens"
     do = f"remove {name!r} from the samples, for example with dataset.remove_columns({name!r}); or disable packing"
-    raise DataError(explain(_WHERE, got, "one value per token in every entry of a sample", do))
+    raise fail(DataError, _WHERE, got=got, expected="one value per token in every entry of a sample", do=do)

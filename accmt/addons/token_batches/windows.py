@@ -26,7 +26,7 @@ from accmt.addons.token_batches.packing import count_targets, pack_by_tokens, pa
 from accmt.data import Grouping, MicroBatch, Source, Window, derive_seed, seed_generators
 from accmt.data.batches import Cut
 from accmt.data.collate import Collate
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, fail
 from accmt.libraries.private_names import pin_memory
 from accmt.messages import warn_once
 from accmt.processes import data_index, gather_from_data
@@ -105,7 +105,7 @@ class _TokenCut:
             where, got = f"max_tokens: {max_tokens}", f"{which} are longer, up to {longest} tokens"
             do = f"tokenizer(..., truncation=True, max_length={max_tokens}), filter them, or increase max_tokens"
             expected = f'at most {max_tokens} tokens per sample, because of failures={{"on_long_sample": "raise"}}'
-            raise DataError(explain(where, got, expected, do))
+            raise fail(DataError, where, got=got, expected=expected, do=do)
         warn_once(
             f"{which} are longer than max_tokens: {max_tokens} (up to {longest} tokens); each such sample gets a "
             "separate micro-batch",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from accmt.errors import TrackerError, explain
+from accmt.errors import TrackerError, fail
 from accmt.messages import say
 from accmt.tracking.history import RunPlace
 from accmt.tracking.spec import TrackerSpec
@@ -52,7 +52,7 @@ class ServiceSpec(TrackerSpec):
         if is_needed:
             where, do = f"the tracker {self.name}", f'{how}, or tracker_options={{"offline": "auto"}}'
             expected = 'an API key, because of tracker_options={"offline": False}'
-            raise TrackerError(explain(where, "no API key", expected, do))
+            raise fail(TrackerError, where, got="no API key", expected=expected, do=do)
         command = self.upload_command(place)
         say(f"the tracker {self.name} has no API key ({how}) and writes files; upload them with `{command}`")
 
