@@ -76,10 +76,6 @@ class MissingArgumentError(ArgumentError, TypeError):
     """The Trainer was created without hyper-parameters or without a model folder."""
 
 
-class CombinedError(HyperParameterError, ArgumentError):
-    """Both the hyper-parameters and the Trainer's arguments are invalid; all errors are reported together."""
-
-
 class CallbackNotFoundError(AccmtError, KeyError):
     """The Trainer has no such callback."""
 
@@ -100,6 +96,10 @@ class DataError(AccmtError, ValueError):
 
 class StoreError(AccmtError, RuntimeError):
     """A file or a store of data cannot be read, or has changed during the run; `on_bad_sample` does not apply to it."""
+
+
+class CombinedError(HyperParameterError, ArgumentError, ModuleContractError, MetricError, DataError):
+    """Several mistakes of different kinds, reported together; `faults` has each."""
 
 
 class SavingError(AccmtError, OSError):
@@ -189,6 +189,22 @@ def combine(kind: type[_Error], errors: Sequence[AccmtError], title: str | None 
     """
     combined = kind("\n\n".join([*([] if title is None else [title]), *map(str, errors)]))
     combined.faults = tuple(fault for error in errors for fault in error.faults)
+    return combined
+
+
+def join_errors(errors: Sequence[AccmtError]) -> AccmtError:
+    """Return one error for all mistakes: the error itself if there is only one, of their class if they share it.
+
+    Args:
+        errors: The errors, at least one.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    kinds = {type(error) for error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else CombinedError
+    combined = combine(kind, errors, "several errors")
+    for note in (note for error in errors for note in getattr(error, "__notes__", ())):
+        combined.add_note(note)
     return combined
 
 

@@ -59,6 +59,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "build_grouped_optimizer": "accmt.addons.parameter_groups:build_grouped_optimizer",
         "separate_states": "accmt.addons.chained_states:separate_states",
         "build_with_adapter": "accmt.addons.peft_adapters:build_with_adapter",
+        "check_stage": "accmt.checks:check_stage",
         "check_fork": "accmt.addons.fork.argument:check_fork",
         "check_keywords": "accmt.addons.hints.keywords:check_keywords",
         "check_resume": "accmt.addons.resume_check:check_resume",

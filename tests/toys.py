@@ -11,6 +11,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from accmt import AcceleratorModule, Callback, Trainer
 from accmt.callbacks import HOOKS
+from accmt.checks import Facts
+from accmt.checks.table import STAGES, find_engine
 
 HPS = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
 
@@ -113,3 +115,13 @@ def logged(trainer: Trainer, name: str) -> list[tuple[int, float]]:
 
     rows = [row for row in read_history(trainer.log_dir) if "values" in row]
     return [(row["step"], row["values"][name]) for row in rows if name in row["values"]]
+
+
+def check_module(module: Any, *, sets: dict[str, Any] | None = None) -> None:
+    """Run the checks of a module, as `fit` does once it has the sets to evaluate."""
+    settings: Any = None  # which they do not use
+    facts = Facts(settings=settings, module=module)
+    facts.sets = sets or {}
+    for row in STAGES["inputs"]:
+        if row.subject == "module" and row.check is not find_engine:
+            row.check(facts)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from accmt.checks.table import require_module
 from accmt.errors import ArgumentError, UnknownArgumentError, fail
 from accmt.module import AcceleratorModule, HuggingFaceModule
 from accmt.options import HyperParameters
-from accmt.setup.module_checks import require_module
 
 
 def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from accmt.callbacks import StatelessCallback
+from accmt.checks.table import require_module
 from accmt.errors import ArgumentError, fail, is_out_of_memory
 from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
@@ -22,7 +23,6 @@ from accmt.options.settings import without_traces
 from accmt.processes import broadcast_object, num_data_processes
 from accmt.recovery.restart import Restart, free_finished
 from accmt.setup.datasets import find_train_data
-from accmt.setup.module_checks import require_module
 from accmt.setup.torch_flags import working
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.data.seeding import seed_with_global
 from accmt.engine.accelerator import build_accelerator
-from accmt.engine.choice import choose_engine
 from accmt.engine.replicas import Replicas
 from accmt.errors import ArgumentError, fail
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
@@ -50,14 +49,13 @@ from accmt.recovery.run_state import StepSnapshot, restore
 from accmt.recovery.shutdown import stopping_if_asked
 from accmt.registry import addon
 from accmt.run import Actions, Run
-from accmt.saving import Selection
+from accmt.saving import TRAIN_LOSS, Selection
+from accmt.saving.selection import Quantity
 from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_reloading
-from accmt.setup.inputs import Inputs, check_inputs, find_monitored
 from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
-from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
-from accmt.setup.same_on_processes import require_same_settings
+from accmt.setup.user_methods import adapt_training_step, adapt_validation_step
 from accmt.state import Counters, TrainingState
-from accmt.tracking import Tracking
+from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
 
 if TYPE_CHECKING:
     from accmt import Trainer
@@ -119,27 +117,27 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     resumed = _find_start(trainer, module, recovery)
     seed = _choose_seed(settings, resumed)
     configure_model(module, accelerator, seed=seed)
-    check_module(module)
-    engine = choose_engine(module, accelerator, settings)
     check_reloading(settings.data, module, user_data)
     user_data.begin("fit", trainer, accelerator)
+    known = {"trainer": trainer, "module": module, "user_data": user_data, "accelerator": accelerator}
     with at_epoch_of_building(state, settings.data):
-        inputs = check_inputs(trainer, module, user_data, resumed)
-    steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", inputs.metrics)
+        facts = addon("check_stage")("inputs", settings, registered=trainer.registered_savings, **known)
+    engine, tracking = facts.engine, trainer.chosen_tracking or _build_tracking(settings, resumed)
+    steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", facts.metrics)
     through, kinds = partial(stopping_if_asked, trainer=trainer), all_features(settings)
-    loaders = Loaders(trainer, module, user_data, recovery, engine, kinds, seed=seed, through=through)
-    loaders.build(inputs.train_data, inputs.val_data)
-    saver = ModelSaver(inputs.selection, inputs.patience)
+    loaders = Loaders(trainer, module, user_data, recovery, engine, seed=seed, through=through)
+    loaders.build(facts.train_data, facts.sets)
+    saver = ModelSaver(facts.selection, facts.patience)
     callbacks = gather_callbacks(trainer, module)
     seed_with_global(module)
     seed_with_global(*callbacks)
-    builtin = make_builtin_callbacks(settings, inputs.tracking, saver)
+    builtin = make_builtin_callbacks(settings, tracking, saver)
     hooks = connect_hooks(trainer, module, callbacks, builtin, seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)
     length = _place(trainer, module, loaders, cadence, resumed)
     prepared = prepare(module, engine, settings, cadence, length, callbacks)
-    _settle_monitor(prepared.scheduler, settings, inputs.selection, loaders.validation)
-    state.num_processes, state.best = num_processes(), inputs.selection.best
+    _settle_monitor(prepared.scheduler, settings, facts.selection, loaders.validation)
+    state.num_processes, state.best = num_processes(), facts.selection.best
     attach_run(trainer, module, accelerator, prepared)
     saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
     watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
@@ -161,14 +159,14 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
         loaders=loaders,
         val_loaders=loaders.validation,
         counts_own_samples=defines(module, "get_batch_size"),
-        metrics=inputs.metrics,
+        metrics=facts.metrics,
         callbacks=tuple(callbacks),
         hooks=hooks,
         feature_kinds=kinds,
         cadence=cadence,
         clock=Clock(read_max_time(settings.running.max_time)),
         saver=saver,
-        tracking=inputs.tracking,
+        tracking=tracking,
         actions=Actions.of(trainer, prepared.stepper),
         weighting=Weighting(),
         running_averages=RunningAverages(module.logs.of_training),
@@ -179,7 +177,7 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
             _name_owners(module, callbacks),
             own_model,
             accelerator.device,
-            _objects_of(prepared, inputs, settings),
+            _objects_of(prepared, (facts.train_data, *facts.sets.values()), settings),
         ),
         trained=TrainedParameters(module, engine, optimizer),
         replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
@@ -197,10 +195,9 @@ def _name_owners(module: AcceleratorModule, callbacks: Sequence[Callback]) -> di
     return {"self": module} | name_by_class(callback for callback in without if not isinstance(callback, kinds))
 
 
-def _objects_of(prepared: Prepared, inputs: Inputs, settings: Settings) -> Iterator[Any]:
+def _objects_of(prepared: Prepared, data: Sequence[Any], settings: Settings) -> Iterator[Any]:
     """Yield the run's own objects, whose state checkpoints contain elsewhere: a module may have them in attributes."""
     if not settings.data.reload_epochs:  # otherwise, each epoch has others
-        data = (inputs.train_data, *inputs.val_data.values())
         yield from (*data, *(part.dataset for part in data if isinstance(part, DataLoader)))
     stepping = (prepared.stepper.optimizer, prepared.scheduler)
     yield from stepping
@@ -211,7 +208,7 @@ def _objects_of(prepared: Prepared, inputs: Inputs, settings: Settings) -> Itera
 
 def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return the checkpoint to resume from, and set its position before the module's data methods are called."""
-    require_same_settings(trainer.settings)
+    addon("check_stage")("start", trainer.settings)
     if num_processes() > 1:
         addon("find_disks")(trainer.settings)
     folder = recovery.take_checkpoint()
@@ -302,6 +299,47 @@ def _settle_monitor(
     got = f"{scheduler.mode!r} for {name}, where {'higher' if is_rising else 'lower'} is better"
     do = f"mode: {mode}; or write for example `monitor: accuracy`, or set scheduler.monitor in get_scheduler"
     raise fail(ArgumentError, settings.hps.where("scheduler", "mode"), got=got, expected=repr(mode), do=do)
+
+
+def find_monitored(settings: Settings, selection: Selection, name: str, *, is_own: bool = False) -> Quantity:
+    """Return the result that a scheduler monitors.
+
+    Args:
+        is_own: Whether the module's `get_scheduler` chose it, rather than the hyper-parameters.
+
+    Raises:
+        ArgumentError: There is no such result, or it is a training result.
+    """
+    found = selection.find_quantity(name)
+    if found is not None and found.key != TRAIN_LOSS:
+        return found
+    names = [one for one in selection.directions if f"best_{one}" != TRAIN_LOSS]
+    is_loss = name in (settings.tracking.val_loss_metric_name, "val_loss", "eval_loss", "loss")
+    do = f'metrics={{"{name}": "max"}}, or "min", where a step, self.log or a hook reports it; or add the metric'
+    where = settings.hps.where("scheduler", "monitor")
+    if is_loss:
+        do = "write `monitor: valid_loss`, or leave it out"
+    if is_own:
+        where, do = "scheduler.monitor, set in get_scheduler", do.replace("`monitor: valid_loss`", "'valid_loss'")
+    raise fail(
+        ArgumentError, where, got=repr(name), expected=f"one of {', '.join(names)}, or another metric's name", do=do
+    )
+
+
+def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
+    logging = settings.tracking
+    name = logging.run_name or default_run_name() if resumed is None else resumed.others["run_name"]
+    return Tracking(
+        resolve_trackers(logging.log_with),
+        track_name=logging.track_name or default_track_name(settings.model_folder),
+        run_name=broadcast_object(name),
+        logging_dir=logging.logging_dir,
+        home=settings.home,
+        tracker_kwargs=logging.tracker_kwargs,
+        is_main_process=is_main_process() and not settings.running.fast_dev_run,  # other processes write nothing
+        verbose=settings.running.verbose,
+        offline=logging.tracker_options.offline,
+    )
 
 
 def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:

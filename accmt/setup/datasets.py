@@ -22,13 +22,11 @@ from accmt.data import (
     build_source,
     in_buckets,
     is_stream,
-    require_readable,
 )
 from accmt.data.collate import CollateChain
 from accmt.data.seeding import seed_with_global
 from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, DataError, fail
-from accmt.features.hooks import Feature
 from accmt.loop.cadence import Cadence
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, defines
@@ -36,7 +34,6 @@ from accmt.options import DataSettings, HyperParameters, Settings
 from accmt.processes import data_index, num_data_processes
 from accmt.recovery.restart import Recovery
 from accmt.registry import addon, find
-from accmt.setup.same_on_processes import find_same_data
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:
@@ -114,9 +111,6 @@ class UserData:
             self._datamodule.end(stage)
 
 
-_TRAINING, _VALIDATION = "the training data", "the validation data "
-
-
 class _Source(NamedTuple):
     method: str
     argument: str
@@ -139,23 +133,6 @@ def find_train_data(module: AcceleratorModule, user_data: Any, hps: HyperParamet
         do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
         raise fail(DataError, "fit", got="no training data", expected="a dataset or a DataLoader", do=do)
     return data
-
-
-def find_sets(module: AcceleratorModule, user_data: UserData, settings: Settings) -> tuple[Any, dict[str, Any]]:
-    """Return the training data, and the validation sets by name.
-
-    Processes: collective.
-    """
-
-    def find() -> dict[str, Any]:
-        train = find_train_data(module, user_data.load("train"), settings.hps)
-        sets = find_validation_data(module, user_data.load("validate"), settings.data)
-        return {_TRAINING: train, **{_VALIDATION + name: data for name, data in sets.items()}}
-
-    found = dict(find_same_data(find, settings.data))
-    train = found.pop(_TRAINING)
-    sets = {name.removeprefix(_VALIDATION): data for name, data in found.items()}
-    return train, {"": train} if settings.data.overfit_batches and sets else sets
 
 
 def find_data(module: AcceleratorModule, user_data: Any, purpose: Evaluation, settings: DataSettings) -> dict[str, Any]:
@@ -237,20 +214,6 @@ def build_train_loader(
     data_settings = settings.data
     if isinstance(data, DataLoader) and data_settings.data_options.group_by_length:
         warn("group_by_length has no effect on a DataLoader, which has its own order: pass its dataset to fit")
-    has_sampler = data_settings.sampler_of("train") is not None or data_settings.data_options.batch_sampler is not None
-    if isinstance(data, DataLoader) and has_sampler:
-        expected = "a dataset together with sampler=, or a DataLoader with its own sampler"
-        got, do = "a DataLoader as training data", "pass the sampler to the DataLoader"
-        raise fail(ArgumentError, "Trainer(sampler=...)", got=got, expected=expected, do=do)
-    _reject_several_loaders(data)
-    require_readable(data, "training")
-    if isinstance(data, Iterator) and settings.hps.epochs != 1:
-        expected = "data that can be iterated in every epoch"
-        do = "an IterableDataset, a list, or epochs: 1"
-        got = "an iterator, which can be read only once"
-        if hasattr(data, "__len__"):  # as loaders that are combined have, and each iter() may begin again
-            got, do = f"a {type(data).__name__} that is an iterator: it has __next__", _LOADER_OF_SEVERAL
-        raise fail(DataError, "the training data", got=got, expected=expected, do=do)
     collate, pins_memory = find_collate(module, settings, data, "train"), _pins_memory(data_settings, device)
     _seed_own_generators(data, collate)
     batcher = _find_token_batcher(
@@ -301,18 +264,6 @@ def build_train_loader(
 def _find_token_batcher(module: AcceleratorModule, data: Any, settings: Settings, **others: Any) -> Any:
     """Return what splits the samples of some data by a token budget; None if batches are used as loaded."""
     return None if settings.hps.max_tokens is None else addon("token_batches")(module, data, settings, **others)
-
-
-_LOADER_OF_SEVERAL = (
-    "DataLoader(Both(), batch_size=None), where Both is an IterableDataset whose __iter__ does "
-    "`yield from zip(first_loader, second_loader)`; or torch.utils.data.StackDataset(first_dataset, second_dataset)"
-)
-
-
-def _reject_several_loaders(data: Any) -> None:
-    if isinstance(data, list | tuple) and data and isinstance(data[0], DataLoader):
-        got = f"a {type(data).__name__} of {len(data)} DataLoaders"
-        raise fail(DataError, "the training data", got=got, expected="one loader or dataset", do=_LOADER_OF_SEVERAL)
 
 
 def build_evaluation_loader(
@@ -406,10 +357,6 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
     """
     if hasattr(data, "order_run"):
         return data.order_run(module, settings, num_shards=num_shards, seed=seed)
-    if isinstance(data, DataLoader) and hasattr(data.dataset, "order_run"):
-        name = type(data.dataset).__name__
-        got, do = f"a DataLoader around a {name}", f"pass the {name} itself to fit: it decides the order"
-        raise fail(ArgumentError, "the training data", got=got, expected=f"the {name} alone", do=do)
     if not _groups_by_length(data, settings) or is_stream(data):
         return settings.data.sampler_of("train")
     return addon("group_dataset")(
@@ -446,7 +393,6 @@ class Loaders:
         user_data: The data passed to `fit`.
         recovery: What is known from earlier attempts, such as the batch size that fits in memory.
         engine: The engine.
-        feature_kinds: The classes of possible features, which check the data.
         seed: The seed of the run.
         through: A function applied to the micro-batches of a validation.
 
@@ -465,7 +411,6 @@ class Loaders:
         user_data: UserData,
         recovery: Recovery,
         engine: Engine,
-        feature_kinds: Sequence[type[Feature]],
         *,
         seed: int,
         through: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]],
@@ -479,7 +424,6 @@ class Loaders:
         self._seed = seed
         self._engine = engine
         self._recovery = recovery
-        self._feature_kinds = feature_kinds
         self._through = through
         self._built_for = _epoch_of_building(trainer.state.epoch, trainer.settings.data)
 
@@ -514,8 +458,6 @@ class Loaders:
         """
         settings = self._trainer.settings
         self.train_data = train_data
-        for kind in self._feature_kinds:
-            kind.check(settings, self._module, train_data)
         self._also_read = list(val_data.values())
         self.train = self.build_train_again()
         cadence = Cadence.of(settings)
@@ -528,11 +470,6 @@ class Loaders:
                 do = f"for example {name}=100"
                 raise fail(ArgumentError, f"Trainer({name}=...)", got=got, expected="a whole number of steps", do=do)
         for name, data in val_data.items():
-            require_readable(data, "validation")
-            if isinstance(data, Iterator):  # the trial before training would consume it
-                where = "the validation data" + (f" {name!r}" if name else "")
-                expected, do = "data that can be read for each evaluation", "pass list(...), or an IterableDataset"
-                raise fail(DataError, where, got="an iterator, which can be read only once", expected=expected, do=do)
             self.validation[name] = build_evaluation_loader(
                 self._module,
                 data,
@@ -566,14 +503,17 @@ class Loaders:
 
         Processes: collective.
         """
-        state, settings = self._trainer.state, self._trainer.settings.data
-        if settings.reload_epochs == 0 or state.train_step > 0:
+        state, data = self._trainer.state, self._trainer.settings.data
+        if data.reload_epochs == 0 or state.train_step > 0:
             return
-        if _epoch_of_building(state.epoch, settings) == self._built_for:
+        if _epoch_of_building(state.epoch, data) == self._built_for:
             return
         self._built_for = state.epoch
         end_workers((self.train, *self.validation.values()))
-        train_data, val_data = find_sets(self._module, self._user_data, self._trainer.settings)
+        settings = self._trainer.settings
+        known = {"trainer": self._trainer, "module": self._module, "user_data": self._user_data}
+        facts = addon("check_stage")("reload", settings, **known)
+        train_data, val_data = facts.train_data, facts.sets
         if val_data.keys() != self.validation.keys():
             got, expected = f"the sets {list(val_data)}", f"the sets of the previous epoch: {list(self.validation)}"
             do = "return sets with the same names each time: metrics and saving depend on them"

@@ -39,7 +39,7 @@ from accmt.options.optimizer_and_scheduler_names import is_listed, name_of
 from accmt.processes import num_data_processes
 from accmt.registry import addon
 from accmt.run import Run
-from accmt.setup.module_checks import call_get_scheduler, require_optimizer, require_scheduler
+from accmt.setup.user_methods import call_get_scheduler, require_optimizer, require_scheduler
 from accmt.state import Counters
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from torch import nn
 from accmt.callbacks.averaging import WeightAverage
 from accmt.callbacks.progress import draw_batches
 from accmt.checkpoint.contents import load_state
+from accmt.checks import Facts, check_stage
 from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
@@ -36,12 +37,10 @@ from accmt.recovery.shutdown import watching_evaluation
 from accmt.run import EvaluationRun, Run
 from accmt.saving.weights import find_entry
 from accmt.setup.build import connect_hooks, gather_callbacks, make_watch
-from accmt.setup.datasets import Evaluation, UserData, build_evaluation_loader, end_workers, find_data
-from accmt.setup.inputs import metrics_of_sets
+from accmt.setup.datasets import Evaluation, UserData, build_evaluation_loader, end_workers
 from accmt.setup.model import attach_evaluation, configure_model, is_prepared, prepare_for_evaluation
-from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation
-from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.torch_flags import working
+from accmt.setup.user_methods import adapt_validation_step
 from accmt.sharded_tensors import is_dtensor
 from accmt.state import TrainingState
 
@@ -275,22 +274,20 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         accelerator = build_accelerator(settings.running)  # the module may access it as `accmt.accelerator`
         configure_model(module, accelerator)
         del accelerator
-    check_untrained_module(module, function)
+    check_stage("evaluation", settings, module=module, function=function)
     training = request.trainer._run
     if training is not None and training.module is not module and is_prepared(training.module):
         expected = "the module in training, while fit runs"  # callbacks work for one module at a time
         do = f"leave `module` out, or use another Trainer: Trainer(...).{function}(module, ...)"
         raise fail(ArgumentError, f"{function}(module)", got="another module", expected=expected, do=do)
-    if function != "predict":
-        check_validation(module, _STEPS[function])
     with (
         _working(request.trainer.state, function),
         _lending_engine(request) as engine,
-        _taking_data(request, engine.accelerator) as sets,
+        _taking_data(request, engine.accelerator) as facts,
         using_weights(module, settings, request.ckpt_path, function),
         nullcontext() if request.current_run is None else request.current_run.stepper.evaluating(),
     ):
-        run = _build(request, sets, engine)
+        run = _build(request, facts, engine)
         dataloaders = [loader.source.dataloader for loader in run.val_loaders.values()]
         request.trainer._dataloaders = {**request.trainer._dataloaders, function: dataloaders}
         try:
@@ -335,20 +332,19 @@ def _lending_engine(request: Request) -> Iterator[Engine]:
 
 
 @contextmanager
-def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[dict[str, Any]]:
+def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[Facts]:
     """Find the sets; a datamodule prepares them first and cleans up afterwards."""
     user_data, function, trainer = request.user_data, request.function, request.trainer
     with user_data.ending(function):
         user_data.begin(function, trainer, accelerator)
-        data = trainer.settings.data
-        yield dict(find_same_data(lambda: find_data(request.module, user_data.load(function), function, data), data))
+        known = {"module": request.module, "user_data": user_data, "function": function}
+        yield check_stage("evaluation_sets", trainer.settings, **known)
 
 
-def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> EvaluationRun:
+def _build(request: Request, facts: Facts, engine: Engine) -> EvaluationRun:
     trainer, module, function, last = request.trainer, request.module, request.function, request.last_run
     settings = trainer.settings
     seed, device = _choose_seed(request), engine.accelerator.device
-    metrics = metrics_of_sets(None if function == "predict" else settings.evaluation.metrics, list(sets))
     callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
     acting = [
         callback for callback in callbacks if not isinstance(callback, WeightAverage)
@@ -360,9 +356,9 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
         module=module,
         model=engine.model,
         unwrapped_model=engine.unwrapped_model,
-        validation_step=adapt_validation_step(module, _STEPS[function], metrics),
-        val_loaders={name: _build_loader(request, name, engine, data, seed=seed) for name, data in sets.items()},
-        metrics=metrics,
+        validation_step=adapt_validation_step(module, _STEPS[function], facts.metrics),
+        val_loaders={name: _build_loader(request, name, engine, data, seed=seed) for name, data in facts.sets.items()},
+        metrics=facts.metrics,
         callbacks=() if last is None or request.ckpt_path is not None else last.callbacks,
         hooks=connect_hooks(trainer, module, acting, seed=seed, device=device),
         state=trainer.state,

@@ -278,12 +278,12 @@ class Trainer(TrainerProperties):
         if ARGUMENTS_VARIABLE in os.environ:
             arguments = addon(os.environ[ARGUMENTS_VARIABLE])(arguments | {"tracker_kwargs": tracker_kwargs})
             tracker_kwargs = arguments.pop("tracker_kwargs")
-        from accmt.setup.inputs import check_metrics
+        from accmt.checks import check_stage
         from accmt.tracking import find_specs
 
         self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
         build_callbacks(self.settings.running.callbacks)
-        check_metrics(self.settings)
+        check_stage("arguments", self.settings)
         find_specs(self.settings.tracking.log_with)
         self.registered_savings: list[RegisteredSaving] = []
         self.state = TrainingState()
@@ -357,10 +357,10 @@ class Trainer(TrainerProperties):
         return self.state
 
     def _fit_once(self, module: AcceleratorModule, user_data: UserData, recovery: Recovery) -> None:
+        from accmt.checks import reporting_failed_setup
         from accmt.loop.fit import fit
         from accmt.setup.build import build_run
         from accmt.setup.model import detach_run
-        from accmt.setup.same_on_processes import reporting_failed_setup
 
         self.state = TrainingState()
         self._run = None  # free the memory of an earlier run before building the next
@@ -574,10 +574,10 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: An unknown or existing rule, or bounds that exclude every value.
         """
-        from accmt.setup.inputs import check_metrics
+        from accmt.checks import check_stage
 
         registered = [*self.registered_savings, RegisteredSaving(name, saving_below, saving_above)]
-        check_metrics(self.settings, registered)
+        check_stage("arguments", self.settings, registered=registered)
         self.registered_savings = registered
 
     def save_checkpoint(self, path: str | PathLike[str] | None = None) -> None:

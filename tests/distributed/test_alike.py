@@ -14,9 +14,9 @@ _OTHER = "different samples on process 1 and process 0"
 REFUSED = {
     "training data": ("the training data", "process 0: 8 samples; process 1: 12 samples"),
     "validation data": ("the validation data", "process 0: 4 samples; process 1: 5 samples"),
-    "a named set": ("the validation data b", "process 0: 4 samples; process 1: 5 samples"),
-    "names of sets": ("the names of the data sets", "set0", "set1"),
-    "validation on one": ("the names of the data sets", "the validation data"),
+    "a named set": ("the validation data 'b'", "process 0: 4 samples; process 1: 5 samples"),
+    "names of sets": ("the validation data 'set0'", "process 0: 4 samples; process 1: none", "the validation data 'set1'"),
+    "validation on one": ("the validation data", "process 0: none; process 1: 4 samples"),
     "none on one": ("no training data",),
     "kinds": ("the training data", "process 0: 8 samples; process 1: a DataLoader of 4 batches from 8 samples"),
     "loaders": ("the training data", "4 batches", "2 batches"),

@@ -29,6 +29,7 @@ LAYERS = [
     {"glances"},
     {"attributes"},
     RUN,
+    {"checks"},
     {"trainer"},
     {"addons", "compat"},
     {"cli"},

@@ -15,9 +15,8 @@ from accmt.addons.hints.methods import FOREIGN_METHODS, ONLY_WITH, find_foreign_
 from accmt.callbacks import HOOKS, find_hooks
 from accmt.compat import HOOK_NAMES, OtherHookNames
 from accmt.errors import ModuleContractError
-from accmt.setup.module_checks import check_module
 from tests.tables import each
-from tests.toys import HPS, Linear, make_points, make_trainer
+from tests.toys import HPS, Linear, check_module, make_points, make_trainer
 
 METHODS = [(owner, name) for owner, names in FOREIGN_METHODS.items() for name in names]
 

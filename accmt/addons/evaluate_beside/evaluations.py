@@ -39,6 +39,7 @@ from accmt.addons.run_folders import is_locked
 from accmt.addons.sync import sync_run
 from accmt.callbacks import Callback, build_callbacks
 from accmt.callbacks.averaging import WeightAverage
+from accmt.checks import check_stage, reporting_failed_setup
 from accmt.engine.accelerator import build_accelerator
 from accmt.errors import ArgumentError, explain, fail
 from accmt.files import current_folder, dumps, loads, write_text
@@ -54,9 +55,7 @@ from accmt.saving import read_status
 from accmt.saving.model_folder import STATUS_NAME
 from accmt.setup.build import build_run
 from accmt.setup.datasets import UserData
-from accmt.setup.inputs import check_metrics
 from accmt.setup.model import detach_run
-from accmt.setup.same_on_processes import reporting_failed_setup
 from accmt.setup.torch_flags import running, working
 from accmt.state import TrainingState
 from accmt.tracking import Tracking, resolve_trackers
@@ -90,7 +89,7 @@ def evaluate_fit(
     own: Any = copy.copy(trainer)  # a subclass may have another constructor
     own.settings = _change(trainer.settings, request)
     own.registered_savings = []
-    check_metrics(own.settings)
+    check_stage("arguments", own.settings)
     del os.environ[FIT_VARIABLE]
     user_data = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
     trained = as_module(module, kwargs, own.hps)

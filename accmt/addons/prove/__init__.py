@@ -28,11 +28,11 @@ from accmt.addons.prove.launches import (
     train_as,
 )
 from accmt.callbacks import build_callbacks
+from accmt.checks.table import require_module
 from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import ArgumentError, fail
 from accmt.messages import say, speaking
 from accmt.processes import num_processes
-from accmt.setup.module_checks import require_module
 
 _METRIC = 1e-3
 

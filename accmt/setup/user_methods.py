@@ -1,31 +1,20 @@
-"""Checks the user's module before the first batch, and adapts its steps to a common signature."""
+"""Calls the methods of the user's module: steps with what their signature names, and what makes optimizers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
-from os import PathLike
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
 
-from accmt.callbacks import find_hooks
 from accmt.errors import ModuleContractError, describe_value, fail
-from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
 from accmt.module import AcceleratorModule, HuggingFaceModule, defines
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
-from accmt.registry import addon
-from accmt.state import Function, TrainingState
-
-_MOST = 1000  # entries of a container that are searched for parameters
-
+from accmt.state import TrainingState
 
 STEPS: dict[str, tuple[str, ...]] = {
     "training_step": ("training_step", "step"),
@@ -34,57 +23,6 @@ STEPS: dict[str, tuple[str, ...]] = {
     "predict_step": ("predict_step",),
 }
 """Each step with those that stand in its place where it is not defined, in this order."""
-
-
-def check_module(module: Any) -> None:
-    """Check a module before training."""
-    check_untrained_module(module, "fit")
-    model = module.model
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    lazy += [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
-    if lazy:
-        got = f"lazy layers without weights ({', '.join(lazy[:3])}): nothing can train or save them"
-        _reject(module, got, "run one batch through the model before `fit`, in __init__: self.model(torch.zeros(...))")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        _reject(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
-    _check_other_parameters(module, model)
-    # Reject a teacher that shares trainable weights with the model.
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
-        got = "self.teacher shares trainable weights with self.model, but a teacher is frozen"
-        _reject(module, got, "self.teacher = copy.deepcopy(...), or freeze the shared weights")
-    if not defines(module, "training_step") and not _defines_step(module):
-        _reject(module, "neither training_step nor step", "def training_step(self, batch): return loss")
-
-
-def check_untrained_module(module: Any, function: Function) -> None:
-    """Check what a module needs for training and evaluation."""
-    require_module(module, function)
-    addon("reject_foreign_methods")(module)
-    addon("reject_misspelt_methods")(module)
-    model = getattr(module, "model", None)
-    if model is None:
-        _reject(module, "no attribute `model`", _advise_model(module))
-    if not isinstance(model, nn.Module):
-        _reject(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
-    find_hooks(module)
-
-
-def _advise_model(module: Any) -> str:
-    parts = dict(module.named_children()) if isinstance(module, nn.Module) else vars(module)
-    names = [name for name, part in parts.items() if isinstance(part, nn.Module)]
-    if len(names) < 2:
-        return f"self.model = {f'self.{names[0]}' if names else 'MyNetwork()'} in __init__"
-    entries = ", ".join(f'"{name}": self.{name}' for name in names)
-    return f"self.model = nn.ModuleDict({{{entries}}}) in __init__, without those that are not trained"
-
-
-def check_validation(module: AcceleratorModule, step: str = "validation_step") -> None:
-    """Check that a module can process validation or test data."""
-    *names, _ = STEPS[step]
-    if not any(defines(module, name) for name in names) and not _defines_step(module):
-        got = f"{step.partition('_')[0]} data, but neither {', '.join(names)} nor step"
-        _reject(module, got, 'def validation_step(self, batch): return {"loss": loss}')
 
 
 def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
@@ -151,73 +89,8 @@ def _describe_returned(value: Any) -> str:
     return describe_value(value)
 
 
-def _defines_step(module: AcceleratorModule) -> bool:
-    # `step` of an ExtendedAcceleratorModule is not a training step: it steps optimizer and scheduler.
-    return defines(module, "step") and not module.uses_manual_optimization
-
-
-def require_module(module: Any, function: str) -> None:
-    """Check that the argument of a Trainer method is a module.
-
-    Raises:
-        ModuleContractError: It is something else; the message explains how to make a module from it.
-    """
-    where = f"{function}(module)"
-    if isinstance(module, type):
-        do = f"trainer.{function}({module.__name__}(...), ...)"
-        raise fail(ModuleContractError, where, got=f"the class {module.__name__}", expected="an instance of it", do=do)
-    if not isinstance(module, AcceleratorModule):
-        do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
-        if isinstance(module, str | PathLike | tuple):
-            make = 'from_hf(path, "AutoModelForCausalLM"), or from_hps(path) for hyper-parameters'
-            do = f"module = AcceleratorModule.{make}; trainer.{function}(module, data)"
-        if isinstance(module, Dataset | DataLoader):
-            do = f"trainer.{function}(module, data): the module comes first"
-        raise fail(ModuleContractError, where, got=type(module).__name__, expected="an AcceleratorModule", do=do)
-
-
-def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None:
-    """Reject trainable parameters outside `self.model`, in attributes and in containers of them."""
-    own = {id(parameter) for parameter in model.parameters()}
-    attributes = dict(vars(module))
-    # What an optimizer in an attribute trains, such as the temperature of a soft actor-critic, checkpoints contain.
-    stepped = [value for value in attributes.values() if isinstance(value, torch.optim.Optimizer)]
-    own |= {id(parameter) for optimizer in stepped for group in optimizer.param_groups for parameter in group["params"]}
-    if isinstance(module, nn.Module):  # which does not keep its children in its attributes
-        kinds = [attributes.pop(name, {}) for name in ("_parameters", "_buffers", "_modules")]
-        attributes |= {name: value for kind in kinds for name, value in kind.items()}
-    for name, value in attributes.items():
-        if name in ("model", "teacher"):
-            continue
-        for path, part in _parts_of(f"self.{name}", value):
-            parameters = part.parameters() if isinstance(part, nn.Module) else [part]
-            if all(id(parameter) in own or not _is_trainable(parameter) for parameter in parameters):
-                continue
-            if isinstance(part, nn.Module):
-                got = f"{path} has parameters that are not in self.model: they would be neither trained nor saved"
-                do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or {path}.requires_grad_(False)"
-            else:
-                got = f"{path} requires a gradient and is not in self.model: it would be neither trained nor saved"
-                do = f"self.model.{name} = nn.Parameter(...), and use it from there; or {path}.requires_grad_(False)"
-            _reject(module, got, do)
-
-
-def _parts_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a value with its path, or the values in a list, tuple or dict; a long list holds data."""
-    if not isinstance(value, list | tuple | dict):
-        yield path, value
-        return
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in islice(items, _MOST):
-        yield f"{path}[{key!r}]", item
-
-
-def _is_trainable(value: Any) -> bool:
-    """Return whether a value is a trainable tensor; a computed one is a result, such as the last loss."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
-
-
-def _reject(module: AcceleratorModule, got: str, do: str) -> NoReturn:
+def reject_module(module: AcceleratorModule, got: str, do: str) -> NoReturn:
+    """Raise the error about a module that violates the contract of `AcceleratorModule`."""
     expected = "self.model, an nn.Module, and training_step (or step); validation_step (or step) with validation data"
     raise fail(ModuleContractError, type(module).__name__, got=got, expected=expected, do=do)
 
@@ -289,4 +162,5 @@ def _accepts(step: Callable[..., Any], *values: Any, **named: Any) -> bool:
 
 
 def _reject_parameters(module: AcceleratorModule, name: str, step: Callable[..., Any], do: str) -> NoReturn:
-    _reject(module, f"{name}{inspect.signature(step)}", f"{do}, with any of batch_idx, state, status_dict after it")
+    do = f"{do}, with any of batch_idx, state, status_dict after it"
+    reject_module(module, f"{name}{inspect.signature(step)}", do)
