@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import tests.many_runs  # noqa: F401
+from accmt import AcceleratorModule
 from accmt.errors import AccmtError
 from accmt.processes import gather_objects, is_main_process
 from tests.toys import Linear, Numbers, make_points, make_trainer
@@ -38,6 +39,16 @@ def raises() -> Any:
 class Made(Linear):
     def get_train_dataloader(self) -> Any:
         return raises()
+
+
+class WithoutStep(AcceleratorModule):
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 1)
+
+
+def make_two_mistakes() -> None:
+    trainer = make_trainer(sampler=[0, 1, 2, 3] if RANK else None)
+    trainer.fit(WithoutStep() if RANK else Linear(), DataLoader(make_points(), 2))
 
 
 class EveryOther(IterableDataset[Any]):
@@ -127,6 +138,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "loaders": lambda: fit(DataLoader(make_points(), 2 + 2 * RANK)),
     "streams": lambda: fit(iter(Numbers(8)) if RANK else make_points()),
     "an error on one": lambda: make_trainer().fit(Made()),
+    "two mistakes on one": make_two_mistakes,
     "batch size": lambda: fit(make_points(), hps={"batch_size": 2 + RANK}),
     "accumulation": lambda: fit(make_points(), grad_accumulation_steps=1 + RANK),
     "when to save": lambda: fit(make_points(), checkpoint_every="epoch" if RANK else "step"),
@@ -158,7 +170,7 @@ def outcome(case: Callable[[], Any]) -> str:
     try:
         case()
     except (AccmtError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     return ""
 
 
