@@ -1,10 +1,12 @@
-"""The facts about a failed step, as a note on its exception: where it failed, its batch and the model's layers."""
+"""The facts about a failure in code of others, as a note on its exception: where it was, the batch, the layers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,38 @@ _STAGES = {
     "train": "training", "sanity_check": "the trial before training", "validate": "validation", "test": "testing",
     "predict": "prediction", "tune": "tuning",
 }  # fmt: skip
+_HAPPENED = "This happened"
 _MOST_LINES = 12
 _MOST_VALUES = 10_000_000  # the range of more takes longer than anybody would wait for a message
+
+
+_PHASES = {
+    ("/accmt/optimization/stepper.py", "backward"): "the backward pass",
+    ("/accmt/optimization/stepper.py", "step"): "the optimizer step",
+    ("/accmt/metrics/", ""): "computing the metrics",
+    ("/accmt/recovery/checkpoints.py", ""): "writing a checkpoint",
+    ("/accmt/recovery/model_saver.py", ""): "saving the model",
+}
+"""What accmt does in a file or folder, and in its functions if they are named, for an error of code that it calls."""
+
+
+def add_note_of_phase(error: Exception, state: TrainingState) -> None:
+    """Add a note that says what accmt was doing when it called the code that failed.
+
+    Args:
+        error: The exception. Errors of accmt, and those of a step, say where they happened.
+        state: The state of the run.
+    """
+    if isinstance(error, AccmtError) or any(note.startswith(_HAPPENED) for note in getattr(error, "__notes__", ())):
+        return
+    phase = None
+    for frame, _ in walk_tb(error.__traceback__):
+        file, function = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
+        for (part, name), description in _PHASES.items():
+            if part in file and name in function:
+                phase = description
+    if phase is not None:
+        error.add_note(_describe_place(state, phase))
 
 
 def add_note_of_step(error: Exception, state: TrainingState, model: nn.Module, batch: Any) -> None:
@@ -35,13 +67,14 @@ def add_note_of_step(error: Exception, state: TrainingState, model: nn.Module, b
     if isinstance(error, AccmtError) or is_out_of_memory(error):
         return
     with suppress(Exception):  # of a batch or layer of the user's class; the step's own error is what matters
-        error.add_note("\n".join([_describe_place(state), *_describe_batch(batch), *_describe_layers(model)]))
+        stage = _STAGES.get(str(state.stage), "a step")
+        error.add_note("\n".join([_describe_place(state, stage), *_describe_batch(batch), *_describe_layers(model)]))
 
 
-def _describe_place(state: TrainingState) -> str:
-    stage = _STAGES.get(str(state.stage), "a step")
+def _describe_place(state: TrainingState, phase: str) -> str:
     batch = state.train_step if state.stage == "train" else state.val_step
-    place = f"This happened in {stage}, after {state.global_step:,} optimizer steps: epoch {state.epoch}, batch {batch}"
+    place = f"{_HAPPENED} in {phase}, after {state.global_step:,} optimizer steps"
+    place += f": batch {batch} of epoch {state.epoch + 1}"
     return f"{place}, process {process_index()}" if num_processes() > 1 else place
 
 

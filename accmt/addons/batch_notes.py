@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from accmt.addons.batch_facts import add_note_of_step
+from accmt.addons.batch_facts import add_note_of_phase, add_note_of_step
 from accmt.errors import explain, is_out_of_memory
 from accmt.features.hooks import Feature
 from accmt.huggingface.model_kinds import find_transformers_models, predicts_next_token
@@ -182,6 +182,10 @@ class BatchNotes(Feature):
             got = "a step that needs gradients: torch.inference_mode forbids them, torch.no_grad turns them off"
             do = "Trainer(inference_mode=False), and `with torch.enable_grad():` in the step"
             error.add_note(explain("the evaluation", got, "a step without gradients", do))
+
+    def on_end(self, error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            add_note_of_phase(error, self._state)
 
     def on_first_batch(self, batch: Any, *, is_hint_wanted: bool) -> None:
         warn_of_trained_padding(self._model, batch)

@@ -43,7 +43,7 @@ def test_a_failed_step_is_told_with_its_place_its_batch_and_the_layers():
         make_trainer({"batch_size": 2}, shuffle_train=False).fit(Classifier(), classes(0, 1, 2, 3))
     note = failure.value.__notes__[0]
     assert note.splitlines() == [
-        "This happened in training, after 1 optimizer steps: epoch 0, batch 1",
+        "This happened in training, after 1 optimizer steps: batch 1 of epoch 1",
         "  batch: dict of 3",
         "  batch['x']: float32[2, 4]",
         "  batch['label']: int64[2], from 2 to 3",
@@ -53,7 +53,48 @@ def test_a_failed_step_is_told_with_its_place_its_batch_and_the_layers():
     ]
     with pytest.raises(IndexError) as failure:
         make_trainer({"batch_size": 2}, **settings).fit(Classifier(), classes(0, 1), classes(2, 3))
-    assert failure.value.__notes__[0].startswith("This happened in validation, after 1 optimizer steps: epoch")
+    assert failure.value.__notes__[0].startswith("This happened in validation, after 1 optimizer steps: batch")
+
+
+def raise_in(name):
+    """Return a class whose method raises a KeyError."""
+
+    def fail(*_args, **_keywords):
+        raise KeyError(name)
+
+    return type("Failing", (), {name: fail})
+
+
+PHASES = {
+    "the backward pass": {"step": lambda self, _: Doubled.apply(self.model.weight).sum()},
+    "the optimizer step": {
+        "get_optimizer": lambda self: type("Own", (raise_in("step"), torch.optim.SGD), {})(self.model.parameters(), 0.1)
+    },
+    "writing a checkpoint": {"state_dict": raise_in("state_dict").state_dict, "load_state_dict": lambda *_: None},
+    "computing the metrics": {"validation_step": lambda self, batch: {"mean": (batch[0], batch[1])}},
+}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("gradient")
+
+
+@each("phase", PHASES)
+def test_an_error_outside_a_step_names_what_was_being_done(phase, tmp_path):
+    module = type("Own", (Linear,), PHASES[phase])()
+    metric = type("Own", (raise_in("compute"), Metric), {})("mean")
+    settings = {"metrics": [metric] if phase == "computing the metrics" else None, "num_sanity_val_steps": 0}
+    with pytest.raises(KeyError) as failure:
+        make_trainer(model_path=tmp_path / "model", checkpoint_every=1, **settings).fit(
+            module, make_points(), make_points()
+        )
+    assert any(note.startswith(f"This happened in {phase}, after") for note in failure.value.__notes__)
 
 
 def test_a_batch_that_cannot_be_described_does_not_hide_the_error_of_the_step():
