@@ -47,6 +47,11 @@ PROBE = """
     while (!document.body.dataset.isDrawn) await rest();
     found.charts = document.querySelectorAll(".js-plotly-plot").length;
     found.drawn = [...document.querySelectorAll(".chart")].every(box => box.querySelector("svg.main-svg"));
+    found.tables = document.querySelectorAll("#Time .box > table").length;
+    const values = document.querySelector("#Values .grid");
+    found.full = values.firstElementChild.offsetWidth === values.offsetWidth;
+    const runs = document.querySelector("table");
+    found.overflows = runs.scrollWidth > runs.clientWidth;
     found.lines = losses().querySelectorAll(".scatterlayer .trace").length;
     losses().emit("plotly_click", { points: [{ data: losses().data[0], pointNumber: 1 }] });
     found.replay = document.getElementById("replay").textContent.replace(/ .*one/, " one");
@@ -75,7 +80,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run_name=name,
             ledger=True,
             model_path=str(folder / name),
-            monitor=["grad_norm", "time_split"],
+            monitor=["grad_norm", "time_split", "record_goodput"],
         )
         trainer.fit(Linear(), make_points(16), make_points(4))
     path = folder / "page.html"
@@ -94,7 +99,7 @@ def browse(*arguments: str, profile: Path) -> subprocess.CompletedProcess[str]:
 def test_the_page_works_in_a_browser(page: Path, tmp_path: Path) -> None:
     probed = tmp_path / "probed.html"
     probed.write_text(page.read_text().replace("</head>", PROBE, 1))
-    done = browse("--dump-dom", f"file://{probed}", profile=tmp_path / "profile")
+    done = browse("--window-size=1280,2000", "--dump-dom", f"file://{probed}", profile=tmp_path / "profile")
     text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
     assert text is not None, done.stderr
     found = json.loads(unescape(text[1]))
@@ -104,6 +109,9 @@ def test_the_page_works_in_a_browser(page: Path, tmp_path: Path) -> None:
         "errors": [],
         "charts": 5,
         "drawn": True,
+        "tables": 1,
+        "full": True,
+        "overflows": False,
         "lines": 4,
         "replay": "accmt one --step 2",
         "before": "linear",

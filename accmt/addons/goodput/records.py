@@ -160,9 +160,17 @@ class Totals:
         total = self.total_s or 1.0
         lines = [f"{'':<36}{'seconds':>14}{'share':>9}"]
         lines += [f"{BINS.get(name, name):<36}{s:>14,.1f}{s / total:>9.1%}" for name, s in self.seconds.items() if s]
-        lines += [f"{'all':<36}{self.total_s:>14,.1f}{1:>9.1%}", ""]
+        lines += [f"{'all':<36}{self.total_s:>14,.1f}{1:>9.1%}", "", *self.describe_facts(price_per_hour)]
+        return "\n".join(lines)
+
+    def describe_facts(self, price_per_hour: float | None = None) -> list[str]:
+        """Return a line for each fact besides the table.
+
+        Args:
+            price_per_hour: What an hour of all machines of the run costs.
+        """
         ending = f"{self.failures} of them failed or were killed" if self.failures else "none failed or was killed"
-        lines.append(f"starts: {self.starts}, {ending}; furthest step: {self.step:,}")
+        lines = [f"starts: {self.starts}, {ending}; furthest step: {self.step:,}"]
         if self.pauses[0]:
             durable = f", durable after {_mean(self.saves):.3g} s" if self.saves[0] else ""
             lines.append(f"checkpoints: {self.pauses[0]}, each pauses training for {_mean(self.pauses):.3g} s{durable}")
@@ -178,7 +186,7 @@ class Totals:
             price = self.running_s / 3600 * price_per_hour
             of_training = self.seconds["training"] / 3600 * price_per_hour
             lines.append(f"price: {price:,.2f}, of which {of_training:,.2f} trained the model")
-        return "\n".join(lines)
+        return lines
 
 
 def _plus(before: tuple[int, float], values: Any) -> tuple[int, float]:

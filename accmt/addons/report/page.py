@@ -41,9 +41,14 @@ _SYMBOLS = {
 _SYSTEM = ("CPU", "GPU", "RAM", "mfu", "samples_per_s", "batches_per_s", "tokens_per_s")
 
 
+_GOODPUT = "goodput: how the run spent its time"
+
+
 class Chart(NamedTuple):
     section: str
     figure: Figure
+    table: str = ""
+    """HTML below the chart."""
 
 
 def draw_charts(runs: Sequence[RunRecord]) -> list[Chart]:
@@ -58,7 +63,7 @@ def draw_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     if any(run.goodput for run in runs):
         every = [{} if run.goodput is None else run.goodput.seconds for run in runs]
         named = [{BINS.get(name, name): seconds for name, seconds in one.items() if seconds} for one in every]
-        charts.append(Chart("Time", _draw_split("goodput: how the run spent its time", runs, named)))
+        charts.append(Chart("Time", _draw_split(_GOODPUT, runs, named), _write_goodput(runs)))
     return [*charts, Chart("Time", _draw_course(runs))]
 
 
@@ -220,7 +225,6 @@ def build_page(runs: Sequence[RunRecord]) -> str:
         "FIGURES": f"[{figures}]",
         "RUNS": _list_runs(runs),
         "SECTIONS": "\n".join(_write_section(name, charts) for name in SECTIONS),
-        "GOODPUT": _write_goodput(runs),
         "IMAGES": write_images(runs),
         "TABLES": write_tables(runs),
         "EVALUATIONS": "\n".join(_write_evaluations(run) for run in runs if run.evaluations),
@@ -245,7 +249,7 @@ def _list_runs(runs: Sequence[RunRecord]) -> str:
             f"{run.duration_s:,.1f} s",
             ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)) or "-",
             escape(best) or "-",
-            escape(str(run.folder)),
+            f'<span class="folder">{escape(str(run.folder))}</span>',
         ]
         rows.append(cells)
     return _write_table(["run", "status", "steps", "time", "what happened", "best", "folder"], rows)
@@ -255,7 +259,9 @@ def _write_section(name: str, charts: Sequence[Chart]) -> str:
     numbers = [number for number, chart in enumerate(charts) if chart.section == name]
     if not numbers:
         return ""
-    boxes = "".join(f'<div class="chart" id="chart-{number}"></div>' for number in numbers)
+    boxes = ""
+    for number in numbers:
+        boxes += f'<div class="box"><div class="chart" id="chart-{number}"></div>{charts[number].table}</div>'
     return f'<section id="{name}"><h2>{name}</h2><div class="grid">{boxes}</div></section>'
 
 
@@ -275,9 +281,22 @@ def _write_evaluations(run: RunRecord) -> str:
 
 
 def _write_goodput(runs: Sequence[RunRecord]) -> str:
-    of_runs = {run.name: run.goodput.describe(run.goodput.price_per_hour) for run in runs if run.goodput is not None}
-    tables = "".join(f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in of_runs.items())
-    return f'<section id="Goodput"><h2>Goodput</h2>{tables}</section>' if tables else ""
+    """Return the numbers of the goodput chart as a table with a column per run, and what else is known of each run."""
+    recorded = [(run, run.goodput) for run in runs if run.goodput is not None]
+    if not recorded:
+        return ""
+    rows = []
+    for name, title in BINS.items():
+        if any(goodput.seconds.get(name) for _, goodput in recorded):
+            seconds = [goodput.seconds.get(name, 0.0) for _, goodput in recorded]
+            shares = [part / (goodput.total_s or 1.0) for part, (_, goodput) in zip(seconds, recorded, strict=True)]
+            rows.append([title, *(f"{part:,.1f} s, {share:.1%}" for part, share in zip(seconds, shares, strict=True))])
+    rows.append(["all", *(f"{goodput.total_s:,.1f} s" for _, goodput in recorded)])
+    table = _write_table(["", *(escape(run.name) for run, _ in recorded)], rows)
+    for run, goodput in recorded:
+        facts = "<br>".join(map(escape, goodput.describe_facts(goodput.price_per_hour)))
+        table += f"<p>{f'{escape(run.name)}: ' if len(runs) > 1 else ''}{facts}</p>"
+    return table
 
 
 def _write_config(runs: Sequence[RunRecord]) -> str:
