@@ -134,8 +134,8 @@ class EvaluationRun:
             return batch
         if is_dataclass(batch) and not isinstance(batch, type) and not hasattr(batch, "to"):
             placed = copy.copy(batch)
-            for one in fields(batch):
-                object.__setattr__(placed, one.name, self.place(getattr(batch, one.name)))  # it may be frozen
+            for field in fields(batch):
+                object.__setattr__(placed, field.name, self.place(getattr(batch, field.name)))  # it may be frozen
             return placed
         from accelerate.utils import send_to_device
 

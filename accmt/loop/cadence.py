@@ -92,12 +92,12 @@ class Cadence:
 
     def is_evaluation_due(self, state: TrainingState, steps_per_epoch: StepsPerEpoch) -> bool:
         """Return whether to evaluate after the current step; a window may have been skipped."""
-        every = self.evaluate_every
-        if every is None or state.epoch_step == 0 or state.last_evaluation_step == state.global_step:
+        interval = self.evaluate_every
+        if interval is None or state.epoch_step == 0 or state.last_evaluation_step == state.global_step:
             return False
-        if isinstance(every, int):
-            return state.global_step % every == 0
-        return _is_fraction_done(state, every, steps_per_epoch)
+        if isinstance(interval, int):
+            return state.global_step % interval == 0
+        return _is_fraction_done(state, interval, steps_per_epoch)
 
     def is_evaluation_due_at_epoch_end(self, state: TrainingState) -> bool:
         """Return whether to evaluate at the end of the current epoch, which is not counted yet."""
@@ -120,17 +120,22 @@ class Cadence:
             epoch_ended: Whether an epoch was just counted, not a step.
             evaluated: Whether there was an evaluation since the step.
         """
-        every = self.checkpoint_every
-        if every is None or every.unit in ("second", "auto"):  # those are no functions of counters: a feature decides
+        interval = self.checkpoint_every
+        if interval is None or interval.unit in (
+            "second",
+            "auto",
+        ):  # those are no functions of counters: a feature decides
             return False
-        if isinstance(every.number, float):
-            return not epoch_ended and state.epoch_step > 0 and _is_fraction_done(state, every.number, steps_per_epoch)
+        if isinstance(interval.number, float):
+            return (
+                not epoch_ended and state.epoch_step > 0 and _is_fraction_done(state, interval.number, steps_per_epoch)
+            )
         due = {
-            "step": not epoch_ended and state.global_step % every.number == 0,
-            "epoch": epoch_ended and state.epoch % every.number == 0,
-            "eval": evaluated and state.evaluations_done % every.number == 0,
+            "step": not epoch_ended and state.global_step % interval.number == 0,
+            "epoch": epoch_ended and state.epoch % interval.number == 0,
+            "eval": evaluated and state.evaluations_done % interval.number == 0,
         }
-        return due[every.unit]
+        return due[interval.unit]
 
 
 def _is_fraction_done(state: TrainingState, fraction: float, steps_per_epoch: StepsPerEpoch) -> bool:

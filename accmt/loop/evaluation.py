@@ -109,15 +109,16 @@ class EvaluationResults(Callback):
         if self._has_user_hooks is None:
             self._has_user_hooks = bool(run.user_hooks("on_evaluation_end"))
         if self._has_user_hooks:
-            own = {}
+            scalars = {}
             for name, value in metrics.items():
                 scalar = find_scalar(value)
                 if scalar is None:
                     got = f"metrics[{name!r}] = {describe(value)}"
                     do = f"metrics[{name!r}] = float(value), or store it on the module"
                     raise fail(ModuleContractError, "on_evaluation_end", got=got, expected="a number", do=do)
-                own[name] = float(scalar)
-            agreed = broadcast_object(own)
+                scalars[name] = float(scalar)
+            # A hook may compute them with a random generator or a clock, and every process decides by them to save.
+            agreed = broadcast_object(scalars)
             metrics.clear()
             metrics.update(agreed)
         row = reported(run, metrics)
@@ -389,8 +390,8 @@ class _SetEvaluation(SetPass):
         entries, weight = read_validation_output(output, loss_name)
         targets = None
         if run.features.weigh:
-            found = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
-            targets = read_weight("validation_step", found)
+            weight_of_feature = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
+            targets = read_weight("validation_step", weight_of_feature)
         loss_weight = targets if weight is None else weight
         self._gave_weight.add(loss_weight is not None)
         if weight is None:

@@ -57,8 +57,8 @@ def fit(run: Run) -> None:
         has_stages_left |= any(has_work_left() for has_work_left in run.features.has_work_left)
         if run.is_resumed and run.is_finished and not has_stages_left:
             done = f"step {state.global_step}, epoch {state.epoch}"
-            left = "there is nothing left to train; raise epochs or max_steps to continue it"
-            say(f"this run is complete ({done}): {left}")
+            do = "there is nothing left to train; raise epochs or max_steps to continue it"
+            say(f"this run is complete ({done}): {do}")
             state.now.status = "finished"
             return
         _open(run)
@@ -181,12 +181,12 @@ def _open(run: Run) -> None:
 @contextmanager
 def _recording_outcome(run: Run) -> Iterator[None]:
     """Set the status of the run, and record its outcome for the next start."""
-    now = run.state.now
-    now.fn, now.status = "fit", "running"
+    activity = run.state.now
+    activity.fn, activity.status = "fit", "running"
     try:
         yield
     except Restart:  # another run continues
-        now.status = "failed"
+        activity.status = "failed"
     except BaseException as error:
         note_dead_worker(error)
         _set_failed_status(run, error)
@@ -245,9 +245,13 @@ def _close(run: Run) -> None:
 
 
 def _set_failed_status(run: Run, error: BaseException) -> None:
-    now = run.state.now
-    now.interrupted = isinstance(error, KeyboardInterrupt)
-    now.status = "interrupted" if now.interrupted else "preempted" if isinstance(error, Preempted) else "failed"
+    activity = run.state.now
+    activity.interrupted = isinstance(error, KeyboardInterrupt)
+    activity.status = "failed"
+    if activity.interrupted:
+        activity.status = "interrupted"
+    elif isinstance(error, Preempted):
+        activity.status = "preempted"
 
 
 def _call_error_hooks(run: Run, error: BaseException) -> None:

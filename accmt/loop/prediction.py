@@ -36,16 +36,17 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
     predictions: dict[str, Any] = {}
     with without_training(run, "predict"):
         for key, loader in run.val_loaders.items():
-            own = _SetPrediction(run, key, keeps=keeps)
+            prediction = _SetPrediction(run, key, keeps=keeps)
             run.state.begin_evaluation()
-            own.take_all(loader)
+            prediction.take_all(loader)
             predictions[key] = None
             if not keeps:
                 continue
-            every = gather_on_main_process(own.kept, run.settings.evaluation.metric_options.chunk_bytes)
+            chunk_bytes = run.settings.evaluation.metric_options.chunk_bytes
+            of_processes = gather_on_main_process(prediction.outputs, chunk_bytes)
             if is_main_process():
                 # Without sharding, the data of each process stays together.
-                parts, order = order_parts(every, are_shared=run.settings.data.data_options.shard)
+                parts, order = order_parts(of_processes, are_shared=run.settings.data.data_options.shard)
                 predictions[key] = put_in_order(_join([part for _, part in parts]), order)
     return predictions
 
@@ -54,13 +55,13 @@ class _SetPrediction(SetPass):
     """The prediction of one set.
 
     Attributes:
-        kept: The predictions of this process's batches, with the positions of their samples in the data.
+        outputs: The predictions of this process's batches, with the positions of their samples in the data.
     """
 
     def __init__(self, run: EvaluationRun, key: str, *, keeps: bool) -> None:
         super().__init__(run, key, "predict")
         self._keeps = keeps
-        self.kept: list[_Placed] = []
+        self.outputs: list[_Placed] = []
 
     def forward(self, batch: Any) -> Any:
         """Return the predictions of a batch."""
@@ -94,7 +95,7 @@ class _SetPrediction(SetPass):
     def after_batch(self, taken: _Placed | None) -> None:
         """Keep predictions on the CPU: as normal tensors, since this is outside of inference mode."""
         if taken is not None:
-            self.kept.append((taken[0], to_cpu(taken[1])))
+            self.outputs.append((taken[0], to_cpu(taken[1])))
 
 
 def _count_predictions(what: str, output: Any) -> int:

@@ -56,12 +56,13 @@ def try_largest(run: Run) -> None:
     try:
         with without_trace(run.unwrapped_model):
             why_not_tried = run.features.why_not_tried
-            found = why_not_tried[0]() if why_not_tried else run.loaders.make_largest_batch()
-            if run.engine.needs_all and any(gather_objects(isinstance(found, str))):  # either all have one or none
-                found = found if isinstance(found, str) else "another process cannot build one"
-            if isinstance(found, LargestBatch):
-                what = f"{what}, {found.num_samples} samples of up to {found.longest} tokens"
-                _put_through(run, found.batch)
+            largest = why_not_tried[0]() if why_not_tried else run.loaders.make_largest_batch()
+            # The forward of a sharded model would wait for the processes that have no such batch.
+            if run.engine.needs_all and any(gather_objects(isinstance(largest, str))):
+                largest = largest if isinstance(largest, str) else "another process cannot build one"
+            if isinstance(largest, LargestBatch):
+                what = f"{what}, {largest.num_samples} samples of up to {largest.longest} tokens"
+                _put_through(run, largest.batch)
     except Exception as error:
         if not (run.engine.needs_all or isinstance(error, AccmtError) or is_out_of_memory(error)):
             warn(f"trying {what} before training failed: {type(error).__name__}: {error}")
@@ -70,10 +71,10 @@ def try_largest(run: Run) -> None:
         off = 'Trainer(failures={"try_longest": False}) skips this trial'
         error.add_note(f"This happened before training, while trying {what}{do}; {off}.")
         raise
-    if isinstance(found, LargestBatch):
+    if isinstance(largest, LargestBatch):
         say_once(f"tried {what}, with forward and backward before training")
     elif asked or run.settings.hps.max_tokens is not None:
-        say_once(f"{what} is not tried before training: {found}")
+        say_once(f"{what} is not tried before training: {largest}")
 
 
 def _put_through(run: Run, batch: Any) -> None:

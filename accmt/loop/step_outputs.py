@@ -23,12 +23,12 @@ class TrainingOutput(NamedTuple):
     Attributes:
         loss: The mean loss, of shape [] and attached to the graph.
         weight: The weight of the loss; None if the step did not return one.
-        others: Other detached scalars, by name.
+        values: Further detached scalars, by name.
     """
 
     loss: torch.Tensor
     weight: Weight | None = None
-    others: dict[str, torch.Tensor] | None = None
+    values: dict[str, torch.Tensor] | None = None
 
 
 def read_training_output(output: Any) -> TrainingOutput:
@@ -77,15 +77,15 @@ def _require_trainable(loss: torch.Tensor) -> torch.Tensor:
 
 def read_further_values(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the other scalars that a step returned, detached; values that are not scalars are left out."""
-    others = {}
+    values = {}
     for name, value in output.items():
         if name in ("loss", "weight") or _is_of_samples(name, value):
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            others[name] = value.detach().reshape(()).clone()
+            values[name] = value.detach().reshape(()).clone()
         elif isinstance(value, Real):
-            others[name] = torch.tensor(as_float(value), dtype=torch.float64)
-    return others
+            values[name] = torch.tensor(as_float(value), dtype=torch.float64)
+    return values
 
 
 def _is_of_samples(name: str, value: Any) -> bool:

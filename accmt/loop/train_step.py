@@ -225,7 +225,7 @@ class AutomaticSteps:
             return
         output = read_training_output(outputs)
         loss, detached = output.loss, output.loss.detach()
-        weight, others_weight = _weigh(run, window, micro_batch, batch, output)
+        weight, values_weight = _weigh(run, window, micro_batch, batch, output)
         for hook in hooks.on_before_backward:
             hook(loss=loss)
         factor = 1.0 if window.is_one_batch else run.weighting.loss_factor(window, weight)
@@ -245,7 +245,7 @@ class AutomaticSteps:
             hook(loss=loss)
         state = run.state
         place = Place(state.global_step + 1, state.epoch, micro_batch.index, window.samples_before)
-        run.running_averages.add(detached, weight, output.others, others_weight)
+        run.running_averages.add(detached, weight, output.values, values_weight)
         for after_batch in run.features.after_batch:
             after_batch(detached, weight, place)
         for hook in hooks.on_after_training_step:
@@ -327,26 +327,30 @@ def _weigh(
     run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any, output: TrainingOutput
 ) -> tuple[Weight, Weight]:
     """Count a batch, and return the weight of its loss, and of the other values that its step returned or logged."""
-    given, targets = output.weight, None
+    loss_weight, targets = output.weight, None
     num_targets = None if micro_batch.cut is None else micro_batch.cut.num_targets
-    if num_targets is not None and (given is None or not num_targets):
-        given = float(num_targets)  # known without waiting for the device
+    # A micro-batch without targets has a mean of NaN, whatever weight the step returned.
+    if num_targets is not None and (loss_weight is None or not num_targets):
+        loss_weight = float(num_targets)  # known without waiting for the device
     if run.features.weigh and run.weighting.is_explicit is not False:
-        found = run.features.find_weight(output.loss, is_given=given is not None)
-        targets = read_weight("training_step", found)
-        given = given if targets is None else targets
-    has_weight = given is not None
+        weight_of_feature = run.features.find_weight(output.loss, is_given=loss_weight is not None)
+        targets = read_weight("training_step", weight_of_feature)
+        if targets is not None:
+            loss_weight = targets
+    has_weight = loss_weight is not None
     samples = run.count_samples(micro_batch, batch, has_weight=has_weight)
-    weight = samples if given is None else given
+    weight = samples if loss_weight is None else loss_weight
     if run.weighting.is_explicit is None:
         _reject_own_backward(run, window)
         run.weighting.decide(weight, is_explicit=has_weight)
         for on_first_batch in run.features.on_first_batch:
             on_first_batch(micro_batch.batch, is_hint_wanted=not (has_weight or window.is_one_batch))
     if has_weight != run.weighting.is_explicit:
-        seen, other = ("this batch", "the first") if has_weight else ("the first batch", "this one")
+        # Tokens of some batches and samples of others cannot be added to the total of a window.
+        got = '"weight" in the first batch but not in this one'
+        if has_weight:
+            got = '"weight" in this batch but not in the first'
         do = 'return {"loss": loss, "weight": weight} for every batch or for none'
-        got = f'"weight" in {seen} but not in {other}'
         raise fail(ModuleContractError, "training_step", got=got, expected="weights for all batches or for none", do=do)
     window.add(weight, samples)
     return weight, weight if targets is None else samples

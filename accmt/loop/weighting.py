@@ -118,8 +118,8 @@ class Weighting:
             weight: The weight of this process's first batch; None if it has none.
             is_explicit: Whether the step returned that weight.
         """
-        own = (0.0 if weight is None else float(weight), float(weight is not None), float(is_explicit))
-        total, batches, explicit = sum_over_data(own)
+        has_batch = weight is not None
+        total, batches, explicit = sum_over_data((float(weight or 0.0), float(has_batch), float(is_explicit)))
         self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next batch decides
         self.reference = total / batches if total > 0 else 1.0
 

@@ -71,8 +71,9 @@ class Checkpoints:
 
     def _open_store(self, group: Any = None) -> CheckpointStore:
         options = self._settings.checkpoints.checkpoint_options
-        kept, keep_every = options.max_checkpoints, options.keeps
-        return CheckpointStore(self.folder, max_checkpoints=kept, keep_every=keep_every, group=group)
+        return CheckpointStore(
+            self.folder, max_checkpoints=options.max_checkpoints, keep_every=options.keeps, group=group
+        )
 
     def continue_from(self, folder: Path) -> None:
         """Record the checkpoint that the run starts from."""
@@ -220,11 +221,11 @@ class Checkpoints:
     def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
         with run.features.doing("checkpoint"):
             run.require_equal_replicas()
-            others = collect_others(run, at)
-            counters = others["parts"]["state"]
+            state = collect_others(run, at)
+            counters = state["parts"]["state"]
             step = counters["global_step"]
             if self._writer is not None:
-                self._writer.save(step, others, self._describe(run, counters), force=force)
+                self._writer.save(step, state, self._describe(run, counters), force=force)
             self._saved = counters, run.snapshot.next_stage
             self._note(run, self.folder / step_name(step))
 

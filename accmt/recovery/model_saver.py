@@ -277,13 +277,13 @@ def _keep_previous(run: Run, folder: Path) -> None:
     if holds_model_of(folder, run.saver.run_id):
         return
     try:
-        kept = None if keep == 0 else keep_previous(folder, run.saver.run_id)
+        previous = None if keep == 0 else keep_previous(folder, run.saver.run_id)
         removed = remove_surplus(folder, keep)
     except OSError as error:
         warn(f"the model of an earlier run in {folder} could not be kept and is replaced: {error}")
         return
-    if kept is not None:
-        say(f"the model of an earlier run in {folder} was moved to {kept}")
+    if previous is not None:
+        say(f"the model of an earlier run in {folder} was moved to {previous}")
     for place in removed:
         say(f"deleted the model of an earlier run in {place} (max_previous_runs={keep})")
 
@@ -331,9 +331,12 @@ def describe_trainer(settings: Settings) -> dict[str, Any]:
     if "metrics" in arguments:
         arguments["metrics"] = _name_metrics(arguments["metrics"])
     trackers = resolve_trackers(arguments.pop("log_with", None))
+    # A tracker of the user's class has no name that recreates it.
     if not any(isinstance(tracker, UserTracker) for tracker in trackers):
-        own = {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
-        return arguments | own | ({"log_with": [tracker.name for tracker in trackers]} if trackers else {})
+        arguments |= {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
+        if trackers:
+            arguments["log_with"] = [tracker.name for tracker in trackers]
+        return arguments
     return {name: value for name, value in arguments.items() if name not in settings.tracking.tracker_kwargs}
 
 

@@ -105,10 +105,13 @@ def is_relaunched(settings: Settings) -> bool:
     """
     if not (_may_start_again() and settings.checkpoints.writes_to_folder):
         return False
-    own = describe_launch()
+    launch = describe_launch()
     folder = settings.checkpoint_folder
-    found = run_on_every_process(lambda: manages_disk() and any(_is_of(path, own) for path in folder.glob("step-*")))
-    return any(found)
+
+    def has_checkpoint() -> bool:
+        return manages_disk() and any(_is_of(path, launch) for path in folder.glob("step-*"))
+
+    return any(run_on_every_process(has_checkpoint))
 
 
 def describe_launch() -> dict[str, Any] | None:
@@ -118,8 +121,8 @@ def describe_launch() -> dict[str, Any] | None:
     """
     if not _may_start_again():
         return None
-    every = gather_objects((_name_process(os.getpid()), _name_process(os.getppid())))
-    return {"process": every[0][0], "launchers": sorted({launcher for _, launcher in every})}
+    pairs = gather_objects((_name_process(os.getpid()), _name_process(os.getppid())))
+    return {"process": pairs[0][0], "launchers": sorted({launcher for _, launcher in pairs})}
 
 
 def _may_start_again() -> bool:

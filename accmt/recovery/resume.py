@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +27,20 @@ class Resumed:
 
     Attributes:
         folder: Its folder.
-        others: The states besides model and optimizer; only the data position includes its tensors.
+        states: The states besides model and optimizer; only the data position includes its tensors.
         manifest: Its manifest; None if a custom checkpointer keeps none.
         changes: Hyper-parameters that have changed since.
     """
 
     folder: Path
-    others: Mapping[str, Any]
+    states: Mapping[str, Any]
     manifest: Manifest | None
     changes: tuple[Change, ...]
 
     @property
     def counters(self) -> dict[str, Any]:
         """The counters of the run at the checkpoint."""
-        counters: dict[str, Any] = self.others["parts"]["state"]
+        counters: dict[str, Any] = self.states["parts"]["state"]
         return counters
 
 
@@ -55,24 +56,24 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     hps = settings.hps.to_dict()["hps"]
     with rejecting_other_forms(folder):
         # The data position includes the state that a stream returned.
-        others = read_others(folder, whole=["data"])
-        _require_form(others)
-        changes = compare(hide(others["hps"]), hide(hps), resets_optimizer=resets_optimizer)
+        states = read_others(folder, whole=["data"])
+        _require_form(states)
+        changes = compare(hide(states["hps"]), hide(hps), resets_optimizer=resets_optimizer)
     require_allowed(changes, f"continuing from {folder}")
     manifest = read_manifest(folder)
-    resumed = Resumed(folder, others, manifest if isinstance(manifest, Manifest) else None, tuple(changes))
+    resumed = Resumed(folder, states, manifest if isinstance(manifest, Manifest) else None, tuple(changes))
     _log_resume(resumed, settings)
     return resumed
 
 
-def _require_form(others: Mapping[str, Any]) -> None:
-    """Check the types of what a run is built from: a checkpoint of another version may have others."""
+def _require_form(states: Mapping[str, Any]) -> None:
+    """Check the types of what a run is built from: a checkpoint of another version may have other types."""
     kinds = {"seed": int, "run_name": str, "run_id": str}
     kinds |= dict.fromkeys(("hps", "data", "lessons", "parts"), dict)
     for name, kind in kinds.items():
-        if not isinstance(others[name], kind):
-            raise TypeError(f"{name} is a {type(others[name]).__name__}, not a {kind.__name__}")
-    counters = others["parts"]["state"]
+        if not isinstance(states[name], kind):
+            raise TypeError(f"{name} is a {type(states[name]).__name__}, not a {kind.__name__}")
+    counters = states["parts"]["state"]
     for name in ("epoch", "train_step", "global_step", "samples_seen"):
         if type(counters[name]) is not int:
             raise TypeError(f"{name} is {counters[name]!r}, not a whole number")
@@ -91,9 +92,8 @@ def _find_folder(settings: Settings) -> Path | None:
     got = f"no checkpoint in {settings.checkpoint_folder if custom is None else type(custom).__name__}"
     do = 'check the path; resume="auto" starts from the beginning if there is no checkpoint'
     # A new run that was killed before it wrote a checkpoint may have moved the previous run's checkpoints.
-    own = settings.checkpoint_folder.resolve()
-    beside = own.parent.iterdir() if own.parent.is_dir() else ()
-    moved = [path for path in beside if path.name.startswith(f"{own.name}.previous")]
+    folder = settings.checkpoint_folder.resolve()
+    moved = list(folder.parent.glob(f"{glob.escape(folder.name)}.previous*"))
     if moved:
         previous = max(moved, key=lambda path: path.stat().st_mtime)
         do = f'resume="{previous}" continues the earlier run whose checkpoints were moved there; {do}'
@@ -130,7 +130,7 @@ def _log_resume(resumed: Resumed, settings: Settings) -> None:
     say(f"continuing from {resumed.folder}: {place}")
     for change in resumed.changes:
         say(f"changed since that checkpoint: {change}")
-    seed, saved_seed = settings.running.seed, resumed.others["seed"]
+    seed, saved_seed = settings.running.seed, resumed.states["seed"]
     if seed is not None and seed != saved_seed:
         warn(
             f"seed={seed} is ignored: the run keeps its seed {saved_seed}, otherwise its order of samples would change"
@@ -144,8 +144,8 @@ def _log_resume(resumed: Resumed, settings: Settings) -> None:
         "CPU thread(s)": manifest.threads,
         "torch": manifest.versions.get("torch"),
     }
-    now = {"process(es)": num_processes(), "CPU thread(s)": torch.get_num_threads(), "torch": torch.__version__}
-    changed = [f"{name} {saved[name]} -> {now[name]}" for name in saved if saved[name] != now[name]]
+    current = {"process(es)": num_processes(), "CPU thread(s)": torch.get_num_threads(), "torch": torch.__version__}
+    changed = [f"{name} {saved[name]} -> {current[name]}" for name in saved if saved[name] != current[name]]
     if changed:
         said = "the order of samples is kept, but results will not be bit-for-bit identical to an uninterrupted run"
         say(f"changed since that checkpoint: {', '.join(changed)}; {said}")

@@ -154,9 +154,9 @@ def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
         return
     digests = dict(run.attributes.shared_digests)
     digests |= {name: digest_state(states[name]) for name in _user_owners(run)}
-    every = gather_objects(digests)
-    for name in sorted({name for digests in every for name in digests}):
-        if len({digests.get(name) for digests in every}) == 1:
+    of_processes = gather_objects(digests)
+    for name in sorted(set().union(*of_processes)):
+        if len({digests.get(name) for digests in of_processes}) == 1:
             continue
         what = f"{name} differs between processes, and checkpoints contain the main process's"
         attribute = name.rpartition(".")[2]
@@ -250,12 +250,12 @@ def restore(run: Run, resumed: Resumed) -> None:
     # Checkpoints hold training weights. An optimizer that keeps its mode beside its state would move them once more.
     run.stepper.begin_training()
     with rejecting_other_forms(resumed.folder):
-        others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
+        saved = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
         built += group_arguments(run.stepper.optimizer)[len(built) :]
         if not resets_optimizer:
-            _restore_scheduler(run, others, built, resumed.changes)
-        states = {**others["parts"], **others.get("process", {})}
-        run.state.metrics, run.state.best_metrics = others["metrics"], others["best_metrics"]
+            _restore_scheduler(run, saved, built, resumed.changes)
+        states = {**saved["parts"], **saved.get("process", {})}
+        run.state.metrics, run.state.best_metrics = saved["metrics"], saved["best_metrics"]
     user_owners = _user_owners(run)
     for part in list_parts(run):
         if part.name in states:
@@ -270,11 +270,11 @@ def restore(run: Run, resumed: Resumed) -> None:
             name = name.removeprefix("callbacks.")
             warn(f"the checkpoint contains the state of a callback {name}, which this run does not have: ignored")
     with rejecting_other_forms(resumed.folder):
-        run.saver.forget_missing(run.settings.model_folder, others["run_id"])
+        run.saver.forget_missing(run.settings.model_folder, saved["run_id"])
         if run.checkpoints.owns(resumed.folder):
-            run.saver.run_id = others["run_id"]
-        run.state.now.is_last_training_batch = others["is_last_batch"]
-        run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]
+            run.saver.run_id = saved["run_id"]
+        run.state.now.is_last_training_batch = saved["is_last_batch"]
+        run.snapshot.next_stage, run.snapshot.made_step = saved["next_stage"], saved["made_step"]
         run.checkpoints.continue_from(resumed.folder)
     size, user_size = run.settings.hps.train_batch_size, run.loaders.user_batch_size
     is_changed = any(change.key == "batch_size" for change in resumed.changes)
@@ -298,21 +298,21 @@ def keeping_state(run: Run) -> Iterator[None]:
 
 
 def _restore_scheduler(
-    run: Run, others: Mapping[str, Any], built: list[dict[str, Any]], changes: Sequence[Change]
+    run: Run, saved: Mapping[str, Any], built: list[dict[str, Any]], changes: Sequence[Change]
 ) -> None:
     kind = _name_of(run.scheduler)
-    if others["scheduler_class"] != kind:
-        got, expected = f"a {kind}", f"the checkpoint's {others['scheduler_class']}"
+    if saved["scheduler_class"] != kind:
+        got, expected = f"a {kind}", f"the checkpoint's {saved['scheduler_class']}"
         reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
         do = f"build it as in the saved run, or start with a new scheduler: {reset}"
         raise fail(CheckpointError, "the learning-rate scheduler", got=got, expected=expected, do=do)
     lines = restore_scheduler(
         run.stepper.optimizer,
         run.scheduler,
-        others["scheduler"],
+        saved["scheduler"],
         built,
         changed=changed_arguments(changes),
-        is_stretched=others["scheduler_length"] != run.scheduler_length,
+        is_stretched=saved["scheduler_length"] != run.scheduler_length,
     )
     for line in lines:
         warn(line)

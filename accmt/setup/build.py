@@ -201,9 +201,12 @@ def _objects_of(prepared: Prepared, data: Sequence[Any], settings: Settings) -> 
         yield from (*data, *(part.dataset for part in data if isinstance(part, DataLoader)))
     stepping = (prepared.stepper.optimizer, prepared.scheduler)
     yield from stepping
-    # A wrapper of an optimizer, or several chained ones, hold others: their state is in the wrapper's.
-    for held in (value for part in stepping if part is not None for value in vars(part).values()):
-        yield from held if isinstance(held, list | tuple) else (held,)
+    # A wrapper of an optimizer, and several chained ones, have others in attributes: their state is in the wrapper's.
+    for wrapper in stepping:
+        if wrapper is None:
+            continue
+        for value in vars(wrapper).values():
+            yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
@@ -217,7 +220,7 @@ def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery)
     folder = folder or trainer.chosen_checkpoint or _find_folder(trainer.settings)
     resumed = find_resumed(trainer.settings, folder)
     if resumed is not None:
-        recovery.learn(resumed.others["lessons"])
+        recovery.learn(resumed.states["lessons"])
         trainer.state.load_state_dict(resumed.counters)
     module.trainer, module.state = trainer, trainer.state
     return resumed
@@ -225,8 +228,8 @@ def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery)
 
 def _find_folder(settings: Settings) -> Path | None:
     """Return the checkpoint that a feature has found in place of `resume`, or None."""
-    found = [feature.before_resume(settings) for feature in all_features(settings)]
-    return next((one for one in found if one is not None), None)
+    folders = [feature.before_resume(settings) for feature in all_features(settings)]  # each acts, whatever is found
+    return next((folder for folder in folders if folder is not None), None)
 
 
 def make_watch(
@@ -262,16 +265,16 @@ def _place(
     state, source = trainer.state, loaders.train.source
     micro_batches_per_epoch = source.num_micro_batches
     if resumed is not None:
-        source.resume_from(state.epoch, state.train_step, resumed.others["data"])
+        source.resume_from(state.epoch, state.train_step, resumed.states["data"])
     done = Counters() if module.uses_manual_optimization else state  # its steps are not planned
     length = measure_run(trainer.settings, cadence, source, micro_batches_per_epoch, loaders.samples_per_step(), done)
     reloads = trainer.settings.data.reload_epochs > 0
-    return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
+    return length.keep(resumed.states.get("plan")) if resumed is not None and reloads else length
 
 
 def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
     if resumed is not None:
-        seed: int = resumed.others["seed"]
+        seed: int = resumed.states["seed"]
         return seed
     return broadcast_object(draw_seed() if settings.running.seed is None else settings.running.seed)
 
@@ -310,10 +313,11 @@ def find_monitored(settings: Settings, selection: Selection, name: str, *, is_ow
     Raises:
         ArgumentError: There is no such result, or it is a training result.
     """
-    found = selection.find_quantity(name)
-    if found is not None and found.key != TRAIN_LOSS:
-        return found
-    names = [one for one in selection.directions if f"best_{one}" != TRAIN_LOSS]
+    quantity = selection.find_quantity(name)
+    # A scheduler is stepped after an evaluation, where the training loss is that of another moment.
+    if quantity is not None and quantity.key != TRAIN_LOSS:
+        return quantity
+    names = [result for result in selection.directions if f"best_{result}" != TRAIN_LOSS]
     is_loss = name in (settings.tracking.val_loss_metric_name, "val_loss", "eval_loss", "loss")
     do = f'metrics={{"{name}": "max"}}, or "min", where a step, self.log or a hook reports it; or add the metric'
     where = settings.hps.where("scheduler", "monitor")
@@ -328,7 +332,7 @@ def find_monitored(settings: Settings, selection: Selection, name: str, *, is_ow
 
 def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
     logging = settings.tracking
-    name = logging.run_name or default_run_name() if resumed is None else resumed.others["run_name"]
+    name = logging.run_name or default_run_name() if resumed is None else resumed.states["run_name"]
     return Tracking(
         resolve_trackers(logging.log_with),
         track_name=logging.track_name or default_track_name(settings.model_folder),

@@ -162,10 +162,10 @@ def name_sets(data: Any) -> dict[str, Any]:
         DataError: A list has both, or a name cannot be used.
     """
     if isinstance(data, list | tuple) and len(data):
-        by_kind = {type(one): one for one in data}  # a list of a million samples has few
-        sets = [kind.__name__ for kind, one in by_kind.items() if _is_dataset(one)]
+        by_kind = {type(entry): entry for entry in data}  # a list of a million samples has few
+        sets = [kind.__name__ for kind, entry in by_kind.items() if _is_dataset(entry)]
         if len(sets) == len(by_kind):
-            return {str(index): one for index, one in enumerate(data)}
+            return {str(index): dataset for index, dataset in enumerate(data)}
         if sets:
             got = f"a {type(data).__name__} of {' and '.join(kind.__name__ for kind in by_kind)}"
             expected = "datasets only, or samples only; a list or tuple inside it is a sample"
@@ -180,15 +180,14 @@ def name_sets(data: Any) -> dict[str, Any]:
     return data
 
 
-def _is_dataset(one: Any) -> bool:
-    """Return whether an element of a list is a dataset, rather than a sample."""
-    if isinstance(one, Dataset | DataLoader) or hasattr(one, "column_names"):  # as those of `datasets` have
+def _is_dataset(entry: Any) -> bool:
+    """Return whether an entry of a list is a dataset, rather than a sample."""
+    if isinstance(entry, Dataset | DataLoader) or hasattr(entry, "column_names"):  # as those of `datasets` have
         return True
     # Samples can have a length and indices, too: sequences, arrays, and what is read by key, such as a graph.
-    is_sample = isinstance(one, list | tuple | str | bytes | bytearray | range) or any(
-        hasattr(one, name) for name in ("keys", "__array__")
-    )
-    return not (is_sample or is_stream(one))
+    is_sequence = isinstance(entry, list | tuple | str | bytes | bytearray | range)
+    is_sample = is_sequence or hasattr(entry, "keys") or hasattr(entry, "__array__")
+    return not (is_sample or is_stream(entry))
 
 
 def _ask(method: Callable[..., Any], user_data: Any) -> Any:
@@ -261,9 +260,9 @@ def build_train_loader(
     return Loader(source, batcher.for_training(maker) if batcher else maker)
 
 
-def _find_token_batcher(module: AcceleratorModule, data: Any, settings: Settings, **others: Any) -> Any:
+def _find_token_batcher(module: AcceleratorModule, data: Any, settings: Settings, **options: Any) -> Any:
     """Return what splits the samples of some data by a token budget; None if batches are used as loaded."""
-    return None if settings.hps.max_tokens is None else addon("token_batches")(module, data, settings, **others)
+    return None if settings.hps.max_tokens is None else addon("token_batches")(module, data, settings, **options)
 
 
 def build_evaluation_loader(
@@ -464,9 +463,9 @@ class Loaders:
         is_unknown = self.train.source.num_micro_batches is None or settings.optimization.window_maker is not None
         saving = cadence.checkpoint_every
         saved = saving.number if saving is not None and saving.unit == "epoch" else None
-        for name, every in (("evaluate_every_n_steps", cadence.evaluate_every), ("checkpoint_every", saved)):
-            if isinstance(every, float) and is_unknown:
-                got = f"{every}, a fraction of an epoch whose length is unknown"
+        for name, interval in (("evaluate_every_n_steps", cadence.evaluate_every), ("checkpoint_every", saved)):
+            if isinstance(interval, float) and is_unknown:
+                got = f"{interval}, a fraction of an epoch whose length is unknown"
                 do = f"for example {name}=100"
                 raise fail(ArgumentError, f"Trainer({name}=...)", got=got, expected="a whole number of steps", do=do)
         for name, data in val_data.items():
@@ -530,12 +529,12 @@ class Loaders:
 
 def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:
     """Warn if nothing can reload data."""
-    asked, every = ("get_train_dataloader", "get_validation_dataloader"), settings.reload_epochs
-    makes_data = user_data.has_datamodule or any(defines(module, name) for name in asked)
-    if every and not makes_data:
+    methods = ("get_train_dataloader", "get_validation_dataloader")
+    makes_data = user_data.has_datamodule or any(defines(module, name) for name in methods)
+    if settings.reload_epochs and not makes_data:
         warn(
-            f"reload_dataloaders_every_n_epochs={every} has no effect: the data passed to fit do not change; "
-            f"define {' or '.join(asked)} in the module, or pass a datamodule"
+            f"reload_dataloaders_every_n_epochs={settings.reload_epochs} has no effect: the data passed to fit do not "
+            f"change; define {' or '.join(methods)} in the module, or pass a datamodule"
         )
 
 
@@ -554,5 +553,5 @@ def at_epoch_of_building(state: TrainingState, settings: DataSettings) -> Iterat
 
 
 def _epoch_of_building(epoch: int, settings: DataSettings) -> int:
-    every = settings.reload_epochs
-    return epoch - epoch % every if every else 0
+    num_epochs = settings.reload_epochs
+    return epoch - epoch % num_epochs if num_epochs else 0

@@ -82,9 +82,10 @@ def measure_run(
         num_epochs = needed if num_epochs is None else min(num_epochs, needed)
     if cadence.epochs is None:
         return RunLength(max_steps, per_epoch, done, basis, num_epochs)
-    left = [micro_batches_per_epoch] * (cadence.epochs - counters.epoch)
-    left[:1] = [source.num_micro_batches - counters.train_step] if left else []
-    total = done + sum(steps(epoch, micro_batches) for epoch, micro_batches in enumerate(left, counters.epoch))
+    to_train = [micro_batches_per_epoch] * (cadence.epochs - counters.epoch)
+    if to_train:  # the current epoch may have begun, and may have another length
+        to_train[0] = source.num_micro_batches - counters.train_step
+    total = done + sum(steps(epoch, micro_batches) for epoch, micro_batches in enumerate(to_train, counters.epoch))
     total = total if max_steps is None else min(total, max_steps)
     return RunLength(total, per_epoch, done, basis, num_epochs)
 
@@ -101,9 +102,9 @@ def make_scheduler(
     if defines(module, "get_scheduler"):
         epochs = cadence.epochs or (-(-total // length.per_epoch) if total and length.per_epoch else 1)
         named = {"steps_per_epoch": length.per_epoch or total or 0, "epochs": epochs}
-        own = call_get_scheduler(module, optimizer, named)
-        if own is not None:
-            return require_scheduler(module, own), True
+        scheduler = call_get_scheduler(module, optimizer, named)
+        if scheduler is not None:
+            return require_scheduler(module, scheduler), True
     num_epochs = None if begins_late else length.epochs
     built = build_scheduler(
         settings.hps, optimizer, total_steps=total, steps_per_epoch=length.per_epoch, num_epochs=num_epochs
@@ -160,8 +161,10 @@ def prepare(
     engine.distribute()
     synchronize_if_asked(module.model, settings, engine.accelerator.device)
     compile_if_asked(module.model, settings.running)
-    own = module.get_optimizer()
-    built = build_optimizer(settings.hps, module.model, as_trained=as_trained(module.model)) if own is None else own
+    returned = module.get_optimizer()
+    built = returned
+    if returned is None:
+        built = build_optimizer(settings.hps, module.model, as_trained=as_trained(module.model))
     optimizer = require_optimizer(module, built)
     in_model = {id(parameter) for parameter in module.model.parameters()}
     if not all(id(parameter) in in_model for group in optimizer.param_groups for parameter in group["params"]):
@@ -177,16 +180,15 @@ def prepare(
     engine.require_optimizer(optimizer)
     scheduler, has_own_scheduler = make_scheduler(module, optimizer, settings, cadence, length)
     hps = settings.hps
-    own_parts = {"optim": own is not None, "scheduler": has_own_scheduler}
-    set_by_module = frozenset(part for part, is_own in own_parts.items() if is_own)
+    set_by_module = frozenset(["optim"] * (returned is not None) + ["scheduler"] * has_own_scheduler)
     for part, method in (("optim", "get_optimizer"), ("scheduler", "get_scheduler")):
         if part in set_by_module and hps[part] is not None:
             say_once(f"{type(module).__name__}.{method} takes precedence: `{part}` in the hyper-parameters is not used")
-    sets_rates = own is not None or defines(module, "get_scheduler")
+    sets_rates = returned is not None or defines(module, "get_scheduler")
     if not sets_rates and trains_nothing(hps, optimizer):
         warn(f"{hps.where('optim', 'lr')} is 0, and no scheduler raises it: the weights will not change")
     has_rate = not {"lr", "max_lr", "base_lr"}.isdisjoint((*hps.optim_kwargs, *hps.scheduler_kwargs))
-    if own is None and not has_rate and (rate := standard_rate(hps.optimizer_class)) is not None:
+    if returned is None and not has_rate and (rate := standard_rate(hps.optimizer_class)) is not None:
         say(f"{hps.where('optim')} has no lr: the learning rate is {name_of(hps.optimizer_class)}'s default, {rate:g}")
     engine.wrap(optimizer, set_to_none=settings.optimization.set_to_none, may_fail=hps.halves_micro_batches)
     stepper = Stepper(

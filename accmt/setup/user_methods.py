@@ -25,41 +25,45 @@ STEPS: dict[str, tuple[str, ...]] = {
 """Each step with those that stand in its place where it is not defined, in this order."""
 
 
-def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
+def require_optimizer(module: AcceleratorModule, returned: Any) -> Any:
     """Return what `get_optimizer` returned: one optimizer, or several with manual optimization."""
-    if hasattr(own, "param_groups") and hasattr(own, "step") and not isinstance(own, type):
-        if needs_closure(own) and not module.uses_manual_optimization:
-            got = f"{type(own).__name__}, which evaluates the loss several times in one step (it needs a closure)"
+    if hasattr(returned, "param_groups") and hasattr(returned, "step") and not isinstance(returned, type):
+        if needs_closure(returned) and not module.uses_manual_optimization:
+            got = f"{type(returned).__name__}, which evaluates the loss several times in one step (it needs a closure)"
             do = "choose an optimizer that needs one gradient per step, such as torch.optim.AdamW; or derive from "
             do += "ExtendedAcceleratorModule, and call self.optimizer.step(closure) in training_step"
             where = f"{type(module).__name__}.get_optimizer"
             raise fail(ModuleContractError, where, got=got, expected="step() without a closure", do=do)
-        return own
-    parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
+        return returned
+    parts: list[Any] = []
+    if isinstance(returned, dict):
+        parts = list(returned.values())
+    elif isinstance(returned, list | tuple):
+        parts = list(returned)
     if parts and module.uses_manual_optimization and all(hasattr(part, "param_groups") for part in parts):
         return ChainedOptimizer(parts) if len(parts) > 1 else parts[0]
     do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1), without brackets, and "
     do += f"{_GET_SCHEDULER}; to step several optimizers, derive from ExtendedAcceleratorModule"
     where, expected = f"{type(module).__name__}.get_optimizer", "one torch.optim.Optimizer, or None"
-    raise fail(ModuleContractError, where, got=_describe_returned(own), expected=expected, do=do)
+    raise fail(ModuleContractError, where, got=_describe_returned(returned), expected=expected, do=do)
 
 
-def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
+def require_scheduler(module: AcceleratorModule, returned: Any) -> Any:
     """Return what `get_scheduler` returned: one scheduler, or several with manual optimization."""
-    if hasattr(own, "step") and hasattr(own, "state_dict") and not isinstance(own, type):
-        if isinstance(own, LRScheduler) or _accepts(own.step):
-            return own
-        got = f"a {type(own).__name__}, whose step{inspect.signature(own.step)} requires arguments"
+    if hasattr(returned, "step") and hasattr(returned, "state_dict") and not isinstance(returned, type):
+        if isinstance(returned, LRScheduler) or _accepts(returned.step):
+            return returned
+        got = f"a {type(returned).__name__}, whose step{inspect.signature(returned.step)} requires arguments"
         do = "wrap it in a class with state_dict and load_state_dict, whose step() calls it with its step count"
         expected = "a scheduler whose step() takes no arguments: it is called after each optimizer step"
         raise fail(ModuleContractError, f"{type(module).__name__}.get_scheduler", got=got, expected=expected, do=do)
-    is_several = isinstance(own, list | tuple) and all(isinstance(one, LRScheduler) for one in own)
-    if own and is_several and module.uses_manual_optimization:
-        return SeveralSchedulers(own) if len(own) > 1 else own[0]
+    is_several = isinstance(returned, list | tuple) and all(isinstance(part, LRScheduler) for part in returned)
+    if returned and is_several and module.uses_manual_optimization:
+        return SeveralSchedulers(returned) if len(returned) > 1 else returned[0]
     do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers), and "
     do += "interval='epoch' is `step_scheduler_per_epoch: true` in the hyper-parameters"
     where, expected = f"{type(module).__name__}.get_scheduler", "one torch.optim.lr_scheduler.LRScheduler, or None"
-    raise fail(ModuleContractError, where, got=_describe_returned(own), expected=expected, do=do)
+    raise fail(ModuleContractError, where, got=_describe_returned(returned), expected=expected, do=do)
 
 
 def call_get_scheduler(module: AcceleratorModule, optimizer: torch.optim.Optimizer, named: Mapping[str, int]) -> Any:

@@ -25,7 +25,7 @@ def test_a_tensor_is_the_loss():
     tensor = loss()
     output = read_training_output(tensor)
     assert output.loss is tensor
-    assert (output.weight, output.others) == (None, None)
+    assert (output.weight, output.values) == (None, None)
 
 
 @pytest.mark.feature("D03", "T19")
@@ -35,20 +35,20 @@ def test_a_dict_holds_the_loss_and_what_else_is_logged(kind):
     entries = {"loss": loss(), "attached": attached, "one": torch.ones(1, 1), "number": 3, "flag": True}
     entries |= {"numpy": np.float32(0.5), "logits": torch.ones(2, 3), "text": "ignored", "nothing": None}
     output = read_training_output(kind(entries))
-    assert {name: value.item() for name, value in output.others.items()} == {
+    assert {name: value.item() for name, value in output.values.items()} == {
         "attached": 3.0,
         "one": 1.0,
         "number": 3.0,
         "flag": 1.0,
         "numpy": 0.5,
     }
-    assert not any(value.requires_grad or value.ndim for value in output.others.values())
+    assert not any(value.requires_grad or value.ndim for value in output.values.values())
     assert attached.requires_grad, "the user's own tensor is left as it is"
 
 
 def test_numbers_beside_the_loss_keep_double_precision():
     output = read_training_output({"loss": loss(), "value": 0.1})
-    assert output.others["value"].item() == 0.1
+    assert output.values["value"].item() == 0.1
 
 
 @pytest.mark.feature("D03")
