@@ -101,6 +101,7 @@ class EvaluationResults(Callback):
     def on_evaluation_end(self, metrics: dict[str, Any]) -> None:
         """Agree on the results, and log them."""
         run: Run = self.trainer.run
+        # A callback that swaps in its averaged weights: the best metric belonged to weights that were not saved.
         if self._writes not in (None, self._count_writes()) and run.saver.selection.names:
             what = "on_evaluation_end has changed the weights: the model to be saved is not the one that was evaluated"
             do = "if your callback swaps weights for an evaluation, set order = math.inf to swap them back last"
@@ -233,6 +234,7 @@ _MISTAKES = (AccmtError, AttributeError, ImportError, MemoryError, NameError, No
 def _handle_error_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
     """Raise errors that would also occur with all data; only warn about a metric that may need the whole set."""
     name = metric.name
+    # AUROC over two batches may see one class only; a name that does not exist fails with all data, too.
     if not is_cut or (isinstance(error, _MISTAKES) and not isinstance(error, TooFewSamplesError)):
         batches = "the first batches" if is_cut else "all batches"
         error.add_note(f"This happened in the trial before training, when computing {name!r} over {batches} of a set.")

@@ -55,6 +55,7 @@ def fit(run: Run) -> None:
         has_stages_left = run.snapshot.next_stage < TRAINING or run.cadence.is_evaluation_due_at_end(state)
         has_stages_left |= bool(run.saver.selection.unsaved)  # missing models still have to be saved
         has_stages_left |= any(has_work_left() for has_work_left in run.features.has_work_left)
+        # `resume="auto"` in a script that is started again after its end: no empty run in the trackers.
         if run.is_resumed and run.is_finished and not has_stages_left:
             done = f"step {state.global_step}, epoch {state.epoch}"
             do = "there is nothing left to train; raise epochs or max_steps to continue it"
@@ -156,6 +157,8 @@ def _train_epoch(run: Run) -> bool:
         is_used_up = state.is_last_training_batch
         if has_ended and finish_step(run):
             break
+    # A sampler without indices, or drop_last with less than one batch: the loop would go through all epochs in no
+    # time.
     if state.train_step == 0:
         expected, do = "at least one batch", "check the data, the sampler, and drop_last in data_options"
         raise fail(DataError, "the training data", got="an epoch without a batch", expected=expected, do=do)

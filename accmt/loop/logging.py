@@ -63,6 +63,7 @@ class Logs:
         if isinstance(name, Mapping) and value is not None:
             got, do = "a dict of values and a single value", "self.log(name, value), or self.log({name: value})"
             raise fail(ArgumentError, "log", got=got, expected="one of the two", do=do)
+        # No row is written while predicting: the value would appear in the next training row.
         if self._state.stage == "predict" and not instant:
             do = "return it from predict_step"
             raise fail(
@@ -79,6 +80,7 @@ class Logs:
             if not isinstance(own_name, str) or not own_name.strip():
                 got, do = f"the name {describe(own_name)}", 'self.log("name", value)'
                 raise fail(ModuleContractError, "log", got=got, expected="a string", do=do)
+            # Two values of one name in a row: the chart would show whichever came last.
             if own_name in (settings.train_loss_metric_name, settings.val_loss_metric_name):
                 got = "the name of a loss, which accmt logs itself"
                 do = 'remove the call and return {"loss": loss} from the step, or rename the value'
@@ -90,6 +92,7 @@ class Logs:
             row = combine([phase.take()])
             for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # otherwise, no log is open
                 hook(values=row, step=self._state.global_step if step is None else step)
+        # A value with a step of its own would be averaged into the row of another step.
         elif step is not None:
             expected = "step only with instant=True: other values are logged in the row of a step"
             raise fail(ArgumentError, f"log({name!r}, ...)", got=f"step={step!r}", expected=expected, do="remove step")
@@ -107,6 +110,7 @@ class Logs:
         Returns:
             None on other processes, in the trial evaluation, and if no run is training.
         """
+        # Images of the trial before training would be the first of the run.
         if not is_main_process() or self._state.stage == "sanity_check":
             return None
         run = self._trainer._run

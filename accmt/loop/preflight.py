@@ -26,6 +26,7 @@ from accmt.without_trace import without_trace
 def try_evaluation(run: Run) -> None:
     """Evaluate a few batches, to find errors in the validation step or metrics before the first step."""
     settings = run.settings.evaluation
+    # An evaluation before training finds the same errors.
     if not run.val_loaders or settings.num_sanity_val_steps == 0 or settings.eval_when_start:
         return
     limit = None if settings.num_sanity_val_steps == -1 else settings.num_sanity_val_steps
@@ -64,6 +65,7 @@ def try_largest(run: Run) -> None:
                 what = f"{what}, {largest.num_samples} samples of up to {largest.longest} tokens"
                 _put_through(run, largest.batch)
     except Exception as error:
+        # The step may need what a hook of the first epoch creates, so other errors may be of the trial alone.
         if not (run.engine.needs_all or isinstance(error, AccmtError) or is_out_of_memory(error)):
             warn(f"trying {what} before training failed: {type(error).__name__}: {error}")
             return
@@ -130,6 +132,7 @@ def check_room(run: Run) -> None:
         shortage = find_shortage(
             size * ((settings.checkpoint_options.max_checkpoints or 1) + 1), run.checkpoints.folder
         )
+        # Without this line, a full disk shows at the first checkpoint, perhaps after hours.
         if shortage is not None:
             warn(shortage)
     folder = run.settings.model_folder

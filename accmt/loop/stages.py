@@ -37,6 +37,7 @@ def _log_step(run: Run) -> bool:
 
 
 def _evaluate_step(run: Run) -> bool:
+    # Skipped windows leave the step unchanged: its multiple would be due again.
     if run.cadence.evaluate_every is None or not run.snapshot.made_step:
         return False
     is_due = run.cadence.is_evaluation_due(run.state, run.steps_per_epoch)
@@ -68,6 +69,7 @@ def _count_epoch(run: Run) -> bool:
         expected = "weights in tokens, from the loss of a transformers model or from the step"
         do = 'return {"loss": mean, "weight": number_of_tokens} from training_step, or use max_samples'
         raise fail(DataError, "training until max_target_tokens", got=got, expected=expected, do=do)
+    # Without a limit of epochs, the run would never end. A gradient scaler may skip an epoch's steps at first.
     if cadence.epochs is None and state.epoch_step == 0 and run.accelerator.scaler is None:
         got = "an epoch without an optimizer step: the weights of all its batches are 0"
         raise fail(
@@ -112,6 +114,7 @@ TRAINING = len(STAGES)
 
 def evaluate_before_training(run: Run) -> None:
     """Run the first stage, unless the run is resumed from a checkpoint after it."""
+    # A run that was interrupted here has evaluated already, and logged the result.
     if run.snapshot.next_stage == BEFORE_TRAINING:
         has_changed = _evaluate_before_training(run)
         run.snapshot.next_stage = TRAINING
@@ -133,6 +136,7 @@ def finish_step(run: Run) -> bool:
     Returns:
         Whether training ends here.
     """
+    # After the first step: a replica that differs trains on gradients of other weights from here on.
     if run.replicas is not None and run.replicas.is_new:
         run.require_equal_replicas()
     run.snapshot.capture(run, AFTER_STEP, after_step=True)

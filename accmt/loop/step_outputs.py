@@ -67,8 +67,10 @@ def may_return_none(module: AcceleratorModule) -> bool:
 
 
 def _require_trainable(loss: torch.Tensor) -> torch.Tensor:
+    # `reduction="none"`: torch's own message is about implicit gradients of outputs that are not scalars.
     if loss.ndim != 0:
         _reject(f"a tensor of shape {tuple(loss.shape)}", "return loss.mean()")
+    # A detached loss: torch says that element 0 of tensors does not require grad.
     if not loss.requires_grad:
         do = "return the loss with its graph: do not detach it or compute it under no_grad"
         _reject("a tensor without a gradient", do)

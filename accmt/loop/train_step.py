@@ -42,6 +42,7 @@ def finish_window(run: Run, window: AccumulationWindow) -> tuple[int, bool]:
         before_optimizer_step(window)
     run.engine.reduce_gradients()  # before unscaling, so that all processes find the same inf
     scaler = run.accelerator.scaler
+    # Before clipping and hooks, which see gradients of the true size.
     if scaler is not None:
         stepper.unscale()
     factor, samples = run.weighting.close(window)
@@ -57,6 +58,7 @@ def finish_window(run: Run, window: AccumulationWindow) -> tuple[int, bool]:
         made_step = stepper.skip()
     for on_skipped_step in () if made_step else run.features.on_skipped_step:
         on_skipped_step(window)
+    # A skipped step keeps its learning rate: torch warns if a scheduler steps before its optimizer.
     if made_step and run.scheduler is not None:
         step_scheduler(run, at_epoch_end=False)
     zero_gradients(run)
@@ -203,6 +205,7 @@ class AutomaticSteps:
         except Exception as error:
             if not any(recovers_from(error) for recovers_from in self._run.features.recovers_from):
                 raise
+            # The other processes need this one in each collective of the window: it goes on without training.
             window.has_failed = True
             self._decide_without_weight()  # the other processes decide at their first batch
 
@@ -259,6 +262,7 @@ class AutomaticSteps:
                 self._run.trained.require_unchanged()  # torch would blame unused parameters
                 self._engine.add_note(error)
                 raise
+        # A step that calls `self.unwrapped_model` leaves gradients of this process only: nothing would be averaged.
         if self._engine.calls is not None and outputs is not None:
             require_call(self._engine.calls)
         return outputs
@@ -312,8 +316,10 @@ def _reject_own_backward(run: Run, window: AccumulationWindow) -> None:
 
     DistributedDataParallel averages in the first backward after a forward: a second one adds unaveraged gradients.
     """
+    # A single batch needs no factor, so a backward of the step itself changes nothing.
     if window.is_one_batch and run.accelerator.scaler is None:
         return
+    # Gradients are None or 0 before the first backward of a run.
     for name, weight in run.unwrapped_model.named_parameters():
         gradient = weight.grad
         if gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any()):

@@ -64,6 +64,7 @@ class TrainedParameters:
         self._require_same_objects()
         named = list(self._model.named_parameters())
         trained = [name for name, parameter in named if parameter.requires_grad]
+        # A schedule of unfreezing that is off by one trains nothing in its first epoch, without an error of torch.
         if not trained:
             got = "every parameter of self.model is frozen"
             do = "leave a layer unfrozen"
@@ -115,10 +116,12 @@ class TrainedParameters:
     def _require_same_objects(self) -> None:
         """Reject another `self.model` or `self.optimizer`, which accmt would neither step nor save."""
         model, optimizer, name = self._module.model, self._module.optimizer, type(self._module).__name__
+        # The optimizer and the checkpoints would keep the old model, and the evaluation would use the new one.
         if model is not self._trained_model and not self._is_wrapped(model):
             got, expected = f"a different model ({type(model).__name__}) than when the run began", "the original model"
             do = "build it in __init__ or before fit; during a run, only change the values of layers in self.model"
             raise fail(ModuleContractError, f"{name}.model", got=got, expected=expected, do=do)
+        # `self.optimizer = AdamW(...)` in a hook: the Trainer went on with the one that it had built.
         if optimizer is not self._optimizer:
             got = f"a different optimizer ({type(optimizer).__name__}) than when the run began: it would not step"
             do = "return it from get_optimizer; during a run, only change self.optimizer.param_groups"
@@ -140,6 +143,7 @@ class TrainedParameters:
         # Rounding removes most of what a step at a small rate adds to a 16-bit weight.
         chained = members_of(self._optimizer)
         spared = _parameters_of([optimizer for optimizer in chained if getattr(optimizer, _ROUNDS_BY_CHANCE, False)])
+        # Some optimizers round by chance, so that small updates are not lost on average.
         halves = [parameter.dtype for parameter in trained.keys() - spared if parameter.dtype in HALVES]
         if halves:
             what = f"{len(halves)} of {len(trained)} trained parameters are {str(halves[0]).removeprefix('torch.')}"
@@ -157,6 +161,8 @@ def _require_equal(trained: Sequence[Sequence[str]]) -> None:
     """Check that the processes, which average their gradients, train the same parameters."""
     for index, names in enumerate(trained):
         different = sorted(set(names) ^ set(trained[0]))
+        # Gradients are averaged: a weight that one process has frozen would move on it, too, or the reduction would
+        # wait.
         if different:
             got = f"{different[0]} is trained on process {index if different[0] in names else 0} only"
             do = "freeze and unfreeze on every process, not only on the main process or depending on its data"

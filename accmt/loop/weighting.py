@@ -153,6 +153,7 @@ class Weighting:
         counts = window.own_batches, window.own_samples, window.skipped_batches
         total, batches, samples, skipped = sum_over_data((window.own_weight, *map(float, counts)))
         window.skipped_batches, window.total_weight = int(skipped), total
+        # A window in which every target is masked: dividing by it would make all weights NaN.
         if total <= 0:
             return 0.0, int(samples)
         factor = self._num_data_processes * self.reference / total

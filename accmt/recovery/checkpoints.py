@@ -115,6 +115,7 @@ class Checkpoints:
             self._begin_folder(run, self._store)
 
     def _begin_folder(self, run: Run, store: CheckpointStore) -> None:
+        # Checkpoints of an earlier run in this folder would be resumed from, or deleted, as if they were of this one.
         if not (run.is_resumed or self._has_begun):
             self._previous = store.set_aside_previous()
             self._remove_surplus(at_least=1)
@@ -184,6 +185,7 @@ class Checkpoints:
         """
         options, snapshot = self._settings.checkpoints, run.snapshot
         state = snapshot.state or {}
+        # The regular checkpoint of this step is written already.
         if self._saved == (state["parts"]["state"], snapshot.next_stage):
             return
         with snapshot.restored(run):
@@ -270,6 +272,7 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.close()
             self._writer = self._custom  # which has nothing to close
+        # A run that fails at its start must not cost the earlier run its checkpoints.
         if not has_result and self._previous is not None and manages_disk():
             self._put_back(self._previous)
         elif self._previous is not None and self._latest is not None:

@@ -99,6 +99,7 @@ class ModelSaver(Callback):
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         """Save the model for every rule whose best evaluation this is."""
         is_before_training = self.state.last_evaluation_step is None
+        # The model before training would be the best one of a run that gets worse.
         if is_before_training:
             return
         # Update `state.best_metrics` for each result with a known direction.
@@ -106,6 +107,7 @@ class ModelSaver(Callback):
         directions = {**self.selection.directions, self.trainer.run.loss_name: operator.lt}
         for name, value in metrics.items():
             is_better = directions.get(name.split("__")[0])
+            # NaN is neither better nor worse than a number: it would stay the best forever.
             if is_better is not None and math.isfinite(value) and (name not in best or is_better(value, best[name])):
                 best[name] = value
         values = self._values(metrics, self.trainer.run.running_averages.take_since_evaluation())
@@ -211,6 +213,7 @@ class ModelSaver(Callback):
     def check(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Check, with the results of the preflight, that all required values are available."""
         values = self._values(metrics, train_loss=0.0)
+        # The preflight calls no hooks, so what they report is missing here.
         if run.user_hooks("on_evaluation_end") or run.user_hooks("on_validation_end"):
             reported = {
                 metric.main_metric

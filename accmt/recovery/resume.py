@@ -146,6 +146,7 @@ def _log_resume(resumed: Resumed, settings: Settings) -> None:
     }
     current = {"process(es)": num_processes(), "CPU thread(s)": torch.get_num_threads(), "torch": torch.__version__}
     changed = [f"{name} {saved[name]} -> {current[name]}" for name in saved if saved[name] != current[name]]
+    # Bit-identical results need the same processes, threads and torch; the run goes on without them.
     if changed:
         said = "the order of samples is kept, but results will not be bit-for-bit identical to an uninterrupted run"
         say(f"changed since that checkpoint: {', '.join(changed)}; {said}")

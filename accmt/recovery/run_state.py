@@ -156,6 +156,7 @@ def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
     digests |= {name: digest_state(states[name]) for name in _user_owners(run)}
     of_processes = gather_objects(digests)
     for name in sorted(set().union(*of_processes)):
+        # A buffer of DQN that each process fills by itself was restored on all from the main process, without a word.
         if len({digests.get(name) for digests in of_processes}) == 1:
             continue
         what = f"{name} differs between processes, and checkpoints contain the main process's"
@@ -407,6 +408,7 @@ class StepSnapshot:
         """Return what prevents saving the state after the last step; None if nothing does."""
         if self.state is None or not self._is_valid:
             return "the run is in the middle of a step, or its loss is wrong"
+        # Weight clipping and normalization in a step write into weights before the optimizer does.
         if run.state.now.stage == "train" and not self._weights.can_be_restored():
             return "the failed step has changed the model's weights in place"
         changed = run.attributes.find_changed(self.state["attributes"])

@@ -26,6 +26,7 @@ def stop_if_requested(run: Run) -> None:
 
     Processes: all, after the same step.
     """
+    # The main process decides: clocks differ, and processes would leave at different steps.
     if run.clock.is_used_up and is_main_process() and not run.interruption.ends_training:
         run.interruption.request(Reason("max_time", "finish"))
     reason = run.interruption.pass_point()
@@ -97,11 +98,13 @@ def handle_failure(run: Run, error: BaseException) -> BaseException:
 
 
 def _send_failure(interruption: Interruption, watch: Watch, error: BaseException) -> None:
+    # Reported already, or a stop on all processes together, which is no failure.
     if watch.has_failed or interruption.is_left:
         return
     interruption.is_ending = True
     watch.report_failure(error)
     watch.is_apart = not watch.all_failed_alike(_SAME_FAILURE_S)
+    # torchrun shows the first error that is recorded: that of the process that failed, not of one that waited for it.
     if not watch.is_apart or watch.find_cause(error) is None:
         record_for_launcher(error)
 
@@ -128,12 +131,14 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
         is_handled = run.settings.checkpoints.every is not None or Handler.KEYBOARD in handlers
     else:
         is_handled = bool(handlers & _kinds_of(run.watch, error))
+    # A second Ctrl-C means now.
     if run.interruption.left_at_once or not is_handled:
         return
     obstacle = run.snapshot.find_obstacle(run)
     if obstacle is not None:
         warn(f"no emergency checkpoint: {obstacle}; the newest one is kept")
         return
+    # Moving the state to the host needs memory of the device, too.
     if is_out_of_memory(error):
         free_memory(run.stepper.optimizer)
     for before_emergency_checkpoint in run.features.before_emergency_checkpoint:

@@ -68,6 +68,7 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     """Return the built-in callbacks, in the order in which those with equal `order` are called."""
     running, logging = settings.running, settings.tracking
     loss_name = logging.train_loss_metric_name
+    # A terminal bar and the curve of a notebook would overwrite each other: one of them draws.
     enable_bar = running.verbose if running.enable_progress_bar is None else running.enable_progress_bar
     view: Any = None
     if enable_bar and is_notebook():
@@ -111,12 +112,15 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     Processes: collective.
     """
     accelerator = build_accelerator(trainer.settings.running)
+    # A restart of the same fork has a checkpoint of its own, and must not begin again.
     if trainer.settings.checkpoints.fork is not None and recovery.checkpoint is None:
         addon("begin_fork")(trainer, recovery)
     settings, state = trainer.settings, trainer.state
     resumed = _find_start(trainer, module, recovery)
     seed = _choose_seed(settings, resumed)
+    # After the seed, which a resumed run takes from its checkpoint: weights that are drawn here are the same then.
     configure_model(module, accelerator, seed=seed)
+    # Before the data are asked for, which a datamodule may download.
     check_reloading(settings.data, module, user_data)
     user_data.begin("fit", trainer, accelerator)
     known = {"trainer": trainer, "module": module, "user_data": user_data, "accelerator": accelerator}
@@ -129,11 +133,13 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     loaders.build(facts.train_data, facts.sets)
     saver = ModelSaver(facts.selection, facts.patience)
     callbacks = gather_callbacks(trainer, module)
+    # After all loaders, which seed the generators of their own data.
     seed_with_global(module)
     seed_with_global(*callbacks)
     builtin = make_builtin_callbacks(settings, tracking, saver)
     hooks = connect_hooks(trainer, module, callbacks, builtin, seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)
+    # Before the optimizer: the scheduler needs the number of steps.
     length = _place(trainer, module, loaders, cadence, resumed)
     prepared = prepare(module, engine, settings, cadence, length, callbacks)
     _settle_monitor(prepared.scheduler, settings, facts.selection, loaders.validation)
@@ -211,10 +217,12 @@ def _objects_of(prepared: Prepared, data: Sequence[Any], settings: Settings) -> 
 
 def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return the checkpoint to resume from, and set its position before the module's data methods are called."""
+    # First: with different settings, processes would look for different checkpoints, and wait for each other.
     addon("check_stage")("start", trainer.settings)
     if num_processes() > 1:
         addon("find_disks")(trainer.settings)
     folder = recovery.take_checkpoint()
+    # torchrun starts the same program again, whose `resume=False` would throw the progress away.
     if folder is None and is_relaunched(trainer.settings):
         folder = _find_folder(trainer.settings.resuming_newest()) or find_newest(trainer.settings)
     folder = folder or trainer.chosen_checkpoint or _find_folder(trainer.settings)
@@ -222,6 +230,7 @@ def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery)
     if resumed is not None:
         recovery.learn(resumed.states["lessons"])
         trainer.state.load_state_dict(resumed.counters)
+    # Methods of the module that make the data read the epoch of the checkpoint.
     module.trainer, module.state = trainer, trainer.state
     return resumed
 
@@ -239,6 +248,7 @@ def make_watch(
 
     Processes: collective.
     """
+    # Nobody else to watch, and a thread would cost each run its start.
     if num_processes() == 1 and hang_timeout_s is None:
         return {"interruption": Interruption(is_listening=is_listening), "watch": None}
     board = Board.open()
@@ -269,6 +279,7 @@ def _place(
     done = Counters() if module.uses_manual_optimization else state  # its steps are not planned
     length = measure_run(trainer.settings, cadence, source, micro_batches_per_epoch, loaders.samples_per_step(), done)
     reloads = trainer.settings.data.reload_epochs > 0
+    # Reloaded data may have grown: the scheduler keeps the length that it was planned for.
     return length.keep(resumed.states.get("plan")) if resumed is not None and reloads else length
 
 
@@ -293,6 +304,7 @@ def _settle_monitor(
     is_own = kwargs.get("monitor") != name
     is_rising = find_monitored(settings, selection, name, is_own=is_own).is_better(1.0, 0.0)
     mode = "max" if is_rising else "min"
+    # With the wrong mode, the learning rate falls while the metric improves.
     if scheduler.mode == mode:
         return
     if "monitor" in kwargs and "mode" not in kwargs and kwargs["monitor"] == name:
@@ -351,6 +363,7 @@ def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callba
     of_module = build_callbacks(module.get_callbacks())
     replaced = {type(callback) for callback in of_module}
     of_trainer = build_callbacks(trainer.settings.running.callbacks)
+    # A module that brings its own EMA would otherwise average twice.
     return [*(callback for callback in of_trainer if type(callback) not in replaced), *of_module]
 
 

@@ -149,17 +149,23 @@ def prepare(
     Args:
         callbacks: The callbacks of the run: some PEFT models require one.
     """
+    # Some initial values (PiSSA by random iteration) change the base model in a way that loading does not repeat.
     if is_peft_model(module.model):
         addon("reject_unsaved_adapters")(module.model)
+    # Versions below the supported ones fail later, in private names that they do not have.
     require_library(module.model)
+    # The folder of a model with an injected adapter would look like that of a model without one.
     reject_injected_adapters(module.model)
+    # Integer weights get no gradient: nothing would be trained.
     reject_training_quantized_weights(module.model)
     engine.require_trainable(settings)
     if settings.running.gradient_checkpointing is not False:
         asked = settings.running.gradient_checkpointing
         enable_gradient_checkpointing(module.model, asked if isinstance(asked, Mapping) else None)
+    # Before the optimizer, which must hold the parameters as they are on the device.
     engine.distribute()
     synchronize_if_asked(module.model, settings, engine.accelerator.device)
+    # After the model is on its device: the compiler specializes on it.
     compile_if_asked(module.model, settings.running)
     returned = module.get_optimizer()
     built = returned
@@ -167,6 +173,7 @@ def prepare(
         built = build_optimizer(settings.hps, module.model, as_trained=as_trained(module.model))
     optimizer = require_optimizer(module, built)
     in_model = {id(parameter) for parameter in module.model.parameters()}
+    # A head in another attribute would train on each process by itself, and be in no file.
     if not all(id(parameter) in in_model for group in optimizer.param_groups for parameter in group["params"]):
         got = "an optimizer of parameters that are not in self.model: they would be neither reduced nor saved"
         do = "put their modules into self.model, such as an nn.ModuleDict"
@@ -182,12 +189,15 @@ def prepare(
     hps = settings.hps
     set_by_module = frozenset(["optim"] * (returned is not None) + ["scheduler"] * has_own_scheduler)
     for part, method in (("optim", "get_optimizer"), ("scheduler", "get_scheduler")):
+        # Somebody who changes the YAML wonders why nothing happens.
         if part in set_by_module and hps[part] is not None:
             say_once(f"{type(module).__name__}.{method} takes precedence: `{part}` in the hyper-parameters is not used")
     sets_rates = returned is not None or defines(module, "get_scheduler")
+    # `lr: 0` from a sweep ran for hours, and saved the base model as the best one.
     if not sets_rates and trains_nothing(hps, optimizer):
         warn(f"{hps.where('optim', 'lr')} is 0, and no scheduler raises it: the weights will not change")
     has_rate = not {"lr", "max_lr", "base_lr"}.isdisjoint((*hps.optim_kwargs, *hps.scheduler_kwargs))
+    # Each optimizer has another default, which nobody has chosen.
     if returned is None and not has_rate and (rate := standard_rate(hps.optimizer_class)) is not None:
         say(f"{hps.where('optim')} has no lr: the learning rate is {name_of(hps.optimizer_class)}'s default, {rate:g}")
     engine.wrap(optimizer, set_to_none=settings.optimization.set_to_none, may_fail=hps.halves_micro_batches)
@@ -204,6 +214,7 @@ def prepare(
 
 def trains_nothing(hps: HyperParameters, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether every learning rate is 0 and no scheduler of the hyper-parameters raises it."""
+    # A schedule from another package may start at 0 and raise the rate in a way that no argument shows.
     if hps.scheduler_class is not None and not is_listed(hps.scheduler_class):
         return False  # a custom scheduler may set any rate
     peaks = [hps.scheduler_kwargs.get(name) for name in ("max_lr", "base_lr", "eta_min", "min_lr")]
@@ -239,6 +250,7 @@ def prepare_for_evaluation(engine: Engine, settings: Settings) -> None:
 def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
     """Compile a model or its repeated layers, if requested and not already done."""
     parts = _find_regions(model) if settings.compiles_regions else [model]
+    # A second fit with the same module would compile the compiled model again.
     if settings.compiles and not any(map(is_compiled, parts)):
         if settings.compile_buckets is not None:
             allow_graphs(_MAX_GRAPHS)
@@ -262,6 +274,7 @@ def _find_regions(model: nn.Module) -> list[nn.Module]:
     from accelerate.utils.other import is_repeated_blocks
 
     layers = [layer for part in model.modules() if is_repeated_blocks(part) for layer in cast(nn.ModuleList, part)]
+    # Compiling nothing would look like success.
     if not layers:
         got, expected = f"a {type(model).__name__} without a ModuleList of equal layers", "layers that repeat"
         where, do = 'Trainer(compile={"regional": True})', "compile=True compiles the whole model"

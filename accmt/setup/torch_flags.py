@@ -26,6 +26,7 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
     """Mark Trainer and module as running, and reject a nested run of either."""
     model = getattr(module, "unwrapped_model", module) if hasattr(module, "model") else module
     for other_trainer, other_model in _running:
+        # A `fit` in a callback would replace model, optimizer and counters of the run around it.
         if trainer is other_trainer or model is other_model:
             what = "Trainer" if trainer is other_trainer else "module"
             got = f"a call during a run of the same {what}, from a callback or a step"

@@ -28,6 +28,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 def require_optimizer(module: AcceleratorModule, returned: Any) -> Any:
     """Return what `get_optimizer` returned: one optimizer, or several with manual optimization."""
     if hasattr(returned, "param_groups") and hasattr(returned, "step") and not isinstance(returned, type):
+        # LBFGS evaluates the loss again, of a batch that automatic optimization has already left.
         if needs_closure(returned) and not module.uses_manual_optimization:
             got = f"{type(returned).__name__}, which evaluates the loss several times in one step (it needs a closure)"
             do = "choose an optimizer that needs one gradient per step, such as torch.optim.AdamW; or derive from "
@@ -51,6 +52,7 @@ def require_optimizer(module: AcceleratorModule, returned: Any) -> Any:
 def require_scheduler(module: AcceleratorModule, returned: Any) -> Any:
     """Return what `get_scheduler` returned: one scheduler, or several with manual optimization."""
     if hasattr(returned, "step") and hasattr(returned, "state_dict") and not isinstance(returned, type):
+        # transformers and timm have schedulers of their own classes; timm's need the step count in each call.
         if isinstance(returned, LRScheduler) or _accepts(returned.step):
             return returned
         got = f"a {type(returned).__name__}, whose step{inspect.signature(returned.step)} requires arguments"
@@ -58,6 +60,7 @@ def require_scheduler(module: AcceleratorModule, returned: Any) -> Any:
         expected = "a scheduler whose step() takes no arguments: it is called after each optimizer step"
         raise fail(ModuleContractError, f"{type(module).__name__}.get_scheduler", got=got, expected=expected, do=do)
     is_several = isinstance(returned, list | tuple) and all(isinstance(part, LRScheduler) for part in returned)
+    # Of automatic optimization, only one would be stepped.
     if returned and is_several and module.uses_manual_optimization:
         return SeveralSchedulers(returned) if len(returned) > 1 else returned[0]
     do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers), and "
@@ -75,6 +78,7 @@ def call_get_scheduler(module: AcceleratorModule, optimizer: torch.optim.Optimiz
     parameters = inspect.signature(module.get_scheduler).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     wanted = {name: value for name, value in named.items() if takes_all or name in parameters}
+    # A method with other arguments would raise a TypeError without the name of the module.
     if not _accepts(module.get_scheduler, optimizer, **wanted):
         got = f"get_scheduler{inspect.signature(module.get_scheduler)}"
         expected = "a method that takes the optimizer, and steps_per_epoch and epochs or one of them"
@@ -105,6 +109,7 @@ def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Call
     further = _find_further(step, lambda: state, lambda: state.train_step)
     if not _accepts(step, None, **further):
         _reject_parameters(module, name, step, f"def {name}(self, batch)")
+    # Without a wrapper, a step costs one Python call less.
     if not further:
         return step
     return lambda batch: step(batch, **_fill(further))
@@ -120,6 +125,7 @@ def adapt_validation_step(
         name: The name of the step.
         metrics: The metrics of each set, for steps that depend on them.
     """
+    # Its validation step returns predictions only for the metrics that somebody computes.
     if isinstance(module, HuggingFaceModule):
         module.metric_names = {
             key: [metric.name for metric in group if not isinstance(metric, ReportedValue)]
@@ -133,6 +139,7 @@ def adapt_validation_step(
         return (lambda _key, batch: step(batch, **_fill(further))) if further else (lambda _key, batch: step(batch))
     names = list(inspect.signature(step).parameters)
     takes_key = len(names) > 1 and (names[0] == "key" or names[1] == "batch")
+    # (batch, batch_idx), as in Lightning, would get the name of the set as its batch.
     if not takes_key or not _accepts(step, None, None, **further):
         _reject_parameters(module, name, step, f"def {name}(self, batch) or def {name}(self, key, batch)")
     return lambda key, batch: step(key, batch, **_fill(further))
