@@ -125,15 +125,18 @@ class EvaluationResults(Callback):
         row = reported(run, metrics)
         if not run.settings.evaluation.report_loss_after_eval:
             row.pop(run.loss_name, None)
-        for hook in run.hooks.on_log if row else ():
-            hook(values=row, step=run.state.global_step)
+        if row:
+            for hook in run.hooks.on_log:
+                hook(values=row, step=run.state.global_step)
         _step_on_plateau(run, metrics)
 
     def _count_writes(self) -> int | None:
         """Return how often weights were modified in place; None if an optimizer or sharding modifies them anyway."""
         run = self.trainer.run
         weights = run.engine.quiet_weights()
-        return None if run.stepper.trains_other_weights or not weights else sum(map(count_writes, weights))
+        if run.stepper.trains_other_weights or not weights:
+            return None
+        return sum(map(count_writes, weights))
 
 
 def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
@@ -192,8 +195,9 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
 
 
 def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
-    suffixes = [f"__{key}" if key else "" for key in run.val_loaders]
-    losses = [loss + suffix for loss in (run.settings.tracking.val_loss_metric_name, TEST_LOSS) for suffix in suffixes]
+    losses = set()
+    for loss in (run.settings.tracking.val_loss_metric_name, TEST_LOSS):
+        losses |= {f"{loss}__{key}" if key else loss for key in run.val_loaders}
     return {name: value for name, value in results.items() if name not in losses}
 
 
@@ -306,7 +310,8 @@ class SetPass:
             try:
                 with autocast(run.accelerator), run.engine.running(micro_batch):
                     is_trial = self._stage == "sanity_check" and run.settings.evaluation.inference_mode
-                    output = (self._try_forward if is_trial else self.forward)(batch)
+                    forward = self._try_forward if is_trial else self.forward
+                    output = forward(batch)
             except Exception as error:
                 for on_step_error in run.features.on_step_error:
                     on_step_error(error, micro_batch.batch)
@@ -414,8 +419,9 @@ class _SetEvaluation(SetPass):
         loss, weight = taken or (0.0, 0.0)
         total, total_weight = sum_over_data((float(loss) * float(weight), float(weight)))
         name = run.loss_name + (f"__{self._key}" if self._key else "")
-        for hook in run.hooks.on_log if total_weight else ():
-            hook(values={name: total / total_weight}, step=step)
+        if total_weight:
+            for hook in run.hooks.on_log:
+                hook(values={name: total / total_weight}, step=step)
 
     def finish(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
         """Return the averages and metrics over all samples of all processes.

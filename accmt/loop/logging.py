@@ -73,8 +73,11 @@ class Logs:
                 expected="a call in training or evaluation",
                 do=do,
             )
-        phase = self.of_evaluation if self._state.stage in _EVALUATIONS else self.of_training
-        phase = LoggedValues() if instant else phase
+        phase = self.of_training
+        if instant:
+            phase = LoggedValues()
+        elif self._state.stage in _EVALUATIONS:
+            phase = self.of_evaluation
         settings = self._trainer.settings.tracking
         for own_name, own_value in values.items():
             if not isinstance(own_name, str) or not own_name.strip():
@@ -86,12 +89,16 @@ class Logs:
                 do = 'remove the call and return {"loss": loss} from the step, or rename the value'
                 raise fail(ModuleContractError, f"log({own_name!r}, ...)", got=got, expected="another name", do=do)
             phase.add(own_name, own_value, is_total=reduction == "sum")
-        self._names_on_bar.update(values if prog_bar else ())
-        self._names_not_logged.update(() if logger else values)
+        if prog_bar:
+            self._names_on_bar.update(values)
+        if not logger:
+            self._names_not_logged.update(values)
         if instant:
             row = combine([phase.take()])
-            for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # otherwise, no log is open
-                hook(values=row, step=self._state.global_step if step is None else step)
+            row_step = self._state.global_step if step is None else step
+            if self._state.fn == "fit":  # otherwise, no log is open
+                for hook in self._trainer.run.hooks.on_log:
+                    hook(values=row, step=row_step)
         # A value with a step of its own would be averaged into the row of another step.
         elif step is not None:
             expected = "step only with instant=True: other values are logged in the row of a step"
@@ -224,8 +231,9 @@ class RowLogger(Callback):
         run = self.trainer.run
         if self.state.finished:  # otherwise, processes may be out of step
             row = run.running_averages.take_row(run.settings.tracking.train_loss_metric_name)
-            for hook in run.hooks.on_log if row else ():
-                hook(values=row, step=self.state.global_step)
+            if row:
+                for hook in run.hooks.on_log:
+                    hook(values=row, step=self.state.global_step)
         self.module.logs.of_training.close()
 
     def _is_wanted(self, name: str) -> bool:

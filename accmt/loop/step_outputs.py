@@ -42,9 +42,11 @@ def read_training_output(output: Any) -> TrainingOutput:
         is_trainable = output.requires_grad and output.ndim == 0
         return TrainingOutput(output if is_trainable else _require_trainable(output))
     if not isinstance(output, Mapping):
-        leaving_out = "; to skip a batch, write `return None` in the step itself"
-        do = f"return loss{leaving_out}" if output is None else 'return loss.mean(), or {"loss": loss.mean()}'
-        do = "return the tensor itself, not loss.item()" if isinstance(output, int | float) else do
+        do = 'return loss.mean(), or {"loss": loss.mean()}'
+        if output is None:
+            do = "return loss; to skip a batch, write `return None` in the step itself"
+        elif isinstance(output, int | float):
+            do = "return the tensor itself, not loss.item()"
         _reject(_describe(output), do)
     if "loss" not in output:
         _reject(f"a dict with the keys {sorted(map(str, output))}", 'return {"loss": loss, ...}')

@@ -56,8 +56,9 @@ def finish_window(run: Run, window: AccumulationWindow) -> tuple[int, bool]:
     else:
         run.snapshot.invalidate()
         made_step = stepper.skip()
-    for on_skipped_step in () if made_step else run.features.on_skipped_step:
-        on_skipped_step(window)
+    if not made_step:
+        for on_skipped_step in run.features.on_skipped_step:
+            on_skipped_step(window)
     # A skipped step keeps its learning rate: torch warns if a scheduler steps before its optimizer.
     if made_step and run.scheduler is not None:
         step_scheduler(run, at_epoch_end=False)
@@ -322,7 +323,9 @@ def _reject_own_backward(run: Run, window: AccumulationWindow) -> None:
     # Gradients are None or 0 before the first backward of a run.
     for name, weight in run.unwrapped_model.named_parameters():
         gradient = weight.grad
-        if gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any()):
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        if gradient is not None and bool(gradient.any()):
             got = f"a step that calls backward itself: {name} has a gradient before the loss is returned"
             expected = "a loss: accmt calls backward, and averages gradients over processes and accumulated batches"
             do = "return the whole loss; or derive from ExtendedAcceleratorModule, and call self.backward and self.step"

@@ -96,8 +96,10 @@ class TrainedParameters:
             return  # each backward of such a module may have other parameters
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad is not self._decided.get(parameter, False):
-                what = "frozen" if parameter in self._decided else "added to the model"
-                got = f"{name}, which was {'unfrozen' if self._decided.get(parameter) is False else what}"
+                what = "added to the model"
+                if parameter in self._decided:
+                    what = "frozen" if self._decided[parameter] else "unfrozen"
+                got = f"{name}, which was {what}"
                 expected = "changes in on_fit_start or on_epoch_start only: they hold for a whole epoch"
                 do = "move the change to on_epoch_start, which is called before each epoch"
                 raise fail(ModuleContractError, _WHERE, got=f"{got} after the epoch began", expected=expected, do=do)
@@ -137,7 +139,7 @@ class TrainedParameters:
         stepped = _parameters_of([self._optimizer])
         left_out = [name for parameter, name in trained.items() if parameter not in stepped]
         if left_out and not self._module.uses_manual_optimization:  # which may have other optimizers
-            shown = ", ".join(left_out[:_SHOWN]) + (", ..." if len(left_out) > _SHOWN else "")
+            shown = ", ".join([*left_out[:_SHOWN], *["..."] * (len(left_out) > _SHOWN)])
             what = f"{len(left_out)} parameters require gradients but are not in the optimizer, so they are not trained"
             warn(f"{what}: {shown}; pass all parameters to the optimizer (frozen ones cost nothing), or freeze these")
         # Rounding removes most of what a step at a small rate adds to a 16-bit weight.
@@ -164,6 +166,7 @@ def _require_equal(trained: Sequence[Sequence[str]]) -> None:
         # Gradients are averaged: a weight that one process has frozen would move on it, too, or the reduction would
         # wait.
         if different:
-            got = f"{different[0]} is trained on process {index if different[0] in names else 0} only"
+            trains_it = index if different[0] in names else 0
+            got = f"{different[0]} is trained on process {trains_it} only"
             do = "freeze and unfreeze on every process, not only on the main process or depending on its data"
             raise fail(ModuleContractError, _WHERE, got=got, expected="the same change on all processes", do=do)

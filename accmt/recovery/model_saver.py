@@ -155,12 +155,13 @@ class ModelSaver(Callback):
                 save_model(run, *folders.values())
         except OSError as error:
             # The reason alone: our error about a file has its own location and advice, which would be repeated.
-            reason = error.__cause__ if isinstance(error, AccmtError) and error.__cause__ is not None else error
+            reason: BaseException = error
+            where = f" in {', '.join(map(str, folders.values()))}"
+            if isinstance(error, AccmtError):
+                reason = error.__cause__ or error
+                where = ""
             for name in folders:
                 unsaved.setdefault(name, {})[self.state.global_step] = str(reason)
-            where = (
-                "" if isinstance(error, AccmtError) else f" in {', '.join(map(str, folders.values()))}"
-            )  # our errors name it already
             warn(
                 f"could not save the model{where}: {error}\n"
                 "Training continues; saving will be attempted again at the next best model."
@@ -306,7 +307,9 @@ def write_card(run: Run, folder: Path) -> None:
     loss = run.running_averages.epoch_loss
     losses = {} if loss is None else {run.settings.tracking.train_loss_metric_name: loss}
     base = huggingface.base_model_of(model)
-    known = {} if base is None else {"base model": _name_of_path(Path(base)) if Path(base).exists() else base}
+    known: dict[str, Any] = {}
+    if base is not None:
+        known["base model"] = _name_of_path(Path(base)) if Path(base).exists() else base
     write_model_card(
         folder,
         head={**huggingface.describe_model(model), "tags": ["accmt"], **on_hub},

@@ -125,7 +125,9 @@ def find_checkpoint(path: Path) -> Checkpoint:
 def _log_resume(resumed: Resumed, settings: Settings) -> None:
     """Log where the run resumes and what has changed."""
     counters, manifest = resumed.counters, resumed.manifest
-    epoch = f"in epoch {counters['epoch'] + 1}" if counters["train_step"] else f"{counters['epoch']} epochs finished"
+    epoch = f"{counters['epoch']} epochs finished"
+    if counters["train_step"]:
+        epoch = f"in epoch {counters['epoch'] + 1}"
     place = f"step {counters['global_step']}, {epoch}, {counters['samples_seen']} samples"
     say(f"continuing from {resumed.folder}: {place}")
     for change in resumed.changes:

@@ -412,7 +412,9 @@ class StepSnapshot:
         if run.state.now.stage == "train" and not self._weights.can_be_restored():
             return "the failed step has changed the model's weights in place"
         changed = run.attributes.find_changed(self.state["attributes"])
-        return f"{', '.join(changed)} may have changed in the failed step" if changed else None
+        if changed:
+            return f"{', '.join(changed)} may have changed in the failed step"
+        return None
 
     @contextmanager
     def restored(self, run: Run) -> Iterator[None]:

@@ -94,7 +94,9 @@ def handle_failure(run: Run, error: BaseException) -> BaseException:
     if run.watch is not None:
         _send_failure(run.interruption, run.watch, error)
     _save_emergency_checkpoint(run, error)
-    return _explain_consequence(run.watch, error) if run.watch is not None and run.watch.is_apart else error
+    if run.watch is None or not run.watch.is_apart:
+        return error
+    return _explain_consequence(run.watch, error)
 
 
 def _send_failure(interruption: Interruption, watch: Watch, error: BaseException) -> None:

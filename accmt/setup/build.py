@@ -68,42 +68,31 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     """Return the built-in callbacks, in the order in which those with equal `order` are called."""
     running, logging = settings.running, settings.tracking
     loss_name = logging.train_loss_metric_name
-    # A terminal bar and the curve of a notebook would overwrite each other: one of them draws.
-    enable_bar = running.verbose if running.enable_progress_bar is None else running.enable_progress_bar
-    view: Any = None
-    if enable_bar and is_notebook():
-        view = addon("notebook_curve")(loss_name, logging.val_loss_metric_name)
-    bar: ProgressBar | None = None
-    if enable_bar:
-        stream = None if view is None else view.terminal
-        bar = ProgressBar(enable=running.enable_progress_bar, loss_name=loss_name, stream=stream)
-    first: list[Callback] = []
-    last: list[Callback] = []
+    callbacks: list[Callback] = []
+    outer: list[Callback] = []  # called last, after those that they measure
+    if running.compile_buckets is not None:
+        callbacks.append(DynamicRows())
+    if running.profiler is not None:
+        first, last = addon("profiler")(running.profiler, is_main_process=is_main_process())
+        callbacks += first
+        outer = last
     if logging.monitored.has_measurements:
         first, last = addon("monitor")(logging.monitored, loss_name, is_main_process=is_main_process())
-    profiled_first: list[Callback] = []
-    profiled_last: list[Callback] = []
-    if running.profiler is not None:
-        profiled_first, profiled_last = addon("profiler")(running.profiler, is_main_process=is_main_process())
-    summaries = [ModelSummary(int(running.enable_model_summary))] if running.enable_model_summary else []
-    rows = RowLogger(tracking, bar, logging.monitored)
-    ending: list[Callback] = [EndSummary(loss_name)] if running.verbose and not running.fast_dev_run else []
-    graphs = [DynamicRows()] if running.compile_buckets is not None else []
-    return [
-        *graphs,
-        *profiled_first,
-        *first,
-        *summaries,
-        *([bar] if bar else []),
-        *([view] if view else []),
-        EvaluationReport(loss_name),
-        EvaluationResults(),
-        rows,
-        saver,
-        *ending,
-        *last,
-        *profiled_last,
-    ]
+        callbacks += first
+        outer = [*last, *outer]
+    if running.enable_model_summary:
+        callbacks.append(ModelSummary(int(running.enable_model_summary)))
+    enable_bar = running.enable_progress_bar
+    bar: ProgressBar | None = None
+    if running.verbose if enable_bar is None else enable_bar:
+        # In a notebook, a terminal bar and the curve would overwrite each other: the bar writes into the view.
+        views = [addon("notebook_curve")(loss_name, logging.val_loss_metric_name)] if is_notebook() else []
+        bar = ProgressBar(enable=enable_bar, loss_name=loss_name, stream=views[0].terminal if views else None)
+        callbacks += [bar, *views]
+    callbacks += [EvaluationReport(loss_name), EvaluationResults(), RowLogger(tracking, bar, logging.monitored), saver]
+    if running.verbose and not running.fast_dev_run:
+        callbacks.append(EndSummary(loss_name))
+    return [*callbacks, *outer]
 
 
 def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Recovery) -> Run:
@@ -280,7 +269,9 @@ def _place(
     length = measure_run(trainer.settings, cadence, source, micro_batches_per_epoch, loaders.samples_per_step(), done)
     reloads = trainer.settings.data.reload_epochs > 0
     # Reloaded data may have grown: the scheduler keeps the length that it was planned for.
-    return length.keep(resumed.states.get("plan")) if resumed is not None and reloads else length
+    if resumed is None or not reloads:
+        return length
+    return length.keep(resumed.states.get("plan"))
 
 
 def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
@@ -344,7 +335,9 @@ def find_monitored(settings: Settings, selection: Selection, name: str, *, is_ow
 
 def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
     logging = settings.tracking
-    name = logging.run_name or default_run_name() if resumed is None else resumed.states["run_name"]
+    name = logging.run_name or default_run_name()
+    if resumed is not None:
+        name = resumed.states["run_name"]
     return Tracking(
         resolve_trackers(logging.log_with),
         track_name=logging.track_name or default_track_name(settings.model_folder),

@@ -24,7 +24,9 @@ _running: list[tuple[Any, Any]] = []
 @contextmanager
 def running(trainer: Any, module: Any) -> Iterator[None]:
     """Mark Trainer and module as running, and reject a nested run of either."""
-    model = getattr(module, "unwrapped_model", module) if hasattr(module, "model") else module
+    model = module
+    if hasattr(module, "model"):
+        model = getattr(module, "unwrapped_model", module)
     for other_trainer, other_model in _running:
         # A `fit` in a callback would replace model, optimizer and counters of the run around it.
         if trainer is other_trainer or model is other_model:

@@ -136,7 +136,9 @@ def adapt_validation_step(
     if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):
         return lambda key, batch: step(batch, key=key, **_fill(further))
     if _accepts(step, None, **further):
-        return (lambda _key, batch: step(batch, **_fill(further))) if further else (lambda _key, batch: step(batch))
+        if not further:
+            return lambda _key, batch: step(batch)
+        return lambda _key, batch: step(batch, **_fill(further))
     names = list(inspect.signature(step).parameters)
     takes_key = len(names) > 1 and (names[0] == "key" or names[1] == "batch")
     # (batch, batch_idx), as in Lightning, would get the name of the set as its batch.
