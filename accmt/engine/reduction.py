@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accmt.checkpoint.state_dicts import is_made_of_others, plain_parts
+from accmt.checkpoint.state_dicts import has_inner_tensors, plain_parts
 from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import (
     exchange_in_forward,
@@ -285,7 +285,7 @@ def sending_quantized_weights(model: nn.Module) -> Iterator[None]:
 
     Processes: collective.
     """
-    made = {name: weight for name, weight in model.named_parameters() if is_made_of_others(weight)}
+    made = {name: weight for name, weight in model.named_parameters() if has_inner_tensors(weight)}
     frozen = {name: weight for name, weight in made.items() if not weight.requires_grad}
     with left_out_by_ddp(model, frozen) if frozen else nullcontext():
         yield
