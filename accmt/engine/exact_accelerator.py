@@ -7,6 +7,7 @@ processes have unequal batches, or none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,5 +66,5 @@ def _gather(data: Any) -> Any:
         parts = [_gather(part) for part in data]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     step = uneven_step()
-    of_processes = gather_from_data([] if step is not None and step.is_borrowed else list(data))
-    return [item for items in of_processes for item in items]
+    items = [] if step is not None and step.is_borrowed else list(data)
+    return list(chain.from_iterable(gather_from_data(items)))
