@@ -66,20 +66,22 @@ class ManualOptimization(Feature):
         """Count calls of the `step` of the module's optimizers like those of `step_optimizer`."""
         optimizers: list[Any] = [self._module.optimizer]
         optimizers += [part for part in self._module.optimizers() if part is not self._module.optimizer]
-        steps = [(optimizer, optimizer) for optimizer in optimizers]
-        for optimizer in optimizers:  # the second step of a SAM is its base's: one of the SAM, unless that is stepping
-            inner = [part for part in vars(optimizer).values() if isinstance(part, Optimizer)]
-            steps += [(part, optimizer) for part in inner if all(part is not stepped for stepped, _ in steps)]
-        before = [vars(stepped).get("step") for stepped, _ in steps]
-        for stepped, counted in steps:
+        counted_as = {id(optimizer): (optimizer, optimizer) for optimizer in optimizers}
+        for optimizer in optimizers:
+            # The second step of a SAM is its base's: it counts as one of the SAM, unless that is stepping.
+            for part in vars(optimizer).values():
+                if isinstance(part, Optimizer):
+                    counted_as.setdefault(id(part), (part, optimizer))
+        steps = [(stepped, vars(stepped).get("step")) for stepped, _ in counted_as.values()]
+        for stepped, counted in counted_as.values():
             stepped.step = MethodType(self._steps.counted(stepped.step), counted)
         try:
             yield
         finally:
-            for (optimizer, _), step in zip(steps, before, strict=True):
-                del optimizer.step
+            for stepped, step in steps:
+                del stepped.step
                 if step is not None:  # which a scheduler has set
-                    optimizer.step = step
+                    stepped.step = step
 
     def make_steps(self) -> ManualSteps:
         return self._steps
@@ -163,12 +165,13 @@ class ManualSteps:
             return
         run.engine.begin_window()
         batch = run.place(read)
-        own = 0 if self._is_borrowed else run.count_samples(micro_batch, batch)
+        num_local = 0 if self._is_borrowed else run.count_samples(micro_batch, batch)
         if micro_batch.num_samples is None or run.counts_own_samples or num_data_processes() == 1:
-            samples = int(sum_over_data((float(own),))[0])  # not planned: the sum of what the batches hold
+            num_samples = int(sum_over_data((float(num_local),))[0])  # not planned: the sum of what the batches hold
         else:
-            samples = micro_batch.num_samples
-        self._factor = self._last_factor = own * num_data_processes() / samples
+            num_samples = micro_batch.num_samples
+        # Gradients are averaged over processes, so that a loss is weighted by this process's share of the samples.
+        self._factor = self._last_factor = num_local * num_data_processes() / num_samples
         self._weighs_samples = False
         self._positions = self._positions or self._find_positions()
         self._began = self._began or (run.state.global_step, dict(self._positions))
@@ -182,15 +185,17 @@ class ManualSteps:
         if self._is_borrowed:
             run.module.logs.of_training.begin_batch()  # drops the values logged by the step
         elif isinstance(loss, torch.Tensor):
-            given = read_weight("training_step", outputs.get("weight")) if is_mapping else None
-            if given is not None and self._weighs_samples:
+            step_weight = read_weight("training_step", outputs.get("weight")) if is_mapping else None
+            # The gradients are already averaged, by the numbers of samples.
+            if step_weight is not None and self._weighs_samples:
                 got = '"weight" in the output of the step, after self.backward(loss): too late on several processes'
                 expected, do = "the weight in the call of backward", "self.backward(loss, weight=weight)"
                 raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
-            targets = run.features.find_weight(loss, is_given=given is not None)
-            weight = next(candidate for candidate in (given, targets, own) if candidate is not None)
-            others = read_further_values(outputs) if is_mapping else None
-            run.running_averages.add(loss.detach(), weight, others, own if given is None else given)
+            target_weight = run.features.find_weight(loss, is_given=step_weight is not None)
+            further_values = read_further_values(outputs) if is_mapping else None
+            further_weight = num_local if step_weight is None else step_weight
+            weight = further_weight if step_weight is not None or target_weight is None else target_weight
+            run.running_averages.add(loss.detach(), weight, further_values, further_weight)
             place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
             for after_batch in run.features.after_batch:
                 after_batch(loss.detach(), weight, place)
@@ -198,7 +203,7 @@ class ManualSteps:
             hook(batch=batch, outputs=outputs)
         self._advance_schedulers()
         run.state.count_batch()
-        run.state.count_samples(samples)
+        run.state.count_samples(num_samples)
 
     def has_waiting_gradients(self) -> bool:
         """Return whether gradients wait for a step of a later batch, which a checkpoint would lose."""
@@ -245,6 +250,7 @@ class ManualSteps:
     def _begin_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Do what `step_optimizer` does before a step, and return the closure to step with."""
         run = self._run
+        # Clipping and the step itself would see gradients that are thousands of times too large.
         if run.accelerator.scaler is not None:
             got = f"{type(optimizer).__name__}.step() with gradients that are scaled for fp16"
             expected, do = "a step of unscaled gradients", 'self.step_optimizer(optimizer), or mixed_precision="bf16"'
@@ -281,6 +287,7 @@ class ManualSteps:
         if not self._adds_to_used and not self._stale.isdisjoint(members_of(optimizer)):
             self._adds_to_used = True
             warn(_NOT_DROPPED)
+        # With a single process, or after self.backward, the gradients are right however they were computed.
         if num_data_processes() == 1 or self._has_called_backward:
             return
         if any(parameter.grad is not None for parameter in _parameters_of(optimizer)):
@@ -292,10 +299,13 @@ class ManualSteps:
 
     def warn_of_idle_schedulers(self) -> None:
         """Warn of schedulers that nobody has advanced in several steps: the rates would stay as they are, unnoticed."""
-        begin, positions = self._began or (0, {})
-        num_steps = self._run.state.global_step - begin
-        idle = [part for part, at in self._find_positions().items() if at is not None and positions.get(part) == at]
-        names = [type(scheduler).__name__ for scheduler in idle if not isinstance(scheduler, ReduceLROnPlateau)]
+        first_step, first_positions = self._began or (0, {})
+        num_steps = self._run.state.global_step - first_step
+        names = []
+        for scheduler, position in self._find_positions().items():
+            is_idle = position is not None and position == first_positions.get(scheduler)
+            if is_idle and not isinstance(scheduler, ReduceLROnPlateau):  # which evaluations step
+                names.append(type(scheduler).__name__)
         if names and num_steps > 1 and not self._run.settings.hps.step_scheduler_per_epoch:
             warn_once(
                 f"{', '.join(names)} has not advanced in {num_steps} optimizer steps: call self.step_scheduler() "
@@ -317,15 +327,13 @@ class ManualSteps:
             if isinstance(scheduler, ReduceLROnPlateau):  # which evaluations step
                 continue
             is_moved = position != self._positions.get(scheduler, position)
-            is_due = (
-                scheduler is run.scheduler or scheduler.optimizer in stepped
-            )  # the only one, or of one that stepped
+            # A single scheduler counts the steps of any optimizer, one of several those of its own.
+            is_due = scheduler is run.scheduler or scheduler.optimizer in stepped
             if is_moved and self._advanced_by.setdefault(scheduler, "module") == "accmt":
                 got = "a scheduler step, although accmt has advanced it after each optimizer.step() until now"
                 do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
-                raise fail(
-                    ModuleContractError, "training_step", got=got, expected="scheduler steps from one place only", do=do
-                )
+                expected = "scheduler steps from one place only"
+                raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
             if is_due and not is_moved and self._advanced_by.setdefault(scheduler, "accmt") == "accmt":
                 advance_scheduler(run, scheduler)
         self._positions = self._find_positions()
@@ -361,16 +369,17 @@ class ManualSteps:
 
         Processes: collective where it weighs something else than samples.
         """
-        given = read_weight("self.backward(loss, weight=...)", weight)
+        weight = read_weight("self.backward(loss, weight=...)", weight)
         if num_data_processes() == 1:
             return 1.0
-        given = self._run.features.find_weight(loss, is_given=False) if given is None else given
-        if given is None:
+        if weight is None:
+            weight = self._run.features.find_weight(loss, is_given=False)
+        if weight is None:
             self._weighs_samples = True
             return self._factor
-        own = 0.0 if self._is_borrowed else float(given)
-        total = sum_over_data((own,))[0]
-        return own * num_data_processes() / total if total > 0 else 0.0
+        local_weight = 0.0 if self._is_borrowed else float(weight)
+        total = sum_over_data((local_weight,))[0]
+        return local_weight * num_data_processes() / total if total > 0 else 0.0
 
     def step_optimizer(self, optimizer: Any = None) -> bool:
         """Unscale, clip and make the optimizer step.
@@ -381,9 +390,8 @@ class ManualSteps:
         if self._needs_closure:
             got = "an optimizer that needs a closure"
             do = "self.optimizer.step(closure); closure calls self.zero_grad and self.backward, and returns the loss"
-            raise fail(
-                ModuleContractError, "self.step_optimizer", got=got, expected="an optimizer without a closure", do=do
-            )
+            expected = "an optimizer without a closure"
+            raise fail(ModuleContractError, "self.step_optimizer", got=got, expected=expected, do=do)
         stepped = self._run.stepper.optimizer if optimizer is None else optimizer
         self._run.stepper.unscale()
         self._warn_of_gradients(stepped)
@@ -422,6 +430,10 @@ def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
 
 
 def _has_gradients(optimizer: Any) -> bool:
-    gradients = [parameter.grad for parameter in _parameters_of(optimizer) if parameter.grad is not None]
-    dense = (dense_values(gradient) if gradient.is_sparse else gradient for gradient in gradients)
-    return any(bool(gradient.any()) for gradient in dense)
+    for parameter in _parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            gradient = dense_values(gradient)
+        if gradient is not None and bool(gradient.any()):
+            return True
+    return False

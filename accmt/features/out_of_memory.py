@@ -35,9 +35,11 @@ class OutOfMemory(Feature):
         if not settings.hps.halves_micro_batches:
             return
         where, expected = "max_micro_batch_size: auto", "a run that supports recovery"
+        # The module may have stepped within the batch, which the step snapshot cannot take back.
         if module.uses_manual_optimization:
             got, do = "a module with manual optimization", "set a number, or remove it"
             raise fail(ArgumentError, where, got=got, expected=expected, do=do)
+        # accmt does not make these batches, so it cannot halve them.
         if isinstance(train_data, DataLoader) or settings.data.data_options.batch_sampler is not None:
             got = "batches from your DataLoader or batch sampler"
             do = "pass the dataset, and set the batch size in the hyper-parameters"
@@ -58,10 +60,11 @@ class OutOfMemory(Feature):
         Raises:
             Restart: A process ran out of memory.
         """
+        # On all processes, because memory may have run out on one: the others would wait for it in the next step.
         if sum_over_processes((float(window.has_failed),))[0] == 0:
             return
         run = self._run
-        free_memory(run.stepper.optimizer)
+        free_memory(run.stepper.optimizer)  # first: a checkpoint needs memory too
         size = run.micro_batch_size
         smaller = run.settings.hps.micro_batch_size_within(max(1, size // 2))
         run.recovery.lessons[self.name] = {"max_micro_batch_size": smaller}
