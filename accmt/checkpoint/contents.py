@@ -267,7 +267,7 @@ class StateCollector:
         _require_same_layout(self._layout, _model_layout(state))
         model = {name: value for name, value in state.items() if name not in frozen}
         weights = {"model": model, "buffers": non_persistent_buffers(self._model), "optimizers": optimizer_states}
-        shared, rest = split_tensors(weights)
+        shared, structure = split_tensors(weights)
         main_state = dict(part_states)
         process_state = main_state.pop("process", None)
         if self._has_replicas:
@@ -275,13 +275,15 @@ class StateCollector:
             process_state = dict(process_state or {})
             if not is_main_process():
                 process_state |= weights
-        process_tensors, process_rest = _collect_of_processes(process_state)
-        main_tensors, main_rest = split_tensors({"others": main_state})
+        process_tensors, process_structure = _collect_of_processes(process_state)
+        main_tensors, main_structure = split_tensors({"others": main_state})
         # Of a sharded tensor, the main process has only its shard: all processes write it together.
         for name, tensor in list(main_tensors.items()):
             if isinstance(tensor, DTensor):
                 shared[name] = main_tensors.pop(name)
-        text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **main_rest, **process_rest})
+        text = encode(
+            {"files": file_names(num_processes()), "frozen": frozen, **structure, **main_structure, **process_structure}
+        )
         if self._has_replicas:
             # Replicas differ, so a planner must not choose whose weights to write: these are the main process's.
             main_tensors, shared = main_tensors | shared, {}
@@ -315,9 +317,9 @@ def _collect_of_processes(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]
     """
     if state is None:
         return {}, {}
-    tensors, rest = split_tensors({"process": {str(process_index()): state}})
+    tensors, structure = split_tensors({"process": {str(process_index()): state}})
     states: State = {}
-    for text in gather_objects(encode(rest)):
+    for text in gather_objects(encode(structure)):
         states |= decode(text)["process"]
     return tensors, {"process": states}
 
@@ -328,7 +330,7 @@ def _reject_stateful_hooks(model: nn.Module) -> None:
         return
     for state in states_of_comm_hooks(model):
         kind = type(state).__name__
-        if kind in _STATEFUL_HOOKS:
+        if kind in _STATEFUL_HOOKS:  # a resumed run would start with other errors to feed back, silently
             got = f"a DistributedDataParallel communication hook whose state ({kind}) cannot be saved in checkpoints"
             expected = "gradients that depend on the step alone, so that the run can resume from a checkpoint"
             do = "set checkpoint_every=None without failure handlers; or use a hook without state, such as "
@@ -385,7 +387,7 @@ def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
 
     Processes: collective if `whole` is not empty.
     """
-    saved = _read_rest(folder)
+    saved = _read_structure(folder)
     part_states: dict[str, Any] = saved["others"]
     with_tensors = {name: part_states[name] for name in whole if name in part_states}
     if names := referred_tensors(with_tensors):
@@ -400,7 +402,7 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
     weights that were left out.
     """
     with rejecting_other_forms(folder):
-        saved = _read_rest(folder)
+        saved = _read_structure(folder)
         names = referred_tensors(saved["model"])
         tensors = _read_whole(names, saved, HuggingFaceStorageReader(str(folder)), folder)
         model = join_tensors(tensors, saved["model"])
@@ -425,7 +427,7 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
         CheckpointError: The checkpoint is from another model or other optimizers.
         OSError: A file cannot be read.
     """
-    saved = _read_rest(folder)
+    saved = _read_structure(folder)
     if optimizers is None:
         optimizers, saved = [], {**saved, "optimizers": []}
     if "process" in saved:
@@ -469,6 +471,7 @@ def _select_process(saved: State, *, resets_optimizers: bool) -> State:
         CheckpointError: There were other processes.
     """
     num_saved = len(saved["files"])
+    # There is no rule by which other processes could share these states.
     if num_saved != num_processes():
         got = f"{num_processes()} processes, and a checkpoint with a separate state for each of {num_saved}"
         do = f"launch {num_saved} processes; or start a new run without `process_state` and with equal replicas"
@@ -481,16 +484,18 @@ def _select_process(saved: State, *, resets_optimizers: bool) -> State:
     return {**saved, **weights, "process": process}
 
 
-def _read_rest(folder: Path) -> State:
-    rest: State = decode((folder / STATE_FILE).read_text(encoding="utf-8"))
-    present, expected_files = {path.name for path in folder.glob("*.safetensors")}, set(rest["files"])
+def _read_structure(folder: Path) -> State:
+    structure: State = decode((folder / STATE_FILE).read_text(encoding="utf-8"))
+    present, expected_files = {path.name for path in folder.glob("*.safetensors")}, set(structure["files"])
     # A file too many is an error as well: torch's reader takes the tensors of every file that it sees.
     if present == expected_files or (has_separate_disks() and present <= expected_files):
-        return rest
+        return structure
     missing, unexpected = sorted(expected_files - present), sorted(present - expected_files)
     got = f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}"
     do = "resume from another checkpoint"
-    raise fail(CheckpointCorruptError, str(folder), got=got, expected=f"{len(rest['files'])} files of tensors", do=do)
+    raise fail(
+        CheckpointCorruptError, str(folder), got=got, expected=f"{len(structure['files'])} files of tensors", do=do
+    )
 
 
 def _open(folder: Path, saved: State) -> HuggingFaceStorageReader:
@@ -533,7 +538,7 @@ def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:
 def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, folder: Path) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        if has_separate_disks():
+        if has_separate_disks():  # `load` would read files that this disk lacks
             reader.read_into(targets)  # type: ignore[attr-defined]
             return
         with warnings.catch_warnings():

@@ -26,7 +26,7 @@ from accmt.checkpoint.state_dicts import model_state
 from accmt.errors import CheckpointError
 from accmt.files import find_free_name, format_bytes, free_space, fsync_folder
 from accmt.messages import warn
-from accmt.options.optimizer_and_scheduler_arguments import build_alike
+from accmt.options.optimizer_and_scheduler_arguments import build_alike, weights_of
 from accmt.options.units import Every
 
 PIN_NAME = "PINNED"
@@ -74,23 +74,23 @@ def prune(folder: Path, *, newest: Path, num_kept: int) -> None:
         delete(path, step=_step_in(path))
 
 
-def is_kept_for_good(every: Every, info: Mapping[str, Any], folder: Path) -> bool:
+def is_kept_for_good(interval: Every, info: Mapping[str, Any], folder: Path) -> bool:
     """Return whether a new checkpoint is the first one in a new interval, or replaces the one that is kept.
 
     Args:
-        every: The interval.
+        interval: The interval of `keep_every`.
         info: What the manifest of the new checkpoint holds.
         folder: The folder of the run's checkpoints.
     """
     if is_kept_by_interval(folder / step_name(info["global_step"])):
         return True
-    number = _interval_of(info, every)
+    number = _interval_of(info, interval)
     for path in reversed(list_published(folder)):
         if (path / PIN_NAME).exists():
             last = read_manifest(path)
             # A checkpoint that another run pinned, in a folder that was continued by this one, says nothing here.
             if not isinstance(last, Damage) and last.info.get("run_name") == info.get("run_name"):
-                return number > _interval_of(last.info, every)
+                return number > _interval_of(last.info, interval)
     return number >= 1
 
 
@@ -102,9 +102,9 @@ def is_kept_by_interval(path: Path) -> bool:
         return False
 
 
-def _interval_of(info: Mapping[str, Any], every: Every) -> int:
-    counted: int = info["epochs_done" if every.unit == "epoch" else "global_step"]
-    return int(counted // every.number)
+def _interval_of(info: Mapping[str, Any], interval: Every) -> int:
+    counted: int = info["epochs_done" if interval.unit == "epoch" else "global_step"]
+    return int(counted // interval.number)
 
 
 def is_deletable(path: Path) -> bool:
@@ -225,8 +225,7 @@ def estimate_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 def estimate_state(optimizer: torch.optim.Optimizer) -> int:
     """Estimate the size of an optimizer's state in bytes."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    trained: int = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    trained: int = sum(parameter.nbytes for parameter in weights_of(optimizer) if parameter.requires_grad)
     probe = nn.Parameter(torch.zeros(2, 1))
     probe.grad = torch.zeros_like(probe)
     try:

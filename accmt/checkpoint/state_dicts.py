@@ -1,4 +1,4 @@
-"""Splits a nested state into its tensors and the rest, and joins them again; the rest is stored as typed JSON."""
+"""Splits a nested state into its tensors and its structure, which is stored as typed JSON, and joins them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError, fail
 from accmt.libraries.private_names import buffers_of, is_saved, is_traceable_wrapper_subclass, tree_leaves
-from accmt.options.optimizer_and_scheduler_arguments import state_of
+from accmt.options.optimizer_and_scheduler_arguments import state_of, weights_of
 from accmt.sharded_tensors import is_expanded, write_into
 
 # ---- JSON that preserves the exact type and bits of every value, and never executes anything when read.
@@ -329,7 +329,7 @@ def restore_non_persistent_buffers(model: nn.Module, buffers: Mapping[str, Tenso
         buffer = buffers_of(modules[owner]).get(name)
         if buffer is not None and buffer.shape == value.shape:
             write_into(buffer, value)
-        elif buffer is not None or not hasattr(modules[owner], name):  # never over a buffer that became a plain value
+        elif buffer is not None or not hasattr(modules[owner], name):  # never over a plain attribute
             weight = next(model.parameters(), value)
             modules[owner].register_buffer(name, value.to(weight.device), persistent=False)
 
@@ -403,6 +403,7 @@ def _tensors_in(state: State) -> list[Tensor]:
 
 def _require_no_shards(optimizer: Any, state: State) -> None:
     """Reject shards in a state whose parameters are unknown: they could not be loaded as shards again."""
+    # The files have them in full, and nothing here says which parameter's shards each of them is like.
     if any(isinstance(value, DTensor) for value in _tensors_in(state)):
         got = "a `state_dict` in another form than that of torch.optim, with sharded tensors"
         do = "use the optimizer inside it alone; or launch with `accmt launch --strat ddp`"
@@ -423,13 +424,14 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 def restore_optimizer(model: nn.Module, optimizer: Any, state: State) -> None:
     """Load a state returned by `optimizer_state`, including groups that were added during the run."""
+    # torch may load the state of another class without an error.
     if state["class"] != _class_of(optimizer):
         raise _different_groups(optimizer, f"{_class_of(optimizer)}; the checkpoint's is {state['class']}")
     inner = _inner_optimizers(optimizer)
     wrapping = (*inner.values(), optimizer) if inner else ()
     groups_before = [(part, part.param_groups, list(part.param_groups)) for part in wrapping]
     for name, part in state.get("inner", {}).items():
-        if name not in inner:
+        if name not in inner:  # without this, its momentum would be lost silently
             raise _different_groups(optimizer, f"no optimizer in its attribute `{name}`, as in the checkpoint")
         restore_optimizer(model, inner[name], part)
     if "whole" in state:
@@ -459,7 +461,7 @@ def _load_groups_into(optimizer: Any, groups: list[dict[str, Any]], before: list
 
 def _restore_by_name(model: nn.Module, optimizer: Any, state: State) -> None:
     # Add the groups that `Optimizer.add_param_group` created during the run, for layers that were unfrozen.
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    optimized = set(weights_of(optimizer))
     named = plain_parameter_names(model)
     for group in state["param_groups"][len(optimizer.param_groups) :]:
         unfrozen = [named[name] for name in group["params"] if name in named]
@@ -484,8 +486,7 @@ def _restore_by_name(model: nn.Module, optimizer: Any, state: State) -> None:
     optimizer.load_state_dict({**state.get("added", {}), "state": by_index, "param_groups": loaded_groups})
     # Undo a conversion: `Optimizer.load_state_dict` rounds float32 state of bfloat16 parameters to bfloat16.
     # Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for name, parameter in zip(names, parameters, strict=True):
+    for name, parameter in zip(names, weights_of(optimizer), strict=True):
         loaded = state_of(optimizer).get(parameter, {})
         for key, value in state["state"].get(name, {}).items():
             if isinstance(value, Tensor) and key in loaded and loaded[key].dtype != value.dtype:
@@ -501,7 +502,7 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -
     known = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
         unknown = [tuple(parameter.shape) for parameter in group["params"] if parameter not in known]
-        if unknown:
+        if unknown:  # such as a layer that was replaced after the optimizer was built
             raise fail(
                 ModuleContractError,
                 f"{where}, param_groups[{number}]",
@@ -537,7 +538,7 @@ def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the plain name of each parameter, in the optimizer's order."""
     wrapped = _wrapped_paths(model)
     names = {parameter: _plain_name(name, wrapped) for name, parameter in model.named_parameters()}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return [names[parameter] for parameter in weights_of(optimizer)]
 
 
 def _different_groups(optimizer: Optimizer, got: str) -> CheckpointError:
@@ -591,7 +592,7 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
     return tensors, map_leaves(state, "", (Tensor, np.ndarray), refer)
 
 
-def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
+def join_tensors(tensors: Mapping[str, Tensor], structure: Any) -> Any:
     """Insert the tensors again: the inverse of `split_tensors`.
 
     Raises:
@@ -616,10 +617,10 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
         got, do = f"no tensor {reference.name!r}", "resume from another checkpoint"
         raise fail(CheckpointCorruptError, path or "state", got=got, expected="the files of one checkpoint", do=do)
 
-    return map_leaves(rest, "", _PLACEHOLDERS, find)
+    return map_leaves(structure, "", _PLACEHOLDERS, find)
 
 
-def referred_tensors(rest: Any) -> set[str]:
+def referred_tensors(structure: Any) -> set[str]:
     names: set[str] = set()
 
     def note(reference: Any, path: str) -> None:
@@ -628,13 +629,13 @@ def referred_tensors(rest: Any) -> set[str]:
         else:
             names.update(referred_tensors(vars(reference)))
 
-    map_leaves(rest, "", _PLACEHOLDERS, note)
+    map_leaves(structure, "", _PLACEHOLDERS, note)
     return names
 
 
 def has_inner_tensors(tensor: Tensor) -> bool:
     """Return whether a tensor wraps other tensors and has no memory itself, such as a quantized tensor."""
-    if isinstance(tensor, DTensor) or tensor.layout != torch.strided:  # shards, and nested tensors
+    if isinstance(tensor, DTensor) or tensor.layout != torch.strided:  # shards, sparse and nested tensors
         return False
     value: object = tensor  # otherwise mypy considers such a subclass impossible
     return is_traceable_wrapper_subclass(value)
@@ -702,7 +703,9 @@ def map_leaves(state: Any, path: str, kind: type | tuple[type, ...], function: C
         items = [map_leaves(item, f"{begin}{index}", kind, function) for index, item in enumerate(state)]
         if type(state) is deque:
             return deque(items, state.maxlen)
-        return type(state)(items) if type(state) in (list, tuple) else type(state)._make(items)
+        if is_namedtuple(type(state)):
+            return type(state)._make(items)
+        return type(state)(items)
     return function(state, path) if isinstance(state, kind) else state
 
 

@@ -57,6 +57,7 @@ def explaining_device() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # torch raises a RuntimeError for each of these, and for many errors that have nothing to do with the device.
         is_full = is_out_of_memory(error)
         is_of_device = isinstance(error, torch.AcceleratorError) or "CUDA" in str(error) or "NVIDIA" in str(error)
         if not is_full and not is_of_device:
@@ -102,7 +103,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         if expected not in (None, accelerator.mixed_precision):
             _reject("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
         ddp = settings.parallelism and settings.parallelism.ddp
-        if ddp:
+        if ddp:  # handlers are read when an Accelerator is built
             _reject("ddp", ddp, "its own kwargs_handlers")
         # Accelerate would divide the loss by this number again.
         if accelerator.gradient_accumulation_steps != 1:
@@ -144,6 +145,7 @@ def _in_precision(precision: str | None) -> Iterator[None]:
     global _state  # noqa: PLW0603 - Accelerate has one in a process, too
     from accelerate.state import AcceleratorState, is_initialized
 
+    # An object in the shared state shows who created it; Accelerate replaces it whenever it resets that state.
     before = AcceleratorState().dynamo_plugin if is_initialized() else None
     if before is not None and before is _state:
         share_other_precision(precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
@@ -201,9 +203,11 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
     from accelerate import DistributedDataParallelKwargs
 
     arguments = dict(user_accelerator or {})
+    # The loop accumulates; Accelerate would divide each loss by this number again.
     if arguments.get("gradient_accumulation_steps", 1) != 1:
         _reject("grad_accumulation_steps", "the Trainer's", arguments["gradient_accumulation_steps"])
     if settings.mixed_precision is not None:
+        # One of two contradicting settings would be ignored silently.
         if arguments.get("mixed_precision", settings.mixed_precision) != settings.mixed_precision:
             _reject("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
         # A precision of another package brings its own autocast: Accelerate must not cast as well.
@@ -241,7 +245,7 @@ def _warn_of_unused_gpu(user_accelerator: Any) -> None:
 
 
 def _check_engine(accelerator: Accelerator) -> None:
-    # With these, the user's batch size would be that of all processes together.
+    # These are for Accelerate's loaders, which accmt does not use: they would be ignored.
     for name in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, name):
             _reject(name, "each process builds its part of a global batch", f"{name}=True")
@@ -252,6 +256,7 @@ def _check_engine(accelerator: Accelerator) -> None:
         do = "on machines without a GPU: accelerator=Accelerator(cpu=True), or leave `accelerator` out"
         expected = "one Accelerator for all processes"
         raise fail(ArgumentError, "Trainer(accelerator=...)", got=got, expected=expected, do=do)
+    # torch has the operations, so that the run would only be many times slower.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         expected, do = "fp16 on a GPU: CPUs have no fast fp16 arithmetic", 'mixed_precision="bf16"'
         raise fail(ArgumentError, "mixed_precision", got="fp16 on a CPU", expected=expected, do=do)

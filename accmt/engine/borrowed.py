@@ -40,6 +40,11 @@ def uneven_step() -> UnevenStep | None:
     return _step
 
 
+def borrows_batch() -> bool:
+    """Return whether the step that is running is on another process's batch, which this process must not count."""
+    return _step is not None and _step.is_borrowed
+
+
 def may_be_uneven(micro_batch: MicroBatch | None) -> bool:
     """Return whether processes may have unequal batches: in an epoch's last micro-batch, or where some have none."""
     return micro_batch is not None and (micro_batch.is_partial or bool(micro_batch.ending))
@@ -70,6 +75,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None]:
+        # A copy: autograd may pass the same tensor to other functions, and a reduction writes into it.
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)
         of_rows = gradient[ctx.rows]
@@ -109,9 +115,8 @@ def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
         got, expected = "processes that share batches (tensor parallelism)", "processes with separate batches"
         do = 'Trainer(parallelism={"fsdp": True})'
         raise fail(ArgumentError, "gather_with_gradients", got=got, expected=expected, do=do)
-    is_borrowed = _step is not None and _step.is_borrowed
-    joined, first = _Gather.apply(rows, is_borrowed)  # type: ignore[no-untyped-call]
+    joined, first = _Gather.apply(rows, borrows_batch())  # type: ignore[no-untyped-call]
     # A borrowed batch is that of the first process with one. Its rows may be more here, as a random choice of rows.
-    if is_borrowed:
+    if borrows_batch():
         return torch.cat([joined, rows[len(joined) :]]), 0
     return joined, first

@@ -34,6 +34,7 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
         got = f"a model already split over {size} processes, and FSDP2 over all"
         do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'
         raise fail(ArgumentError, "Trainer(parallelism=...)", got=got, expected="FSDP2 over the others", do=do)
+    # Each process of a group would run the model's parts on other samples than its neighbors.
     if size > 1 and not settings.data.data_options.shard:
         got = f"separate data for each process, but groups of {size} processes must see the same: they hold one model"
         expected = "data that all processes share"

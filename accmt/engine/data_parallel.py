@@ -31,6 +31,7 @@ from accmt.engine.reduction import (
 from accmt.engine.replicas import reject_renormalization
 from accmt.errors import ArgumentError, fail
 from accmt.libraries.private_names import left_out_by_ddp, prepare_alone
+from accmt.options.optimizer_and_scheduler_arguments import weights_of
 from accmt.processes import num_processes
 from accmt.sharded_tensors import is_expanded
 
@@ -127,13 +128,12 @@ class DataParallel(Engine):
         add_note_of_unused(error, self.model)
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        if self._wrapper is None:
-            average_gradients(self._parameters() if parameters is None else parameters)
+        if self._wrapper is not None:
+            return
+        if parameters is None:
+            parameters = [] if self._optimizer is None else weights_of(self._optimizer)
+        average_gradients(parameters)
 
     def note_trained(self) -> None:
         if self._wrapper is not None:
             rebuild_reducer(self._wrapper, set_to_none=self._set_to_none)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        groups = () if self._optimizer is None else self._optimizer.param_groups
-        return [parameter for group in groups for parameter in group["params"]]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from accmt.checkpoint.state_dicts import local_part
 from accmt.engine.shards import shard_model, untie
 from accmt.engine.tensor_parallel import tensor_parallel_size
 from accmt.errors import ModuleContractError, fail
@@ -45,11 +46,12 @@ def fill(model: nn.Module, device: torch.device) -> None:
     Raises:
         ModuleContractError: A part cannot be initialized.
     """
-    _require_fillable(model)
+    _require_fillable(model)  # before memory is taken for it
     untie(model)  # a model that is built in full initializes each occurrence of a tied weight, and keeps the first
     model.to_empty(device=device)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(broadcast_object(torch.get_rng_state()))
+        # transformers initializes in an order of its own, and ties weights only afterwards.
         if _is_of_transformers(model):
             draw_first_values(model, as_wholes)
             tie: Any = model.tie_weights
@@ -75,6 +77,7 @@ def _require_fillable(model: nn.Module) -> None:
     if _is_of_transformers(model):
         return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    # `reset_parameters` of each layer knows nothing of the tie.
     if len(names) > len(list(model.parameters())):
         got, do = "tied weights, each of which would get different values", "build it on the CPU"
         raise fail(ModuleContractError, _WHERE, got=got, expected="weights that only transformers ties", do=do)
@@ -118,7 +121,7 @@ def as_wholes(part: nn.Module) -> Iterator[None]:
         yield
     for module, name, parameter in replaced:
         value = shard_like(getattr(module, name).detach(), parameter)
-        _local(parameter.detach()).copy_(_local(value))
+        local_part(parameter.detach()).copy_(local_part(value))
         setattr(module, name, parameter)
 
 
@@ -131,14 +134,11 @@ class _RejectsDraws(TorchFunctionMode):
         keywords = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         changed = next(chain(args, keywords.values()), None)
+        # By the trailing underscore, as torch names operations that write into their first argument.
         if name.endswith("_") and not name.endswith("__") and is_dtensor(changed):
             got = f"initial values that a part draws ({name}) for parts below its children"
             raise fail(ModuleContractError, _WHERE, got=got, expected=_EXPECTED, do="build it on the CPU")
         return func(*args, **keywords)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 _accelerator: Accelerator | None = None

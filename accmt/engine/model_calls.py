@@ -35,6 +35,7 @@ def require_call(calls: list[Any]) -> None:
     Raises:
         ModuleContractError: There was no call.
     """
+    # Each process would train its own model, and the comparison of replicas would find it only steps later.
     if not calls:
         got = "self.model was not called, so the gradients of the processes would not be averaged"
         expected = "the loss computed through self.model(...), or a self.model without a forward"

@@ -78,7 +78,7 @@ def find_parallelism(settings: RunningSettings) -> Parallelism:
     for engine, (flag, arguments, do) in _NOT_BUILT.items():
         requests = [f"{flag}={os.environ[flag]}"] if is_set(flag) else []
         requests += [f"Accelerator({name}=...)" for name in arguments if user.get(name) is not None]
-        if requests:
+        if requests:  # the Accelerator would otherwise train with it, without accmt's windows and checkpoints
             _reject(f"{', '.join(requests)}: accmt does not train with {engine}", "DDP, or FSDP2", do)
     if settings.parallelism and settings.parallelism.engine:
         requested = Parallelism()  # an engine of another package spreads the model itself
@@ -139,9 +139,11 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
         do = _SETTINGS_OF_ZERO if kind == "DEEPSPEED" else _FSDP2
         _reject(f"an Accelerator that runs {kind}", "DDP, or FSDP2", do)
     is_requested = parallelism.plugin is not None or is_set(_USE_FSDP)
+    # As with an Accelerator that was built with cpu=True: Accelerate drops the plugin, and trains replicas.
     if is_requested and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
         got = f"{parallelism.source or _USE_FSDP} requests FSDP, but this Accelerator runs {kind}"
         _reject(got, "FSDP2, as requested", f"let the Trainer build the Accelerator: {_FSDP2}")
+    # Accelerate's shared state outlives a Trainer: the second one would shard without being asked to.
     if accelerator.is_fsdp2 and not is_requested:
         got = "a Trainer without `parallelism` after one that shards: Accelerate has one engine per program"
         _reject(got, "the same engine for every Trainer of a program", f"pass it to each: {_FSDP2}")
@@ -189,6 +191,7 @@ def _of_argument(requested: ParallelismOptions) -> Parallelism:
     sizes.setdefault("dp_shard_size", max(1, _num_launched() // (sizes["dp_replicate_size"] * sizes["tp_size"])))
     _reject_copies_of_split(source, sizes)
     is_split_only = sizes["tp_size"] > 1 and sizes["dp_shard_size"] == 1
+    # They would be ignored.
     if is_split_only and isinstance(requested.fsdp, Mapping):
         got = f"{source}: settings of FSDP2, but no processes to shard over: tp is {sizes['tp_size']}"
         _reject(got, "processes for FSDP2 in addition to tensor parallelism", 'more processes, or leave "fsdp" out')
@@ -241,6 +244,7 @@ def _num_launched() -> int:
 
 def _check_sizes(requested: Parallelism) -> None:
     plugin, config = requested.plugin, requested.config
+    # FSDP version 1 flattens parameters: names, clipping and checkpoints would be of the flat ones.
     if plugin is not None and plugin.fsdp_version != 2:
         do = f"--fsdp_version 2 at the launch, or {_FSDP2}"
         _reject(f"{requested.source}: version {plugin.fsdp_version} of FSDP", "FSDP2, which replaces it", do)
@@ -250,15 +254,17 @@ def _check_sizes(requested: Parallelism) -> None:
     for name in ("cp", "sp"):
         if parallel_size(config, name) > 1:
             unsupported.append(f"{name}_size={parallel_size(config, name)}")
-    if unsupported:
+    if unsupported:  # these split each sample over processes, which the weights of batches do not know
         expected = "shard, replicate and tp: context and sequence parallelism are not supported"
         _reject(f"{requested.source}: {', '.join(unsupported)}", expected, f"leave them out: {_FSDP2}")
     replicate, shard, tp = config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp")
+    # A smaller mesh would leave processes without a place in it.
     if config.total_size != _num_launched():
         got = f"replicate x shard x tp = {replicate} x {shard} x {tp}, on {_num_launched()} processes"
         do = f"accmt launch -N {config.total_size}, or sizes whose product is {_num_launched()}"
         _reject(got, "as many processes as the mesh has", do)
     _reject_copies_of_split(requested.source, {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tp})
+    # Nothing would use the sizes: the processes would train whole replicas.
     if plugin is None and max(replicate, shard) > 1:
         got = f"{requested.source}, without FSDP2, which would shard"
         _reject(got, "FSDP2 together with the sizes of its mesh", _FSDP2)

@@ -63,6 +63,7 @@ def reject_sharding_quantized_weights(model: nn.Module) -> None:
         ModuleContractError: The model has such a layer.
     """
     for name, _, base in find_quantized(model):
+        # FSDP2 would fail on the dtype of an 8-bit weight, without the name of its layer.
         if (kind := type(base.weight).__name__) != "Params4bit":
             got = f"weights of {kind}, which FSDP2 cannot shard"
             do = "set `quantization: nf4`; or launch with `accmt launch --strat ddp`"

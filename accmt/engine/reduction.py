@@ -49,7 +49,7 @@ class TransparentWrapper(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module":  # a wrapper that is being unpickled has none yet: without this, endless recursion
                 raise
             return getattr(self.module, name)
 
@@ -98,6 +98,7 @@ def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:
+        # `torch.cat` of different types would convert them.
         fits = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
         if bucket and (not fits or size + gradient.nbytes > _BUCKET_BYTES):
             yield bucket
@@ -154,6 +155,7 @@ def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
     Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which decides when, and
         `Reducer::mark_variable_ready_dense`, which divides, or multiplies by the reciprocal.
     """
+    # A sum of two numbers is rounded alike in either order.
     if num_processes() <= 2 or not reduces_only_whole(model):
         return
     model.reducer.prepare_for_backward([])
@@ -169,6 +171,7 @@ def zero_loss_of(model: DistributedDataParallel, *, was_called: bool) -> torch.T
     Processes: collective with the others' forward, unless this process has run its own.
     """
     zero = _sum_of_weights(model) * 0.0
+    # Where the step has called the model, its forward has exchanged already; a last backward still expects this output.
     if not was_called or model.require_backward_grad_sync:
         exchange_in_forward(model, zero, was_called=was_called)
     return zero if model.require_backward_grad_sync else None
@@ -245,7 +248,7 @@ def add_note_of_unused(error: Exception, model: nn.Module) -> None:
 
 def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
     """Return a number with the same kind of gradient as in training; DistributedDataParallel accepts no other."""
-    if weight.is_complex():
+    if weight.is_complex():  # backward starts from real numbers only
         return torch.view_as_real(weight).sum()
     if not is_sparse:
         return weight.sum()

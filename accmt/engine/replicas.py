@@ -72,6 +72,7 @@ class Replicas:
         Raises:
             ReplicasDifferError: They differ.
         """
+        # After the first step, because a forward pass may have changed them only then.
         if not self._knows_buffers and step > self._first_step:
             self._knows_buffers = True
             self._name_buffers()
@@ -111,7 +112,9 @@ class Replicas:
     def _react(self, differences: dict[str, tuple[int, int]], step: int) -> None:
         names = list(differences)
         first, second = differences[names[0]]
-        more = f", and {len(names) - 1} more: {', '.join(names[1 : 1 + _SHOWN])}" if names[1:] else ""
+        more = ""
+        if names[1:]:
+            more = f", and {len(names) - 1} more: {', '.join(names[1 : 1 + _SHOWN])}"
         since = f"between step {self._equal_at} and step {step}" if self._equal_at < step else f"at step {step}"
         got = f"{names[0]} differs between process {first} and process {second} since {since}{more}"
         expected = "the same weights and optimizer state on every process that holds them"
@@ -158,6 +161,7 @@ def _place_of(tensor: Tensor) -> str | None:
         return ""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
     is_shard = [not placement.is_replicate() for placement in tensor.placements]  # FSDP2's strided shards included
+    # Every process has another shard; on a mesh of fewer processes, some have the same.
     if all(is_shard) and mesh.size() == num_processes():
         return None
     position = []
@@ -188,6 +192,7 @@ def _find_differences(replicas: list[dict[str, Any]]) -> dict[str, tuple[int, in
     first: dict[tuple[str, str], tuple[int, object]] = {}
     for rank, replica in enumerate(replicas):
         for place, entries in replica.items():
+            # A place has checksums by name, or one digest of all of them.
             for name, value in entries.items() if isinstance(entries, dict) else [(place, entries)]:
                 holder, theirs = first.setdefault((place, name), (rank, value))
                 if theirs != value:
@@ -201,7 +206,9 @@ def reject_renormalization(model: nn.Module) -> None:
     Raises:
         ModuleContractError: A layer has a `max_norm`, and there are several processes.
     """
-    for name, layer in model.named_modules() if num_processes() > 1 else ():
+    if num_processes() == 1:
+        return
+    for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             path = f"self.model.{name}" if name else "self.model"
             got = f"max_norm={layer.max_norm}: each process rescales the rows of its own batch in the forward pass"

@@ -53,6 +53,7 @@ class Sharded(Engine):
     def spread(self) -> None:
         model = self.unwrapped_model
         if is_on_meta(model):
+            # Sharded first, so that no process ever holds all of its values.
             if self.accelerator.is_fsdp2 and not is_by_fsdp(model):
                 _require_forward(model)
                 shard_model(model, self.accelerator, None)
@@ -99,6 +100,7 @@ class Sharded(Engine):
     def zero_loss(self) -> torch.Tensor | None:
         if self.calls is None:
             return None
+        # The others wait in their forward for the shards of this process, which would not come.
         if not self.calls:
             got = "None before self.model was called, while the forward of the other processes needs this one"
             do = "call self.model(...) before `return None`; or train without sharding"

@@ -64,6 +64,7 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
     """
     if not is_sharded(model):
         require_same_tensors(model)
+    # Built by each process, whose random numbers may differ: shards of different models would be one model.
     if not (is_sharded(model) or is_on_meta(model)):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
     names_of: dict[nn.Parameter, list[str]] = {}
@@ -106,6 +107,7 @@ def _embeddings_for_themselves(model: nn.Module, plugin: Any) -> Iterator[None]:
         descendants = list(module.modules())[1:]
         if any(embedding in descendants for embedding in embeddings):
             parents.add(class_of(module).__name__)
+    # torch's TypeError would name neither the list nor the layer.
     if names is not None and parents.intersection(names):
         listed = ", ".join(sorted(parents.intersection(names)))
         got = f"transformer_cls_names_to_wrap with {listed}, which contains the embeddings"

@@ -35,6 +35,7 @@ def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.dev
     if settings.running.sync_batchnorm:
         _require_gpu(device)
         synchronize(model)
+    # The others would wait for its statistics in their forward, until the timeout of the process group.
     if settings.hps.halves_micro_batches and synchronized_layers(model):
         got = "synchronized batch norm, in which a process that is out of memory would make the others wait"
         expected = "a model that each process can train alone for a batch"
@@ -45,6 +46,7 @@ def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.dev
 def synchronize(model: nn.Module) -> None:
     """Turn a model's batch norm into `SyncBatchNorm`; existing `SyncBatchNorm` layers are not changed."""
     layers = {name: layer for name, layer in model.named_modules() if is_batch_norm(layer)}
+    # All are checked before one is changed: an error leaves the model as it was.
     local = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.SyncBatchNorm)}
     for name, layer in local.items():
         # Reject a layer with a custom forward, of which `SyncBatchNorm` would drop everything but the normalization.

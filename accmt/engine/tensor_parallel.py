@@ -53,7 +53,7 @@ def ranks_of_batch(model: nn.Module, asked: int) -> int:
     size = max(mesh.size() for mesh in meshes.values())
     first = process_index() // size * size
     groups = [mesh.mesh.flatten().tolist() for mesh in meshes.values()]
-    if asked not in (1, size):
+    if asked not in (1, size):  # splitting it again would need the whole tensors
         got = f"a model that is already split over {size} processes, while {asked} are requested"
         do = f'parallelism={{"{_NAME}": {size}}}'
         raise fail(ModuleContractError, _WHERE, got=got, expected="the same size", do=do)

@@ -100,9 +100,11 @@ class LossGuard(Feature):
     def check(cls, settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
         policy = settings.failures.on_nonfinite
         where, expected = f'Trainer(failures={{"on_nonfinite": {policy!r}}})', "a run that supports recovery"
+        # The module has made its steps before accmt sees their losses.
         if policy in ("skip", "rollback") and module.uses_manual_optimization:
             got, do = "a module with manual optimization", 'failures={"on_nonfinite": "stop"}'
             raise fail(ArgumentError, where, got=got, expected=expected, do=do)
+        # There would be nothing to return to.
         if policy == "rollback" and settings.checkpoints.every is None:
             got, do = "checkpoint_every=None", 'checkpoint_every="epoch"'
             raise fail(ArgumentError, where, got=got, expected=expected, do=do)
@@ -186,6 +188,7 @@ class LossGuard(Feature):
         step = read_others(checkpoint)["parts"]["state"]["global_step"]
         recovery.rollbacks = recovery.rollbacks + 1 if step == recovery.rolled_back_to else 1
         recovery.rolled_back_to = step
+        # Otherwise a diverging run would go back and forth until its time is over.
         if recovery.rollbacks > MAX_ROLLBACKS:
             got = f"{first}, after {MAX_ROLLBACKS} rollbacks to step {step}"
             do = "check the data and the learning rate: skipping single steps does not help"
@@ -262,6 +265,7 @@ class StepGuard(LossGuard):
 
     def scale_loss(self, window: AccumulationWindow, loss: torch.Tensor, factor: Weight) -> Weight:
         """Return the factor of a loss; NaN for a wrong loss, so that all processes see it in the gradients."""
+        # A factor of 0 is that of a borrowed batch or of one without targets, whose loss counts nowhere.
         if window.samples_before >= self._check_until or (isinstance(factor, float) and factor == 0.0):
             return factor
         highest = min(self._highest(), torch.finfo(loss.dtype).max)

@@ -8,7 +8,6 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -23,7 +22,7 @@ from accmt.loop.train_step import advance_scheduler, step_optimizer, zero_gradie
 from accmt.messages import warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import needs_closure
-from accmt.options.optimizer_and_scheduler_arguments import members_of
+from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_of
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import EvaluationRun, Run
@@ -91,6 +90,7 @@ class ManualOptimization(Feature):
         return self._steps.has_waiting_gradients()
 
     def on_training_end(self) -> None:
+        # The module steps an optimizer of its own making: nothing is counted, so nothing was saved.
         if self._run.state.global_step == 0 and self._run.state.batch_iteration > 0:
             warn(_NO_STEP)
         self._steps.warn_of_idle_schedulers()
@@ -177,7 +177,8 @@ class ManualSteps:
         self._began = self._began or (run.state.global_step, dict(self._positions))
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
-        for hook in () if self._is_borrowed else run.hooks.on_before_training_step:
+        hooks = () if self._is_borrowed else run.hooks.on_before_training_step
+        for hook in hooks:
             hook(batch=batch)
         outputs = self._call_training_step(batch, micro_batch, read)
         is_mapping = isinstance(outputs, Mapping)
@@ -194,12 +195,15 @@ class ManualSteps:
             target_weight = run.features.find_weight(loss, is_given=step_weight is not None)
             further_values = read_further_values(outputs) if is_mapping else None
             further_weight = num_local if step_weight is None else step_weight
-            weight = further_weight if step_weight is not None or target_weight is None else target_weight
+            weight = further_weight
+            if step_weight is None and target_weight is not None:
+                weight = target_weight
             run.running_averages.add(loss.detach(), weight, further_values, further_weight)
             place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
             for after_batch in run.features.after_batch:
                 after_batch(loss.detach(), weight, place)
-        for hook in () if self._is_borrowed else run.hooks.on_after_training_step:
+        hooks = () if self._is_borrowed else run.hooks.on_after_training_step
+        for hook in hooks:
             hook(batch=batch, outputs=outputs)
         self._advance_schedulers()
         run.state.count_batch()
@@ -257,7 +261,7 @@ class ManualSteps:
             raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
         self._warn_of_gradients(optimizer)
         if closure is None and run.stepper.clips:
-            run.stepper.clip(_parameters_of(optimizer))
+            run.stepper.clip(weights_of(optimizer))
         for hook in run.hooks.on_before_optimizer_step:
             hook(optimizer=optimizer)
         run.snapshot.invalidate()
@@ -274,7 +278,7 @@ class ManualSteps:
         def evaluate() -> Any:
             loss = closure()
             if run.stepper.clips:
-                run.stepper.clip(_parameters_of(optimizer))
+                run.stepper.clip(weights_of(optimizer))
             if loss is None or num_data_processes() == 1:  # a closure that only calls backward returns nothing
                 return loss
             mean = sum_over_data((float(loss) * self._last_factor,))[0] / num_data_processes()
@@ -290,7 +294,7 @@ class ManualSteps:
         # With a single process, or after self.backward, the gradients are right however they were computed.
         if num_data_processes() == 1 or self._has_called_backward:
             return
-        if any(parameter.grad is not None for parameter in _parameters_of(optimizer)):
+        if any(parameter.grad is not None for parameter in weights_of(optimizer)):
             warn_once(_NOT_WEIGHTED, about="gradients that are not weighted")
 
     def _note_step(self, optimizer: Any) -> None:
@@ -329,6 +333,7 @@ class ManualSteps:
             is_moved = position != self._positions.get(scheduler, position)
             # A single scheduler counts the steps of any optimizer, one of several those of its own.
             is_due = scheduler is run.scheduler or scheduler.optimizer in stepped
+            # It would advance twice per step from here on.
             if is_moved and self._advanced_by.setdefault(scheduler, "module") == "accmt":
                 got = "a scheduler step, although accmt has advanced it after each optimizer.step() until now"
                 do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
@@ -387,7 +392,7 @@ class ManualSteps:
         Args:
             optimizer: The only one of several with gradients; None for all.
         """
-        if self._needs_closure:
+        if self._needs_closure:  # LBFGS and the like evaluate the loss several times within one step
             got = "an optimizer that needs a closure"
             do = "self.optimizer.step(closure); closure calls self.zero_grad and self.backward, and returns the loss"
             expected = "an optimizer without a closure"
@@ -408,8 +413,9 @@ class ManualSteps:
     def step_scheduler(self, scheduler: Any = None) -> None:
         """Advance the scheduler, if there is one, or one of several."""
         if self._run.scheduler is not None:
-            for advanced in self._module.schedulers() if scheduler is None else (scheduler,):
-                self._advanced_by.setdefault(advanced, "module")
+            advanced = self._module.schedulers() if scheduler is None else (scheduler,)
+            for advanced_scheduler in advanced:
+                self._advanced_by.setdefault(advanced_scheduler, "module")
             advance_scheduler(self._run, scheduler)
             self._seed_for_batch()
 
@@ -425,12 +431,8 @@ class ManualSteps:
         seed_generators(derive_seed(self._run.seed, "step", *place), self._run.device)
 
 
-def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _has_gradients(optimizer: Any) -> bool:
-    for parameter in _parameters_of(optimizer):
+    for parameter in weights_of(optimizer):
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient = dense_values(gradient)

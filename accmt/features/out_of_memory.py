@@ -71,7 +71,7 @@ class OutOfMemory(Feature):
         change = f"continuing with micro-batches of {smaller} samples instead of {size}"
         warn(f"out of memory after step {run.state.global_step}: {change}; the effective batch size does not change")
         obstacle = run.snapshot.find_obstacle(run)
-        if obstacle is not None:
+        if obstacle is not None:  # such as an attribute that is too large for a copy after each step
             warn(f"{obstacle}: it is repeated with the current values; change them after the step, in on_update_end")
         run.checkpoints.save_snapshot(run)
         run.recovery.is_temporary = run.settings.checkpoints.every is None

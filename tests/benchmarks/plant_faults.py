@@ -270,8 +270,8 @@ FAULTS = [
     ),
     Fault(
         "secrets: those under a key",
-        "kept[key] = HIDDEN if is_secret else",
-        "kept[key] = HIDDEN if False else",
+        "hidden[key] = HIDDEN if is_secret else",
+        "hidden[key] = HIDDEN if False else",
         "unit/test_secrets.py",
     ),
     # Ends.
