@@ -168,7 +168,7 @@ class Attributes:
         if self._before is None:
             return self._loaded
         self.compare()
-        # Of unchanged tensors too, for `begin` of the next run to warn of those that the constructor draws anew.
+        # Of unchanged tensors too: `begin` of the next run warns of those that the constructor draws again.
         digests = {}
         for name, look in self._latest.items():
             if look.has_tensors and name not in self.changed:

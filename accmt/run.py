@@ -14,6 +14,7 @@ from torch import nn
 from accmt.attributes import Attributes
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.callback import find_hooks
+from accmt.checkpoint.state_dicts import class_name_of
 from accmt.data import Loader, MicroBatch, count_samples
 from accmt.engine.base import Engine
 from accmt.engine.replicas import Replicas
@@ -224,8 +225,7 @@ class Run(EvaluationRun):
         if "optim" in self.set_by_module:
             defaults = getattr(optimizer, "defaults", {})  # a ChainedOptimizer has none
             plain = {key: value for key, value in defaults.items() if isinstance(value, int | float | str | tuple)}
-            kind = getattr(optimizer, "class_names", type(optimizer).__qualname__)
-            replaced["optim"] = {"type": kind, **plain, "set_by": f"{name}.get_optimizer"}
+            replaced["optim"] = {"type": class_name_of(optimizer), **plain, "set_by": f"{name}.get_optimizer"}
         if "scheduler" in self.set_by_module:
             replaced["scheduler"] = {"type": type(self.scheduler).__qualname__, "set_by": f"{name}.get_scheduler"}
         if self.loaders.takes_user_batches:

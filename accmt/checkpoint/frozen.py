@@ -62,14 +62,20 @@ def find_frozen(model: nn.Module) -> dict[str, Tensor]:
     frozen = {name: weight for name, weight in plain_parameter_names(model).items() if not weight.requires_grad}
     if not frozen:
         return {}
-    adapters = {name for module in model.modules() for name in getattr(module, "peft_config", None) or ()}
+    adapters: set[str] = set()
+    for module in model.modules():
+        adapters.update(getattr(module, "peft_config", None) or ())
     if adapters:
         base = {name: weight for name, weight in frozen.items() if adapters.isdisjoint(name.split("."))}
         return {**base, **_scales_of(base, model)}
     # By memory: a `state_dict` that renames a weight does not leave it out.
     in_state = {_memory_of(entry) for entry in model_state(model).values() if isinstance(entry, Tensor)}
-    quantized = {name: weight for name, weight in frozen.items() if type(weight).__module__.startswith("bitsandbytes.")}
-    missing = {name: weight for name, weight in frozen.items() if weight.numel() and _memory_of(weight) not in in_state}
+    missing, quantized = {}, {}
+    for name, weight in frozen.items():
+        if weight.numel() and _memory_of(weight) not in in_state:
+            missing[name] = weight
+        if type(weight).__module__.startswith("bitsandbytes."):
+            quantized[name] = weight
     return {**missing, **quantized, **_scales_of(quantized, model)}
 
 

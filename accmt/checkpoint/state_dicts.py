@@ -356,7 +356,7 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> State:
         do += "without checkpoints: Trainer(checkpoint_every=None)"
         raise fail(CheckpointError, type(optimizer).__name__, got=got, expected=expected, do=do)
     state = optimizer.state_dict()
-    saved: State = {"class": _class_of(optimizer), "state": {}, "param_groups": []}
+    saved: State = {"class": class_name_of(optimizer), "state": {}, "param_groups": []}
     if _is_by_index(state, len(names)):
         for group in state["param_groups"]:
             group_names = [names[index] for index in group["params"]]
@@ -425,8 +425,8 @@ def restore_model(model: nn.Module, state: State) -> None:
 def restore_optimizer(model: nn.Module, optimizer: Any, state: State) -> None:
     """Load a state returned by `optimizer_state`, including groups that were added during the run."""
     # torch may load the state of another class without an error.
-    if state["class"] != _class_of(optimizer):
-        raise _different_groups(optimizer, f"{_class_of(optimizer)}; the checkpoint's is {state['class']}")
+    if state["class"] != class_name_of(optimizer):
+        raise _different_groups(optimizer, f"{class_name_of(optimizer)}; the checkpoint's is {state['class']}")
     inner = _inner_optimizers(optimizer)
     wrapping = (*inner.values(), optimizer) if inner else ()
     groups_before = [(part, part.param_groups, list(part.param_groups)) for part in wrapping]
@@ -493,7 +493,7 @@ def _restore_by_name(model: nn.Module, optimizer: Any, state: State) -> None:
                 loaded[key] = value.to(parameter.device)
 
 
-def _class_of(optimizer: Optimizer) -> str:
+def class_name_of(optimizer: Optimizer) -> str:
     """Return the name of an optimizer's class, or the names of the chained classes."""
     return str(getattr(optimizer, "class_names", type(optimizer).__qualname__))
 

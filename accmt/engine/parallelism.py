@@ -183,8 +183,9 @@ def _of_argument(requested: ParallelismOptions) -> Parallelism:
     source = f"Trainer(parallelism={requested.to_dict() or {'fsdp': True}!r})"
     sizes: dict[str, Any] = {}
     for name, size_name in _SIZES.items():
-        if getattr(requested, name) is not None:
-            sizes[size_name] = getattr(requested, name)
+        size = getattr(requested, name)
+        if size is not None:
+            sizes[size_name] = size
     if not sizes:
         return Parallelism(_make_plugin(requested.fsdp), None, source)
     sizes = {"dp_replicate_size": 1, "tp_size": 1} | sizes

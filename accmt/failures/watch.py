@@ -111,8 +111,9 @@ class Waits:
         if not self._has_noted and (self._busy_noted_at is None or time_s - self._busy_noted_at >= _NOTED_S):
             self._busy_noted_at = time_s
             self._board.post(_BUSY, self._describe())  # what this process does while others wait
+        doing = {index: note["doing"] for index, note in sorted(waiting.items())}
         if self._board.index == 0:
-            self._warn_of_long_wait(time_s, {index: note["doing"] for index, note in waiting.items()})
+            self._warn_of_long_wait(time_s, doing)
         if not self._has_noted:
             return None
         apart_before, self._apart = self._apart, []
@@ -122,7 +123,7 @@ class Waits:
         # Twice, because a message may be a second older than what it is compared with.
         if not apart_before or not self._apart:
             return None
-        return ModuleContractError(explain_apart({index: note["doing"] for index, note in sorted(waiting.items())}))
+        return ModuleContractError(explain_apart(doing))
 
     def _warn_of_long_wait(self, time_s: float, doing: Mapping[int, str]) -> None:
         if self._waiting_since is None:

@@ -166,4 +166,4 @@ def base_model_of(model: Any) -> str | None:
             return name
     if not is_transformers_model(model):
         return None
-    return getattr(model, "name_or_path", None) or None  # "" for a model that was built from a configuration
+    return model.name_or_path or None  # "" for a model that was built from a configuration
