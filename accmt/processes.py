@@ -126,7 +126,9 @@ def disk_managers() -> tuple[int, ...]:
 
 def manages_disk() -> bool:
     """Return whether this process manages the files on its disk: one process per disk does."""
-    return process_index() == (_disk_managers[process_index()] if has_separate_disks() else 0)
+    if not has_separate_disks():
+        return is_main_process()
+    return process_index() == _disk_managers[process_index()]
 
 
 def num_data_processes() -> int:

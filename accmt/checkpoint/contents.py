@@ -138,8 +138,9 @@ def write_pieces(pieces: Pieces, folder: Path) -> Path:
         save_file({name: tensor.contiguous() for name, tensor in pieces.tensors.items()}, path, metadata)
     except SafetensorError as error:
         # safetensors hides the number of an OSError in its message; the advice for a full disk depends on it.
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match else errno.EIO
+        raise OSError(number, str(error), str(path)) from error
     follow_umask(path)
     return path
 

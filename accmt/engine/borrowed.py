@@ -67,7 +67,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, is_borrowed: bool) -> tuple[Tensor, int]:  # noqa: FBT001 - torch's signature
-        joined, numbers = gather_ragged(rows[:0] if is_borrowed else rows)
+        counted = rows[:0] if is_borrowed else rows
+        joined, numbers = gather_ragged(counted)
         first = sum(numbers[: dist.get_rank()])
         ctx.rows = slice(first, first + numbers[dist.get_rank()])
         ctx.shape = rows.shape

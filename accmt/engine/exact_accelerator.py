@@ -58,7 +58,8 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
 def _gather(data: Any) -> Any:
     if isinstance(data, Tensor):
         rows = data.reshape(1) if data.ndim == 0 else data
-        joined, numbers = gather_ragged(rows[:0] if borrows_batch() else rows)
+        counted = rows[:0] if borrows_batch() else rows
+        joined, numbers = gather_ragged(counted)
         return torch.cat(each_once(list(torch.split(joined, numbers))))  # those that share a batch have the same rows
     if isinstance(data, Mapping):
         return type(data)({name: _gather(value) for name, value in data.items()})  # type: ignore[call-arg]

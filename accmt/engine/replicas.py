@@ -193,7 +193,8 @@ def _find_differences(replicas: list[dict[str, Any]]) -> dict[str, tuple[int, in
     for rank, replica in enumerate(replicas):
         for place, entries in replica.items():
             # A place has checksums by name, or one digest of all of them.
-            for name, value in entries.items() if isinstance(entries, dict) else [(place, entries)]:
+            values = entries if isinstance(entries, dict) else {place: entries}
+            for name, value in values.items():
                 holder, theirs = first.setdefault((place, name), (rank, value))
                 if theirs != value:
                     differences.setdefault(name, (holder, rank))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -23,8 +23,8 @@ _WHERE = 'Trainer(parallelism={"tp": ...})'
 
 def config_of(accelerator: Accelerator) -> ParallelismConfig | None:
     """Return the sizes of an Accelerator's device mesh, or None."""
-    state: Any = getattr(accelerator, "state", None)
-    return getattr(state, "parallelism_config", None)
+    config: ParallelismConfig | None = accelerator.state.parallelism_config
+    return config
 
 
 def tensor_parallel_size(accelerator: Accelerator) -> int:
@@ -43,9 +43,10 @@ def ranks_of_batch(model: nn.Module, asked: int) -> int:
     Raises:
         ModuleContractError: The model is split over processes that are not neighbors, or with another size.
     """
+    by_fsdp = is_by_fsdp(model)
     meshes: dict[int, DeviceMesh] = {}
     for parameter in model.parameters():
-        mesh = _mesh_of_split(parameter, by_fsdp=is_by_fsdp(model))
+        mesh = _mesh_of_split(parameter, by_fsdp=by_fsdp)
         if mesh is not None:
             meshes[id(mesh)] = mesh
     if not meshes:

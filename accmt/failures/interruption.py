@@ -45,7 +45,8 @@ class Reason:
 
     @classmethod
     def of_signal(cls, number: int) -> Reason:
-        return cls(signal.Signals(number).name, "interrupt" if number == signal.SIGINT else "preempt")
+        ending: Ending = "interrupt" if number == signal.SIGINT else "preempt"
+        return cls(signal.Signals(number).name, ending)
 
 
 class Interruption:

@@ -186,8 +186,9 @@ class LossGuard(Feature):
         run, recovery, window = self._run, self._run.recovery, first.place.samples_before
         checkpoint = run.checkpoints.newest()
         step = read_others(checkpoint)["parts"]["state"]["global_step"]
-        recovery.rollbacks = recovery.rollbacks + 1 if step == recovery.rolled_back_to else 1
-        recovery.rolled_back_to = step
+        if step != recovery.rolled_back_to:  # a newer checkpoint: the run has made progress since
+            recovery.rollbacks, recovery.rolled_back_to = 0, step
+        recovery.rollbacks += 1
         # Otherwise a diverging run would go back and forth until its time is over.
         if recovery.rollbacks > MAX_ROLLBACKS:
             got = f"{first}, after {MAX_ROLLBACKS} rollbacks to step {step}"

@@ -359,7 +359,8 @@ class ManualSteps:
             hook(loss=loss)
         if run.engine.calls is not None:
             require_call(run.engine.calls)
-        run.actions.backward(loss if factor == 1.0 else loss * factor)
+        weighted_loss = loss if factor == 1.0 else loss * factor
+        run.actions.backward(weighted_loss)
         if is_first:  # FSDP2 may have gathered some: one part of them with a gradient is enough
             parameters = {*run.unwrapped_model.parameters(), *run.stepper.parameters}
             trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -413,9 +414,9 @@ class ManualSteps:
     def step_scheduler(self, scheduler: Any = None) -> None:
         """Advance the scheduler, if there is one, or one of several."""
         if self._run.scheduler is not None:
-            advanced = self._module.schedulers() if scheduler is None else (scheduler,)
-            for advanced_scheduler in advanced:
-                self._advanced_by.setdefault(advanced_scheduler, "module")
+            schedulers = self._module.schedulers() if scheduler is None else [scheduler]
+            for advanced in schedulers:
+                self._advanced_by.setdefault(advanced, "module")
             advance_scheduler(self._run, scheduler)
             self._seed_for_batch()
 

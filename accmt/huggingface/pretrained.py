@@ -150,8 +150,9 @@ def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | No
     similar = difflib.get_close_matches(wanted, dir(transformers), n=9)
     models = [name for name in similar if _is_model_class(getattr(transformers, name, None))][:3]
     do = "use the name of a model class"
-    if models:
-        do = f"write {' or '.join(models if where else map(repr, models))}"
+    if models:  # in a YAML file, names need no quotes
+        suggestions = models if where else map(repr, models)
+        do = f"write {' or '.join(suggestions)}"
     raise fail(
         ArgumentError,
         where or f"from_hf(type={wanted!r})",
