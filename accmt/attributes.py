@@ -77,9 +77,10 @@ class Attributes:
         self, owners: Mapping[str, Any], model: nn.Module, device: torch.device, objects: Iterable[Any]
     ) -> None:
         self._owners = owners
-        names = {f"{name}.{attribute}" for name, owner in owners.items() for attribute in owner.process_state}
-        self.of_process = _ProcessAttributes(self, names) if names else None
-        self._process_names = names
+        self._process_names: set[str] = set()
+        for name, owner in owners.items():
+            self._process_names |= {f"{name}.{attribute}" for attribute in owner.process_state}
+        self.of_process = _ProcessAttributes(self, self._process_names) if self._process_names else None
         self._device = device
         parts = (*model.modules(), *model.parameters(), *model.buffers(), *objects)
         plain = (*SIMPLE, list, tuple, dict, set)  # True is the same object everywhere
@@ -112,9 +113,9 @@ class Attributes:
         """Find out what training has changed."""
         before = self._before or {}
         self._latest = self._look_at_all()
-        self.changed |= {
-            name for name, look in self._latest.items() if name not in before or before[name].digest != look.digest
-        }
+        for name, look in self._latest.items():
+            if name not in before or before[name].digest != look.digest:
+                self.changed.add(name)
 
     def capture(self, *, compares: bool) -> dict[str, Any] | None:
         """Return copies of what is known to change, the smallest first; None if nothing was compared so far.
@@ -129,11 +130,12 @@ class Attributes:
         names = self._latest.keys() if compares else self.changed
         if not names:
             return {}
-        values, copies, size = self._find(), {}, 0
-        looks = [(self._latest[name].size, name) for name in names & values.keys() & self._latest.keys()]
-        for size_of_attribute, name in sorted(looks):
-            size += size_of_attribute
-            if self._latest[name].is_storable and size <= _LARGEST_COPIES:
+        values, copies, total_size = self._find(), {}, 0
+        sizes = [(self._latest[name].size, name) for name in names & values.keys() & self._latest.keys()]
+        for size, name in sorted(sizes):
+            total_size += size
+            # This happens after each step; what has no copy is compared before an emergency checkpoint is written.
+            if self._latest[name].is_storable and total_size <= _LARGEST_COPIES:
                 copies[name] = self._copy(name, values[name])
         return copies
 
@@ -166,8 +168,11 @@ class Attributes:
         if self._before is None:
             return self._loaded
         self.compare()
-        looks = self._latest.items()
-        digests = {name: look.digest for name, look in looks if look.has_tensors and name not in self.changed}
+        # Of unchanged tensors too: `begin` of the next run warns of those that the constructor draws again.
+        digests = {}
+        for name, look in self._latest.items():
+            if look.has_tensors and name not in self.changed:
+                digests[name] = look.digest
         values = self.collect(self.changed - self._process_names)
         self.shared_digests = {name: digest_state(value) for name, value in values.items() if not _is_sharded(value)}
         deleted = self._before.keys() | set(self._loaded["deleted"])
@@ -210,19 +215,22 @@ class Attributes:
         """
         before = self._look_at_all()
         values = self.collect_all()
-        copies = copy_state({name: value for name, value in values.items() if unchanged or name in self.changed})
+        if not unchanged:
+            values = {name: value for name, value in values.items() if name in self.changed}
+        copies = copy_state(values)
         yield
         after = self._look_at_all()
         changed = {name: value for name, value in copies.items() if after.get(name) != before[name]}
-        self._restore({"values": changed, "deleted": after.keys() - before.keys() if unchanged else ()})
+        added = after.keys() - before.keys() if unchanged else ()
+        self._restore({"values": changed, "deleted": added})
 
     def _find(self) -> dict[str, Any]:
-        return {
-            f"{owner_name}.{name}": value
-            for owner_name, owner in self._owners.items()
-            for name, value in _attributes_of(owner).items()
-            if id(value) not in self._of_run
-        }
+        values = {}
+        for owner_name, owner in self._owners.items():
+            for name, value in _attributes_of(owner).items():
+                if id(value) not in self._of_run:  # such as `self.encoder = self.model.encoder`
+                    values[f"{owner_name}.{name}"] = value
+        return values
 
     def _look_at_all(self) -> dict[str, _Look]:
         return {name: self._look_at(name, value) for name, value in self._find().items()}
@@ -233,8 +241,8 @@ class Attributes:
             is_storable = len(content) <= _LARGEST_STORED
             return _Look(xxhash.xxh3_64_hexdigest(content), len(content), is_storable, is_plain=True)
         try:
-            tensors, rest = split_tensors(self._to_state(name, value))
-            text = encode(rest)
+            tensors, structure = split_tensors(self._to_state(name, value))
+            text = encode(structure)
             size = len(text) + sum(tensor.nbytes for tensor in tensors.values())
             digest = digest_text(f"{text} {[checksum(tensor) for tensor in tensors.values()]}")
             return _Look(digest, size, size <= _LARGEST_STORED, bool(tensors))
@@ -280,7 +288,7 @@ class Attributes:
         merge = _Merge(self._device, self._state_of)
         for path, saved in state["values"].items():
             owner_name, _, name = path.rpartition(".")
-            if owner_name not in self._owners:
+            if owner_name not in self._owners:  # a callback that the resumed run does not have
                 continue
             try:
                 value = merge.into(current.get(path), saved, path)
@@ -303,18 +311,16 @@ def _without_secrets(value: Any, path: str = "") -> Any:
     The states of modules and objects are left as they are: their `load_state_dict` may need all that is in them.
     """
     if type(value) in (dict, OrderedDict, defaultdict) and value.keys().isdisjoint((_MODULE, _OBJECT)):
-        kept = copy.copy(value)
+        state = copy.copy(value)
         for key, item in value.items():
             place = f"{path}.{key}" if path else str(key)
             if isinstance(key, str) and is_secret(key.rpartition(".")[2], item):
-                do = "set it in on_fit_start, or rename it if it is none"
-                warn_once(
-                    f"{place} has a secret's name, so checkpoints do not contain it: {do}", about=f"secret {place}"
-                )
-                kept[key] = {_OF_RUN: True}
+                what = f"{place} has a secret's name, so checkpoints do not contain it"
+                warn_once(f"{what}: set it in on_fit_start, or rename it if it is none", about=f"secret {place}")
+                state[key] = {_OF_RUN: True}
             else:
-                kept[key] = _without_secrets(item, place)
-        return kept
+                state[key] = _without_secrets(item, place)
+        return state
     if type(value) in (list, tuple) and not set(map(type, value)) <= SIMPLE:
         return type(value)(_without_secrets(item, f"{path}.{index}") for index, item in enumerate(value))
     return value
@@ -381,6 +387,7 @@ class _Merge:
             return self._into_tensor(current, saved[_ON_DEVICE], self._device)
         if _MODULE in saved or _OBJECT in saved:
             is_same_kind = isinstance(current, nn.Module if _MODULE in saved else Stateful)
+            # State can only be loaded into an object of the program: creating one would run code that a file names.
             if not is_same_kind or not self._may_write(current, saved):
                 got = f"the checkpoint contains the state of an object, which is {type(current).__name__} now"
                 raise _MissingError(got)
@@ -390,11 +397,11 @@ class _Merge:
                 self._into_module(current, saved[_MODULE], path)
             return current
         by_key = current if isinstance(current, dict) else {}
-        entries = {
-            key: self.into(by_key.get(key), value, path)
-            for key, value in saved.items()
-            if key in by_key or not _is_of_run(value)
-        }
+        entries = {}
+        for key, value in saved.items():
+            # A part of the run's model, or a secret, is not in the checkpoint: only the program can have it.
+            if key in by_key or not _is_of_run(value):
+                entries[key] = self.into(by_key.get(key), value, path)
         if type(current) is not type(saved) or not self._may_write(current, saved):
             saved.clear()
             saved.update(entries)
@@ -405,13 +412,14 @@ class _Merge:
 
     def _into_module(self, module: nn.Module, saved: Mapping[str, Any], path: str) -> None:
         parts = self._state_of(module)
-        others = {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
-        if others:  # what `get_extra_state` returned
-            module.load_state_dict(others, strict=False)
+        extra_states = {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
+        if extra_states:  # what `get_extra_state` returned
+            module.load_state_dict(extra_states, strict=False)
         for name, value in saved.items():
-            if name in others:
+            if name in extra_states:
                 continue
             tensor = parts.get(name)
+            # Otherwise the module would continue with some saved tensors and some new ones.
             if tensor is None or tensor.shape != value.shape:
                 got = "nothing of this name" if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
                 expected = f"the checkpoint's tensor of shape {tuple(value.shape)}"
@@ -422,16 +430,20 @@ class _Merge:
 
     def _into_tensor(self, current: Any, saved: Tensor, device: torch.device) -> Any:
         is_same_kind = isinstance(current, Tensor) and (current.shape, current.dtype) == (saved.shape, saved.dtype)
+        # torch cannot write into these, at least outside of inference mode.
         if not is_same_kind or current.is_inference() or is_expanded(current) or current.layout != torch.strided:
             return saved.to(device)
-        if self._written.setdefault(_memory_of(current), saved) is not saved:  # by another name
-            return current if torch.equal(current.detach().cpu(), saved.cpu()) else saved.to(device)
-        write_into(current, saved)
+        if self._written.setdefault(_memory_of(current), saved) is saved:
+            write_into(current, saved)
+        elif not torch.equal(current.detach().cpu(), saved.cpu()):  # it was the same tensor under another name
+            return saved.to(device)
         return current
 
     def _into_sequence(self, current: Any, saved: Any, path: str) -> Any:
-        has_places = isinstance(current, list | tuple | deque) and len(current) == len(saved)
-        places = list(current) if has_places else [None] * len(saved)
+        places: list[Any] = [None] * len(saved)
+        # Of another length, nothing says which object belongs to which saved state.
+        if isinstance(current, list | tuple | deque) and len(current) == len(saved):
+            places = list(current)
         items = [self.into(place, value, path) for place, value in zip(places, saved, strict=True)]
         if is_namedtuple(type(saved)):
             return saved._make(items)

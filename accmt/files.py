@@ -85,12 +85,17 @@ def find_surplus(folder: Path, keep: int | None, age: Callable[[Path], int | Non
     """
     if keep is None or not folder.parent.is_dir():
         return []
-    beside = re.compile(rf"{re.escape(folder.name)}\.{_NUMBERED}")
-    places = [path for path in folder.parent.iterdir() if beside.fullmatch(path.name)]
-    places += [path for path in folder.iterdir() if re.fullmatch(_NUMBERED, path.name)] if folder.is_dir() else []
-    ages = {path: age(path) for path in places if path.is_dir() and not path.is_symlink()}
-    known = sorted((filled, path) for path, filled in ages.items() if filled is not None)
-    return [path for _, path in known[: max(0, len(known) - keep)]]
+    sibling = re.compile(rf"{re.escape(folder.name)}\.{_NUMBERED}")
+    places = [path for path in folder.parent.iterdir() if sibling.fullmatch(path.name)]
+    if folder.is_dir():  # a mount point has them inside
+        places += [path for path in folder.iterdir() if re.fullmatch(_NUMBERED, path.name)]
+    by_age = []
+    for path in places:
+        filled = age(path) if path.is_dir() and not path.is_symlink() else None
+        if filled is not None:
+            by_age.append((filled, path))
+    by_age.sort()
+    return [path for _, path in by_age[: max(0, len(by_age) - keep)]]
 
 
 def free_space(folder: Path) -> int:
@@ -176,16 +181,12 @@ def require_writable_folder(folder: Path, argument: str) -> None:
     """
     parent = folder.absolute()
     while not parent.exists() and parent != parent.parent:
+        # `mkdir` would fail with "File exists", hours later.
         if parent.is_symlink():
             got = f"{parent} is a link to {parent.readlink()}, which does not exist"
             do = f"create the target of the link, or remove the link: rm {parent}"
-            raise fail(
-                SavingError,
-                f"Trainer({argument}={str(folder)!r})",
-                got=got,
-                expected="an existing folder, or a new path",
-                do=do,
-            )
+            where, expected = f"Trainer({argument}={str(folder)!r})", "an existing folder, or a new path"
+            raise fail(SavingError, where, got=got, expected=expected, do=do)
         parent = parent.parent
     try:
         with tempfile.TemporaryFile(dir=parent):
@@ -241,7 +242,7 @@ class FolderLock:
         path = folder.absolute() / LOCK_NAME  # the program may change its working directory
         with suppress(FileNotFoundError):
             locks = _held.get(_identify(path.stat()), {})
-            if use in locks:
+            if use in locks:  # below, the lock file would name this very process
                 raise FolderTakenError("another run in this process")
             for lock in locks.values():
                 return cls(lock._file, path, use)
@@ -253,7 +254,7 @@ class FolderLock:
                 holder = os.read(file, 200).decode(errors="replace")
                 os.close(file)
                 raise FolderTakenError(holder) from None
-            except OSError:
+            except OSError:  # a file system without locks: better no lock than no run
                 os.close(file)
                 return None
             if _is_same(file, path):  # and not a file that its holder has just removed
@@ -272,7 +273,7 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock once it was released for each use; a forked process has nothing to release."""
         locks = _held.get(self._key, {})
-        if locks.get(self._use) is not self:
+        if locks.get(self._use) is not self:  # released before, or inherited by a fork
             return
         del locks[self._use]
         if not locks:
@@ -346,7 +347,9 @@ def read_json_lines(path: Path) -> Iterator[Any]:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return {key: _encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -62,8 +62,8 @@ def pickle_plain(value: Any) -> bytes | None:
 
 def digest_state(state: Any) -> str:
     """Return a digest of what a checkpoint contains of a state."""
-    tensors, rest = split_tensors(state)
-    return digest_text(f"{encode(rest)} {[checksum(tensor) for tensor in tensors.values()]}")
+    tensors, structure = split_tensors(state)
+    return digest_text(f"{encode(structure)} {[checksum(tensor) for tensor in tensors.values()]}")
 
 
 def digest_text(text: str) -> str:
@@ -72,8 +72,9 @@ def digest_text(text: str) -> str:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return an object's attributes, also those in slots, without caches."""
-    slots = chain.from_iterable(getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-    names = [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]
+    names = list(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        names += [name for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
     return {name: getattr(value, name) for name in names if not (name.startswith("__") or "cache" in name)}
 
 
@@ -83,7 +84,7 @@ def _look(value: Any, depth: int, *, opens_objects: bool) -> Iterator[object]:
         yield xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, list | tuple | deque | set | frozenset | Mapping):
         parts = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
-        for part in parts if depth else ():
+        for part in parts if depth else ():  # a list may contain itself
             yield from _look(part, depth - 1, opens_objects=opens_objects)
     elif hasattr(value, "__next__"):  # it cannot be seen where it is
         yield next(_UNIQUE)

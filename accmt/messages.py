@@ -47,7 +47,7 @@ class _BarFriendlyHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm.std import tqdm
 
-        if sys.stderr is None or sys.stderr.closed:
+        if sys.stderr is None or sys.stderr.closed:  # under pythonw, or at the end of a program
             return
         try:
             tqdm.write(PREFIX + self.format(record), file=sys.stderr)
@@ -61,7 +61,7 @@ def speaking(*, verbose: bool) -> Iterator[None]:
     _said.clear()
     level = logger.level
     handler = None if logger.hasHandlers() else _BarFriendlyHandler()
-    if level == logging.NOTSET:
+    if level == logging.NOTSET:  # otherwise the user has set one
         logger.setLevel(logging.INFO if verbose else logging.WARNING)
     if handler is not None:
         logger.addHandler(handler)

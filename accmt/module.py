@@ -58,7 +58,7 @@ class LogsValues:
         instant: bool = False,
         prog_bar: bool = False,
         logger: bool = True,
-        **others: Any,
+        **unknown: Any,
     ) -> None:
         """Log a value: during training with the next row, during evaluation with its results.
 
@@ -73,13 +73,13 @@ class LogsValues:
             instant: Whether this process writes a separate row with the value now. This waits for the device.
             prog_bar: Whether to show it in the progress bar.
             logger: Whether to send it to trackers and `history.jsonl`.
-            **others: Not accepted; for keywords of Lightning's `log`, the error suggests what to write.
+            **unknown: Not accepted; for keywords of Lightning's `log`, the error suggests what to write.
 
         Raises:
             ModuleContractError: The value is not a single number, the name is taken, or there is no run.
             ArgumentError: Unknown reduction or keyword, or a `step` without `instant`.
         """
-        for keyword in others:
+        for keyword in unknown:
             from accmt.registry import addon
 
             where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
@@ -382,7 +382,7 @@ class AcceleratorModule(LogsValues):
     @property
     def unwrapped_model(self) -> nn.Module:
         """The model without the wrapper that reduces gradients, for example for `generate` or `config`."""
-        if "accelerator" not in self.__dict__:
+        if "accelerator" not in self.__dict__:  # no run has wrapped it
             return self.model
         model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         return model
@@ -512,9 +512,8 @@ class AcceleratorModule(LogsValues):
             return super().__getattr__(name)  # type: ignore[misc]
         if name in OF_RUN or name == "device":
             do = "use it in a step or a hook such as on_fit_start; accmt moves model and batches to the device"
-            message = explain(
-                f"self.{name}", "no run has started, for example in __init__", "access to it only during a run", do
-            )
+            got, expected = "no run has started, for example in __init__", "access to it only during a run"
+            message = explain(f"self.{name}", got, expected, do)
         else:
             from accmt.registry import addon
 
@@ -594,13 +593,13 @@ class ExtendedAcceleratorModule(AcceleratorModule):
     @contextmanager
     def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Temporarily compute gradients only for the parameters of one optimizer, such as a GAN's generator."""
-        others = [parameter for parameter in _parameters_beside(self, optimizer) if parameter.requires_grad]
-        for parameter in others:
+        frozen = [parameter for parameter in _parameters_beside(self, optimizer) if parameter.requires_grad]
+        for parameter in frozen:
             parameter.requires_grad_(False)  # noqa: FBT003 - torch's signature
         try:
             yield
         finally:
-            for parameter in others:
+            for parameter in frozen:
                 parameter.requires_grad_(True)  # noqa: FBT003 - as above
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
@@ -612,14 +611,14 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         Returns:
             Whether it stepped; False if the gradient scaler found inf.
         """
-        others = [] if optimizer is None else _parameters_beside(self, optimizer)
-        gradients = [parameter.grad for parameter in others]
-        for parameter in others:
+        unstepped = [] if optimizer is None else _parameters_beside(self, optimizer)
+        gradients = [parameter.grad for parameter in unstepped]
+        for parameter in unstepped:
             parameter.grad = None  # without a gradient, it is neither clipped nor stepped
         try:
             return self.manual_steps.step_optimizer(optimizer)
         finally:
-            for parameter, gradient in zip(others, gradients, strict=True):
+            for parameter, gradient in zip(unstepped, gradients, strict=True):
                 parameter.grad = gradient
 
     def step_scheduler(self, scheduler: LRScheduler | None = None) -> None:
@@ -632,8 +631,10 @@ class ExtendedAcceleratorModule(AcceleratorModule):
 
     def schedulers(self) -> list[LRScheduler]:
         """Return the schedulers: those from `get_scheduler`, the only one, or an empty list."""
-        several = getattr(self.scheduler, "schedulers", None)
-        return list(several) if several else [self.scheduler] if self.scheduler is not None else []
+        schedulers = getattr(self.scheduler, "schedulers", None)
+        if schedulers:
+            return list(schedulers)
+        return [] if self.scheduler is None else [self.scheduler]
 
     def step(self, batch: Any = None) -> None:
         """Step the optimizer and, if it stepped, the scheduler."""
@@ -648,11 +649,15 @@ class ExtendedAcceleratorModule(AcceleratorModule):
 def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all other optimizers."""
     optimizers = module.optimizers()
-    if not any(one is optimizer for one in optimizers):
+    # The gradients of all optimizers would be left out, and nothing would be trained.
+    if not any(member is optimizer for member in optimizers):
         got, do = f"a {type(optimizer).__name__} that is not part of the run", "use one of self.optimizers()"
         raise fail(ModuleContractError, "an optimizer", got=got, expected="one of self.optimizers()", do=do)
-    others = [one for one in optimizers if one is not optimizer]
-    return [parameter for one in others for group in one.param_groups for parameter in group["params"]]
+    parameters: list[nn.Parameter] = []
+    for member in optimizers:
+        if member is not optimizer:
+            parameters += [parameter for group in member.param_groups for parameter in group["params"]]
+    return parameters
 
 
 def defines(module: AcceleratorModule, name: str) -> bool:
@@ -694,6 +699,7 @@ class FunctionModule(AcceleratorModule):
 
     def get_optimizer(self) -> torch.optim.Optimizer | None:
         """Return the user's optimizer, without state from earlier runs and `tune`."""
+        # A function module has one optimizer for all its runs; a second fit would start with the momentum of the first.
         if self._optim is not None and self._first_optim_state is not None:
             self._optim.load_state_dict(self._first_optim_state)
         return self._optim
@@ -753,22 +759,24 @@ class HuggingFaceModule(AcceleratorModule):
             return self.model(**batch)
         except (AttributeError, TypeError, ValueError) as error:
             lists = {name: value for name, value in batch.items() if isinstance(value, list)}
-            if not lists:
+            if not lists:  # an error of the model itself
                 raise
             # torch's collate leaves strings, and transposes lists of numbers.
             got, expected = f"lists under {', '.join(map(repr, lists))}", "a tensor for each name"
             texts = [name for name, values in lists.items() if values and isinstance(values[0], str)]
             targets = [name for name in texts if name in ("label", "labels")]
-            others = [name for name in texts if name not in targets]
             steps = [f"dataset.class_encode_column({name!r}), which maps its texts to numbers" for name in targets]
-            steps += [f"dataset.remove_columns({others})"] if others else []
-            steps += ["Trainer(collate_fn=DataCollatorWithPadding(tokenizer))"] if len(texts) < len(lists) else []
+            columns = [name for name in texts if name not in targets]
+            if columns:
+                steps.append(f"dataset.remove_columns({columns})")
+            if len(texts) < len(lists):  # token ids of different lengths
+                steps.append("Trainer(collate_fn=DataCollatorWithPadding(tokenizer))")
             do = f"write {', and '.join(steps)}"
             raise fail(DataError, "a batch for the transformers model", got=got, expected=expected, do=do) from error
 
     def _read_loss(self, outputs: Any, batch: Any) -> Any:
         loss = getattr(outputs, "loss", None)
-        if loss is None:
+        if loss is None:  # of transformers, only the outputs of models with a head have one
             model = self.unwrapped_model
             expected = "a model with a head that computes its loss"
             do = 'fit((path, "AutoModelForSequenceClassification"), ...), or `type:` in the `model` section of the '
@@ -793,6 +801,6 @@ class HuggingFaceModule(AcceleratorModule):
 
     def predict_step(self, batch: Any) -> Any:
         """Return the logits, or a dict of the model's other outputs; the batch may have labels."""
-        outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
-        named = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
-        return named.get("logits", named)
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        tensors = {name: value for name, value in self.model(**inputs).items() if isinstance(value, torch.Tensor)}
+        return tensors.get("logits", tensors)

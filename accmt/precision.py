@@ -52,11 +52,13 @@ def hold_in_float32(model: nn.Module) -> None:
     trained = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype in HALVES]
     if not trained:
         return
-    parts = [part for part in model.modules() if isinstance(part, (*_NORMALIZATIONS, *WITH_STATISTICS))]
-    beside = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
-    for tensor in (*trained, *beside):
+    tensors: list[torch.Tensor] = [*trained]
+    for part in model.modules():
+        if isinstance(part, (*_NORMALIZATIONS, *WITH_STATISTICS)):
+            tensors += [*part.parameters(), *part.buffers()]
+    for tensor in tensors:
         if tensor.dtype in HALVES:
-            tensor.grad = None
+            tensor.grad = None  # it is of the old type, to which backward could not add
             _raise(tensor)
 
 

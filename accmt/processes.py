@@ -126,7 +126,9 @@ def disk_managers() -> tuple[int, ...]:
 
 def manages_disk() -> bool:
     """Return whether this process manages the files on its disk: one process per disk does."""
-    return process_index() == (_disk_managers[process_index()] if has_separate_disks() else 0)
+    if not has_separate_disks():
+        return is_main_process()
+    return process_index() == _disk_managers[process_index()]
 
 
 def num_data_processes() -> int:
@@ -167,7 +169,7 @@ def gather_numbers(values: Sequence[float]) -> list[tuple[float, ...]]:
     if num_processes() == 1:
         return [tuple(map(float, values))]
     layout = struct.Struct(f"{len(values)}d")
-    return [layout.unpack(one) for one in _gather_bytes(layout.pack(*values), None)]
+    return [layout.unpack(packed) for packed in _gather_bytes(layout.pack(*values), None)]
 
 
 def sum_over_processes(values: Sequence[float]) -> list[float]:
@@ -175,7 +177,8 @@ def sum_over_processes(values: Sequence[float]) -> list[float]:
 
     Processes: collective; every process passes the same number of values.
     """
-    return [reduce(add, of_all) for of_all in zip(*gather_numbers(values), strict=True)]
+    # In the order of ranks, so that every process rounds alike.
+    return [reduce(add, addends) for addends in zip(*gather_numbers(values), strict=True)]
 
 
 def sum_over_data(values: Sequence[float]) -> list[float]:
@@ -196,12 +199,12 @@ def _group_of_host() -> dist.ProcessGroup:
     Processes: collective, at the first call with a default group.
     """
     global _host_group  # noqa: PLW0603 - as long-lived as the default group of torch
-    if _host_group is None or _host_group[0] is not dist.group.WORLD:
+    if _host_group is None or _host_group[0] is not dist.group.WORLD:  # a program may create another default group
         _host_group = dist.group.WORLD, dist.new_group(backend="gloo")
     return _host_group[1]
 
 
-def _gather_bytes(own: bytes, group: dist.ProcessGroup | None, *, source: int | None = None) -> list[bytes]:
+def _gather_bytes(data: bytes, group: dist.ProcessGroup | None, *, source: int | None = None) -> list[bytes]:
     """Return the bytes of every process, or only those of `source`; all processes have to be in the same call.
 
     A header is sent first: the number of the user's call, the size, and the bytes themselves if there are few, as is
@@ -213,34 +216,34 @@ def _gather_bytes(own: bytes, group: dist.ProcessGroup | None, *, source: int | 
     call = _serving[-1] if _serving and group is None else ""  # other groups belong to other threads
     tag = zlib.crc32(call.encode())
     group = group or _group_of_host()
-    is_sent = source is None or source == process_index()
-    sent = own if is_sent else b""
+    sent = data if source is None or source == process_index() else b""
     header = _TAG.pack(tag, len(sent)) + sent[:_INLINE].ljust(_INLINE, b"\0")
-    headers = _all_gather(header, group)
-    tags_and_sizes = [_TAG.unpack_from(one) for one in headers]
-    if any(other != tag for other, _ in tags_and_sizes):
-        own_call = describe_call(sys._getframe(1)).encode()[:_LONGEST].ljust(_LONGEST, b"\0")
-        calls = [one.rstrip(b"\0").decode(errors="replace") for one in _all_gather(own_call, group)]
+    received = _all_gather(header, group)
+    tags, sizes = zip(*map(_TAG.unpack_from, received), strict=True)
+    if set(tags) != {tag}:
+        # All processes see the same headers, so that all of them come here.
+        activity = describe_call(sys._getframe(1)).encode()[:_LONGEST].ljust(_LONGEST, b"\0")
+        calls = [text.rstrip(b"\0").decode(errors="replace") for text in _all_gather(activity, group)]
         raise ModuleContractError(explain_apart(dict(enumerate(calls))))
-    largest = max(size for _, size in tags_and_sizes)
-    if largest <= _INLINE:
-        every = [one[_TAG.size : _TAG.size + size] for one, (_, size) in zip(headers, tags_and_sizes, strict=True)]
-    elif source is None:
-        padded = _all_gather(sent.ljust(largest, b"\0"), group)
-        every = [one[:size] for one, (_, size) in zip(padded, tags_and_sizes, strict=True)]
-    else:
+    largest = max(sizes)
+    if largest > _INLINE and source is not None:
         buffer = torch.frombuffer(bytearray(sent or largest), dtype=torch.uint8)
         dist.broadcast(buffer, src=source, group=group)
         return [buffer.numpy().tobytes()]
-    return every if source is None else [every[source]]
+    if largest > _INLINE:
+        received = _all_gather(sent.ljust(largest, b"\0"), group)
+    else:
+        received = [header[_TAG.size :] for header in received]
+    contents = [padded[:size] for padded, size in zip(received, sizes, strict=True)]
+    return contents if source is None else [contents[source]]
 
 
-def _all_gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def _all_gather(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Return the bytes of every process, all of the same length."""
-    tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    every = [torch.empty_like(tensor) for _ in range(num_processes())]
-    dist.all_gather(every, tensor, group=group)
-    return [one.numpy().tobytes() for one in every]
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    received = [torch.empty_like(tensor) for _ in range(num_processes())]
+    dist.all_gather(received, tensor, group=group)
+    return [part.numpy().tobytes() for part in received]
 
 
 @contextmanager
@@ -302,7 +305,7 @@ def new_cpu_group() -> dist.ProcessGroup | None:
 
 def close_cpu_group(group: dist.ProcessGroup | None) -> None:
     """Close the connections and threads of `new_cpu_group`. Not collective."""
-    if group is not None and dist.is_initialized():
+    if group is not None and dist.is_initialized():  # the program may have left the process group before
         dist.destroy_process_group(group)
 
 
@@ -313,7 +316,7 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
     """
     if num_processes() == 1:
         return [value]
-    return [pickle.loads(one) for one in _gather_bytes(pickle.dumps(value), group)]
+    return [pickle.loads(pickled) for pickled in _gather_bytes(pickle.dumps(value), group)]
 
 
 def gather_from_data(value: T) -> list[T]:
@@ -336,9 +339,9 @@ def broadcast_object(value: T, *, source: int = 0, group: dist.ProcessGroup | No
     """
     if num_processes() == 1:
         return value
-    own = pickle.dumps(value) if process_index() == source else b""
-    [sent] = _gather_bytes(own, group, source=source)
-    result: T = pickle.loads(sent)
+    pickled = pickle.dumps(value) if process_index() == source else b""  # what others pass may not be picklable
+    [received] = _gather_bytes(pickled, group, source=source)
+    result: T = pickle.loads(received)
     return result
 
 
@@ -392,15 +395,15 @@ def run_on_every_process(action: Callable[[], T], *, group: dist.ProcessGroup | 
         Exception: The error of this process, otherwise of the first process that failed, without its traceback; on
             every process, so that none waits for the others.
     """
-    own = _Result.of(action)
+    local_result = _Result.of(action)
     try:
-        every = gather_objects(own.for_others(), group=group)
+        results = gather_objects(local_result.for_others(), group=group)
     except Exception:
-        if own.error is None:
+        if local_result.error is None:
             raise
-        raise own.error from None  # the other processes may be elsewhere because of it
-    own.unwrap()
-    return [result.unwrap() for result in every]
+        raise local_result.error from None  # the other processes may be elsewhere because of it
+    local_result.unwrap()  # first, because the copies that were sent have no traceback
+    return [result.unwrap() for result in results]
 
 
 @dataclass

@@ -224,7 +224,8 @@ def names(group: str) -> list[str]:
     """Return the names of a group: first what is built in, then what installed packages add."""
     from importlib.metadata import entry_points
 
-    return list(dict.fromkeys([*_BUILT_IN.get(group, ()), *(found.name for found in entry_points(group=group))]))
+    added = [entry_point.name for entry_point in entry_points(group=group)]
+    return list(dict.fromkeys([*_BUILT_IN.get(group, ()), *added]))
 
 
 def added_features(is_set: Callable[[str], bool]) -> list[Any]:
@@ -233,8 +234,12 @@ def added_features(is_set: Callable[[str], bool]) -> list[Any]:
     Args:
         is_set: Returns whether a setting is set.
     """
-    every = _BUILT_IN[ADDED_FEATURES]
-    return [find(ADDED_FEATURES, name) for name in every if name not in ONLY_WITH or any(map(is_set, ONLY_WITH[name]))]
+    features = []
+    for name in _BUILT_IN[ADDED_FEATURES]:
+        # Importing an add-on that does nothing in this run would only take time.
+        if name not in ONLY_WITH or any(map(is_set, ONLY_WITH[name])):
+            features.append(find(ADDED_FEATURES, name))
+    return features
 
 
 def is_built_in(group: str, name: str) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from accmt.attributes import Attributes
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.callback import find_hooks
+from accmt.checkpoint.state_dicts import class_name_of
 from accmt.data import Loader, MicroBatch, count_samples
 from accmt.engine.base import Engine
 from accmt.engine.replicas import Replicas
@@ -132,6 +133,7 @@ class EvaluationRun:
         """
         if self.device.type == "cpu" or not self.settings.data.data_options.device_placement:
             return batch
+        # `send_to_device` returns a dataclass as it is, on the CPU.
         if is_dataclass(batch) and not isinstance(batch, type) and not hasattr(batch, "to"):
             placed = copy.copy(batch)
             for field in fields(batch):
@@ -153,6 +155,7 @@ class EvaluationRun:
         if micro_batch.cut is not None and micro_batch.cut.num_targets is not None:
             return micro_batch.own_samples or 0  # not visible in the shape of a packed row
         samples = self.module.get_batch_size(batch) if self.counts_own_samples else None
+        # The weight is the step's own, so a batch that does not show its samples is no error.
         if samples is None and has_weight:
             samples = micro_batch.own_samples
         return count_samples(batch, micro_batch.own_samples) if samples is None else samples
@@ -220,10 +223,9 @@ class Run(EvaluationRun):
         replaced: dict[str, Any] = {}
         name, optimizer = type(self.module).__name__, self.stepper.optimizer
         if "optim" in self.set_by_module:
-            defaults = getattr(optimizer, "defaults", {})
-            known = {key: value for key, value in defaults.items() if isinstance(value, int | float | str | tuple)}
-            kind = getattr(optimizer, "class_names", type(optimizer).__qualname__)
-            replaced["optim"] = {"type": kind, **known, "set_by": f"{name}.get_optimizer"}
+            defaults = getattr(optimizer, "defaults", {})  # a ChainedOptimizer has none
+            plain = {key: value for key, value in defaults.items() if isinstance(value, int | float | str | tuple)}
+            replaced["optim"] = {"type": class_name_of(optimizer), **plain, "set_by": f"{name}.get_optimizer"}
         if "scheduler" in self.set_by_module:
             replaced["scheduler"] = {"type": type(self.scheduler).__qualname__, "set_by": f"{name}.get_scheduler"}
         if self.loaders.takes_user_batches:
@@ -253,8 +255,8 @@ class Run(EvaluationRun):
     def ends_early(self) -> bool:
         """Whether training ends early: patience or time is exhausted, or it was requested."""
         patience = self.saver.patience
-        is_asked = self.interruption.ends_training or (patience is not None and patience.is_exhausted)
-        if not is_asked:
+        is_exhausted = patience is not None and patience.is_exhausted
+        if not (self.interruption.ends_training or is_exhausted):
             return False
         running = self.settings.running
         return may_stop(self.state, min_epochs=running.min_epochs, min_steps=running.min_steps)
@@ -278,7 +280,9 @@ class Run(EvaluationRun):
     def steps_per_epoch(self, epoch: int) -> int | None:
         """Return the optimizer steps of an epoch; None if its length is unknown."""
         micro_batches, accumulation = self.train_loader.source.num_micro_batches, self.accumulation_at(epoch)
-        return None if micro_batches is None or accumulation is None else -(-micro_batches // accumulation)
+        if micro_batches is None or accumulation is None:
+            return None
+        return -(-micro_batches // accumulation)  # the last window of an epoch may be shorter
 
     def require_equal_replicas(self) -> None:
         """Check that processes with the same part of the model have the same weights and optimizer state.
@@ -293,10 +297,13 @@ class Run(EvaluationRun):
         if self.replicas is not None and num_processes() > 1:
             try:
                 self.replicas.require_equal(self.state.global_step)
-            except ReplicasDifferError:
+            except ReplicasDifferError:  # an emergency checkpoint would keep one of the diverged models
                 self.snapshot.invalidate()
                 raise
 
     def user_hooks(self, name: str) -> list[Callable[..., Any]]:
         """Return the functions of the user's callbacks and module for a hook."""
-        return [hook for owner in (*self.callbacks, self.module) for hook in find_hooks(owner).get(name, ())]
+        hooks: list[Callable[..., Any]] = []
+        for owner in (*self.callbacks, self.module):
+            hooks += find_hooks(owner).get(name, ())
+        return hooks

@@ -142,8 +142,10 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def _has_text(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
     if isinstance(value, _COLLECTIONS):
-        return any(map(_has_text, value.values() if isinstance(value, Mapping) else value))
+        return any(map(_has_text, value))
     return isinstance(value, str | bytes)
 
 
@@ -156,13 +158,13 @@ def _hide(value: Any, known: Sequence[str], *, leave_out: bool) -> Any:
     if isinstance(value, str):
         return _hide_text(value, known)
     if isinstance(value, Mapping):
-        kept: dict[Any, Any] = {}
+        hidden: dict[Any, Any] = {}
         for key, item in value.items():
             is_secret = isinstance(key, str) and _is_secret(key, item)
             if not (leave_out and (is_secret or _changes(item, known))):
                 key = _hide_text(key, known) if isinstance(key, str) else key
-                kept[key] = HIDDEN if is_secret else _hide(item, known, leave_out=leave_out)
-        return kept
+                hidden[key] = HIDDEN if is_secret else _hide(item, known, leave_out=leave_out)
+        return hidden
     if type(value) in (list, tuple, set, frozenset):
         items = [item for item in value if not (leave_out and _changes(item, known))]
         return type(value)(_hide(item, known, leave_out=leave_out) for item in items)
@@ -195,24 +197,27 @@ def _hide_text(text: str, known: Sequence[str]) -> str:
     return _TOKENS.sub(HIDDEN, text)
 
 
-def _hide_user(found: re.Match[str]) -> str:
-    user = found[0].removeprefix(found[1])
-    is_name = ":" not in user and len(user) < 20 and not found[1].lower().startswith("http")  # ssh://git@host
-    return found[0] if is_name else f"{found[1]}{HIDDEN}@"
+def _hide_user(match: re.Match[str]) -> str:
+    user = match[0].removeprefix(match[1])
+    is_name = ":" not in user and len(user) < 20 and not match[1].lower().startswith("http")  # ssh://git@host
+    return match[0] if is_name else f"{match[1]}{HIDDEN}@"
 
 
-def _hide_parameter(found: re.Match[str]) -> str:
-    name = unquote(found[2])
+def _hide_parameter(match: re.Match[str]) -> str:
+    name = unquote(match[2])
     is_secret = is_secret_name(name) or name.lower().endswith(("sig", "signature"))  # grants access to the URL
-    return f"{found[1]}{found[2]}={HIDDEN}" if is_secret else found[0]
+    return f"{match[1]}{match[2]}={HIDDEN}" if is_secret else match[0]
 
 
 def _known() -> list[str]:
     """Return the secrets with known values, longest first: one may be a prefix of another."""
-    values = {os.environ[name] for name in os.environ if _may_hold_secret(name)}
-    values = {value for value in values if len(value) >= _SHORTEST_VALUE}
-    # Some variables only contain the location of a secret, such as SSH_AUTH_SOCK.
-    values -= {value for value in values if value.startswith(("/", "~")) and _exists(value)}
+    values = set()
+    for name, value in os.environ.items():
+        if not _may_hold_secret(name) or len(value) < _SHORTEST_VALUE:
+            continue
+        # Some variables only contain the location of a secret, such as SSH_AUTH_SOCK.
+        if not (value.startswith(("/", "~")) and _exists(value)):
+            values.add(value)
     return sorted(values | _remembered | _secrets_of_command(tuple(sys.argv)), key=len, reverse=True)
 
 
@@ -230,10 +235,10 @@ def _exists(path: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _secrets_of_command(arguments: tuple[str, ...]) -> frozenset[str]:
-    found = set[str]()
+    secrets = set[str]()
     for argument, secret in _find_in_command(arguments[1:]):
-        found.update((secret, *_passwords_in(argument)))
-    return frozenset(secret for secret in found if len(secret) >= _SHORTEST_VALUE)
+        secrets.update((secret, *_passwords_in(argument)))
+    return frozenset(secret for secret in secrets if len(secret) >= _SHORTEST_VALUE)
 
 
 def _find_in_command(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -242,7 +247,8 @@ def _find_in_command(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     for argument in arguments:
         name, is_assigned, value = argument.partition("=")
         is_flag = argument.startswith("-")
-        flag = name if is_flag else flag
+        if is_flag:
+            flag = name
         if is_secret_name(flag) and not is_flag:
             yield argument, argument
         else:
@@ -264,6 +270,8 @@ def _find(value: Any, *, is_secret: bool) -> Iterator[str]:
 
 
 def _passwords_in(text: str) -> Iterator[str]:
-    for found in _IN_URL.finditer(text) if "://" in text else ():
-        password = found[0].removeprefix(found[1]).removesuffix("@").partition(":")[2]
+    if "://" not in text:  # the search below is slow, and most texts have no URL
+        return
+    for match in _IN_URL.finditer(text):
+        password = match[0].removeprefix(match[1]).removesuffix("@").partition(":")[2]
         yield from {password, unquote(password)} - {""}

@@ -50,9 +50,11 @@ def class_of(model: nn.Module) -> type[nn.Module]:
     Source: `fully_shard` in torch/distributed/fsdp/_fully_shard/_fully_shard.py.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    own = type(model)
-    is_made = fsdp is not None and fsdp.FSDPModule in own.__bases__ and own.__name__.startswith("FSDP")
-    return next(base for base in own.__bases__ if base is not fsdp.FSDPModule) if is_made and fsdp else own
+    kind = type(model)
+    # A user's class may derive from FSDPModule as well; only torch's has this name.
+    if fsdp is None or fsdp.FSDPModule not in kind.__bases__ or not kind.__name__.startswith("FSDP"):
+        return kind
+    return next(base for base in kind.__bases__ if base is not fsdp.FSDPModule)
 
 
 def total_norm(gradients: Sequence[Tensor], order: float = 2.0) -> torch.Tensor:
@@ -60,8 +62,9 @@ def total_norm(gradients: Sequence[Tensor], order: float = 2.0) -> torch.Tensor:
 
     Processes: collective where they are sharded.
     """
-    values = [dense_values(one) if one.is_sparse else one for one in gradients]
-    norms = [make_whole(nn.utils.get_total_norm(of_one, order)) for (of_one,) in by_mesh(values)]
+    values = [dense_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
+    norms = [make_whole(nn.utils.get_total_norm(tensors, order)) for (tensors,) in by_mesh(values)]
+    # The norm of a single norm would be rounded once more.
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
 
@@ -77,10 +80,10 @@ def by_mesh(*tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
     """
     if not any(map(is_dtensor, tensors[0])):
         return [tuple(map(list, tensors))]
-    kinds: dict[Any, list[tuple[Tensor, ...]]] = {}
-    for together in zip(*tensors, strict=True):
-        kinds.setdefault(mesh_of(together[0]), []).append(together)
-    return [tuple(map(list, zip(*of_one, strict=True))) for of_one in kinds.values()]
+    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
+    for row in zip(*tensors, strict=True):
+        groups.setdefault(mesh_of(row[0]), []).append(row)
+    return [tuple(map(list, zip(*rows, strict=True))) for rows in groups.values()]
 
 
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
@@ -105,7 +108,8 @@ def without_repetition(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     if not is_expanded(like):
         return tensor
     for dim, stride in enumerate(like.stride()):
-        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and like.shape[dim] else tensor
+        if stride == 0 and like.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 

@@ -43,17 +43,17 @@ from accmt.checkpoint.state_dicts import (
     decode,
     describe_kind,
     encode,
-    is_made_of_others,
+    has_inner_tensors,
     join_tensors,
     local_part,
     model_state,
+    non_persistent_buffers,
     optimizer_state,
-    other_buffers,
     referred_tensors,
     require_known,
     restore_model,
+    restore_non_persistent_buffers,
     restore_optimizer,
-    restore_other_buffers,
     split_tensors,
     with_inner,
 )
@@ -88,8 +88,8 @@ class Pieces:
     def whole(cls, tensors: Mapping[str, Tensor]) -> Pieces:
         return cls(tensors, {name: (0,) * tensor.dim() for name, tensor in tensors.items()})
 
-    def __or__(self, other: Pieces) -> Pieces:
-        return Pieces({**self.tensors, **other.tensors}, {**self.offsets, **other.offsets})
+    def __or__(self, pieces: Pieces) -> Pieces:
+        return Pieces({**self.tensors, **pieces.tensors}, {**self.offsets, **pieces.offsets})
 
 
 class PiecePlanner:
@@ -112,6 +112,7 @@ class PiecePlanner:
             return Pieces.whole({name: local_part(tensor) for name, tensor in tensors.items()})
         placements = {name: tensor.placements for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
         layout = [(name, tensor.shape, tensor.dtype, placements.get(name)) for name, tensor in tensors.items()]
+        # All processes compare all layouts: one that kept its plan while another plans again would leave that waiting.
         layouts = gather_objects(hashlib.sha256(repr(layout).encode()).hexdigest())
         if layouts != self._layouts:
             planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -136,8 +137,10 @@ def write_pieces(pieces: Pieces, folder: Path) -> Path:
     try:
         save_file({name: tensor.contiguous() for name, tensor in pieces.tensors.items()}, path, metadata)
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
+        # safetensors hides the number of an OSError in its message; the advice for a full disk depends on it.
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match else errno.EIO
+        raise OSError(number, str(error), str(path)) from error
     follow_umask(path)
     return path
 
@@ -171,9 +174,10 @@ class HostSnapshot:
             _copy(pairs)
         else:
             by_size = sorted(pairs, key=lambda pair: pair[0].nbytes)
-            other_half = helper.submit(_copy, by_size[::2])
+            half = helper.submit(_copy, by_size[::2])
             _copy(by_size[1::2])
-            other_half.result()
+            half.result()
+        # Copies from a device are asynchronous: without waiting, the next optimizer step would change what is copied.
         for device in devices:
             torch.accelerator.synchronize(device)
         return dict(self._buffers)
@@ -245,49 +249,66 @@ class StateCollector:
         self._layout = _model_layout(model_state(model))
         self._planner = PiecePlanner()
 
-    def collect(self, others: Mapping[str, Any]) -> CollectedState:
+    def collect(self, part_states: Mapping[str, Any]) -> CollectedState:
         """Collect the current state and decide which process writes which part; copies nothing.
 
         Processes: collective. Model and optimizers may be sharded; no process gathers either of them.
 
         Args:
-            others: Further states by name: JSON values and tensors. The main process's are saved; the state named
+            part_states: Further states by name: JSON values and tensors. The main process's are saved; the state named
                 "process", if there is one on every process, is saved for each of them.
 
         Raises:
             CheckpointError: Something cannot be stored; the message names it.
         """
         _reject_stateful_hooks(self._model)
-        states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
+        optimizer_states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
         frozen = self._frozen.digests()
         state = model_state(self._model)
-        begun, now = self._layout, _model_layout(state)
-        if begun != now:  # a new model could not load these entries
-            both = sorted(begun.keys() & now.keys())
-            faults = [f"{name} is {now[name]} but was {begun[name]}" for name in both if begun[name] != now[name]]
-            faults += [f"{name} is new" for name in now.keys() - begun.keys()]
-            faults += [f"{name} is missing" for name in begun.keys() - now.keys()]
-            expected = "the same entries, shapes and dtypes as when it was built, so that a resumed run can load them"
-            do = "allocate a buffer at its final size when the model is built, and count how much of it is used"
-            if begun.keys() != now.keys():
-                do = "add, replace or prune layers when the module is built, before fit"
-            raise fail(CheckpointError, "the state of the model", got="; ".join(faults[:5]), expected=expected, do=do)
+        _require_same_layout(self._layout, _model_layout(state))
         model = {name: value for name, value in state.items() if name not in frozen}
-        weights = {"model": model, "buffers": other_buffers(self._model), "optimizers": states}
-        shared, rest = split_tensors(weights)
-        others = dict(others)
-        process = others.pop("process", None)
+        weights = {"model": model, "buffers": non_persistent_buffers(self._model), "optimizers": optimizer_states}
+        shared, structure = split_tensors(weights)
+        main_state = dict(part_states)
+        process_state = main_state.pop("process", None)
         if self._has_replicas:
-            process = {**(process or {}), **({} if is_main_process() else weights)}
-        of_process, process_rest = _collect_of_processes(process)
-        of_main, other_rest = split_tensors({"others": others})
-        shared |= {name: tensor for name, tensor in of_main.items() if isinstance(tensor, DTensor)}
-        of_main = {name: tensor for name, tensor in of_main.items() if name not in shared}
-        text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest, **process_rest})
+            # A dict on the main process too, even if it is empty: collecting it is collective.
+            process_state = dict(process_state or {})
+            if not is_main_process():
+                process_state |= weights
+        process_tensors, process_structure = _collect_of_processes(process_state)
+        main_tensors, main_structure = split_tensors({"others": main_state})
+        # Of a sharded tensor, the main process has only its shard: all processes write it together.
+        for name, tensor in list(main_tensors.items()):
+            if isinstance(tensor, DTensor):
+                shared[name] = main_tensors.pop(name)
+        text = encode(
+            {"files": file_names(num_processes()), "frozen": frozen, **structure, **main_structure, **process_structure}
+        )
         if self._has_replicas:
-            of_main, shared = of_main | shared, {}
+            # Replicas differ, so a planner must not choose whose weights to write: these are the main process's.
+            main_tensors, shared = main_tensors | shared, {}
         pieces = self._planner.pieces_of(shared)
-        return CollectedState(pieces | Pieces.whole({**of_process, **(of_main if is_main_process() else {})}), text)
+        if is_main_process():
+            process_tensors |= main_tensors
+        return CollectedState(pieces | Pieces.whole(process_tensors), text)
+
+
+def _require_same_layout(built: Mapping[str, str], current: Mapping[str, str]) -> None:
+    """Reject a model whose entries have changed since it was built: a new model could not load them."""
+    if built == current:
+        return
+    faults = []
+    for name in sorted(built.keys() & current.keys()):
+        if built[name] != current[name]:
+            faults.append(f"{name} is {current[name]} but was {built[name]}")
+    faults += [f"{name} is new" for name in current.keys() - built.keys()]
+    faults += [f"{name} is missing" for name in built.keys() - current.keys()]
+    expected = "the same entries, shapes and dtypes as when it was built, so that a resumed run can load them"
+    do = "allocate a buffer at its final size when the model is built, and count how much of it is used"
+    if built.keys() != current.keys():
+        do = "add, replace or prune layers when the module is built, before fit"
+    raise fail(CheckpointError, "the state of the model", got="; ".join(faults[:5]), expected=expected, do=do)
 
 
 def _collect_of_processes(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -297,17 +318,20 @@ def _collect_of_processes(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]
     """
     if state is None:
         return {}, {}
-    tensors, rest = split_tensors({"process": {str(process_index()): state}})
-    rests = [decode(text)["process"] for text in gather_objects(encode(rest))]
-    return tensors, {"process": {number: state for rest in rests for number, state in rest.items()}}
+    tensors, structure = split_tensors({"process": {str(process_index()): state}})
+    states: State = {}
+    for text in gather_objects(encode(structure)):
+        states |= decode(text)["process"]
+    return tensors, {"process": states}
 
 
 def _reject_stateful_hooks(model: nn.Module) -> None:
     """Reject communication hooks whose state differs by process and changes from step to step."""
-    states = states_of_comm_hooks(model) if isinstance(model, DistributedDataParallel) else []
-    for state in states:
+    if not isinstance(model, DistributedDataParallel):
+        return
+    for state in states_of_comm_hooks(model):
         kind = type(state).__name__
-        if kind in _STATEFUL_HOOKS:
+        if kind in _STATEFUL_HOOKS:  # a resumed run would start with other errors to feed back, silently
             got = f"a DistributedDataParallel communication hook whose state ({kind}) cannot be saved in checkpoints"
             expected = "gradients that depend on the step alone, so that the run can resume from a checkpoint"
             do = "set checkpoint_every=None without failure handlers; or use a hook without state, such as "
@@ -321,7 +345,9 @@ def require_numbers(collected: CollectedState) -> None:
     Uses the norm of each tensor: one pass, no extra memory. Infinite entries, as in masks, are allowed.
     """
     for name, tensor in collected.pieces.tensors.items():
-        if name.startswith(("others.", "process.")) or not tensor.is_floating_point() or tensor.element_size() == 1:
+        if name.startswith(("others.", "process.")):  # a module may store NaN on purpose, as "not measured yet"
+            continue
+        if not tensor.is_floating_point() or tensor.element_size() == 1:  # torch has no norm of 8-bit floats
             continue
         if torch.isnan(torch.linalg.vector_norm(tensor)):
             do = "find the step where a loss or gradient became NaN or infinite"
@@ -345,7 +371,7 @@ def rejecting_other_forms(folder: Path) -> Iterator[None]:
         yield
     except AccmtError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a KeyError alone names no file
         got = f"a state with another structure: {type(error).__name__}: {error}"
         do = "resume from another checkpoint, or with the version of accmt that wrote this one (see manifest.json)"
         raise fail(
@@ -354,7 +380,7 @@ def rejecting_other_forms(folder: Path) -> Iterator[None]:
 
 
 def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the other states of a folder; each tensor is a `TensorReference`.
+    """Return the states of a folder besides model and optimizers; each tensor is a `TensorReference`.
 
     Args:
         folder: The checkpoint's folder.
@@ -362,12 +388,12 @@ def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
 
     Processes: collective if `whole` is not empty.
     """
-    saved = _read_rest(folder)
-    others: dict[str, Any] = saved["others"]
-    wanted = {name: others[name] for name in whole if name in others}
-    if names := referred_tensors(wanted):
-        others |= join_tensors(_read_whole(names, saved, _open(folder, saved), folder), wanted)
-    return others
+    saved = _read_structure(folder)
+    part_states: dict[str, Any] = saved["others"]
+    with_tensors = {name: part_states[name] for name in whole if name in part_states}
+    if names := referred_tensors(with_tensors):
+        part_states |= join_tensors(_read_whole(names, saved, _open(folder, saved), folder), with_tensors)
+    return part_states
 
 
 def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
@@ -377,11 +403,12 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
     weights that were left out.
     """
     with rejecting_other_forms(folder):
-        saved = _read_rest(folder)
+        saved = _read_structure(folder)
         names = referred_tensors(saved["model"])
         tensors = _read_whole(names, saved, HuggingFaceStorageReader(str(folder)), folder)
         model = join_tensors(tensors, saved["model"])
-        return {name: value for name, value in model.items() if isinstance(value, Tensor)}, len(saved["frozen"])
+        weights = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+        return weights, len(saved["frozen"])
 
 
 def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder: Path) -> dict[str, Any]:
@@ -394,14 +421,14 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
         optimizers: The optimizers, built as in the saved run; None leaves them unchanged.
 
     Returns:
-        The other states, with their tensors on the CPU.
+        The states besides model and optimizers, with their tensors on the CPU.
 
     Raises:
         CheckpointCorruptError: The checkpoint is incomplete.
         CheckpointError: The checkpoint is from another model or other optimizers.
         OSError: A file cannot be read.
     """
-    saved = _read_rest(folder)
+    saved = _read_structure(folder)
     if optimizers is None:
         optimizers, saved = [], {**saved, "optimizers": []}
     if "process" in saved:
@@ -419,8 +446,9 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     targets: dict[str, Tensor] = {}  # to read into: weights in place, optimizer state sharded like its parameter
     for name, entry in saved["model"].items():
         if isinstance(entry, TensorReference):
-            in_place = not is_expanded(ours[name])
-            targets.setdefault(entry.name, ours[name] if in_place else _empty(stored[entry.name], None))
+            # The elements of an expanded tensor share memory, so that nothing can be read into it.
+            target = _empty(stored[entry.name], None) if is_expanded(ours[name]) else ours[name]
+            targets.setdefault(entry.name, target)
     for states in chain.from_iterable(map(with_inner, saved["optimizers"])):
         for name, state in states["state"].items():
             targets |= {key: _empty(stored[key], ours.get(name)) for key in referred_tensors(state)}
@@ -428,13 +456,13 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     _read_tensors(targets, reader, folder)
     loaded = join_tensors(targets, saved)
     restore_model(model, loaded["model"])
-    restore_other_buffers(model, loaded["buffers"])
+    restore_non_persistent_buffers(model, loaded["buffers"])
     for optimizer, state in zip(optimizers, loaded["optimizers"], strict=True):
         restore_optimizer(model, optimizer, state)
-    others: dict[str, Any] = loaded["others"]
+    part_states: dict[str, Any] = loaded["others"]
     if "process" in loaded:
-        others["process"] = loaded["process"]
-    return others
+        part_states["process"] = loaded["process"]
+    return part_states
 
 
 def _select_process(saved: State, *, resets_optimizers: bool) -> State:
@@ -444,26 +472,31 @@ def _select_process(saved: State, *, resets_optimizers: bool) -> State:
         CheckpointError: There were other processes.
     """
     num_saved = len(saved["files"])
+    # There is no rule by which other processes could share these states.
     if num_saved != num_processes():
         got = f"{num_processes()} processes, and a checkpoint with a separate state for each of {num_saved}"
         do = f"launch {num_saved} processes; or start a new run without `process_state` and with equal replicas"
         raise fail(CheckpointError, "resuming", got=got, expected="as many processes as in the saved run", do=do)
     process = dict(saved["process"][str(process_index())])
+    # Where each process trains a replica, its weights are here; the main process's are in their usual place.
     weights = {name: process.pop(name) for name in ("model", "buffers", "optimizers") if name in process}
     if resets_optimizers:
         weights.pop("optimizers", None)
     return {**saved, **weights, "process": process}
 
 
-def _read_rest(folder: Path) -> State:
-    rest: State = decode((folder / STATE_FILE).read_text(encoding="utf-8"))
-    found = {path.name for path in folder.glob("*.safetensors")}
-    if found == set(rest["files"]) or (has_separate_disks() and found <= set(rest["files"])):
-        return rest
-    missing, unexpected = sorted(set(rest["files"]) - found), sorted(found - set(rest["files"]))
+def _read_structure(folder: Path) -> State:
+    structure: State = decode((folder / STATE_FILE).read_text(encoding="utf-8"))
+    present, expected_files = {path.name for path in folder.glob("*.safetensors")}, set(structure["files"])
+    # A file too many is an error as well: torch's reader takes the tensors of every file that it sees.
+    if present == expected_files or (has_separate_disks() and present <= expected_files):
+        return structure
+    missing, unexpected = sorted(expected_files - present), sorted(present - expected_files)
     got = f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}"
     do = "resume from another checkpoint"
-    raise fail(CheckpointCorruptError, str(folder), got=got, expected=f"{len(rest['files'])} files of tensors", do=do)
+    raise fail(
+        CheckpointCorruptError, str(folder), got=got, expected=f"{len(structure['files'])} files of tensors", do=do
+    )
 
 
 def _open(folder: Path, saved: State) -> HuggingFaceStorageReader:
@@ -476,19 +509,17 @@ def _open(folder: Path, saved: State) -> HuggingFaceStorageReader:
 def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path) -> Mapping[str, Any]:
     try:
         stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-        missing = sorted(referred_tensors(saved) - stored.keys())
-        fault = f"missing tensors: {', '.join(missing[:5])}" if missing else None
-    except SafetensorError as error:
-        fault = str(error)
-    if fault is None:
-        return stored
-    raise fail(
-        CheckpointCorruptError,
-        str(folder),
-        got=fault,
-        expected="a complete checkpoint",
-        do="resume from another checkpoint",
-    )
+    except SafetensorError as error:  # a file that was cut short
+        raise _incomplete(folder, str(error)) from None
+    missing = sorted(referred_tensors(saved) - stored.keys())
+    if missing:  # such as files of two checkpoints in one folder
+        raise _incomplete(folder, f"missing tensors: {', '.join(missing[:5])}")
+    return stored
+
+
+def _incomplete(folder: Path, got: str) -> AccmtError:
+    do = "resume from another checkpoint"
+    return fail(CheckpointCorruptError, str(folder), got=got, expected="a complete checkpoint", do=do)
 
 
 def _read_whole(names: set[str], saved: State, reader: HuggingFaceStorageReader, folder: Path) -> dict[str, Tensor]:
@@ -508,7 +539,7 @@ def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:
 def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, folder: Path) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        if has_separate_disks():
+        if has_separate_disks():  # `load` would read files that this disk lacks
             reader.read_into(targets)  # type: ignore[attr-defined]
             return
         with warnings.catch_warnings():
@@ -516,13 +547,7 @@ def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(targets, storage_reader=reader, planner=planner)
     except (CheckpointException, SafetensorError) as error:
-        raise fail(
-            CheckpointCorruptError,
-            str(folder),
-            got=str(error),
-            expected="a complete checkpoint",
-            do="resume from another checkpoint",
-        ) from error
+        raise _incomplete(folder, str(error)) from error
 
 
 def _model_layout(state: State) -> dict[str, str]:
@@ -548,7 +573,7 @@ def _require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) ->
 
 def _describe(entry: Any) -> str:
     if isinstance(entry, Tensor):
-        kind = f" {describe_kind(type(entry))}" if is_made_of_others(entry) else ""
+        kind = f" {describe_kind(type(entry))}" if has_inner_tensors(entry) else ""
         return f"{tuple(entry.shape)} {entry.dtype}{kind}"
     if isinstance(entry, WrappedTensor):
         return f"{entry.size} {entry.dtype} {entry.kind}"

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from accmt.checkpoint.state_dicts import kept_buffers, local_part, model_state, plain_parameter_names, plain_parts
+from accmt.checkpoint.state_dicts import local_part, model_state, persistent_buffers, plain_parameter_names, plain_parts
 from accmt.errors import CheckpointError, fail
 from accmt.processes import gather_objects
 from accmt.sharded_tensors import bytes_of, make_whole
@@ -42,9 +42,10 @@ class FrozenWeights:
         if not self._digests:
             return {}
         weights = find_frozen(self._model)
-        changed = {
-            name for name in self._digests if name not in weights or checksum(weights[name]) != self._checksums[name]
-        }
+        changed = set()
+        for name in self._digests:
+            if name not in weights or checksum(weights[name]) != self._checksums[name]:
+                changed.add(name)
         for name in set().union(*gather_objects(changed)):
             del self._digests[name]
         return dict(self._digests)
@@ -61,24 +62,32 @@ def find_frozen(model: nn.Module) -> dict[str, Tensor]:
     frozen = {name: weight for name, weight in plain_parameter_names(model).items() if not weight.requires_grad}
     if not frozen:
         return {}
-    adapters = {name for module in model.modules() for name in getattr(module, "peft_config", None) or ()}
+    adapters: set[str] = set()
+    for module in model.modules():
+        adapters.update(getattr(module, "peft_config", None) or ())
     if adapters:
         base = {name: weight for name, weight in frozen.items() if adapters.isdisjoint(name.split("."))}
-        return {**base, **_kept_with(base, model)}
-    kept = {_memory_of(entry) for entry in model_state(model).values() if isinstance(entry, Tensor)}
-    quantized = {name: weight for name, weight in frozen.items() if type(weight).__module__.startswith("bitsandbytes.")}
-    missing = {name: weight for name, weight in frozen.items() if weight.numel() and _memory_of(weight) not in kept}
-    return {**missing, **quantized, **_kept_with(quantized, model)}
+        return {**base, **_scales_of(base, model)}
+    # By memory: a `state_dict` that renames a weight does not leave it out.
+    in_state = {_memory_of(entry) for entry in model_state(model).values() if isinstance(entry, Tensor)}
+    missing, quantized = {}, {}
+    for name, weight in frozen.items():
+        if weight.numel() and _memory_of(weight) not in in_state:
+            missing[name] = weight
+        if type(weight).__module__.startswith("bitsandbytes."):
+            quantized[name] = weight
+    return {**missing, **quantized, **_scales_of(quantized, model)}
 
 
-def _kept_with(frozen: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    owners = tuple({f"{name.rpartition('.')[0]}." for name in frozen})
-    known = {**plain_parameter_names(model), **kept_buffers(model)}
-    return {
-        name: entry
-        for name, entry in model_state(model).items()
-        if isinstance(entry, Tensor) and name not in known and name.startswith(owners)
-    }
+def _scales_of(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the entries of the `state_dict` next to these weights that are neither parameters nor buffers."""
+    owners = tuple({f"{name.rpartition('.')[0]}." for name in weights})
+    known = {**plain_parameter_names(model), **persistent_buffers(model)}
+    scales = {}
+    for name, entry in model_state(model).items():
+        if isinstance(entry, Tensor) and name not in known and name.startswith(owners):
+            scales[name] = entry
+    return scales
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -88,6 +97,7 @@ def _memory_of(tensor: Tensor) -> int:
 def checksum(weight: Tensor) -> object:
     """Return a checksum of this process's part of a weight, computed on the weight's device."""
     parts = plain_parts(local_part(weight.detach()))
+    # On the device, because copying all frozen weights to the host at each checkpoint would take far longer.
     return [_digest(part) if part.device.type == "cpu" else _sums(part) for part in parts]
 
 
@@ -126,12 +136,12 @@ def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
     Processes: collective where the model is sharded.
     """
     weights = {**model_state(model), **plain_parameter_names(model)} if saved else {}
-    others = [name for name, digest in saved.items() if name not in weights or digest_of(weights[name]) != digest]
-    if others:
+    different = [name for name, digest in saved.items() if name not in weights or digest_of(weights[name]) != digest]
+    if different:  # the adapter would be resumed on another base model, or on a new head with other random values
         raise fail(
             CheckpointError,
             "the frozen weights of the model",
-            got=f"{len(others)} of {len(saved)} differ from those of the saved run: {', '.join(others[:_SHOWN])}",
+            got=f"{len(different)} of {len(saved)} differ from those of the saved run: {', '.join(different[:_SHOWN])}",
             expected="the same base model as in the saved run: a checkpoint holds only the adapter",
             do="load the same base model, seed its random values (such as a new head), or start with `resume=False`",
         )

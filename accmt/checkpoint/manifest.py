@@ -89,10 +89,11 @@ def is_abandoned(folder: Path, unfinished: Unfinished) -> bool:
     one was writing counts as abandoned only after a long time without changes.
     """
     if unfinished.host != _this_host():
-        if unfinished.kind == "old":
+        if unfinished.kind == "old":  # it may be the only complete checkpoint of its step
             return True
         changes = (path.stat().st_mtime for path in (folder, *folder.rglob("*")))
         return time.time() - max(changes) > SILENT_FOR_S
+    # A name with the id of this process is from an earlier attempt to save, unless the store tracks it.
     is_alive = is_running(unfinished.pid, unfinished.started, slack_s=_CLOCK_SLACK_S)
     return unfinished.pid == os.getpid() or not is_alive
 
@@ -175,8 +176,10 @@ class Manifest:
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Manifest:
         """Create it from a parsed JSON file."""
-        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-        return cls(**{**{key: value for key, value in content.items() if key != "version"}, "files": files})
+        entries = dict(content)
+        del entries["version"]
+        entries["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        return cls(**entries)
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,7 @@ def read_manifest(folder: Path) -> Manifest | Damage:
         return Damage(f"{MANIFEST_NAME} is not JSON")
     if not isinstance(content, dict) or content.pop(_OWN_DIGEST, None) != _digest(content):
         return Damage(f"{MANIFEST_NAME} has changed since it was written")
+    # Not damage: taking the previous checkpoint would silently repeat what a newer accmt has trained.
     if content.get("version") != MANIFEST_VERSION:
         versions = content.get("versions")
         writer = versions.get("accmt", "?") if isinstance(versions, dict) else "?"
@@ -247,13 +251,14 @@ def find_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
         path = folder / name
         try:
             size = path.stat().st_size
-            found = FileEntry.of(path) if size == expected.size else None
+            # A file that was cut short is not read: a checkpoint of a large model takes minutes to read.
+            entry = FileEntry.of(path) if size == expected.size else None
         except OSError as error:
             yield _name_fault(path, name, error)
             continue
-        if found is None:
+        if entry is None:
             yield f"{name} has {size} bytes instead of {expected.size}"
-        elif found != expected:
+        elif entry != expected:
             yield f"{name} has changed since it was written (its digest differs)"
 
 
@@ -265,21 +270,22 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointCorruptError: A file is missing or has changed since it was written.
         CheckpointError: It has a version unknown to this accmt, or cannot be read now.
     """
+    # A folder with the name of a checkpoint but without a manifest is a damaged checkpoint, not a wrong path.
     if not (folder / MANIFEST_NAME).exists() and not (folder.is_dir() and STEP.fullmatch(folder.name)):
         inside = sorted(path.name for path in folder.glob("step-*") if (path / MANIFEST_NAME).exists())
-        if inside:
+        if inside:  # the folder of the run was passed
             got, do = f"a folder of {len(inside)} checkpoint(s)", f"name one of them, such as {folder / inside[-1]}"
         else:
             got = f"a folder without {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
             do = 'check the path, or start a new run with `resume=False` or `resume="auto"`'
         expected = f"the folder of a checkpoint, with its {MANIFEST_NAME}"
         raise fail(NoCheckpointError, f"checkpoint {folder}", got=got, expected=expected, do=do)
-    found = examine(folder)
-    if isinstance(found, Damage):
+    checkpoint = examine(folder)
+    if isinstance(checkpoint, Damage):
         expected = f"every file as recorded in {MANIFEST_NAME}"
         do = 'resume from another checkpoint; `resume="auto"` takes the newest complete one'
-        raise fail(CheckpointCorruptError, f"checkpoint {folder}", got=found.reason, expected=expected, do=do)
-    return found
+        raise fail(CheckpointCorruptError, f"checkpoint {folder}", got=checkpoint.reason, expected=expected, do=do)
+    return checkpoint
 
 
 def _digest(content: Mapping[str, Any]) -> str:

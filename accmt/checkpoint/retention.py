@@ -26,7 +26,7 @@ from accmt.checkpoint.state_dicts import model_state
 from accmt.errors import CheckpointError
 from accmt.files import find_free_name, format_bytes, free_space, fsync_folder
 from accmt.messages import warn
-from accmt.options.optimizer_and_scheduler_arguments import build_alike
+from accmt.options.optimizer_and_scheduler_arguments import build_alike, weights_of
 from accmt.options.units import Every
 
 PIN_NAME = "PINNED"
@@ -62,31 +62,35 @@ def prune(folder: Path, *, newest: Path, num_kept: int) -> None:
 
     Processes: main only.
     """
-    kept = [path for path, _ in list_by_age(folder) if path != newest]
-    if len(kept) >= num_kept:  # otherwise there is no need to inspect each
-        kept = [path for path in kept if is_deletable(path)]
-    surplus = kept[: max(len(kept) - (num_kept - 1), 0)]
-    damaged = (path for path in sorted(folder.glob("damaged-*")) if SET_ASIDE.fullmatch(path.name))
-    for path in (*surplus, *(path for path in damaged if is_deletable(path) and _step_in(path) <= _step_in(newest))):
+    older = [path for path, _ in list_by_age(folder) if path != newest]
+    if len(older) >= num_kept:  # otherwise there is no need to inspect each
+        older = [path for path in older if is_deletable(path)]
+    surplus = older[: max(len(older) - (num_kept - 1), 0)]
+    for path in sorted(folder.glob("damaged-*")):
+        # Kept until its step has been passed again: a person may still get the furthest weights out of it.
+        if SET_ASIDE.fullmatch(path.name) and _step_in(path) <= _step_in(newest) and is_deletable(path):
+            surplus.append(path)
+    for path in surplus:
         delete(path, step=_step_in(path))
 
 
-def is_kept_for_good(every: Every, info: Mapping[str, Any], folder: Path) -> bool:
+def is_kept_for_good(interval: Every, info: Mapping[str, Any], folder: Path) -> bool:
     """Return whether a new checkpoint is the first one in a new interval, or replaces the one that is kept.
 
     Args:
-        every: The interval.
+        interval: The interval of `keep_every`.
         info: What the manifest of the new checkpoint holds.
         folder: The folder of the run's checkpoints.
     """
     if is_kept_by_interval(folder / step_name(info["global_step"])):
         return True
-    number = _interval_of(info, every)
+    number = _interval_of(info, interval)
     for path in reversed(list_published(folder)):
         if (path / PIN_NAME).exists():
             last = read_manifest(path)
+            # A checkpoint that another run pinned, in a folder that was continued by this one, says nothing here.
             if not isinstance(last, Damage) and last.info.get("run_name") == info.get("run_name"):
-                return number > _interval_of(last.info, every)
+                return number > _interval_of(last.info, interval)
     return number >= 1
 
 
@@ -98,9 +102,9 @@ def is_kept_by_interval(path: Path) -> bool:
         return False
 
 
-def _interval_of(info: Mapping[str, Any], every: Every) -> int:
-    counted: int = info["epochs_done" if every.unit == "epoch" else "global_step"]
-    return int(counted // every.number)
+def _interval_of(info: Mapping[str, Any], interval: Every) -> int:
+    counted: int = info["epochs_done" if interval.unit == "epoch" else "global_step"]
+    return int(counted // interval.number)
 
 
 def is_deletable(path: Path) -> bool:
@@ -125,7 +129,7 @@ def publish(staged: Path, step: int) -> Path:
         published.rename(old)
     try:
         staged.rename(published)
-    except OSError:
+    except OSError:  # without this, the step would have no checkpoint until the next start
         if old.exists():
             old.rename(published)
         raise
@@ -162,7 +166,7 @@ def move(paths: Sequence[Path], target: Path, *, otherwise: Path) -> Path:
     try:
         target.mkdir()
         paths[0].rename(target / paths[0].name)
-    except OSError:
+    except OSError:  # the checkpoint folder is a mount of its own, so that its parent is on another disk
         with suppress(OSError):
             target.rmdir()
         target = otherwise
@@ -212,15 +216,16 @@ def estimate_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     measured by stepping a new optimizer of the same class on a parameter of two elements.
     """
     frozen = find_frozen(model)
-    kept = {name: value for name, value in model_state(model).items() if name not in frozen}
-    weights = sum(value.nbytes for value in kept.values() if isinstance(value, torch.Tensor))
-    return weights + estimate_state(optimizer)
+    size = estimate_state(optimizer)
+    for name, value in model_state(model).items():
+        if name not in frozen and isinstance(value, torch.Tensor):
+            size += value.nbytes
+    return size
 
 
 def estimate_state(optimizer: torch.optim.Optimizer) -> int:
     """Estimate the size of an optimizer's state in bytes."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    trained: int = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    trained: int = sum(parameter.nbytes for parameter in weights_of(optimizer) if parameter.requires_grad)
     probe = nn.Parameter(torch.zeros(2, 1))
     probe.grad = torch.zeros_like(probe)
     try:
@@ -238,12 +243,13 @@ def find_shortage(bytes_needed: int, folder: Path) -> str | None:
     Space used by existing checkpoints in the folder counts as free, because the run replaces them. `bytes_needed`
     includes one extra checkpoint, which is written before the oldest is deleted.
     """
-    files = (path for checkpoint in list_published(folder) for path in checkpoint.rglob("*") if path.is_file())
-    occupied = sum(path.stat().st_size for path in files)
-    room = free_space(folder) + occupied
-    if bytes_needed <= room:
+    available = free_space(folder)
+    for checkpoint in list_published(folder):
+        available += sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    if bytes_needed <= available:
         return None
+    needed, free = format_bytes(bytes_needed), format_bytes(available)
     return (
-        f"checkpoints will need {format_bytes(bytes_needed)} in {folder}, but only {format_bytes(room)} are available: "
+        f"checkpoints will need {needed} in {folder}, but only {free} are available: "
         "free space there, lower `max_checkpoints`, or pass another `checkpoint` folder"
     )

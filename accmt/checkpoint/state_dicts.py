@@ -1,4 +1,4 @@
-"""Splits a nested state into its tensors and the rest, and joins them again; the rest is stored as typed JSON."""
+"""Splits a nested state into its tensors and its structure, which is stored as typed JSON, and joins them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError, fail
 from accmt.libraries.private_names import buffers_of, is_saved, is_traceable_wrapper_subclass, tree_leaves
-from accmt.options.optimizer_and_scheduler_arguments import state_of
+from accmt.options.optimizer_and_scheduler_arguments import state_of, weights_of
 from accmt.sharded_tensors import is_expanded, write_into
 
 # ---- JSON that preserves the exact type and bits of every value, and never executes anything when read.
@@ -92,8 +92,10 @@ class ArrayContent:
     @classmethod
     def of(cls, array: np.ndarray[Any, Any]) -> ArrayContent:
         """Return a copy of an array's content."""
-        content = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.nbytes else torch.empty(0)
-        return cls(content.view(torch.uint8), np.lib.format.dtype_to_descr(array.dtype), array.shape)
+        content = torch.empty(0, dtype=torch.uint8)
+        if array.nbytes:  # `torch.frombuffer` rejects an empty buffer
+            content = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+        return cls(content, np.lib.format.dtype_to_descr(array.dtype), array.shape)
 
     def to_array(self) -> np.ndarray[Any, Any]:
         dtype = np.lib.format.descr_to_dtype(self.dtype)
@@ -125,7 +127,7 @@ def _to_json(value: Any, where: str) -> Any:
         return write(value, where)
     if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
         return {"$scalar": [value.dtype.str, _to_json(value.item(), where)]}
-    if isinstance(value, Enum) and value.name in type(value).__members__:
+    if isinstance(value, Enum) and value.name in type(value).__members__:  # a combination of flags is no member
         return {"$enum": [describe_kind(type(value)), value.name]}
     if is_namedtuple(type(value)):
         return {"$namedtuple": [describe_kind(type(value)), _write_list(value, where)]}
@@ -156,6 +158,7 @@ def _write_pairs(value: dict[Any, Any], where: str) -> list[Any]:
 
 def _write_defaultdict(value: defaultdict[Any, Any], where: str) -> Any:
     factory: Any = value.default_factory
+    # A lambda, or a class defined in a function, could not be found again when the state is read.
     if factory is not None and not (isinstance(factory, type) and find_kind(describe_kind(factory)) is factory):
         raise _cannot_store(f"the default of {where}", factory)
     return {"$defaultdict": [factory and describe_kind(factory), _write_pairs(value, where)]}
@@ -170,7 +173,7 @@ def _write_dict(value: dict[Any, Any], where: str) -> Any:
     if all(type(key) is str and not key.startswith("$") for key in items):
         return items
     keys = [_to_json(key, f"a key of {where}: {key!r}") for key in items]
-    return {"$dict": [[key, item] for key, item in zip(keys, items.values(), strict=True)]}
+    return {"$dict": list(zip(keys, items.values(), strict=True))}
 
 
 _PLAIN = frozenset({bool, str, type(None)})
@@ -228,7 +231,7 @@ def _unmark(value: dict[str, Any]) -> Any:
     mark = next(iter(value), "")
     if not mark.startswith("$"):
         return value
-    if mark not in _READERS:
+    if mark not in _READERS:  # written by a newer accmt
         got = f"the mark {mark!r}, which this version of accmt does not know"
         do = "load it with the version of accmt that wrote it (see manifest.json)"
         raise fail(CheckpointError, "a checkpoint's state", got=got, expected=f"one of {', '.join(_READERS)}", do=do)
@@ -260,6 +263,7 @@ State = dict[str, Any]
 
 def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that every tensor of model and optimizers has a plain name."""
+    # FSDP version 1 flattens parameters: their names and shapes would depend on the number of processes.
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         got, do = "a model sharded by FSDP version 1", "set `fsdp_version: 2` in Accelerate's configuration"
         raise fail(
@@ -278,8 +282,9 @@ def model_state(model: nn.Module) -> State:
 def require_complete(model: nn.Module) -> None:
     """Check that a model's `state_dict` leaves out no trained parameter or persistent buffer; it may rename them."""
     trained = {name: weight for name, weight in plain_parameter_names(model).items() if weight.requires_grad}
-    state, tensors = model_state(model), {**trained, **kept_buffers(model)}
+    state, tensors = model_state(model), {**trained, **persistent_buffers(model)}
     missing = sorted(tensors.keys() - state.keys())
+    # By number: a `state_dict` that only renames its entries is complete, and `load_state_dict` knows the names.
     if missing and len(state) < len(tensors):
         got = f"a `state_dict` without {', '.join(missing[:5])} ({len(missing)} of {len(tensors)})"
         expected = "all trained parameters and persistent buffers, so that a run can resume from a checkpoint"
@@ -293,38 +298,38 @@ def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     return {_plain_name(name, wrapped): weight for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
-def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the persistent buffers by plain name; a shared buffer is listed under each of its names."""
     return _buffers(model, is_persistent=True)
 
 
-def other_buffers(model: nn.Module) -> dict[str, Tensor]:
+def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that the model's `state_dict` leaves out, by plain name, where a file can contain them."""
     return {name: buffer for name, buffer in _buffers(model, is_persistent=False).items() if _is_storable(buffer)}
 
 
 def _buffers(model: nn.Module, *, is_persistent: bool) -> dict[str, Tensor]:
     wrapped = _wrapped_paths(model)
-    return {
-        _plain_name(f"{path}.{name}".removeprefix("."), wrapped): buffer
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in buffers_of(module).items()
-        if buffer is not None and is_saved(module, name) == is_persistent
-    }
+    buffers = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and is_saved(module, name) == is_persistent:
+                buffers[_plain_name(f"{path}.{name}".removeprefix("."), wrapped)] = buffer
+    return buffers
 
 
-def restore_other_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Load buffers returned by `other_buffers`; training may have registered or resized some."""
+def restore_non_persistent_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Load buffers returned by `non_persistent_buffers`; training may have registered or resized some."""
     wrapped = _wrapped_paths(model)
     modules = {_plain_name(path, wrapped): module for path, module in model.named_modules(remove_duplicate=False)}
     for path, value in buffers.items():
         owner, _, name = path.rpartition(".")
-        if owner not in modules:
+        if owner not in modules:  # a layer without weights that training added
             continue
         buffer = buffers_of(modules[owner]).get(name)
         if buffer is not None and buffer.shape == value.shape:
             write_into(buffer, value)
-        elif buffer is not None or not hasattr(modules[owner], name):
+        elif buffer is not None or not hasattr(modules[owner], name):  # never over a plain attribute
             weight = next(model.parameters(), value)
             modules[owner].register_buffer(name, value.to(weight.device), persistent=False)
 
@@ -342,31 +347,35 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> State:
     except KeyError:
         _require_parameters_of(model, optimizer, type(optimizer).__name__)
         raise
-    if hasattr(optimizer, "consolidate_state_dict"):  # torch's raises an error, and calls in turn on all processes
-        got = "an optimizer whose state is spread over the processes"
+    # The `state_dict` of torch's ZeroRedundancyOptimizer is an error on all processes but the one that consolidated it.
+    if hasattr(optimizer, "consolidate_state_dict"):
+        got, expected = "an optimizer whose state is spread over the processes", "an optimizer with its whole state"
         do = (
             "use FSDP2, which shards the optimizer too: accmt launch --strat fsdp2, with the inner optimizer; or train "
         )
         do += "without checkpoints: Trainer(checkpoint_every=None)"
-        raise fail(
-            CheckpointError, type(optimizer).__name__, got=got, expected="an optimizer with its whole state", do=do
-        )
+        raise fail(CheckpointError, type(optimizer).__name__, got=got, expected=expected, do=do)
     state = optimizer.state_dict()
-    kept: State = {"class": _class_of(optimizer), "state": {}, "param_groups": []}
+    saved: State = {"class": class_name_of(optimizer), "state": {}, "param_groups": []}
     if _is_by_index(state, len(names)):
-        kept["param_groups"] = [
-            {**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]
-        ]
-        kept["state"] = {names[index]: entry for index, entry in state["state"].items()}
+        for group in state["param_groups"]:
+            group_names = [names[index] for index in group["params"]]
+            saved["param_groups"].append({**group, "params": group_names})
+        saved["state"] = {names[index]: entry for index, entry in state["state"].items()}
         added = {key: entry for key, entry in state.items() if key not in ("state", "param_groups")}
-        kept |= {"added": added} if added else {}
+        if added:
+            saved["added"] = added
     else:
-        kept["whole"] = state
+        saved["whole"] = state
         _require_no_shards(optimizer, state)
-    inner = {name: optimizer_state(model, part) for name, part in _inner_optimizers(optimizer).items()}
+    # Lookahead's `state_dict` contains that of the optimizer inside, SAM's does not: what is missing is saved here.
+    inner = _inner_optimizers(optimizer)
     stored = set(map(id, _tensors_in(state))) if inner else set()
-    left_out = {name: part for name, part in inner.items() if not stored.issuperset(map(id, _tensors_in(part)))}
-    return {**kept, "inner": left_out} if left_out else kept
+    for name, part in inner.items():
+        part_state = optimizer_state(model, part)
+        if not stored.issuperset(map(id, _tensors_in(part_state))):
+            saved.setdefault("inner", {})[name] = part_state
+    return saved
 
 
 def with_inner(state: State) -> Iterator[State]:
@@ -394,6 +403,7 @@ def _tensors_in(state: State) -> list[Tensor]:
 
 def _require_no_shards(optimizer: Any, state: State) -> None:
     """Reject shards in a state whose parameters are unknown: they could not be loaded as shards again."""
+    # The files have them in full, and nothing here says which parameter's shards each of them is like.
     if any(isinstance(value, DTensor) for value in _tensors_in(state)):
         got = "a `state_dict` in another form than that of torch.optim, with sharded tensors"
         do = "use the optimizer inside it alone; or launch with `accmt launch --strat ddp`"
@@ -405,7 +415,7 @@ def restore_model(model: nn.Module, state: State) -> None:
     """Load a state returned by `model_state`; entries that it lacks stay unchanged."""
     wrapped = _wrapped_paths(model)
     names = {key: _plain_name(key, wrapped) for key in model.state_dict()}
-    expanded = {name: buffer for name, buffer in kept_buffers(model).items() if is_expanded(buffer)}
+    expanded = {name: buffer for name, buffer in persistent_buffers(model).items() if is_expanded(buffer)}
     loaded = {key: state[name] for key, name in names.items() if name in state and name not in expanded}
     model.load_state_dict(loaded, strict=False)
     for name in expanded.keys() & state.keys():
@@ -414,19 +424,21 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 def restore_optimizer(model: nn.Module, optimizer: Any, state: State) -> None:
     """Load a state returned by `optimizer_state`, including groups that were added during the run."""
-    if state["class"] != _class_of(optimizer):
-        raise _other_groups(optimizer, f"{_class_of(optimizer)}; the checkpoint's is {state['class']}")
+    # torch may load the state of another class without an error.
+    if state["class"] != class_name_of(optimizer):
+        raise _different_groups(optimizer, f"{class_name_of(optimizer)}; the checkpoint's is {state['class']}")
     inner = _inner_optimizers(optimizer)
-    shared = [(part, part.param_groups, list(part.param_groups)) for part in (*inner.values(), optimizer) if inner]
+    wrapping = (*inner.values(), optimizer) if inner else ()
+    groups_before = [(part, part.param_groups, list(part.param_groups)) for part in wrapping]
     for name, part in state.get("inner", {}).items():
-        if name not in inner:
-            raise _other_groups(optimizer, f"no optimizer in its attribute `{name}`, as in the checkpoint")
+        if name not in inner:  # without this, its momentum would be lost silently
+            raise _different_groups(optimizer, f"no optimizer in its attribute `{name}`, as in the checkpoint")
         restore_optimizer(model, inner[name], part)
     if "whole" in state:
         optimizer.load_state_dict(state["whole"])
     else:
         _restore_by_name(model, optimizer, state)
-    for part, groups, before in shared:
+    for part, groups, before in groups_before:
         _load_groups_into(part, groups, before)
 
 
@@ -449,44 +461,39 @@ def _load_groups_into(optimizer: Any, groups: list[dict[str, Any]], before: list
 
 def _restore_by_name(model: nn.Module, optimizer: Any, state: State) -> None:
     # Add the groups that `Optimizer.add_param_group` created during the run, for layers that were unfrozen.
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    optimized = set(weights_of(optimizer))
     named = plain_parameter_names(model)
     for group in state["param_groups"][len(optimizer.param_groups) :]:
-        later = [named[name] for name in group["params"] if name in named]
-        if len(later) < len(group["params"]) or not held.isdisjoint(later):
+        unfrozen = [named[name] for name in group["params"] if name in named]
+        if len(unfrozen) < len(group["params"]) or not optimized.isdisjoint(unfrozen):
             break  # other parameters, which raises an error below
-        optimizer.add_param_group({**group, "params": later})
+        optimizer.add_param_group({**group, "params": unfrozen})
     names = _parameter_names(model, optimizer)
     groups = optimizer.state_dict()["param_groups"]
-    got = [[names[index] for index in group["params"]] for group in groups]
-    saved = [group["params"] for group in state["param_groups"]]
-    for number, (ours, theirs) in enumerate(zip(got, saved, strict=False)):
-        if set(ours) != set(theirs):
-            odd = sorted(set(ours) ^ set(theirs))
-            raise _other_groups(optimizer, f"other parameters in group {number}: {', '.join(odd[:5])} (of {len(odd)})")
-    if len(got) != len(saved):
-        raise _other_groups(optimizer, f"{len(got)} parameter groups, {len(saved)} in the checkpoint")
+    saved_groups = state["param_groups"]
+    for number, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=False)):
+        different = sorted({names[index] for index in group["params"]} ^ set(saved_group["params"]))
+        if different:
+            listed = f"{', '.join(different[:5])} (of {len(different)})"
+            raise _different_groups(optimizer, f"other parameters in group {number}: {listed}")
+    if len(groups) != len(saved_groups):
+        raise _different_groups(optimizer, f"{len(groups)} parameter groups, {len(saved_groups)} in the checkpoint")
     indices = {name: index for index, name in enumerate(names)}
-    optimizer.load_state_dict(
-        {
-            **state.get("added", {}),
-            "state": {indices[name]: entry for name, entry in state["state"].items()},
-            "param_groups": [
-                {**saved, "params": group["params"]} for saved, group in zip(state["param_groups"], groups, strict=True)
-            ],
-        }
-    )
+    by_index = {indices[name]: entry for name, entry in state["state"].items()}
+    loaded_groups = []
+    for saved_group, group in zip(saved_groups, groups, strict=True):
+        loaded_groups.append({**saved_group, "params": group["params"]})
+    optimizer.load_state_dict({**state.get("added", {}), "state": by_index, "param_groups": loaded_groups})
     # Undo a conversion: `Optimizer.load_state_dict` rounds float32 state of bfloat16 parameters to bfloat16.
     # Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for name, parameter in zip(names, parameters, strict=True):
+    for name, parameter in zip(names, weights_of(optimizer), strict=True):
         loaded = state_of(optimizer).get(parameter, {})
         for key, value in state["state"].get(name, {}).items():
             if isinstance(value, Tensor) and key in loaded and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(parameter.device)
 
 
-def _class_of(optimizer: Optimizer) -> str:
+def class_name_of(optimizer: Optimizer) -> str:
     """Return the name of an optimizer's class, or the names of the chained classes."""
     return str(getattr(optimizer, "class_names", type(optimizer).__qualname__))
 
@@ -495,7 +502,7 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -
     known = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
         unknown = [tuple(parameter.shape) for parameter in group["params"] if parameter not in known]
-        if unknown:
+        if unknown:  # such as a layer that was replaced after the optimizer was built
             raise fail(
                 ModuleContractError,
                 f"{where}, param_groups[{number}]",
@@ -519,18 +526,22 @@ def _wrapped_paths(model: nn.Module) -> set[str]:
 def _plain_name(key: str, wrapped: set[str]) -> str:
     if not wrapped:
         return key
-    parts = key.split(".")
-    return ".".join(part for end, part in enumerate(parts, 1) if ".".join(parts[:end]) not in wrapped)
+    plain, path = [], ""
+    for part in key.split("."):
+        path = f"{path}.{part}".removeprefix(".")
+        if path not in wrapped:
+            plain.append(part)
+    return ".".join(plain)
 
 
 def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the plain name of each parameter, in the optimizer's order."""
     wrapped = _wrapped_paths(model)
     names = {parameter: _plain_name(name, wrapped) for name, parameter in model.named_parameters()}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return [names[parameter] for parameter in weights_of(optimizer)]
 
 
-def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
+def _different_groups(optimizer: Optimizer, got: str) -> CheckpointError:
     expected = "the same optimizer and parameter groups as in the saved run"
     reset = 'Trainer(checkpoint_options={"reset_optimizer_on_resume": True})'
     do = f"build it as in the saved run, or start with a new optimizer: {reset}"
@@ -561,11 +572,11 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
 
     def refer(tensor: Any, path: str) -> TensorReference | WrappedTensor | ArrayContent:
         if isinstance(tensor, np.ndarray):
-            if tensor.dtype.hasobject or type(tensor) is not np.ndarray:
+            if tensor.dtype.hasobject or type(tensor) is not np.ndarray:  # a masked array would lose its mask
                 raise _cannot_store(path, tensor)
             array = ArrayContent.of(tensor)
             return replace(array, content=refer(array.content, path))
-        if is_made_of_others(tensor):
+        if has_inner_tensors(tensor):
             return _take_apart(tensor, lambda part, name: map_leaves(part, f"{path}.{name}", Tensor, refer))
         _require_storable(tensor, path)
         memory = _memory_of(tensor)
@@ -581,7 +592,7 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
     return tensors, map_leaves(state, "", (Tensor, np.ndarray), refer)
 
 
-def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
+def join_tensors(tensors: Mapping[str, Tensor], structure: Any) -> Any:
     """Insert the tensors again: the inverse of `split_tensors`.
 
     Raises:
@@ -606,10 +617,10 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
         got, do = f"no tensor {reference.name!r}", "resume from another checkpoint"
         raise fail(CheckpointCorruptError, path or "state", got=got, expected="the files of one checkpoint", do=do)
 
-    return map_leaves(rest, "", _PLACEHOLDERS, find)
+    return map_leaves(structure, "", _PLACEHOLDERS, find)
 
 
-def referred_tensors(rest: Any) -> set[str]:
+def referred_tensors(structure: Any) -> set[str]:
     names: set[str] = set()
 
     def note(reference: Any, path: str) -> None:
@@ -618,15 +629,16 @@ def referred_tensors(rest: Any) -> set[str]:
         else:
             names.update(referred_tensors(vars(reference)))
 
-    map_leaves(rest, "", _PLACEHOLDERS, note)
+    map_leaves(structure, "", _PLACEHOLDERS, note)
     return names
 
 
-def is_made_of_others(tensor: Tensor) -> bool:
+def has_inner_tensors(tensor: Tensor) -> bool:
     """Return whether a tensor wraps other tensors and has no memory itself, such as a quantized tensor."""
-    is_other = isinstance(tensor, DTensor) or tensor.layout != torch.strided
-    anything: object = tensor  # otherwise mypy considers such a subclass impossible
-    return not is_other and is_traceable_wrapper_subclass(anything)
+    if isinstance(tensor, DTensor) or tensor.layout != torch.strided:  # shards, sparse and nested tensors
+        return False
+    value: object = tensor  # otherwise mypy considers such a subclass impossible
+    return is_traceable_wrapper_subclass(value)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -636,7 +648,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors inside a tensor, or the tensor itself if it is plain."""
-    if not is_made_of_others(tensor):
+    if not has_inner_tensors(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return [part for name in names for part in plain_parts(getattr(tensor, name))]
@@ -691,7 +703,9 @@ def map_leaves(state: Any, path: str, kind: type | tuple[type, ...], function: C
         items = [map_leaves(item, f"{begin}{index}", kind, function) for index, item in enumerate(state)]
         if type(state) is deque:
             return deque(items, state.maxlen)
-        return type(state)(items) if type(state) in (list, tuple) else type(state)._make(items)
+        if is_namedtuple(type(state)):
+            return type(state)._make(items)
+        return type(state)(items)
     return function(state, path) if isinstance(state, kind) else state
 
 
@@ -706,8 +720,9 @@ def copy_state(state: Any) -> Any:
 
 def _memory_of(tensor: Tensor) -> Any:
     local = local_part(tensor)
+    # A subclass may have no memory, and all empty tensors have the address 0: they would pass for one tied weight.
     if type(local) not in (Tensor, torch.nn.Parameter) or local.numel() == 0:
-        return id(tensor)  # no memory to compare
+        return id(tensor)
     return (local.device, local.data_ptr(), local.dtype, tensor.shape, tensor.stride())
 
 
@@ -715,7 +730,7 @@ def _is_storable(tensor: Tensor) -> bool:
     is_dense = tensor.layout == torch.strided and tensor.dtype in STORABLE
     if not is_dense or tensor.is_meta or tensor.is_nested:  # a nested tensor may be strided but has no shape
         return False
-    return not (isinstance(tensor, DTensor) and is_made_of_others(tensor.to_local()))
+    return not (isinstance(tensor, DTensor) and has_inner_tensors(tensor.to_local()))
 
 
 def _require_storable(tensor: Tensor, path: str) -> None:

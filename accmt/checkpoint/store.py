@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -133,18 +132,20 @@ class Staging:
         """
         if self.error is not None:
             return
-        own = self.folder / f".part-{process_index()}"
+        part_folder = self.folder / f".part-{process_index()}"
         try:
-            own.mkdir()
-            write(own)
-            for path in sorted(path for path in own.rglob("*") if not path.is_dir()):
-                name = path.relative_to(own)
+            part_folder.mkdir()
+            write(part_folder)
+            for path in sorted(part_folder.rglob("*")):
+                if path.is_dir():
+                    continue
+                name = path.relative_to(part_folder)
                 fsync_file(path)
                 self._files[name.as_posix()] = FileEntry.of(path)
                 target = self.folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(target)
-            shutil.rmtree(own)
+            shutil.rmtree(part_folder)
         except Exception as error:  # noqa: BLE001 - publish raises it on every process
             self.error = error
 
@@ -188,14 +189,10 @@ class CheckpointStore:
             try:
                 self._claim = FolderLock.take(self.folder, "checkpoints")
             except FolderTakenError as error:
-                got = f"in use by another run ({error})"
-                expected = (
-                    "a separate folder for each run: runs in one folder would move and delete each other's checkpoints"
-                )
+                where, got = f"checkpoint folder {self.folder}", f"in use by another run ({error})"
+                expected = "a separate folder for each run: runs in one would move and delete each other's checkpoints"
                 do = "wait for that run, stop it, or pass another `checkpoint` folder"
-                raise fail(
-                    CheckpointError, f"checkpoint folder {self.folder}", got=got, expected=expected, do=do
-                ) from None
+                raise fail(CheckpointError, where, got=got, expected=expected, do=do) from None
 
         self._run_on_each_disk(lock)
 
@@ -265,8 +262,8 @@ class CheckpointStore:
         if not has_separate_disks():
             return self._run_on_main(self._find_newest)
         self._run_on_each_disk(self._finish_replacements)
-        found: Checkpoint | None = addon("find_newest_on_disks")(self.folder)
-        return found
+        newest: Checkpoint | None = addon("find_newest_on_disks")(self.folder)
+        return newest
 
     def find(self, path: Path) -> Checkpoint:
         """Return the checkpoint in the folder `path`, with every file verified.
@@ -284,10 +281,11 @@ class CheckpointStore:
             return read_checkpoint(path)
 
         if has_separate_disks():
-            here = run_on_every_process(lambda: read_manifest(path) if manages_disk() else None)
-            found = [manifest for manifest in here if isinstance(manifest, Manifest)]
-            if found:
-                newest = max(found, key=lambda manifest: manifest.sequence)
+            on_disks = run_on_every_process(lambda: read_manifest(path) if manages_disk() else None)
+            manifests = [manifest for manifest in on_disks if isinstance(manifest, Manifest)]
+            if manifests:
+                # The same step may have been saved again while one of the disks was away.
+                newest = max(manifests, key=lambda manifest: manifest.sequence)
                 if not addon("copy_missing")(path, newest):
                     return Checkpoint(path, newest)
         return self._run_on_main(read)
@@ -326,7 +324,9 @@ class CheckpointStore:
             raise CheckpointError(self._explain(Failure.of(error), step)) from error
 
     def _explain(self, failure: Failure, step: int | None) -> str:
-        where = f"checkpoint folder {self.folder}" if step is None else f"checkpoint of step {step} in {self.folder}"
+        where = f"checkpoint folder {self.folder}"
+        if step is not None:
+            where = f"checkpoint of step {step} in {self.folder}"
         expected = "every file written and made durable; the complete checkpoints are untouched"
         cause = failure.cause.replace(f"{self.folder}/", "")  # `where` already contains the folder
         return explain(where, cause, expected, failure.advice)
@@ -342,8 +342,10 @@ class CheckpointStore:
             (staging.folder / PIN_NAME).write_text(KEEP_EVERY)
         # The files are durable; their names come next, then the manifest, then the rename: after a power failure at any
         # point there is either no checkpoint with this name or a complete one.
-        for folder in (staging.folder, *(path for path in staging.folder.rglob("*") if path.is_dir())):
-            fsync_folder(folder)
+        fsync_folder(staging.folder)
+        for path in staging.folder.rglob("*"):
+            if path.is_dir():
+                fsync_folder(path)
         write_manifest(staging.folder, manifest)
         published = publish(staging.folder, staging.step)
         self._in_progress = None
@@ -352,10 +354,10 @@ class CheckpointStore:
     def _find_newest(self) -> Checkpoint | None:
         self._finish_replacements()
         for folder in sorted(list_published(self.folder), key=_age, reverse=True):
-            found = examine(folder)
-            if isinstance(found, Checkpoint):
-                return found
-            set_aside(folder, found.reason)
+            checkpoint = examine(folder)
+            if isinstance(checkpoint, Checkpoint):
+                return checkpoint
+            set_aside(folder, checkpoint.reason)
         return None
 
     def _clean(self) -> None:
@@ -366,7 +368,7 @@ class CheckpointStore:
     def _finish_replacements(self) -> None:
         for old, step in self._list_abandoned("old"):
             published = self.folder / step_name(step)
-            if published.exists():
+            if published.exists():  # the kill came after the second rename
                 dispose(old, step=step)
             else:
                 old.rename(published)
@@ -382,7 +384,7 @@ class CheckpointStore:
     def _set_aside_previous(self) -> Path | None:
         self._clean()
         entries = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-        ours = list(filter(_is_checkpoint, entries))
+        ours = list(filter(_is_checkpoint, entries))  # a user may keep other files there
         if not ours:
             return None
         folder = self.folder.resolve()  # a link may lead to another disk, and renames work only within one disk
@@ -392,9 +394,8 @@ class CheckpointStore:
         except OSError as error:
             expected = f"a folder whose checkpoints can be moved to {previous}"
             do = "move them away, pass another `checkpoint` folder, or resume the earlier run with `resume=True`"
-            raise fail(
-                CheckpointError, f"checkpoint folder {self.folder}", got=str(error), expected=expected, do=do
-            ) from error
+            where = f"checkpoint folder {self.folder}"
+            raise fail(CheckpointError, where, got=str(error), expected=expected, do=do) from error
         say(f"moved the checkpoints of an earlier run in {self.folder} to {previous}")
         return previous
 
@@ -421,8 +422,12 @@ def _merge(parts: Sequence[Part]) -> Part:
     failures = [part.failure for part in parts if part.failure is not None]
     if failures:
         return Part(failure=Failure("; ".join(failure.cause for failure in failures), failures[0].advice))
-    names = Counter([MANIFEST_NAME, *(name for part in parts for name in part.files)])
-    taken = sorted(name for name, number in names.items() if number > 1)
-    if taken:
-        return Part(failure=Failure(f"more than one file called {', '.join(taken)}", "use a file name per process"))
-    return Part({name: entry for part in parts for name, entry in part.files.items()})
+    files: dict[str, FileEntry] = {}
+    duplicates: set[str] = set()
+    for part in parts:
+        duplicates |= part.files.keys() & {MANIFEST_NAME, *files}
+        files |= part.files
+    if duplicates:  # the later file has replaced the earlier one
+        cause = f"more than one file called {', '.join(sorted(duplicates))}"
+        return Part(failure=Failure(cause, "use a file name per process"))
+    return Part(files)

@@ -52,7 +52,7 @@ class CheckpointWriter:
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="accmt-checkpoint") if is_async else None
         self._in_flight: futures.Future[None] | None = None
 
-    def prepare(self, others: Mapping[str, Any]) -> None:
+    def prepare(self, part_states: Mapping[str, Any]) -> None:
         """Check early that the state can be stored, and let the thread allocate the memory for its copy.
 
         Call it after the first step, once the optimizer has its state: the first save is then as fast as the following
@@ -61,23 +61,23 @@ class CheckpointWriter:
         Processes: collective.
         """
         self.wait()
-        collected = self._collector.collect(others)
+        collected = self._collector.collect(part_states)
         if self._thread is not None:
             self._in_flight = self._thread.submit(self._snapshot.reserve, collected.pieces.tensors)
 
-    def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any], *, force: bool = False) -> None:
+    def save(self, step: int, part_states: Mapping[str, Any], info: Mapping[str, Any], *, force: bool = False) -> None:
         """Save the current state of the run; training may change all of it when this returns.
 
         Raises an error that names what cannot be stored. Processes: collective, after an optimizer step.
 
         Args:
             step: The optimizer step.
-            others: The states besides model and optimizer.
+            part_states: The states besides model and optimizer.
             info: What is readable without loading the checkpoint.
             force: Unused: every checkpoint is written. Custom storage may leave out those that are not forced.
         """
         self.wait()
-        collected = self._collector.collect(others)
+        collected = self._collector.collect(part_states)
         self._report_failure(lambda: self._start(step, collected, copy.deepcopy(dict(info))))
 
     def wait(self) -> None:
@@ -85,8 +85,8 @@ class CheckpointWriter:
         if self._in_flight is None:
             return
         futures.wait([self._in_flight])  # if Ctrl-C interrupts this, it stays in flight
-        done, self._in_flight = self._in_flight, None
-        self._report_failure(done.result)
+        finished, self._in_flight = self._in_flight, None
+        self._report_failure(finished.result)
 
     def close(self) -> None:
         """Wait for the last checkpoint, then release the thread and the memory. Nothing can be saved afterwards.
@@ -138,19 +138,19 @@ class CustomWriter:
         self._storage = checkpointer
         self._collector = collector
 
-    def prepare(self, others: Mapping[str, Any]) -> None:
+    def prepare(self, part_states: Mapping[str, Any]) -> None:
         """Check early that the state can be stored.
 
         Processes: collective.
         """
-        self._collector.collect(others)
+        self._collector.collect(part_states)
 
-    def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any], *, force: bool = False) -> None:
+    def save(self, step: int, part_states: Mapping[str, Any], info: Mapping[str, Any], *, force: bool = False) -> None:
         """Store the current state of the run.
 
         Processes: collective, after an optimizer step.
         """
-        collected = self._collector.collect(others)
+        collected = self._collector.collect(part_states)
         self._storage.save(lambda folder: write_state(collected, folder), step, force=force)
 
     def wait(self) -> None:

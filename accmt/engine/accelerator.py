@@ -57,10 +57,9 @@ def explaining_device() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # torch raises a RuntimeError for each of these, and for many errors that have nothing to do with the device.
         is_full = is_out_of_memory(error)
-        is_of_device = any(word in str(error) for word in ("CUDA", "NVIDIA")) or isinstance(
-            error, torch.AcceleratorError
-        )
+        is_of_device = isinstance(error, torch.AcceleratorError) or "CUDA" in str(error) or "NVIDIA" in str(error)
         if not is_full and not is_of_device:
             raise
         expected = "a device with free memory"
@@ -104,8 +103,9 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         if expected not in (None, accelerator.mixed_precision):
             _reject("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
         ddp = settings.parallelism and settings.parallelism.ddp
-        if ddp:
+        if ddp:  # handlers are read when an Accelerator is built
             _reject("ddp", ddp, "its own kwargs_handlers")
+        # Accelerate would divide the loss by this number again.
         if accelerator.gradient_accumulation_steps != 1:
             _reject("grad_accumulation_steps", "the Trainer's", accelerator.gradient_accumulation_steps)
     else:
@@ -114,7 +114,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
             arguments = _arguments(user_accelerator, settings)
             with _in_precision(arguments.get("mixed_precision")):
                 accelerator = _build(arguments, parallelism)
-        if group_before is None:
+        if group_before is None:  # otherwise the program has created the group, and may use it after the run
             _group = _default_group()
         accelerator.gradient_accumulation_steps = 1  # the environment may set another value; the loop accumulates
     if settings.mixed_precision not in (None, *PRECISIONS):
@@ -127,7 +127,8 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         touch(accelerator.device)
     if accelerator.device.type == "cpu":  # with several processes Accelerate calls it cpu:0, and torch then copies
         accelerator.state.device = PartialState().device = torch.device("cpu")
-    if type(accelerator) is Accelerator and accelerator.num_processes > 1:  # also of the user's own object
+    # Of the user's object too, because steps call it; a subclass of the user keeps its own `gather`.
+    if type(accelerator) is Accelerator and accelerator.num_processes > 1:
         from accmt.engine.exact_accelerator import ExactAccelerator
 
         accelerator.__class__ = ExactAccelerator
@@ -136,7 +137,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 
 
 @contextmanager
-def _in_precision(asked: str | None) -> Iterator[None]:
+def _in_precision(precision: str | None) -> Iterator[None]:
     """Give an Accelerator its own precision instead of the previous run's, whose state Accelerate shares.
 
     A state that the program created with its own Accelerator is not changed.
@@ -144,9 +145,10 @@ def _in_precision(asked: str | None) -> Iterator[None]:
     global _state  # noqa: PLW0603 - Accelerate has one in a process, too
     from accelerate.state import AcceleratorState, is_initialized
 
+    # An object in the shared state shows who created it; Accelerate replaces it whenever it resets that state.
     before = AcceleratorState().dynamo_plugin if is_initialized() else None
     if before is not None and before is _state:
-        share_other_precision(asked or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
+        share_other_precision(precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
     yield
     if before is None:
         _state = AcceleratorState().dynamo_plugin
@@ -158,24 +160,27 @@ def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:
         return make_accelerator(arguments)
     if not arguments.get("cpu", False):
         return make_accelerator({**arguments, **accelerator_arguments(parallelism)})
-    own = {name: value for name, value in arguments.items() if name not in accelerator_arguments(parallelism)}
+    # Accelerate rejects these arguments on CPUs.
+    unsharded = {name: value for name, value in arguments.items() if name not in accelerator_arguments(parallelism)}
     with hidden_from_accelerate():
-        accelerator = make_accelerator(own)
+        accelerator = make_accelerator(unsharded)
     shard_on_cpu(accelerator, parallelism)
     return accelerator
 
 
 def current_accelerator() -> Accelerator | None:
     """Return the Accelerator of the most recent run in this process, while it exists and its state is valid."""
-    found = None if _current is None else _current()
-    return found if found is not None and found.state.initialized else None
+    accelerator = None if _current is None else _current()
+    if accelerator is None or not accelerator.state.initialized:  # the program has reset Accelerate's state
+        return None
+    return accelerator
 
 
 def as_trained(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that converts a tensor like those of a trained model in the current run: full, or a shard."""
     accelerator = current_accelerator()
-    is_asked = accelerator is not None and (accelerator.is_fsdp2 or tensor_parallel_size(accelerator) > 1)
-    return as_shard if is_asked or is_sharded(model) else torch.clone
+    is_requested = accelerator is not None and (accelerator.is_fsdp2 or tensor_parallel_size(accelerator) > 1)
+    return as_shard if is_requested or is_sharded(model) else torch.clone
 
 
 def close_group() -> None:
@@ -198,17 +203,21 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
     from accelerate import DistributedDataParallelKwargs
 
     arguments = dict(user_accelerator or {})
+    # The loop accumulates; Accelerate would divide each loss by this number again.
     if arguments.get("gradient_accumulation_steps", 1) != 1:
         _reject("grad_accumulation_steps", "the Trainer's", arguments["gradient_accumulation_steps"])
     if settings.mixed_precision is not None:
+        # One of two contradicting settings would be ignored silently.
         if arguments.get("mixed_precision", settings.mixed_precision) != settings.mixed_precision:
             _reject("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
-        is_own = settings.mixed_precision in PRECISIONS
-        arguments["mixed_precision"] = settings.mixed_precision if is_own else "no"
+        # A precision of another package brings its own autocast: Accelerate must not cast as well.
+        is_built_in = settings.mixed_precision in PRECISIONS
+        arguments["mixed_precision"] = settings.mixed_precision if is_built_in else "no"
     ddp = settings.parallelism and settings.parallelism.ddp
     if ddp:
         handlers = list(arguments.get("kwargs_handlers") or [])
         arguments["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**ddp)]
+    # Without this, Accelerate runs each launched process on a CPU alone, as if it were the only one.
     if not torch.accelerator.is_available() and int(os.environ.get("LOCAL_RANK", -1)) >= 0:
         arguments.setdefault("cpu", True)
     return arguments
@@ -216,16 +225,15 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
 
 def _reject(name: str, trainer: Any, accelerator: Any) -> None:
     got = f"{name}: {trainer!r} in the Trainer, {accelerator!r} in the Accelerator"
-    raise fail(
-        ArgumentError, "Trainer(accelerator=...)", got=got, expected="one setting", do=f"set {name} only in the Trainer"
-    )
+    do = f"set {name} only in the Trainer"
+    raise fail(ArgumentError, "Trainer(accelerator=...)", got=got, expected="one setting", do=do)
 
 
 def _warn_of_unused_gpu(user_accelerator: Any) -> None:
     """Warn once that the machine has a GPU that torch cannot use; the run would silently train on the CPU."""
-    is_asked = isinstance(user_accelerator, Mapping) and bool(user_accelerator.get("cpu"))
-    if is_asked or not isinstance(user_accelerator, Mapping | None) or is_set("ACCELERATE_USE_CPU"):
-        return  # the CPU is requested
+    is_requested = isinstance(user_accelerator, Mapping) and bool(user_accelerator.get("cpu"))
+    if is_requested or not isinstance(user_accelerator, Mapping | None) or is_set("ACCELERATE_USE_CPU"):
+        return
     if not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     if torch.version.cuda is None:
@@ -237,16 +245,18 @@ def _warn_of_unused_gpu(user_accelerator: Any) -> None:
 
 
 def _check_engine(accelerator: Accelerator) -> None:
+    # These are for Accelerate's loaders, which accmt does not use: they would be ignored.
     for name in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, name):
             _reject(name, "each process builds its part of a global batch", f"{name}=True")
     launched = int(os.environ.get("WORLD_SIZE", 1))
+    # Without this, each process would train alone, and all would write the same files.
     if accelerator.num_processes < launched:
         got = f"{launched} processes were launched, but this Accelerator has {accelerator.num_processes}"
         do = "on machines without a GPU: accelerator=Accelerator(cpu=True), or leave `accelerator` out"
-        raise fail(
-            ArgumentError, "Trainer(accelerator=...)", got=got, expected="one Accelerator for all processes", do=do
-        )
+        expected = "one Accelerator for all processes"
+        raise fail(ArgumentError, "Trainer(accelerator=...)", got=got, expected=expected, do=do)
+    # torch has the operations, so that the run would only be many times slower.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         expected, do = "fp16 on a GPU: CPUs have no fast fp16 arithmetic", 'mixed_precision="bf16"'
         raise fail(ArgumentError, "mixed_precision", got="fp16 on a CPU", expected=expected, do=do)

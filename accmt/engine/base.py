@@ -88,14 +88,14 @@ class Engine:
 
         Processes: collective.
         """
-        model, places = self.unwrapped_model, self.accelerator.device_placement
+        model, moves_model = self.unwrapped_model, self.accelerator.device_placement
         require_same_tensors(model)  # before anything is exchanged, for example in the test of the optimizer
         self.spread()
-        if places:
+        if moves_model:
             model.to(self.accelerator.device)
         if self.accelerator.mixed_precision in ("fp16", "bf16"):
             hold_in_float32(model)
-        if places and any(True for _ in find_quantized(model)):
+        if moves_model and any(True for _ in find_quantized(model)):
             with autocast(self.accelerator):
                 addon("try_quantized_layers")(model)
 
@@ -113,11 +113,11 @@ class Engine:
             may_fail: Whether a process may fail in a micro-batch without ending the run, so that forward and backward
                 must not need the others.
         """
-        own = self.unwrapped_model
-        if is_container(own):
-            self._use(prepare_alone(own, self.accelerator))
+        model = self.unwrapped_model
+        if is_container(model):
+            self._use(prepare_alone(model, self.accelerator))
         else:
-            self._use(self.accelerator.prepare(own))  # without the optimizer, whose state it would load again
+            self._use(self.accelerator.prepare(model))  # without the optimizer, whose state it would load again
 
     def wrap_for_evaluation(self) -> None:
         """Set `model` to the model for evaluation without training.
@@ -133,10 +133,11 @@ class Engine:
 
     def detach(self) -> None:
         """Restore the module's own model without the run's wrappers, and release it from the Accelerator."""
-        own = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
-        forget_prepared(own, self.model, self.accelerator)
-        restore_batch_norm(own)
-        self._module.model = own
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
+        # The Accelerator may live on, and would keep the model's memory.
+        forget_prepared(model, self.model, self.accelerator)
+        restore_batch_norm(model)
+        self._module.model = model
 
     def around_backward(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Return a function that creates the context of each backward, or None."""
@@ -160,6 +161,7 @@ class Engine:
 
     @contextmanager
     def _running_uneven(self, micro_batch: MicroBatch) -> Iterator[None]:
+        # In evaluation mode, batch norm exchanges nothing.
         is_borrowed = micro_batch.batch is None and self.unwrapped_model.training
         layers = synchronized_layers(self.unwrapped_model) if is_borrowed else ()
         with running_uneven_step(micro_batch), adding_no_samples(layers):

@@ -40,6 +40,11 @@ def uneven_step() -> UnevenStep | None:
     return _step
 
 
+def borrows_batch() -> bool:
+    """Return whether the step that is running is on another process's batch, which this process must not count."""
+    return _step is not None and _step.is_borrowed
+
+
 def may_be_uneven(micro_batch: MicroBatch | None) -> bool:
     """Return whether processes may have unequal batches: in an epoch's last micro-batch, or where some have none."""
     return micro_batch is not None and (micro_batch.is_partial or bool(micro_batch.ending))
@@ -62,18 +67,22 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, is_borrowed: bool) -> tuple[Tensor, int]:  # noqa: FBT001 - torch's signature
-        joined, numbers = gather_ragged(rows[:0] if is_borrowed else rows)
+        counted = rows[:0] if is_borrowed else rows
+        joined, numbers = gather_ragged(counted)
         first = sum(numbers[: dist.get_rank()])
-        ctx.own = slice(first, first + numbers[dist.get_rank()])
+        ctx.rows = slice(first, first + numbers[dist.get_rank()])
         ctx.shape = rows.shape
         return joined, first
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None]:
+        # A copy: autograd may pass the same tensor to other functions, and a reduction writes into it.
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)
-        own = gradient[ctx.own]
-        return (own if own.shape == ctx.shape else gradient.new_zeros(ctx.shape)), None  # for a borrowed batch
+        of_rows = gradient[ctx.rows]
+        if of_rows.shape != ctx.shape:  # a borrowed batch has added no rows
+            of_rows = gradient.new_zeros(ctx.shape)
+        return of_rows, None
 
 
 def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
@@ -98,17 +107,17 @@ def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
     """
     if rows.ndim == 0:
         got, expected = "a tensor of shape []", "rows: [samples, ...]"
-        raise fail(
-            ArgumentError, "gather_with_gradients", got=got, expected=expected, do="pass the features of the batch"
-        )
+        do = "pass the features of the batch"
+        raise fail(ArgumentError, "gather_with_gradients", got=got, expected=expected, do=do)
     if num_processes() == 1:
         return rows, 0
+    # Without this, each row would be gathered once per process that shares its batch.
     if num_data_processes() != num_processes():
         got, expected = "processes that share batches (tensor parallelism)", "processes with separate batches"
-        raise fail(
-            ArgumentError, "gather_with_gradients", got=got, expected=expected, do='Trainer(parallelism={"fsdp": True})'
-        )
-    is_borrowed = _step is not None and _step.is_borrowed
-    joined, first = _Gather.apply(rows, is_borrowed)  # type: ignore[no-untyped-call]
+        do = 'Trainer(parallelism={"fsdp": True})'
+        raise fail(ArgumentError, "gather_with_gradients", got=got, expected=expected, do=do)
+    joined, first = _Gather.apply(rows, borrows_batch())  # type: ignore[no-untyped-call]
     # A borrowed batch is that of the first process with one. Its rows may be more here, as a random choice of rows.
-    return (torch.cat([joined, rows[len(joined) :]]), 0) if is_borrowed else (joined, first)
+    if borrows_batch():
+        return torch.cat([joined, rows[len(joined) :]]), 0
+    return joined, first

@@ -26,23 +26,20 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
     Raises:
         ArgumentError: Each process has separate data although the model is split over several processes.
     """
-    asked = tensor_parallel_size(accelerator)
-    size = ranks_of_batch(module.model, asked)
+    requested_size = tensor_parallel_size(accelerator)
+    size = ranks_of_batch(module.model, requested_size)
     share_batches(size)
-    if size != asked and accelerator.is_fsdp2 and not is_by_fsdp(module.model):
+    # FSDP2 would shard each tensor over all processes, as if its parts were the whole.
+    if size != requested_size and accelerator.is_fsdp2 and not is_by_fsdp(module.model):
         got = f"a model already split over {size} processes, and FSDP2 over all"
         do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'
         raise fail(ArgumentError, "Trainer(parallelism=...)", got=got, expected="FSDP2 over the others", do=do)
+    # Each process of a group would run the model's parts on other samples than its neighbors.
     if size > 1 and not settings.data.data_options.shard:
         got = f"separate data for each process, but groups of {size} processes must see the same: they hold one model"
+        expected = "data that all processes share"
         do = "leave `shard` out: every process passes the same data, which accmt shards"
-        raise fail(
-            ArgumentError,
-            'Trainer(data_options={"shard": False})',
-            got=got,
-            expected="data that all processes share",
-            do=do,
-        )
+        raise fail(ArgumentError, 'Trainer(data_options={"shard": False})', got=got, expected=expected, do=do)
     if settings.running.parallelism and settings.running.parallelism.engine:
         added: type[Engine] = find("accmt.engines", settings.running.parallelism.engine)
         return added(module, accelerator)

@@ -31,6 +31,7 @@ from accmt.engine.reduction import (
 from accmt.engine.replicas import reject_renormalization
 from accmt.errors import ArgumentError, fail
 from accmt.libraries.private_names import left_out_by_ddp, prepare_alone
+from accmt.options.optimizer_and_scheduler_arguments import weights_of
 from accmt.processes import num_processes
 from accmt.sharded_tensors import is_expanded
 
@@ -50,29 +51,32 @@ class DataParallel(Engine):
 
     def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
         super().__init__(module, accelerator)
-        self._has_others = num_processes() > 1  # a launcher may start a single process, which Accelerate wraps too
+        self._has_replicas = num_processes() > 1  # a launcher may start a single process, which Accelerate wraps too
         self._wrapper: TransparentWrapper | None = None
         self._optimizer: Optimizer | None = None
         self._set_to_none = True
 
     def wrap(self, optimizer: Optimizer, *, set_to_none: bool, may_fail: bool = False) -> None:
         """Wrap the model, unless it is a container of the modules that the steps call, or a process may fail."""
-        own = self.unwrapped_model
+        model = self.unwrapped_model
         self._optimizer, self._set_to_none = optimizer, set_to_none
-        if is_container(own) or may_fail:
-            self._use(prepare_alone(own, self.accelerator))
+        if is_container(model) or may_fail:
+            self._use(prepare_alone(model, self.accelerator))
+            # As DistributedDataParallel does when it wraps: the processes may have drawn different weights.
             broadcast_weights(self.model)
             broadcast_buffers(self.model)
         else:
-            views = {name: buffer for name, buffer in own.named_buffers() if is_expanded(buffer)}  # never written
-            with sending_quantized_weights(own), left_out_by_ddp(own, views) if views else nullcontext():
+            # DistributedDataParallel sends buffers in place, which torch refuses where elements share memory. Nothing
+            # writes to such views, so they are equal.
+            views = {name: buffer for name, buffer in model.named_buffers() if is_expanded(buffer)}
+            with sending_quantized_weights(model), left_out_by_ddp(model, views) if views else nullcontext():
                 super().wrap(optimizer, set_to_none=set_to_none)
-        if isinstance(self.model, DistributedDataParallel):
+        if isinstance(self.model, DistributedDataParallel):  # Accelerate does not wrap a model without trained weights
             self.model.__class__ = TransparentWrapper
             vars(self.model)["calls"] = []
         if isinstance(self.model, TransparentWrapper):
             self._wrapper, self.notes_trained = self.model, True
-            self.no_sync = partial(self.accelerator.no_sync, self.model) if self._has_others else None
+            self.no_sync = partial(self.accelerator.no_sync, self.model) if self._has_replicas else None
         reject_renormalization(self.unwrapped_model)
         settle_buckets(self.model, set_to_none=set_to_none)
 
@@ -82,15 +86,16 @@ class DataParallel(Engine):
 
     def running(self, micro_batch: MicroBatch | None) -> AbstractContextManager[None]:
         self.calls = None
-        if self._wrapper is not None and self._has_others and self._module.model is not self.unwrapped_model:
+        # Not in a preflight step, which runs the bare model.
+        if self._wrapper is not None and self._has_replicas and self._module.model is not self.unwrapped_model:
             self.calls = self._wrapper.calls
             self.calls.clear()
-        if micro_batch is not None and self._has_others and may_be_uneven(micro_batch):
+        if micro_batch is not None and self._has_replicas and may_be_uneven(micro_batch):
             return self._running_uneven(micro_batch)
         return NOTHING
 
     def zero_loss(self) -> torch.Tensor | None:
-        if self._wrapper is None or not self._has_others:
+        if self._wrapper is None or not self._has_replicas:
             return None
         return zero_loss_of(self._wrapper, was_called=bool(self.calls))
 
@@ -101,9 +106,8 @@ class DataParallel(Engine):
         """
         if self._wrapper is not None and self._wrapper.static_graph:
             got = f"static_graph=True, and {number} per optimizer step"
-            expected = (
-                "one backward per optimizer step: a static graph cannot skip the reduction of a micro-batch's gradients"
-            )
+            expected = "one backward per optimizer step: a static graph cannot skip the reduction of a micro-batch's "
+            expected += "gradients"
             do = "drop static_graph, or do not accumulate (grad_accumulation_steps, max_micro_batch_size, max_tokens)"
             raise fail(ArgumentError, 'Trainer(parallelism={"ddp": ...})', got=got, expected=expected, do=do)
 
@@ -124,13 +128,12 @@ class DataParallel(Engine):
         add_note_of_unused(error, self.model)
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        if self._wrapper is None:
-            average_gradients(self._parameters() if parameters is None else parameters)
+        if self._wrapper is not None:
+            return
+        if parameters is None:
+            parameters = [] if self._optimizer is None else weights_of(self._optimizer)
+        average_gradients(parameters)
 
     def note_trained(self) -> None:
         if self._wrapper is not None:
             rebuild_reducer(self._wrapper, set_to_none=self._set_to_none)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        groups = () if self._optimizer is None else self._optimizer.param_groups
-        return [parameter for group in groups for parameter in group["params"]]

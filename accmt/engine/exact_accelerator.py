@@ -7,6 +7,7 @@ processes have unequal batches, or none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
-from accmt.engine.borrowed import uneven_step
+from accmt.engine.borrowed import borrows_batch, uneven_step
 from accmt.engine.reduction import gather_ragged
 from accmt.processes import each_once, gather_from_data, num_data_processes
 
@@ -50,20 +51,20 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
         reduced = super().reduce(counted, reduction, scale)
         if reduction != "mean":
             return reduced
+        # Accelerate divides by all processes, and those that borrowed a batch have added 0.
         return recursively_apply(lambda mean: mean * (num_data_processes() / step.num_lenders), reduced)
 
 
 def _gather(data: Any) -> Any:
     if isinstance(data, Tensor):
-        step = uneven_step()
         rows = data.reshape(1) if data.ndim == 0 else data
-        joined, numbers = gather_ragged(rows[:0] if step is not None and step.is_borrowed else rows)
+        counted = rows[:0] if borrows_batch() else rows
+        joined, numbers = gather_ragged(counted)
         return torch.cat(each_once(list(torch.split(joined, numbers))))  # those that share a batch have the same rows
     if isinstance(data, Mapping):
         return type(data)({name: _gather(value) for name, value in data.items()})  # type: ignore[call-arg]
     if isinstance(data, list | tuple) and any(isinstance(part, Tensor | Mapping) for part in data):
         parts = [_gather(part) for part in data]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
-    step = uneven_step()
-    of_processes = gather_from_data([] if step is not None and step.is_borrowed else list(data))
-    return [item for items in of_processes for item in items]
+    items = [] if borrows_batch() else list(data)
+    return list(chain.from_iterable(gather_from_data(items)))

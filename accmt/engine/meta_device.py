@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from accmt.checkpoint.state_dicts import local_part
 from accmt.engine.shards import shard_model, untie
 from accmt.engine.tensor_parallel import tensor_parallel_size
 from accmt.errors import ModuleContractError, fail
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _WHERE = "self.model, built on the meta device"
+_EXPECTED = "modules that initialize their own tensors"
 
 
 def fill(model: nn.Module, device: torch.device) -> None:
@@ -44,11 +46,12 @@ def fill(model: nn.Module, device: torch.device) -> None:
     Raises:
         ModuleContractError: A part cannot be initialized.
     """
-    _require_fillable(model)
+    _require_fillable(model)  # before memory is taken for it
     untie(model)  # a model that is built in full initializes each occurrence of a tied weight, and keeps the first
     model.to_empty(device=device)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(broadcast_object(torch.get_rng_state()))
+        # transformers initializes in an order of its own, and ties weights only afterwards.
         if _is_of_transformers(model):
             draw_first_values(model, as_wholes)
             tie: Any = model.tie_weights
@@ -56,7 +59,7 @@ def fill(model: nn.Module, device: torch.device) -> None:
             return
         bottom_up: dict[nn.Module, None] = {}  # the order in which the parts were built: children before their parent
         model.apply(lambda part: bottom_up.setdefault(part))
-        for part in filter(_has_own, bottom_up):
+        for part in filter(_has_tensors, bottom_up):
             with as_wholes(part), torch.no_grad():
                 _reset(part)
 
@@ -74,19 +77,18 @@ def _require_fillable(model: nn.Module) -> None:
     if _is_of_transformers(model):
         return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    # `reset_parameters` of each layer knows nothing of the tie.
     if len(names) > len(list(model.parameters())):
         got, do = "tied weights, each of which would get different values", "build it on the CPU"
         raise fail(ModuleContractError, _WHERE, got=got, expected="weights that only transformers ties", do=do)
     for name, part in model.named_modules():
-        if _has_own(part) and not hasattr(part, "reset_parameters"):
+        if _has_tensors(part) and not hasattr(part, "reset_parameters"):
             got = f"{name or 'the model'}, a {type(part).__name__} with tensors but without reset_parameters"
             do = "define reset_parameters(self), which initializes its tensors, as in torch's layers"
-            raise fail(
-                ModuleContractError, _WHERE, got=got, expected="modules that initialize their own tensors", do=do
-            )
+            raise fail(ModuleContractError, _WHERE, got=got, expected=_EXPECTED, do=do)
 
 
-def _has_own(part: nn.Module) -> bool:
+def _has_tensors(part: nn.Module) -> bool:
     return any(True for _ in chain(part.parameters(recurse=False), part.buffers(recurse=False)))
 
 
@@ -104,24 +106,23 @@ def as_wholes(part: nn.Module) -> Iterator[None]:
 
     Processes: collective.
     """
-    own = {
-        (holder, name): parameter
-        for holder in (part, *part.children())
-        for name, parameter in holder.named_parameters(recurse=False)
-        if not has_first_value(parameter)
-    }
-    for (holder, name), parameter in own.items():
-        # A part's own parameter is about to be initialized, a child's has been.
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        if holder is not part:
-            whole.copy_(make_whole(parameter.detach()))
-        setattr(holder, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in (part, *part.children()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if has_first_value(parameter):
+                continue
+            replaced.append((module, name, parameter))
+            # The part's parameters are about to be initialized, those of a child have been.
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            if module is not part:
+                whole.copy_(make_whole(parameter.detach()))
+            setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     with _RejectsDraws():
         yield
-    for (holder, name), parameter in own.items():
-        value = shard_like(getattr(holder, name).detach(), parameter)
-        _local(parameter.detach()).copy_(_local(value))
-        setattr(holder, name, parameter)
+    for module, name, parameter in replaced:
+        value = shard_like(getattr(module, name).detach(), parameter)
+        local_part(parameter.detach()).copy_(local_part(value))
+        setattr(module, name, parameter)
 
 
 class _RejectsDraws(TorchFunctionMode):
@@ -130,23 +131,14 @@ class _RejectsDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        changed = next(chain(args, named.values()), None)
+        changed = next(chain(args, keywords.values()), None)
+        # By the trailing underscore, as torch names operations that write into their first argument.
         if name.endswith("_") and not name.endswith("__") and is_dtensor(changed):
             got = f"initial values that a part draws ({name}) for parts below its children"
-            raise fail(
-                ModuleContractError,
-                _WHERE,
-                got=got,
-                expected="modules that initialize their own tensors",
-                do="build it on the CPU",
-            )
-        return func(*args, **named)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+            raise fail(ModuleContractError, _WHERE, got=got, expected=_EXPECTED, do="build it on the CPU")
+        return func(*args, **keywords)
 
 
 _accelerator: Accelerator | None = None

@@ -35,6 +35,7 @@ def require_call(calls: list[Any]) -> None:
     Raises:
         ModuleContractError: There was no call.
     """
+    # Each process would train its own model, and the comparison of replicas would find it only steps later.
     if not calls:
         got = "self.model was not called, so the gradients of the processes would not be averaged"
         expected = "the loss computed through self.model(...), or a self.model without a forward"
@@ -52,6 +53,7 @@ def explaining_parts(model: nn.Module) -> Iterator[list[Any]]:
         try:
             yield calls
         except RuntimeError as error:
+            # FSDP2 checks dtypes in its first forward, long after the hook that changed them.
             if calls and "to have dtype" in str(error):
                 got = f"another dtype than the model was sharded with, for example from model.to() in a hook: {error}"
                 expected, do = "the dtype from the start of the run", 'for example Trainer(mixed_precision="bf16")'
@@ -59,8 +61,6 @@ def explaining_parts(model: nn.Module) -> Iterator[list[Any]]:
             if calls or "torch/" not in file_of(error):  # raised by the user's own code
                 raise
             got = f"a submodule of self.model, which is sharded, was called instead of self.model itself: {error}"
-            expected, do = (
-                "self.model(...), whose call gathers the shards",
-                "call self.model(...), or train without FSDP2",
-            )
+            expected = "self.model(...), whose call gathers the shards"
+            do = "call self.model(...), or train without FSDP2"
             raise fail(ModuleContractError, "a step of the module", got=got, expected=expected, do=do) from error

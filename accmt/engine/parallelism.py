@@ -40,7 +40,8 @@ _NOT_BUILT = {
     "DeepSpeed": ("ACCELERATE_USE_DEEPSPEED", ("deepspeed_plugin", "deepspeed_plugins"), _SETTINGS_OF_ZERO),
     "Megatron-LM": ("ACCELERATE_USE_MEGATRON_LM", ("megatron_lm_plugin",), f"FSDP2: {_FSDP2}"),
 }
-_ARGUMENTS = ("fsdp_plugin", "parallelism_config", *chain.from_iterable(names for _, names, _ in _NOT_BUILT.values()))
+_SHARDING = ("fsdp_plugin", "parallelism_config")
+_ARGUMENTS = (*_SHARDING, *chain.from_iterable(names for _, names, _ in _NOT_BUILT.values()))
 
 
 @dataclass(frozen=True)
@@ -75,23 +76,23 @@ def find_parallelism(settings: RunningSettings) -> Parallelism:
     if not isinstance(user, Mapping):
         user = {name: getattr(user.state, name, None) for name in _ARGUMENTS}
     for engine, (flag, arguments, do) in _NOT_BUILT.items():
-        asked = [f"{flag}={os.environ[flag]}"] if is_set(flag) else []
-        asked += [f"Accelerator({name}=...)" for name in arguments if user.get(name) is not None]
-        if asked:
-            _reject(f"{', '.join(asked)}: accmt does not train with {engine}", "DDP, or FSDP2", do)
+        requests = [f"{flag}={os.environ[flag]}"] if is_set(flag) else []
+        requests += [f"Accelerator({name}=...)" for name in arguments if user.get(name) is not None]
+        if requests:  # the Accelerator would otherwise train with it, without accmt's windows and checkpoints
+            _reject(f"{', '.join(requests)}: accmt does not train with {engine}", "DDP, or FSDP2", do)
     if settings.parallelism and settings.parallelism.engine:
-        found = Parallelism()  # an engine of another package spreads the model itself
+        requested = Parallelism()  # an engine of another package spreads the model itself
     elif settings.parallelism and settings.parallelism.ddp is None:
-        also = [name for name in ("fsdp_plugin", "parallelism_config") if user.get(name) is not None]
-        twice = [f"Accelerator({name}=...)" for name in also]
-        twice += [f"{name}={os.environ[name]}" for name in (_USE_FSDP, _USE_CONFIG) if is_set(name)]
-        if twice:
-            _reject(f"parallelism=... and {', '.join(twice)}", "one of them", f"leave one out: {_FSDP2}")
-        found = _of_argument(settings.parallelism)
+        duplicates = [f"Accelerator({name}=...)" for name in _SHARDING if user.get(name) is not None]
+        duplicates += [f"{name}={os.environ[name]}" for name in (_USE_FSDP, _USE_CONFIG) if is_set(name)]
+        # Without this, the settings of the launch would be ignored silently.
+        if duplicates:
+            _reject(f"parallelism=... and {', '.join(duplicates)}", "one of them", f"leave one out: {_FSDP2}")
+        requested = _of_argument(settings.parallelism)
     else:
-        found = _of_launch(user)
-    _check_sizes(found)
-    return found if _num_launched() > 1 else Parallelism()
+        requested = _of_launch(user)
+    _check_sizes(requested)
+    return requested if _num_launched() > 1 else Parallelism()
 
 
 def accelerator_arguments(parallelism: Parallelism) -> dict[str, Any]:
@@ -114,8 +115,6 @@ def hidden_from_accelerate() -> Iterator[None]:
 def shard_on_cpu(accelerator: Accelerator, parallelism: Parallelism) -> None:
     """Let an Accelerator of CPU processes distribute models; afterwards Accelerate's own code works as on GPUs."""
     if parallelism.plugin is not None:
-        if accelerator.mixed_precision != "no":
-            parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
         use_fsdp(accelerator, parallelism.plugin)
     _use_mesh(accelerator, parallelism.config)
 
@@ -135,14 +134,17 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
         ArgumentError: It does something else, or something unsupported.
     """
     kind = accelerator.distributed_type.value
+    # An Accelerator that the program has built with a plugin; `find_parallelism` sees only arguments and launches.
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         do = _SETTINGS_OF_ZERO if kind == "DEEPSPEED" else _FSDP2
         _reject(f"an Accelerator that runs {kind}", "DDP, or FSDP2", do)
-    is_asked = parallelism.plugin is not None or is_set(_USE_FSDP)
-    if is_asked and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
+    is_requested = parallelism.plugin is not None or is_set(_USE_FSDP)
+    # As with an Accelerator that was built with cpu=True: Accelerate drops the plugin, and trains replicas.
+    if is_requested and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
         got = f"{parallelism.source or _USE_FSDP} requests FSDP, but this Accelerator runs {kind}"
         _reject(got, "FSDP2, as requested", f"let the Trainer build the Accelerator: {_FSDP2}")
-    if accelerator.is_fsdp2 and not is_asked:
+    # Accelerate's shared state outlives a Trainer: the second one would shard without being asked to.
+    if accelerator.is_fsdp2 and not is_requested:
         got = "a Trainer without `parallelism` after one that shards: Accelerate has one engine per program"
         _reject(got, "the same engine for every Trainer of a program", f"pass it to each: {_FSDP2}")
     if accelerator.is_fsdp2:
@@ -159,8 +161,8 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
         plugin: Any = accelerator.state.fsdp_plugin
         policy = plugin.mixed_precision_policy
         if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
-            own = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=torch.float32)
-            plugin.mixed_precision_policy = own
+            in_float32 = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=torch.float32)
+            plugin.mixed_precision_policy = in_float32
     elif _mesh_of(config_of(accelerator)) != _mesh_of(parallelism.config):
         _use_mesh(accelerator, parallelism.config)
 
@@ -175,29 +177,36 @@ def _mesh_of(config: ParallelismConfig | None) -> tuple[int, int, int] | None:
     return None if config is None else (config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp"))
 
 
-def _of_argument(asked: ParallelismOptions) -> Parallelism:
+def _of_argument(requested: ParallelismOptions) -> Parallelism:
     from accelerate.parallelism_config import ParallelismConfig
 
-    source = f"Trainer(parallelism={asked.to_dict() or {'fsdp': True}!r})"
-    own, asked_sizes = asked.fsdp, {name: getattr(asked, name) for name in _SIZES}
-    sizes: dict[str, Any] = {_SIZES[name]: size for name, size in asked_sizes.items() if size is not None}
+    source = f"Trainer(parallelism={requested.to_dict() or {'fsdp': True}!r})"
+    sizes: dict[str, Any] = {}
+    for name, size_name in _SIZES.items():
+        size = getattr(requested, name)
+        if size is not None:
+            sizes[size_name] = size
     if not sizes:
-        return Parallelism(_make_plugin(own), None, source)
+        return Parallelism(_make_plugin(requested.fsdp), None, source)
     sizes = {"dp_replicate_size": 1, "tp_size": 1} | sizes
     sizes.setdefault("dp_shard_size", max(1, _num_launched() // (sizes["dp_replicate_size"] * sizes["tp_size"])))
     _reject_copies_of_split(source, sizes)
     is_split_only = sizes["tp_size"] > 1 and sizes["dp_shard_size"] == 1
-    if is_split_only and isinstance(own, Mapping):
+    # They would be ignored.
+    if is_split_only and isinstance(requested.fsdp, Mapping):
         got = f"{source}: settings of FSDP2, but no processes to shard over: tp is {sizes['tp_size']}"
         _reject(got, "processes for FSDP2 in addition to tensor parallelism", 'more processes, or leave "fsdp" out')
-    return Parallelism(None if is_split_only else _make_plugin(own), ParallelismConfig(**sizes), source)
+    plugin = None if is_split_only else _make_plugin(requested.fsdp)
+    return Parallelism(plugin, ParallelismConfig(**sizes), source)
 
 
-def _make_plugin(own: Any) -> FullyShardedDataParallelPlugin:
+def _make_plugin(settings: Any) -> FullyShardedDataParallelPlugin:
     from accelerate import FullyShardedDataParallelPlugin
 
-    arguments = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
-    return FullyShardedDataParallelPlugin(**{**arguments, **(own if isinstance(own, Mapping) else {})})
+    arguments: dict[str, Any] = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+    if isinstance(settings, Mapping):  # otherwise `True`, or None where only sizes are set
+        arguments |= settings
+    return FullyShardedDataParallelPlugin(**arguments)
 
 
 def _reject_copies_of_split(source: str, sizes: Mapping[str, int]) -> None:
@@ -209,7 +218,7 @@ def _reject_copies_of_split(source: str, sizes: Mapping[str, int]) -> None:
 
 def _of_launch(user: Mapping[str, Any]) -> Parallelism:
     plugin, config = user.get("fsdp_plugin"), user.get("parallelism_config")
-    sources = [f"Accelerator({name}=...)" for name in ("fsdp_plugin", "parallelism_config") if user.get(name)]
+    sources = [f"Accelerator({name}=...)" for name in _SHARDING if user.get(name)]
     if plugin is None and is_set(_USE_FSDP):  # an Accelerator with a plugin sets it too
         from accelerate import FullyShardedDataParallelPlugin
 
@@ -234,28 +243,32 @@ def _num_launched() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _check_sizes(asked: Parallelism) -> None:
-    plugin, config = asked.plugin, asked.config
+def _check_sizes(requested: Parallelism) -> None:
+    plugin, config = requested.plugin, requested.config
+    # FSDP version 1 flattens parameters: names, clipping and checkpoints would be of the flat ones.
     if plugin is not None and plugin.fsdp_version != 2:
         do = f"--fsdp_version 2 at the launch, or {_FSDP2}"
-        _reject(f"{asked.source}: version {plugin.fsdp_version} of FSDP", "FSDP2, which replaces it", do)
+        _reject(f"{requested.source}: version {plugin.fsdp_version} of FSDP", "FSDP2, which replaces it", do)
     if config is None:
         return
-    others = {name: parallel_size(config, name) for name in ("cp", "sp")}
-    beside = [f"{name}_size={size}" for name, size in others.items() if size > 1]
-    if beside:
+    unsupported = []
+    for name in ("cp", "sp"):
+        if parallel_size(config, name) > 1:
+            unsupported.append(f"{name}_size={parallel_size(config, name)}")
+    if unsupported:  # these split each sample over processes, which the weights of batches do not know
         expected = "shard, replicate and tp: context and sequence parallelism are not supported"
-        _reject(f"{asked.source}: {', '.join(beside)}", expected, f"leave them out: {_FSDP2}")
+        _reject(f"{requested.source}: {', '.join(unsupported)}", expected, f"leave them out: {_FSDP2}")
     replicate, shard, tp = config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp")
+    # A smaller mesh would leave processes without a place in it.
     if config.total_size != _num_launched():
         got = f"replicate x shard x tp = {replicate} x {shard} x {tp}, on {_num_launched()} processes"
         do = f"accmt launch -N {config.total_size}, or sizes whose product is {_num_launched()}"
         _reject(got, "as many processes as the mesh has", do)
-    _reject_copies_of_split(asked.source, {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tp})
+    _reject_copies_of_split(requested.source, {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tp})
+    # Nothing would use the sizes: the processes would train whole replicas.
     if plugin is None and max(replicate, shard) > 1:
-        _reject(
-            f"{asked.source}, without FSDP2, which would shard", "FSDP2 together with the sizes of its mesh", _FSDP2
-        )
+        got = f"{requested.source}, without FSDP2, which would shard"
+        _reject(got, "FSDP2 together with the sizes of its mesh", _FSDP2)
 
 
 def _reject(got: str, expected: str, do: str) -> NoReturn:

@@ -47,8 +47,8 @@ def reject_training_quantized_weights(model: nn.Module) -> None:
     quantized = next((part for part in model.modules() if getattr(part, "is_quantized", False)), None)
     if quantized is None or any(hasattr(part, "peft_config") for part in model.modules()):
         return
-    can_be_trained = [weight for weight in model.parameters() if weight.is_floating_point()]
-    if all(weight.requires_grad for weight in can_be_trained):
+    # Quantized weights are integers; what is frozen among the rest was frozen by the user, on purpose.
+    if all(weight.requires_grad for weight in model.parameters() if weight.is_floating_point()):
         got = "quantized weights, which have no gradients: only embeddings and norms would be trained"
         do = "add an adapter: `lora: {r: 16, targets: all-linear}` in the section `model` of the YAML, or "
         do += "self.model = peft.get_peft_model(model, peft.LoraConfig(...))"
@@ -63,6 +63,7 @@ def reject_sharding_quantized_weights(model: nn.Module) -> None:
         ModuleContractError: The model has such a layer.
     """
     for name, _, base in find_quantized(model):
+        # FSDP2 would fail on the dtype of an 8-bit weight, without the name of its layer.
         if (kind := type(base.weight).__name__) != "Params4bit":
             got = f"weights of {kind}, which FSDP2 cannot shard"
             do = "set `quantization: nf4`; or launch with `accmt launch --strat ddp`"
@@ -74,7 +75,9 @@ def find_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear
     """Yield linear layers with quantized weights, by name, with the adapters around them."""
     inner = set()
     for name, layer in model.named_modules():
-        base = layer.get_base_layer() if hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer") else layer
+        base = layer
+        if hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer"):  # an adapter of PEFT
+            base = layer.get_base_layer()
         if isinstance(base, nn.Linear) and base not in inner:
             inner.add(base)
             # Reading the weight of a parametrized layer computes it, and changes the buffers of a spectral norm.

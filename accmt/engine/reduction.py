@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accmt.checkpoint.state_dicts import is_made_of_others, plain_parts
+from accmt.checkpoint.state_dicts import has_inner_tensors, plain_parts
 from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import (
     exchange_in_forward,
@@ -49,7 +49,7 @@ class TransparentWrapper(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module":  # a wrapper that is being unpickled has none yet: without this, endless recursion
                 raise
             return getattr(self.module, name)
 
@@ -73,8 +73,9 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """
     if num_processes() == 1 or not parameters:
         return
-    own = [_kind_of(parameter.grad) for parameter in parameters]
-    kinds = torch.tensor(own, dtype=torch.int32, device=parameters[0].device)
+    # A process without a gradient, or with a sparse one, takes part in the exchange that any other process needs.
+    local_kinds = [_kind_of(parameter.grad) for parameter in parameters]
+    kinds = torch.tensor(local_kinds, dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(kinds, op=dist.ReduceOp.MAX)
     dense = []
     for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
@@ -97,6 +98,7 @@ def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:
+        # `torch.cat` of different types would convert them.
         fits = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
         if bucket and (not fits or size + gradient.nbytes > _BUCKET_BYTES):
             yield bucket
@@ -118,8 +120,8 @@ def _average_sparse(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         rows, values = parameter.new_zeros(0, dtype=torch.long), parameter.new_zeros((0, *parameter.shape[1:]))
     else:
-        own = parameter.grad.coalesce()
-        rows, values = own.indices()[0], own.values()
+        gradient = parameter.grad.coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
     rows, values = gather_ragged(rows)[0], gather_ragged(values)[0] / num_processes()
     return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
 
@@ -129,15 +131,16 @@ def gather_ragged(rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 
     Processes: collective.
     """
-    own = torch.tensor([len(rows)], device=rows.device)
-    counts = [torch.zeros_like(own) for _ in range(num_processes())]
-    dist.all_gather(counts, own)
+    num_rows = torch.tensor([len(rows)], device=rows.device)
+    counts = [torch.zeros_like(num_rows) for _ in range(num_processes())]
+    dist.all_gather(counts, num_rows)
     numbers = [int(count) for count in counts]
+    # `all_gather` takes tensors of equal shape only.
     padded = rows.new_zeros((max(numbers), *rows.shape[1:]))
     padded[: len(rows)] = rows
-    every = [torch.zeros_like(padded) for _ in numbers]
-    dist.all_gather(every, padded)
-    return torch.cat([part[:number] for part, number in zip(every, numbers, strict=True)]), numbers
+    parts = [torch.zeros_like(padded) for _ in numbers]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:number] for part, number in zip(parts, numbers, strict=True)]), numbers
 
 
 def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
@@ -152,6 +155,7 @@ def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
     Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which decides when, and
         `Reducer::mark_variable_ready_dense`, which divides, or multiplies by the reciprocal.
     """
+    # A sum of two numbers is rounded alike in either order.
     if num_processes() <= 2 or not reduces_only_whole(model):
         return
     model.reducer.prepare_for_backward([])
@@ -167,12 +171,14 @@ def zero_loss_of(model: DistributedDataParallel, *, was_called: bool) -> torch.T
     Processes: collective with the others' forward, unless this process has run its own.
     """
     zero = _sum_of_weights(model) * 0.0
+    # Where the step has called the model, its forward has exchanged already; a last backward still expects this output.
     if not was_called or model.require_backward_grad_sync:
         exchange_in_forward(model, zero, was_called=was_called)
     return zero if model.require_backward_grad_sync else None
 
 
 def _sum_of_weights(model: nn.Module) -> torch.Tensor:
+    # Layers such as nn.Embedding(sparse=True), whose gradients the reducer expects to be sparse.
     sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False) and hasattr(layer, "weight")}
     sums = [_sum(weight, is_sparse=weight in sparse) for weight in model.parameters() if weight.requires_grad]
     return torch.stack(sums).sum()
@@ -191,15 +197,16 @@ def require_all_gradients(model: DistributedDataParallel) -> None:
     Raises:
         ModuleContractError: There are such parameters.
     """
-    apart = model.parameters_to_ignore
-    trained = {name: one for name, one in model.module.named_parameters() if one.requires_grad and name not in apart}
+    trained = {}
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and name not in model.parameters_to_ignore:
+            trained[name] = parameter
     names = names_without_gradient(trained)
     if names:
         got = f"no gradient for {shorten(names)}: the loss does not depend on them"
         expected = "a gradient for every trained parameter, because several processes average gradients together"
-        do = (
-            'freeze them (requires_grad_(False)), or set Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
-        )
+        do = "freeze them (requires_grad_(False)), or set "
+        do += 'Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
         raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
 
 
@@ -209,12 +216,12 @@ def names_without_gradient(trained: Mapping[str, nn.Parameter]) -> list[str]:
     Raises:
         ModuleContractError: None of them got one.
     """
-    names = [
-        name
-        for name, one in trained.items()
+    names = []
+    for name, parameter in trained.items():
         # An optimizer that steps within backward uses a gradient and drops it, in such a hook.
-        if one.grad is None and not has_gradient_hook(one)
-    ]
+        if parameter.grad is None and not has_gradient_hook(parameter):
+            names.append(name)
+    # Without this, such a run trains nothing: optimizers skip parameters without a gradient, silently.
     if trained and len(names) == len(trained):
         got = f"a loss without a path to the model: none of its {len(names)} trained parameters has a gradient"
         expected = "a loss that is computed from the outputs of self.model"
@@ -241,7 +248,7 @@ def add_note_of_unused(error: Exception, model: nn.Module) -> None:
 
 def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
     """Return a number with the same kind of gradient as in training; DistributedDataParallel accepts no other."""
-    if weight.is_complex():
+    if weight.is_complex():  # backward starts from real numbers only
         return torch.view_as_real(weight).sum()
     if not is_sparse:
         return weight.sum()
@@ -285,8 +292,10 @@ def sending_quantized_weights(model: nn.Module) -> Iterator[None]:
 
     Processes: collective.
     """
-    made = {name: weight for name, weight in model.named_parameters() if is_made_of_others(weight)}
-    frozen = {name: weight for name, weight in made.items() if not weight.requires_grad}
+    frozen = {}
+    for name, weight in model.named_parameters():
+        if has_inner_tensors(weight) and not weight.requires_grad:
+            frozen[name] = weight
     with left_out_by_ddp(model, frozen) if frozen else nullcontext():
         yield
     broadcast_tensors(part for weight in frozen.values() for part in plain_parts(weight))
@@ -300,12 +309,15 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device | No
 
     Processes: collective.
     """
-    for tensor in tensors if num_processes() > 1 else ():
-        own = without_repetition(tensor.detach())
-        exchanged = own.contiguous() if device is None else own.to(device)
+    if num_processes() == 1:
+        return
+    for tensor in tensors:
+        values = without_repetition(tensor.detach())
+        # NCCL sends only contiguous memory, which a transposed view or an expanded buffer does not have.
+        exchanged = values.contiguous() if device is None else values.to(device)
         dist.broadcast(exchanged, src=0)
-        if exchanged is not own:
-            own.copy_(exchanged)
+        if exchanged is not values:
+            values.copy_(exchanged)
 
 
 def require_same_tensors(model: nn.Module) -> None:
@@ -321,12 +333,13 @@ def require_same_tensors(model: nn.Module) -> None:
     if num_processes() == 1:
         return
     tensors = chain(model.named_parameters(), model.named_buffers())
-    own = {name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors}
-    every = gather_objects(own)
-    for rank, other in enumerate(every):
-        name = next((name for name in {**every[0], **other} if every[0].get(name) != other.get(name)), None)
-        if name is not None:
-            on_main, here = every[0].get(name, "missing"), other.get(name, "missing")
-            got = f"{name!r} is {on_main} on process 0, and {here} on process {rank}"
+    descriptions = gather_objects({name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors})
+    on_main = descriptions[0]
+    for rank, here in enumerate(descriptions):
+        for name in {**on_main, **here}:
+            if on_main.get(name) == here.get(name):
+                continue
+            got = f"{name!r} is {on_main.get(name, 'missing')} on process 0, and {here.get(name, 'missing')} on "
+            got += f"process {rank}"
             do = "build the model with the same arguments everywhere, not depending on rank, files or random numbers"
             raise fail(ModuleContractError, "self.model", got=got, expected="the same model on every process", do=do)

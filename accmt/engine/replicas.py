@@ -72,15 +72,17 @@ class Replicas:
         Raises:
             ReplicasDifferError: They differ.
         """
+        # After the first step, because a forward pass may have changed them only then.
         if not self._knows_buffers and step > self._first_step:
             self._knows_buffers = True
             self._name_buffers()
-        own = self._describe()
-        totals = {place: xxhash.xxh3_64_hexdigest(repr(entries).encode()) for place, entries in own.items()}
+        replica = self._describe()
+        totals = {place: xxhash.xxh3_64_hexdigest(repr(entries).encode()) for place, entries in replica.items()}
         if not _find_differences(gather_objects(totals)):
             self._equal_at = step
             return
-        differences = _find_differences(gather_objects(own))
+        # Only where they differ are all checksums sent: a large model has thousands.
+        differences = _find_differences(gather_objects(replica))
         if not differences:  # an optimizer that keeps part of its state on each process
             self._equal_at = step
             return
@@ -93,11 +95,12 @@ class Replicas:
 
         Processes: collective.
         """
-        own: Replica = {}
+        replica: Replica = {}
         for path, layer in self._model.named_modules():
-            for name, buffer in () if isinstance(layer, WITH_STATISTICS) else layer.named_buffers(path, recurse=False):
-                _add(own, name, buffer)
-        if num_data_processes() > 1 and (names := list(_find_differences(gather_objects(own)))):
+            if not isinstance(layer, WITH_STATISTICS):
+                for name, buffer in layer.named_buffers(path, recurse=False):
+                    _add(replica, name, buffer)
+        if num_data_processes() > 1 and (names := list(_find_differences(gather_objects(replica)))):
             more = f", and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
             warn_once(
                 f"buffers differ between processes after a training step: {', '.join(names[:_SHOWN])}{more}. Those of "
@@ -108,14 +111,16 @@ class Replicas:
 
     def _react(self, differences: dict[str, tuple[int, int]], step: int) -> None:
         names = list(differences)
-        one, other = differences[names[0]]
-        more = f", and {len(names) - 1} more: {', '.join(names[1 : 1 + _SHOWN])}" if names[1:] else ""
+        first, second = differences[names[0]]
+        more = ""
+        if names[1:]:
+            more = f", and {len(names) - 1} more: {', '.join(names[1 : 1 + _SHOWN])}"
         since = f"between step {self._equal_at} and step {step}" if self._equal_at < step else f"at step {step}"
-        got = f"{names[0]} differs between process {one} and process {other} since {since}{more}"
+        got = f"{names[0]} differs between process {first} and process {second} since {since}{more}"
         expected = "the same weights and optimizer state on every process that holds them"
         message = explain("replicas of the model", got, expected, _CAUSES)
         ranks_per_batch = num_processes() // num_data_processes()
-        shares_batch = all(one // ranks_per_batch == other // ranks_per_batch for one, other in differences.values())
+        shares_batch = all(a // ranks_per_batch == b // ranks_per_batch for a, b in differences.values())
         on_cpu = next(self._model.parameters()).device.type == "cpu"
         if shares_batch and not (on_cpu or torch.are_deterministic_algorithms_enabled()):
             # Each process computes the gradient itself, and kernels with an undefined order of summation round
@@ -125,29 +130,29 @@ class Replicas:
         raise ReplicasDifferError(message)
 
     def _describe(self) -> Replica:
-        found: Replica = {}
+        replica: Replica = {}
         names: dict[Tensor, str] = {}
         for name, weight in self._model.named_parameters():
             names[weight] = name
-            _add(found, name, weight)
+            _add(replica, name, weight)
         for number, group in enumerate(self._optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
-                    _add(found, f"{key} of the optimizer's group {number}", value)
+                    _add(replica, f"{key} of the optimizer's group {number}", value)
         for number, (owner, state) in enumerate(state_of(self._optimizer).items()):
             for key, value in _flatten(state):
-                _add(found, f"the optimizer's {key} of {names.get(owner, f'parameter {number}')}", value)
-        return found
+                _add(replica, f"the optimizer's {key} of {names.get(owner, f'parameter {number}')}", value)
+        return replica
 
 
-def _add(found: Replica, name: str, value: Any) -> None:
+def _add(replica: Replica, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         if isinstance(value, bool | int | float | str | tuple):
-            found.setdefault("", {})[name] = repr(value)
+            replica.setdefault("", {})[name] = repr(value)
         return
     place = _place_of(value)
     if place is not None:
-        found.setdefault(place, {})[name] = checksum(value)
+        replica.setdefault(place, {})[name] = checksum(value)
 
 
 def _place_of(tensor: Tensor) -> str | None:
@@ -156,10 +161,14 @@ def _place_of(tensor: Tensor) -> str | None:
         return ""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
     is_shard = [not placement.is_replicate() for placement in tensor.placements]  # FSDP2's strided shards included
+    # Every process has another shard; on a mesh of fewer processes, some have the same.
     if all(is_shard) and mesh.size() == num_processes():
         return None
-    names = mesh.mesh_dim_names or range(mesh.ndim)
-    return " ".join(f"{name}={at}" for name, at, shard in zip(names, coordinate, is_shard, strict=True) if shard)
+    position = []
+    for dimension, name in enumerate(mesh.mesh_dim_names or range(mesh.ndim)):
+        if is_shard[dimension]:
+            position.append(f"{name}={coordinate[dimension]}")
+    return " ".join(position)
 
 
 def _flatten(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
@@ -173,17 +182,19 @@ def _flatten(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
         yield path, state
 
 
-def _find_differences(every: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+def _find_differences(replicas: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
     """Return the differences by name, with the first two processes that differ.
 
     Args:
-        every: The same structure of dicts for each process; only common entries are compared.
+        replicas: The same structure of dicts for each process; only common entries are compared.
     """
     differences: dict[str, tuple[int, int]] = {}
     first: dict[tuple[str, str], tuple[int, object]] = {}
-    for rank, own in enumerate(every):
-        for place, entries in own.items():
-            for name, value in entries.items() if isinstance(entries, dict) else [(place, entries)]:
+    for rank, replica in enumerate(replicas):
+        for place, entries in replica.items():
+            # A place has checksums by name, or one digest of all of them.
+            values = entries if isinstance(entries, dict) else {place: entries}
+            for name, value in values.items():
                 holder, theirs = first.setdefault((place, name), (rank, value))
                 if theirs != value:
                     differences.setdefault(name, (holder, rank))
@@ -196,7 +207,9 @@ def reject_renormalization(model: nn.Module) -> None:
     Raises:
         ModuleContractError: A layer has a `max_norm`, and there are several processes.
     """
-    for name, layer in model.named_modules() if num_processes() > 1 else ():
+    if num_processes() == 1:
+        return
+    for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             path = f"self.model.{name}" if name else "self.model"
             got = f"max_norm={layer.max_norm}: each process rescales the rows of its own batch in the forward pass"

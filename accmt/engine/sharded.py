@@ -47,17 +47,13 @@ class Sharded(Engine):
         if settings.hps.halves_micro_batches:
             got = "a sharded model: a process that runs out of memory cannot leave a collective that the others are in"
             do = "leave it out (`tune` uses it too), and use a smaller batch size or gradient_checkpointing=True"
-            raise fail(
-                ArgumentError,
-                "max_micro_batch_size: auto",
-                got=got,
-                expected="a model that each process has in full",
-                do=do,
-            )
+            expected = "a model that each process has in full"
+            raise fail(ArgumentError, "max_micro_batch_size: auto", got=got, expected=expected, do=do)
 
     def spread(self) -> None:
         model = self.unwrapped_model
         if is_on_meta(model):
+            # Sharded first, so that no process ever holds all of its values.
             if self.accelerator.is_fsdp2 and not is_by_fsdp(model):
                 _require_forward(model)
                 shard_model(model, self.accelerator, None)
@@ -84,13 +80,13 @@ class Sharded(Engine):
         self._shard(None)
 
     def _shard(self, optimizer: Any) -> None:
-        own = self.unwrapped_model
-        if is_sharded(own):
-            require_known_shards(own)
+        model = self.unwrapped_model
+        if is_sharded(model):
+            require_known_shards(model)
         else:
-            _require_forward(own)
-            shard_model(own, self.accelerator, optimizer)
-        self._use(own)
+            _require_forward(model)
+            shard_model(model, self.accelerator, optimizer)
+        self._use(model)
 
     @contextmanager
     def running(self, micro_batch: MicroBatch | None) -> Iterator[None]:
@@ -104,14 +100,15 @@ class Sharded(Engine):
     def zero_loss(self) -> torch.Tensor | None:
         if self.calls is None:
             return None
+        # The others wait in their forward for the shards of this process, which would not come.
         if not self.calls:
             got = "None before self.model was called, while the forward of the other processes needs this one"
             do = "call self.model(...) before `return None`; or train without sharding"
-            raise fail(
-                ModuleContractError, "training_step", got=got, expected="a call of the model in every step", do=do
-            )
+            expected = "a call of the model in every step"
+            raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
         leaves = tree_leaves(self.calls)  # in the outputs of transformers models, too
         outputs = [output for output in leaves if isinstance(output, torch.Tensor) and output.requires_grad]
+        # The sum over all outputs: each layer's backward gathers its shards, and the others wait for it.
         return sum((output.sum() for output in outputs), outputs[0].new_zeros(())) * 0.0
 
     @contextmanager
@@ -139,11 +136,10 @@ def _require_forward(model: nn.Module) -> None:
 
 def reject_low_bit_states(optimizer: Any) -> None:
     """Reject optimizers that cannot step sharded weights, or whose states of them cannot be stored."""
-    for one in members_of(optimizer):
-        library, name = type(one).__module__.partition(".")[0], type(one).__name__
-        if library == "bitsandbytes" or (
-            library == "torchao" and not name.startswith("_")
-        ):  # private ones have plain states
+    for member in members_of(optimizer):
+        library, name = type(member).__module__.partition(".")[0], type(member).__name__
+        # Those of torchao that are private have plain states.
+        if library == "bitsandbytes" or (library == "torchao" and not name.startswith("_")):
             got = f"{name} of {library}, and a model with sharded weights (FSDP2, tensor parallelism)"
             expected = "an optimizer of torch for shards; or full weights, without FSDP2"
             do = "set `type: AdamW` in `optim`; or launch with `accmt launch --strat ddp`"

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+_WHERE = "the model, sharded by FSDP2"
+
+
 def is_on_meta(model: nn.Module) -> bool:
     """Return whether a model, or a part of it, has no values yet."""
     return any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
@@ -38,11 +41,13 @@ def untie(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(parameter, []).append((module, name))
-    tied = {parameter: of_one for parameter, of_one in places.items() if len(of_one) > 1}
-    for parameter, of_one in tied.items():
-        for module, name in of_one[1:]:
+    tied = []
+    for parameter, occurrences in places.items():
+        if len(occurrences) > 1:
+            tied.append(occurrences)
+        for module, name in occurrences[1:]:
             setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad))
-    return list(tied.values())
+    return tied
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -59,12 +64,13 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
     """
     if not is_sharded(model):
         require_same_tensors(model)
+    # Built by each process, whose random numbers may differ: shards of different models would be one model.
     if not (is_sharded(model) or is_on_meta(model)):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    tied = [of_one for of_one in names_of.values() if len(of_one) > 1]
+    tied = [names for names in names_of.values() if len(names) > 1]
     try:
         with _embeddings_for_themselves(model, accelerator.state.fsdp_plugin):
             _shard(model, accelerator, optimizer)
@@ -72,17 +78,15 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
         layers = ", ".join(layers_to_shard(model)) or "parts of the model"
         do = "check auto_wrap_policy and transformer_cls_names_to_wrap, or leave them out"
         expected = f"layers that can be sharded one by one, such as {layers}"
-        raise fail(
-            ModuleContractError, "the model, sharded by FSDP2", got=str(error), expected=expected, do=do
-        ) from error
+        raise fail(ModuleContractError, _WHERE, got=str(error), expected=expected, do=do) from error
     # Check that tied weights are sharded together: torch rejects a weight in two groups, but only in the forward.
-    now = dict(model.named_parameters(remove_duplicate=False))
+    shards = dict(model.named_parameters(remove_duplicate=False))
     for names in tied:
-        if len({id(now[name]) for name in names if name in now}) > 1:
+        if len({id(shards[name]) for name in names if name in shards}) > 1:
             got = f"{' and '.join(names)}, which are tied, in two groups of sharded layers"
             expected = "tied weights in one group, as Accelerate does for embeddings and head"
             do = "untie them, or train it without `parallelism`"
-            raise fail(ModuleContractError, "the model, sharded by FSDP2", got=got, expected=expected, do=do)
+            raise fail(ModuleContractError, _WHERE, got=got, expected=expected, do=do)
     generate_together(model)
 
 
@@ -97,22 +101,20 @@ def _embeddings_for_themselves(model: nn.Module, plugin: Any) -> Iterator[None]:
         ModuleContractError: The user has listed such a layer.
     """
     names = plugin.transformer_cls_names_to_wrap
-    found = [getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")]
-    held = [module for module in model.modules() if any(one in list(module.modules())[1:] for one in found)]
-    holders = {class_of(module).__name__ for module in held}
-    if names is not None and holders.intersection(names):
-        named = ", ".join(sorted(holders.intersection(names)))
-        got = f"transformer_cls_names_to_wrap with {named}, which contains the embeddings"
-        raise fail(
-            ModuleContractError,
-            "the model, sharded by FSDP2",
-            got=got,
-            expected="layers without them",
-            do=f"leave {named} out",
-        )
-    own = layers_to_shard(model)
-    if names is None and holders.intersection(own):
-        plugin.transformer_cls_names_to_wrap = [name for name in own if name not in holders]
+    embeddings = [getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")]
+    parents = set()
+    for module in model.modules():
+        descendants = list(module.modules())[1:]
+        if any(embedding in descendants for embedding in embeddings):
+            parents.add(class_of(module).__name__)
+    # torch's TypeError would name neither the list nor the layer.
+    if names is not None and parents.intersection(names):
+        listed = ", ".join(sorted(parents.intersection(names)))
+        got = f"transformer_cls_names_to_wrap with {listed}, which contains the embeddings"
+        raise fail(ModuleContractError, _WHERE, got=got, expected="layers without them", do=f"leave {listed} out")
+    layers = layers_to_shard(model)
+    if names is None and parents.intersection(layers):
+        plugin.transformer_cls_names_to_wrap = [name for name in layers if name not in parents]
     try:
         yield
     finally:
@@ -153,10 +155,11 @@ def require_known_shards(model: nn.Module) -> None:
     sizes = {num_processes(), num_data_processes()}  # of tensors that are also split, and of others
     if (is_by_fsdp(model) or num_data_processes() == 1) and all(mesh.size() in sizes for mesh in meshes):
         return
-    shapes = ", ".join(
-        str(dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) or mesh.shape) for mesh in meshes
-    )
-    got = f"a model sharded over meshes of {shapes}, on {num_processes()} processes"
+    shapes = []
+    for mesh in meshes:
+        sizes_by_name = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+        shapes.append(str(sizes_by_name or mesh.shape))
+    got = f"a model sharded over meshes of {', '.join(shapes)}, on {num_processes()} processes"
     do = 'leave it unsharded, and let Trainer(parallelism={"fsdp": True}) shard it, or {"tp": 2} split it'
     expected = "fully_shard(model) over all processes that do not share batches"
     raise fail(ModuleContractError, "self.model", got=got, expected=expected, do=do)
@@ -182,15 +185,15 @@ def try_steps_of_shards(optimizer: Any) -> None:
     Raises:
         ModuleContractError: torch cannot compute the step with shards.
     """
-    for one in members_of(optimizer):
-        for group in one.param_groups:
+    for member in members_of(optimizer):
+        for group in member.param_groups:
             smallest: dict[object, Any] = {}
             for weight in group["params"]:
                 if is_dtensor(weight) and weight.requires_grad:
                     kind = _kind_of(weight)
                     smallest[kind] = min(smallest.get(kind, weight), weight, key=lambda shard: shard.numel())
             for weight in smallest.values():
-                _try_step(one, group, weight)
+                _try_step(member, group, weight)
 
 
 def _kind_of(weight: Any) -> object:
@@ -239,9 +242,14 @@ def has_tied_shards(model: nn.Module) -> bool:
     """
     parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     is_tied = len({id(parameter) for parameter in parameters}) < len(parameters)
-    return is_tied and any(is_dtensor(one) and "fsdp" in (one.device_mesh.mesh_dim_names or ()) for one in parameters)
+    if not is_tied:
+        return False
+    meshes = [parameter.device_mesh for parameter in parameters if is_dtensor(parameter)]
+    return any("fsdp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
-    module = sys.modules.get("torch.distributed.fsdp")
-    return (part for part in model.modules() if module is not None and isinstance(part, module.FSDPModule))
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has imported it, so nothing is sharded by it
+        return iter(())
+    return (part for part in model.modules() if isinstance(part, fsdp.FSDPModule))

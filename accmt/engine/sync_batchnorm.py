@@ -19,7 +19,7 @@ from accmt.options import Settings
 from accmt.processes import num_processes
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_OWN_KIND = "_accmt_own_kind"
+_USER_CLASS = "_accmt_user_class"
 _ARGUMENT = "Trainer(sync_batchnorm=True)"
 
 
@@ -35,6 +35,7 @@ def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.dev
     if settings.running.sync_batchnorm:
         _require_gpu(device)
         synchronize(model)
+    # The others would wait for its statistics in their forward, until the timeout of the process group.
     if settings.hps.halves_micro_batches and synchronized_layers(model):
         got = "synchronized batch norm, in which a process that is out of memory would make the others wait"
         expected = "a model that each process can train alone for a batch"
@@ -45,26 +46,27 @@ def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.dev
 def synchronize(model: nn.Module) -> None:
     """Turn a model's batch norm into `SyncBatchNorm`; existing `SyncBatchNorm` layers are not changed."""
     layers = {name: layer for name, layer in model.named_modules() if is_batch_norm(layer)}
-    own = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.SyncBatchNorm)}
-    for name, layer in own.items():
+    # All are checked before one is changed: an error leaves the model as it was.
+    local = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.SyncBatchNorm)}
+    for name, layer in local.items():
         # Reject a layer with a custom forward, of which `SyncBatchNorm` would drop everything but the normalization.
         if type(layer).forward is not nn.BatchNorm1d.forward:
             got = f"{name or 'the model'}, a {type(layer).__name__} with a custom forward, which would be lost"
             expected = "torch's BatchNorm1d, BatchNorm2d and BatchNorm3d"
             do = "replace it with its library's synchronized layer before fit, and leave sync_batchnorm out"
             raise fail(ArgumentError, _ARGUMENT, got=got, expected=expected, do=do)
-    for layer in own.values():
-        vars(layer).update({_OWN_KIND: type(layer), "process_group": None})
+    for layer in local.values():
+        vars(layer).update({_USER_CLASS: type(layer), "process_group": None})
         layer.__class__ = nn.SyncBatchNorm
-    if not layers:
+    if not layers:  # such as layers of another library, which has its own synchronized ones
         warn("sync_batchnorm=True has no effect: the model has no batch norm")
 
 
 def restore_batch_norm(model: nn.Module) -> None:
     """Undo `synchronize`; the user's own `SyncBatchNorm` layers are kept."""
     for layer in model.modules():
-        if _OWN_KIND in vars(layer):
-            layer.__class__ = vars(layer).pop(_OWN_KIND)
+        if _USER_CLASS in vars(layer):
+            layer.__class__ = vars(layer).pop(_USER_CLASS)
             del vars(layer)["process_group"]
 
 

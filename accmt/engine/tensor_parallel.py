@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _NAME = "tp"
-_ASKED = 'Trainer(parallelism={"tp": ...})'
+_WHERE = 'Trainer(parallelism={"tp": ...})'
 
 
 def config_of(accelerator: Accelerator) -> ParallelismConfig | None:
     """Return the sizes of an Accelerator's device mesh, or None."""
-    state: Any = getattr(accelerator, "state", None)
-    return getattr(state, "parallelism_config", None)
+    config: ParallelismConfig | None = accelerator.state.parallelism_config
+    return config
 
 
 def tensor_parallel_size(accelerator: Accelerator) -> int:
@@ -43,22 +43,27 @@ def ranks_of_batch(model: nn.Module, asked: int) -> int:
     Raises:
         ModuleContractError: The model is split over processes that are not neighbors, or with another size.
     """
-    found = (_mesh_of_split(parameter, by_fsdp=is_by_fsdp(model)) for parameter in model.parameters())
-    meshes = {id(mesh): mesh for mesh in found if mesh is not None}
-    sizes = {mesh.size() for mesh in meshes.values()}
-    if not sizes:
+    by_fsdp = is_by_fsdp(model)
+    meshes: dict[int, DeviceMesh] = {}
+    for parameter in model.parameters():
+        mesh = _mesh_of_split(parameter, by_fsdp=by_fsdp)
+        if mesh is not None:
+            meshes[id(mesh)] = mesh
+    if not meshes:
         return asked
-    size = max(sizes)
+    size = max(mesh.size() for mesh in meshes.values())
     first = process_index() // size * size
-    ranks = [mesh.mesh.flatten().tolist() for mesh in meshes.values()]
-    expected = f"processes {first} to {first + size - 1} together, like the last dimension of a mesh over all processes"
-    if asked not in (1, size):
+    groups = [mesh.mesh.flatten().tolist() for mesh in meshes.values()]
+    if asked not in (1, size):  # splitting it again would need the whole tensors
         got = f"a model that is already split over {size} processes, while {asked} are requested"
-        raise fail(
-            ModuleContractError, _ASKED, got=got, expected="the same size", do=f'parallelism={{"{_NAME}": {size}}}'
-        )
-    if any(of_one != list(range(first, first + size)) for of_one in ranks) or num_processes() % size:
-        got = f"a model that is already split over the processes {ranks[0]}"
+        do = f'parallelism={{"{_NAME}": {size}}}'
+        raise fail(ModuleContractError, _WHERE, got=got, expected="the same size", do=do)
+    # Batches are numbered by groups of neighbors: other processes would see other samples than the rest of their model.
+    neighbors = list(range(first, first + size))
+    if any(group != neighbors for group in groups) or num_processes() % size:
+        expected = f"processes {first} to {neighbors[-1]} together, like the last dimension of a mesh over all "
+        expected += "processes"
+        got = f"a model that is already split over the processes {groups[0]}"
         do = 'init_device_mesh(device, (shard, tp), mesh_dim_names=("shard", "tp"))'
         raise fail(ModuleContractError, "self.model", got=got, expected=expected, do=do)
     return size

@@ -44,7 +44,9 @@ class Board:
 
         Processes: all, for the same runs in the same order.
         """
-        return cls._connect(f"accmt-run-{next(_runs)}") if dist.is_initialized() else cls(HashStore(), 0, 1)
+        if not dist.is_initialized():
+            return cls(HashStore(), 0, 1)
+        return cls._connect(f"accmt-run-{next(_runs)}")  # one store for all runs of a program
 
     @classmethod
     def _connect(cls, prefix: str) -> Board:
@@ -62,8 +64,11 @@ class Board:
 
     def read(self, topic: str) -> dict[int, Any]:
         """Return the messages about a topic, by process."""
-        posted = (index for index in range(self.count) if self._store.check([f"{topic}/{index}"]))
-        return {index: json.loads(self._store.get(f"{topic}/{index}")) for index in posted}
+        notes = {}
+        for index in range(self.count):
+            if self._store.check([f"{topic}/{index}"]):  # `get` would wait for a message
+                notes[index] = json.loads(self._store.get(f"{topic}/{index}"))
+        return notes
 
     def draw_ticket(self) -> int:
         """Return a number that is higher than all previous ones on any process."""
@@ -109,8 +114,7 @@ def find_machines() -> list[Machine]:
 
     Processes: collective.
     """
-    own = socket.gethostname(), os.environ.get("GROUP_RANK")
     machines: dict[tuple[str, str | None], list[int]] = {}
-    for index, name in enumerate(gather_objects(own)):
-        machines.setdefault(name, []).append(index)
-    return [Machine(name[0], tuple(indices)) for name, indices in machines.items()]
+    for index, name_and_rank in enumerate(gather_objects((socket.gethostname(), os.environ.get("GROUP_RANK")))):
+        machines.setdefault(name_and_rank, []).append(index)
+    return [Machine(name, tuple(indices)) for (name, _), indices in machines.items()]

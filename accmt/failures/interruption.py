@@ -45,7 +45,8 @@ class Reason:
 
     @classmethod
     def of_signal(cls, number: int) -> Reason:
-        return cls(signal.Signals(number).name, "interrupt" if number == signal.SIGINT else "preempt")
+        ending: Ending = "interrupt" if number == signal.SIGINT else "preempt"
+        return cls(signal.Signals(number).name, ending)
 
 
 class Interruption:
@@ -113,24 +114,20 @@ class Interruption:
         self._points += 1
         if not self._is_held:
             return None
+        # A process that was killed, or hangs, never reports its number.
         if not self._decided.wait(ANSWER_S) or self._decision is None:
             got = f"a process did not answer within {ANSWER_S:g} s when the processes agreed where to end the run"
-            raise fail(
-                ProcessFailedError,
-                "a process",
-                got=got,
-                expected="all processes alive",
-                do="see the other processes' logs",
-            )
+            do = "see the other processes' logs"
+            raise fail(ProcessFailedError, "a process", got=got, expected="all processes alive", do=do)
         at, reason = self._decision
         if self._board is not None and self._points < at:
             return None
         if reason.ending == "finish":
-            signalled = self._request if self._request is not None and self._request.ending != "finish" else None
+            request = self._request
             self._reset()
             self.ends_training, self.ended_by = True, reason.what
-            if signalled is not None:  # after the processes had agreed to finish
-                self.request(signalled)
+            if request is not None and request.ending != "finish":  # a signal after the processes had agreed to finish
+                self.request(request)
             return None
         return reason
 
@@ -143,10 +140,12 @@ class Interruption:
         if board.index not in notes and (self._request is not None or notes):
             self._hold()
             request = None if self._request is None else asdict(self._request)
-            board.post(topic, {"points": self._points if self._held_at is None else self._held_at, "reason": request})
+            points = self._points if self._held_at is None else self._held_at
+            board.post(topic, {"points": points, "reason": request})
             notes = board.read(topic)
         if len(notes) == board.count:
             reasons = [Reason(**note["reason"]) for _, note in sorted(notes.items()) if note["reason"] is not None]
+            # By rank, so that every process takes the same one.
             reason = next((reason for reason in reasons if reason.ending != "finish"), reasons[0])
             self._request = reason
             self._decision = max(note["points"] for note in notes.values()) + 1, reason
@@ -242,7 +241,7 @@ class _Listener:
 
     def stop(self) -> None:
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._hear:
+            if signal.getsignal(number) == self._hear:  # otherwise the user's code has replaced it during the run
                 signal.signal(number, previous)
         for number, frame in self._heard.items():
             previous = self._previous[number]
@@ -254,11 +253,11 @@ class _Listener:
             return
         self._heard[number] = frame
         if number == signal.SIGINT:
-            now = time.monotonic()
+            time_s = time.monotonic()
             if self._interrupted_at is None:
-                self._interrupted_at = now
+                self._interrupted_at = time_s
                 os.write(2, _ADVICE)  # not through the logger, which may be in the middle of a line
-            elif now - self._interrupted_at > _SAME_CTRL_C_S:
+            elif time_s - self._interrupted_at > _SAME_CTRL_C_S:
                 self._interruption.left_at_once = True
                 raise KeyboardInterrupt
         elif self._interruption.is_ending:

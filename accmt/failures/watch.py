@@ -63,14 +63,16 @@ class Stand:
     begun: Mapping[str, int]
     function: str | None = None
 
-    def can_never_meet(self, other: Stand) -> bool:
+    def can_never_meet(self, stand: Stand) -> bool:
         """Return whether two waiting processes are in different collectives that each need both."""
-        if self.begun == other.begun:
-            return None not in (self.function, other.function) and self.function != other.function
-        return self._is_ahead_of(other) and other._is_ahead_of(self)
+        if self.begun == stand.begun:
+            # Both have begun the same number, so their current ones should be one and the same.
+            return None not in (self.function, stand.function) and self.function != stand.function
+        return self._is_ahead_of(stand) and stand._is_ahead_of(self)
 
-    def _is_ahead_of(self, other: Stand) -> bool:
-        return any(number > other.begun[group] for group, number in self.begun.items() if group in other.begun)
+    def _is_ahead_of(self, stand: Stand) -> bool:
+        common = self.begun.keys() & stand.begun.keys()
+        return any(self.begun[group] > stand.begun[group] for group in common)
 
 
 class Waits:
@@ -92,11 +94,11 @@ class Waits:
         self._waiting_since: float | None = None
         self._warns_after = _WARNED_S
 
-    def look(self, now: float, stand: Stand) -> ModuleContractError | None:
+    def look(self, time_s: float, stand: Stand) -> ModuleContractError | None:
         """Record what this process is doing; return an error if it and another process are deadlocked."""
         if stand != self._stand or not stand.waits:
-            self._stand, self._since = stand, now
-        waits_long = stand.waits and now - self._since >= _NOTED_S
+            self._stand, self._since = stand, time_s
+        waits_long = stand.waits and time_s - self._since >= _NOTED_S
         if waits_long != self._has_noted:
             self._has_noted = waits_long
             note = {"stand": asdict(stand), "doing": self._describe()} if waits_long else None
@@ -106,27 +108,33 @@ class Waits:
         if not waiting:
             self._busy_noted_at, self._apart, self._waiting_since, self._warns_after = None, [], None, _WARNED_S
             return None
-        if not self._has_noted and (self._busy_noted_at is None or now - self._busy_noted_at >= _NOTED_S):
-            self._busy_noted_at = now
+        if not self._has_noted and (self._busy_noted_at is None or time_s - self._busy_noted_at >= _NOTED_S):
+            self._busy_noted_at = time_s
             self._board.post(_BUSY, self._describe())  # what this process does while others wait
+        doing = {index: note["doing"] for index, note in sorted(waiting.items())}
         if self._board.index == 0:
-            self._waiting_since = now if self._waiting_since is None else self._waiting_since
-            seconds = now - self._waiting_since + _NOTED_S
-            if seconds >= self._warns_after:
-                self._warns_after = seconds * _AGAIN
-                doing = {index: note["doing"] for index, note in waiting.items()}
-                busy = {index: what for index, what in self._board.read(_BUSY).items() if index not in waiting}
-                for_whom = f"for {_list(busy)}" if busy else "for one another, or for the network"
-                warn(f"waiting for {seconds:.0f} s {for_whom}: {_list(doing)}; training continues when they meet")
+            self._warn_of_long_wait(time_s, doing)
         if not self._has_noted:
             return None
-        others = {index: note for index, note in waiting.items() if index != self._board.index}
-        before = self._apart
-        self._apart = [i for i, note in others.items() if stand.can_never_meet(Stand(**note["stand"]))]
+        apart_before, self._apart = self._apart, []
+        for index, note in waiting.items():
+            if index != self._board.index and stand.can_never_meet(Stand(**note["stand"])):
+                self._apart.append(index)
         # Twice, because a message may be a second older than what it is compared with.
-        if not before or not self._apart:
+        if not apart_before or not self._apart:
             return None
-        return ModuleContractError(explain_apart({index: note["doing"] for index, note in sorted(waiting.items())}))
+        return ModuleContractError(explain_apart(doing))
+
+    def _warn_of_long_wait(self, time_s: float, doing: Mapping[int, str]) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = time_s
+        seconds = time_s - self._waiting_since + _NOTED_S
+        if seconds < self._warns_after:
+            return
+        self._warns_after = seconds * _AGAIN
+        busy = {index: what for index, what in self._board.read(_BUSY).items() if index not in doing}
+        for_whom = f"for {_list(busy)}" if busy else "for one another, or for the network"
+        warn(f"waiting for {seconds:.0f} s {for_whom}: {_list(doing)}; training continues when they meet")
 
 
 def _list(doing: Mapping[int, str]) -> str:
@@ -217,8 +225,8 @@ class Watch:
         except OSError:  # not on Linux
             space = ""
         process = psutil.Process()
-        own = {"machine": f"{socket.gethostname()} {space}", "pid": process.pid, "created": process.create_time()}
-        self.board.post(_PROCESS, own)
+        machine = f"{socket.gethostname()} {space}"
+        self.board.post(_PROCESS, {"machine": machine, "pid": process.pid, "created": process.create_time()})
         self.board.beat()  # the thread may start only after this machine was cut off, and nobody would miss it
         self._thread.start()
         if self._signs is not None:
@@ -259,6 +267,7 @@ class Watch:
         while time.monotonic() < deadline:
             notes = self.failures()
             if len(notes) == self.board.count:
+                # At the same point, and none only because another one has failed.
                 kinds = {(note["progress"], note["is_consequence"]) for note in notes.values()}
                 return len(kinds) == 1 and not any(note["is_consequence"] for note in notes.values())
             if self.find_lost():
@@ -281,15 +290,14 @@ class Watch:
         None if nothing shows that another process failed before.
         """
         reports = self.failures()
-        own = reports.pop(self.board.index, None)
+        report = reports.pop(self.board.index, None)
         if isinstance(error, KeyboardInterrupt | Preempted):  # sent by a launcher to the remaining processes
-            causes = {index: note for index, note in reports.items() if not note["was_asked"]}
+            reports = {index: note for index, note in reports.items() if not note["was_asked"]}
         elif is_consequence(error) is False:
             return None
-        else:
-            causes = reports
-        for index, note in causes.items():
-            came_first = own is None or note["ticket"] < own["ticket"]
+        for index, note in reports.items():
+            came_first = report is None or note["ticket"] < report["ticket"]
+            # Of two errors of unknown origin, the earlier one may have caused the later one.
             if note["is_consequence"] is False or (note["is_consequence"] is None and came_first):
                 return index, note["text"]
         lost = self.find_lost()
@@ -303,11 +311,16 @@ class Watch:
         try:
             if len(self._processes) < self.board.count:  # otherwise the store need not be asked once a second
                 self._processes = self.board.read(_PROCESS)
-            own = self._processes.get(self.board.index, {"machine": None})
-            others = {i: note for i, note in self._processes.items() if i != self.board.index}
-            neighbours = {i: note for i, note in others.items() if note["machine"] == own["machine"]}
-            gone = [index for index, note in neighbours.items() if not is_running(note["pid"], note["created"])]
-            return [i for i in gone if i not in {*self.board.read("failed"), *self.board.read(LEFT)}] if gone else []
+            machine = self._processes.get(self.board.index, {"machine": None})["machine"]
+            exited = []
+            for index, process in self._processes.items():
+                is_neighbour = index != self.board.index and process["machine"] == machine
+                if is_neighbour and not is_running(process["pid"], process["created"]):
+                    exited.append(index)
+            if not exited:  # the usual case, which should not ask the store
+                return []
+            reported = {*self.board.read("failed"), *self.board.read(LEFT)}
+            return [index for index in exited if index not in reported]
         except (RuntimeError, OSError):  # the process with the store has exited
             return []
 
@@ -339,49 +352,50 @@ class Watch:
                 return
 
     def _look(self) -> None:
-        now = time.monotonic()
-        if now - self._last_beat > _BEAT_S:
-            self._last_beat = now
+        time_s = time.monotonic()
+        if time_s - self._last_beat > _BEAT_S:
+            self._last_beat = time_s
             self.board.beat()
         if self._signs is not None:
-            self._signs.look(now)
-        if now - self._last_census > _CENSUS_S:
-            self._last_census = now
-            self._look_for_failures(now)
-            self._end_if_apart(now)
+            self._signs.look(time_s)
+        if time_s - self._last_census > _CENSUS_S:
+            self._last_census = time_s
+            self._look_for_failures(time_s)
+            self._end_if_apart(time_s)
         if self._interruption.is_asked or self.board.has_news():
             self._interruption.agree()
-            self._look_for_failures(now)
-        self._end_if_stuck(now)
-        self._end_if_hung(now)
+            self._look_for_failures(time_s)
+        self._end_if_stuck(time_s)
+        self._end_if_hung(time_s)
 
-    def _look_for_failures(self, now: float) -> None:
+    def _look_for_failures(self, time_s: float) -> None:
         if self._failure_seen_at is None and (set(self.failures()) - {self.board.index} or self.find_lost()):
-            self._failure_seen_at = now
+            self._failure_seen_at = time_s
 
-    def _end_if_stuck(self, now: float) -> None:
+    def _end_if_stuck(self, time_s: float) -> None:
         if self.has_failed or self._failure_seen_at is None:
             return
-        if not self._waits(now):
+        if not self._waits(time_s):
             self._waits_since = None
         elif self._waits_since is None:
-            self._waits_since = now
-        waits_long = self._waits_since is not None and now - self._waits_since >= _STUCK_S
-        if not waits_long and now - self._failure_seen_at < _BUSY_S:
+            self._waits_since = time_s
+        waits_long = self._waits_since is not None and time_s - self._waits_since >= _STUCK_S
+        # A main thread that computes may still end in order, with a checkpoint.
+        if not waits_long and time_s - self._failure_seen_at < _BUSY_S:
             return
         for index, note in self.failures().items():
             self._end(f"process {index} failed while this one was waiting for it:\n{note['text']}")
         for index in self.find_lost():
             self._end(f"process {index} was killed while this one was waiting for it")
 
-    def _end_if_apart(self, now: float) -> None:
+    def _end_if_apart(self, time_s: float) -> None:
         if self.has_failed or self._failure_seen_at is not None or self.board.count == 1:
             return
-        frame = self._main_frame()
-        is_named = frame is not None and frame.f_code.co_filename.endswith(_FUNCTIONS)
-        function = frame.f_code.co_name if is_named and frame is not None else None
-        stand = Stand(self._waits(now), count_collectives(leaving_out=names_of_threads), function)
-        error = self._waits_of_all.look(now, stand)
+        frame, function = self._main_frame(), None
+        if frame is not None and frame.f_code.co_filename.endswith(_FUNCTIONS):
+            function = frame.f_code.co_name
+        stand = Stand(self._waits(time_s), count_collectives(leaving_out=names_of_threads), function)
+        error = self._waits_of_all.look(time_s, stand)
         if error is not None:
             try:
                 raise error  # with a traceback for the launcher's summary
@@ -393,9 +407,9 @@ class Watch:
     def _main_frame(self) -> FrameType | None:
         return sys._current_frames().get(self._main_thread)
 
-    def _waits(self, now: float) -> bool:
+    def _waits(self, time_s: float) -> bool:
         """Return whether the main thread waits for other processes; in a backward, only its processor time shows it."""
-        (at, used), self._cpu_used = self._cpu_used, (now, time.process_time())
+        (at, used), self._cpu_used = self._cpu_used, (time_s, time.process_time())
         files: list[str] = []
         frame = self._main_frame()
         while frame is not None and len(files) < _NEWEST:
@@ -407,15 +421,15 @@ class Watch:
         if len(files) > 1 and _OPERATORS in files[0] and _COLLECTIVES[0] in files[1]:
             return True
         is_in_backward = any(_BACKWARD in file for file in files)
-        return is_in_backward and self._cpu_used[1] - used < _COMPUTING * (now - at)
+        return is_in_backward and self._cpu_used[1] - used < _COMPUTING * (time_s - at)
 
-    def _end_if_hung(self, now: float) -> None:
+    def _end_if_hung(self, time_s: float) -> None:
         if self._hang_timeout_s is None or self.has_failed:
             return
         progress = self._progress()
         if progress != self._last_progress[0]:
-            self._last_progress = progress, now
-        elif now - self._last_progress[1] > self._hang_timeout_s:
+            self._last_progress = progress, time_s
+        elif time_s - self._last_progress[1] > self._hang_timeout_s:
             stack = traceback.format_stack(self._main_frame())
             waits = any(path in line for line in stack[-4:] for path in _WAITING_IN)
             what = f"no progress for {self._hang_timeout_s:g} s; the main thread is here:\n{''.join(stack)}"
@@ -477,11 +491,12 @@ def is_consequence(error: BaseException) -> bool | None:
     """
     if isinstance(error, dist.DistError | ProcessFailedError):
         return True
-    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if before is not None and is_consequence(before):
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None and is_consequence(cause):
         return True
     if type(error) is not RuntimeError:
         return False
     file = file_of(error)
-    is_of_tensors = _TENSORS in file  # which Python code of torch raises about a DTensor's wrong use
-    return True if any(path in file for path in (*_COLLECTIVES, _WRAPPER)) and not is_of_tensors else None
+    if _TENSORS in file:  # which Python code of torch raises about a DTensor's wrong use
+        return None
+    return True if any(path in file for path in (*_COLLECTIVES, _WRAPPER)) else None

@@ -23,9 +23,9 @@ class BadSamples:
     count: int = 0
     first: list[BadSample] = field(default_factory=list)
 
-    def add(self, count: int, own: Iterable[BadSample]) -> None:
+    def add(self, count: int, samples: Iterable[BadSample]) -> None:
         self.count += count
-        self.first = [*self.first, *own][:MAX_NAMED]
+        self.first = [*self.first, *samples][:MAX_NAMED]
 
     def take(self) -> BadSamples:
         """Return what was added, and reset."""
@@ -86,25 +86,28 @@ class BadSampleCounts(Feature):
         if not self._skips:
             return
         run = self._run
-        every = gather_from_data((self._of_set.count, self._of_set.first, has_batch))
-        count = sum(count for count, _, _ in every)
+        of_processes = gather_from_data((self._of_set.count, self._of_set.first, has_batch))
+        counts, first, have_batches = zip(*of_processes, strict=True)
+        count = sum(counts)
         if not count:
             return
         stage = run.state.stage
-        what = (stage if stage in ("test", "predict") else "validation") + (f" set {key!r}" if key else "")
-        message = _describe(what, count, [first for _, first, _ in every])
-        if not any(has_batch for _, _, has_batch in every):
+        kind = stage if stage in ("test", "predict") else "validation"
+        what = f"{kind} set {key!r}" if key else kind
+        message = _describe(what, count, first)
+        # Without samples there would be no results, and the error would come from the metrics.
+        if not any(have_batches):
             do = "check the path, the disk, or the dataset's __getitem__"
             raise fail(DataError, f"the {what} data", got=message, expected="a set with readable samples", do=do)
         warn_once(f"{message}; results are computed without them", about=f"bad samples: {what}")
         if run.state.fn == "fit" and stage == "validate":
-            name = "val_bad_samples" + (f"__{key}" if key else "")
+            name = f"val_bad_samples__{key}" if key else "val_bad_samples"
             for hook in run.hooks.on_log:
                 hook(values={name: count}, step=run.state.global_step)
 
 
 def _describe(what: str, count: int, first: Iterable[Iterable[BadSample]]) -> str:
-    named = [f"{bad.index} ({bad.error})" for bad in chain.from_iterable(first)]
-    more = ", ..." if count > len(named[:MAX_NAMED]) else ""
+    listed = [f"{bad.index} ({bad.error})" for bad in chain.from_iterable(first)][:MAX_NAMED]
+    more = ", ..." if count > len(listed) else ""
     counted = "1 sample" if count == 1 else f"{count} samples"
-    return f"{counted} of the {what} data could not be read, and skipped: {', '.join(named[:MAX_NAMED])}{more}"
+    return f"{counted} of the {what} data could not be read, and skipped: {', '.join(listed)}{more}"

@@ -334,13 +334,13 @@ class Features:
         def __getattr__(self, hook: str) -> tuple[Callable[..., Any], ...]: ...
 
     def __init__(self, kinds: Sequence[type[Feature]], run: Any) -> None:
-        found = (kind.for_run(run) for kind in kinds)
-        self.all = tuple(feature for feature in found if feature is not None)
+        features = [kind.for_run(run) for kind in kinds]
+        self.all = tuple(feature for feature in features if feature is not None)
         self.needs_snapshot = any(feature.needs_snapshot for feature in self.all)
         for hook in HOOKS:
-            own = getattr(Feature, hook)
-            acting = (feature for feature in self.all if getattr(type(feature), hook) is not own)
-            setattr(self, hook, tuple(getattr(feature, hook) for feature in acting))
+            unused = getattr(Feature, hook)
+            overriding = [feature for feature in self.all if getattr(type(feature), hook) is not unused]
+            setattr(self, hook, tuple(getattr(feature, hook) for feature in overriding))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of each feature by name.
@@ -357,8 +357,8 @@ class Features:
 
     def drop(self, hook: Callable[..., Any]) -> None:
         """Stop calling a feature's hook: it has done its work."""
-        left = tuple(one for one in getattr(self, hook.__name__) if one != hook)
-        setattr(self, hook.__name__, left)
+        name = hook.__name__
+        setattr(self, name, tuple(method for method in getattr(self, name) if method != hook))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -389,6 +389,7 @@ class Features:
         try:
             outputs = step(batch)
         except Exception as error:
+            # Here, where the batch is known: further up, an error names only the line of the model.
             for on_step_error in self.on_step_error:
                 on_step_error(error, read)
             raise
@@ -398,8 +399,11 @@ class Features:
 
     def find_weight(self, loss: Any, *, is_given: bool) -> torch.Tensor | None:
         """Return the first weight that a feature returns for a loss, or None."""
-        found = (weigh(loss, is_given=is_given) for weigh in self.weigh)
-        return next((weight for weight in found if weight is not None), None)
+        for weigh in self.weigh:
+            weight: torch.Tensor | None = weigh(loss, is_given=is_given)
+            if weight is not None:
+                return weight
+        return None
 
 
 _NO_HOOKS = ("name", "needs_snapshot", "for_run", "check", "before_resume", "state_dict", "load_state_dict")

@@ -59,8 +59,8 @@ class Finding:
         where = f"step {place.step} (epoch {place.epoch + 1}, batch {place.micro_batch}) on process {self.process}"
         if self.samples is None:
             return f"{self.what} at {where}"
-        named = ", ".join(map(str, self.samples[:_MAX_NAMED])) + (", ..." if len(self.samples) > _MAX_NAMED else "")
-        return f"{self.what} at {where}, samples [{named}]"
+        more = ", ..." if len(self.samples) > _MAX_NAMED else ""
+        return f"{self.what} at {where}, samples [{', '.join(map(str, self.samples[:_MAX_NAMED]))}{more}]"
 
 
 class LossGuard(Feature):
@@ -84,9 +84,8 @@ class LossGuard(Feature):
         self._places: list[Place] = []
         self._harmless: set[int] = set()
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._skipped: dict[
-            int, int
-        ] = {}  # the steps skipped since the last check, by the samples before their windows
+        # The steps skipped since the last check, by the number of samples before their windows.
+        self._skipped: dict[int, int] = {}
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> LossGuard | None:
@@ -94,15 +93,18 @@ class LossGuard(Feature):
             return None
         failures = run.settings.failures
         checks_steps = failures.on_nonfinite == "skip" or cls.name in run.recovery.lessons
-        return (StepGuard if checks_steps else LossGuard)(run, failures.on_nonfinite, failures.spike_guard)
+        guard = StepGuard if checks_steps else LossGuard
+        return guard(run, failures.on_nonfinite, failures.spike_guard)
 
     @classmethod
     def check(cls, settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
         policy = settings.failures.on_nonfinite
         where, expected = f'Trainer(failures={{"on_nonfinite": {policy!r}}})', "a run that supports recovery"
+        # The module has made its steps before accmt sees their losses.
         if policy in ("skip", "rollback") and module.uses_manual_optimization:
             got, do = "a module with manual optimization", 'failures={"on_nonfinite": "stop"}'
             raise fail(ArgumentError, where, got=got, expected=expected, do=do)
+        # There would be nothing to return to.
         if policy == "rollback" and settings.checkpoints.every is None:
             got, do = "checkpoint_every=None", 'checkpoint_every="epoch"'
             raise fail(ArgumentError, where, got=got, expected=expected, do=do)
@@ -139,23 +141,27 @@ class LossGuard(Feature):
 
         Processes: collective.
         """
-        samples_of, process = self._run.train_loader.samples_of, process_index()
-        own = [
-            Finding(place, what, math.isfinite(loss), process, samples_of(place.epoch, place.micro_batch))
-            for place, loss, what in self.find()[:_MAX_NAMED]
-        ]
-        found = sorted(chain.from_iterable(gather_from_data(own)), key=lambda finding: finding.place.samples_before)
+        local_findings = []
+        for place, loss, what in self.find()[:_MAX_NAMED]:
+            samples = self._run.train_loader.samples_of(place.epoch, place.micro_batch)
+            local_findings.append(Finding(place, what, math.isfinite(loss), process_index(), samples))
+        findings = list(chain.from_iterable(gather_from_data(local_findings)))
+        findings.sort(key=lambda finding: finding.place.samples_before)
         skipped, self._skipped = self._skipped, {}
-        of_skipped = [finding for finding in found if finding.place.samples_before in skipped]
-        for finding in of_skipped:
-            warn(f"{finding}: the step is skipped")
-        named = {finding.place.samples_before for finding in of_skipped}
+        explained, trained = set(), []
+        for finding in findings:
+            samples_before = finding.place.samples_before
+            if samples_before in skipped:
+                explained.add(samples_before)
+                warn(f"{finding}: the step is skipped")
+            else:
+                trained.append(finding)
         for samples_before, step in skipped.items():
-            if samples_before not in named:
+            if samples_before not in explained:
                 warn(f"the gradients of step {step} are not finite, although its losses are: the step is skipped")
-        made = [finding for finding in found if finding.place.samples_before not in skipped]
-        if made:
-            self._react(made[0])
+        # The first one is the cause: what follows is trained with the weights that it has broken.
+        if trained:
+            self._react(trained[0])
 
     def _react(self, first: Finding) -> None:
         if self._policy in (None, "skip"):  # a spike that was checked against fewer losses before the step
@@ -180,17 +186,20 @@ class LossGuard(Feature):
         run, recovery, window = self._run, self._run.recovery, first.place.samples_before
         checkpoint = run.checkpoints.newest()
         step = read_others(checkpoint)["parts"]["state"]["global_step"]
-        recovery.rollbacks = recovery.rollbacks + 1 if step == recovery.rolled_back_to else 1
-        recovery.rolled_back_to = step
+        if step != recovery.rolled_back_to:  # a newer checkpoint: the run has made progress since
+            recovery.rollbacks, recovery.rolled_back_to = 0, step
+        recovery.rollbacks += 1
+        # Otherwise a diverging run would go back and forth until its time is over.
         if recovery.rollbacks > MAX_ROLLBACKS:
             got = f"{first}, after {MAX_ROLLBACKS} rollbacks to step {step}"
             do = "check the data and the learning rate: skipping single steps does not help"
-            raise fail(
-                NonFiniteError, "the training loss", got=got, expected="finite losses after skipping a few steps", do=do
-            )
-        known = set(recovery.lessons.get(self.name, {}).get("skipped_windows", ()))
-        known |= {window} if first.is_spike else set()
-        recovery.lessons[self.name] = {"skipped_windows": sorted(known), "check_until": window + 1}
+            expected = "finite losses after skipping a few steps"
+            raise fail(NonFiniteError, "the training loss", got=got, expected=expected, do=do)
+        skipped = set(recovery.lessons.get(self.name, {}).get("skipped_windows", ()))
+        # A spike comes from its own window, NaN perhaps from the step before, which the checks will then find.
+        if first.is_spike:
+            skipped.add(window)
+        recovery.lessons[self.name] = {"skipped_windows": sorted(skipped), "check_until": window + 1}
         warn(f"{first}: rolling back to the checkpoint of step {step} to skip the bad step")
         recovery.restart(checkpoint)
 
@@ -199,21 +208,22 @@ class LossGuard(Feature):
 
         Waits for the device.
         """
-        losses = chain.from_iterable(chunk.tolist() for chunk in self._chunks)
-        last = stack(self._losses).tolist() if self._losses else []
-        pairs = zip(chain(losses, last), _read(self._weights), self._places, strict=True)
-        found: list[tuple[Place, float, str]] = []
-        for loss, weight, place in pairs:
+        losses = [loss for chunk in self._chunks for loss in chunk.tolist()]
+        if self._losses:
+            losses += stack(self._losses).tolist()
+        findings: list[tuple[Place, float, str]] = []
+        for loss, weight, place in zip(losses, _read(self._weights), self._places, strict=True):
+            # The NaN of a batch without targets has weight 0, and is not trained on.
             if not weight or place.samples_before in self._harmless:
                 continue
             if not math.isfinite(loss):
-                found.append((place, loss, f"loss {loss}"))
+                findings.append((place, loss, f"loss {loss}"))
             elif loss > (highest := self._highest()):
-                found.append((place, loss, f"loss {loss:.4g}, a spike above {highest:.4g}"))
+                findings.append((place, loss, f"loss {loss:.4g}, a spike above {highest:.4g}"))
             elif self._spike_guard is not None:
                 self._recent.append(loss)
         self.forget()
-        return found
+        return findings
 
     def forget(self) -> None:
         """Drop the unchecked losses: a row with a finite mean shows that all are finite."""
@@ -256,6 +266,7 @@ class StepGuard(LossGuard):
 
     def scale_loss(self, window: AccumulationWindow, loss: torch.Tensor, factor: Weight) -> Weight:
         """Return the factor of a loss; NaN for a wrong loss, so that all processes see it in the gradients."""
+        # A factor of 0 is that of a borrowed batch or of one without targets, whose loss counts nowhere.
         if window.samples_before >= self._check_until or (isinstance(factor, float) and factor == 0.0):
             return factor
         highest = min(self._highest(), torch.finfo(loss.dtype).max)

@@ -8,7 +8,6 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -23,7 +22,7 @@ from accmt.loop.train_step import advance_scheduler, step_optimizer, zero_gradie
 from accmt.messages import warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import needs_closure
-from accmt.options.optimizer_and_scheduler_arguments import members_of
+from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_of
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import EvaluationRun, Run
@@ -66,20 +65,22 @@ class ManualOptimization(Feature):
         """Count calls of the `step` of the module's optimizers like those of `step_optimizer`."""
         optimizers: list[Any] = [self._module.optimizer]
         optimizers += [part for part in self._module.optimizers() if part is not self._module.optimizer]
-        steps = [(optimizer, optimizer) for optimizer in optimizers]
-        for optimizer in optimizers:  # the second step of a SAM is its base's: one of the SAM, unless that is stepping
-            inner = [part for part in vars(optimizer).values() if isinstance(part, Optimizer)]
-            steps += [(part, optimizer) for part in inner if all(part is not stepped for stepped, _ in steps)]
-        before = [vars(stepped).get("step") for stepped, _ in steps]
-        for stepped, counted in steps:
+        counted_as = {id(optimizer): (optimizer, optimizer) for optimizer in optimizers}
+        for optimizer in optimizers:
+            # The second step of a SAM is its base's: it counts as one of the SAM, unless that is stepping.
+            for part in vars(optimizer).values():
+                if isinstance(part, Optimizer):
+                    counted_as.setdefault(id(part), (part, optimizer))
+        steps = [(stepped, vars(stepped).get("step")) for stepped, _ in counted_as.values()]
+        for stepped, counted in counted_as.values():
             stepped.step = MethodType(self._steps.counted(stepped.step), counted)
         try:
             yield
         finally:
-            for (optimizer, _), step in zip(steps, before, strict=True):
-                del optimizer.step
+            for stepped, step in steps:
+                del stepped.step
                 if step is not None:  # which a scheduler has set
-                    optimizer.step = step
+                    stepped.step = step
 
     def make_steps(self) -> ManualSteps:
         return self._steps
@@ -89,6 +90,7 @@ class ManualOptimization(Feature):
         return self._steps.has_waiting_gradients()
 
     def on_training_end(self) -> None:
+        # The module steps an optimizer of its own making: nothing is counted, so nothing was saved.
         if self._run.state.global_step == 0 and self._run.state.batch_iteration > 0:
             warn(_NO_STEP)
         self._steps.warn_of_idle_schedulers()
@@ -163,18 +165,20 @@ class ManualSteps:
             return
         run.engine.begin_window()
         batch = run.place(read)
-        own = 0 if self._is_borrowed else run.count_samples(micro_batch, batch)
+        num_local = 0 if self._is_borrowed else run.count_samples(micro_batch, batch)
         if micro_batch.num_samples is None or run.counts_own_samples or num_data_processes() == 1:
-            samples = int(sum_over_data((float(own),))[0])  # not planned: the sum of what the batches hold
+            num_samples = int(sum_over_data((float(num_local),))[0])  # not planned: the sum of what the batches hold
         else:
-            samples = micro_batch.num_samples
-        self._factor = self._last_factor = own * num_data_processes() / samples
+            num_samples = micro_batch.num_samples
+        # Gradients are averaged over processes, so that a loss is weighted by this process's share of the samples.
+        self._factor = self._last_factor = num_local * num_data_processes() / num_samples
         self._weighs_samples = False
         self._positions = self._positions or self._find_positions()
         self._began = self._began or (run.state.global_step, dict(self._positions))
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
-        for hook in () if self._is_borrowed else run.hooks.on_before_training_step:
+        hooks = () if self._is_borrowed else run.hooks.on_before_training_step
+        for hook in hooks:
             hook(batch=batch)
         outputs = self._call_training_step(batch, micro_batch, read)
         is_mapping = isinstance(outputs, Mapping)
@@ -182,23 +186,28 @@ class ManualSteps:
         if self._is_borrowed:
             run.module.logs.of_training.begin_batch()  # drops the values logged by the step
         elif isinstance(loss, torch.Tensor):
-            given = read_weight("training_step", outputs.get("weight")) if is_mapping else None
-            if given is not None and self._weighs_samples:
+            step_weight = read_weight("training_step", outputs.get("weight")) if is_mapping else None
+            # The gradients are already averaged, by the numbers of samples.
+            if step_weight is not None and self._weighs_samples:
                 got = '"weight" in the output of the step, after self.backward(loss): too late on several processes'
                 expected, do = "the weight in the call of backward", "self.backward(loss, weight=weight)"
                 raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
-            targets = run.features.find_weight(loss, is_given=given is not None)
-            weight = next(candidate for candidate in (given, targets, own) if candidate is not None)
-            others = read_further_values(outputs) if is_mapping else None
-            run.running_averages.add(loss.detach(), weight, others, own if given is None else given)
+            target_weight = run.features.find_weight(loss, is_given=step_weight is not None)
+            further_values = read_further_values(outputs) if is_mapping else None
+            further_weight = num_local if step_weight is None else step_weight
+            weight = further_weight
+            if step_weight is None and target_weight is not None:
+                weight = target_weight
+            run.running_averages.add(loss.detach(), weight, further_values, further_weight)
             place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
             for after_batch in run.features.after_batch:
                 after_batch(loss.detach(), weight, place)
-        for hook in () if self._is_borrowed else run.hooks.on_after_training_step:
+        hooks = () if self._is_borrowed else run.hooks.on_after_training_step
+        for hook in hooks:
             hook(batch=batch, outputs=outputs)
         self._advance_schedulers()
         run.state.count_batch()
-        run.state.count_samples(samples)
+        run.state.count_samples(num_samples)
 
     def has_waiting_gradients(self) -> bool:
         """Return whether gradients wait for a step of a later batch, which a checkpoint would lose."""
@@ -245,13 +254,14 @@ class ManualSteps:
     def _begin_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Do what `step_optimizer` does before a step, and return the closure to step with."""
         run = self._run
+        # Clipping and the step itself would see gradients that are thousands of times too large.
         if run.accelerator.scaler is not None:
             got = f"{type(optimizer).__name__}.step() with gradients that are scaled for fp16"
             expected, do = "a step of unscaled gradients", 'self.step_optimizer(optimizer), or mixed_precision="bf16"'
             raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
         self._warn_of_gradients(optimizer)
         if closure is None and run.stepper.clips:
-            run.stepper.clip(_parameters_of(optimizer))
+            run.stepper.clip(weights_of(optimizer))
         for hook in run.hooks.on_before_optimizer_step:
             hook(optimizer=optimizer)
         run.snapshot.invalidate()
@@ -268,7 +278,7 @@ class ManualSteps:
         def evaluate() -> Any:
             loss = closure()
             if run.stepper.clips:
-                run.stepper.clip(_parameters_of(optimizer))
+                run.stepper.clip(weights_of(optimizer))
             if loss is None or num_data_processes() == 1:  # a closure that only calls backward returns nothing
                 return loss
             mean = sum_over_data((float(loss) * self._last_factor,))[0] / num_data_processes()
@@ -281,9 +291,10 @@ class ManualSteps:
         if not self._adds_to_used and not self._stale.isdisjoint(members_of(optimizer)):
             self._adds_to_used = True
             warn(_NOT_DROPPED)
+        # With a single process, or after self.backward, the gradients are right however they were computed.
         if num_data_processes() == 1 or self._has_called_backward:
             return
-        if any(parameter.grad is not None for parameter in _parameters_of(optimizer)):
+        if any(parameter.grad is not None for parameter in weights_of(optimizer)):
             warn_once(_NOT_WEIGHTED, about="gradients that are not weighted")
 
     def _note_step(self, optimizer: Any) -> None:
@@ -292,10 +303,13 @@ class ManualSteps:
 
     def warn_of_idle_schedulers(self) -> None:
         """Warn of schedulers that nobody has advanced in several steps: the rates would stay as they are, unnoticed."""
-        begin, positions = self._began or (0, {})
-        num_steps = self._run.state.global_step - begin
-        idle = [part for part, at in self._find_positions().items() if at is not None and positions.get(part) == at]
-        names = [type(scheduler).__name__ for scheduler in idle if not isinstance(scheduler, ReduceLROnPlateau)]
+        first_step, first_positions = self._began or (0, {})
+        num_steps = self._run.state.global_step - first_step
+        names = []
+        for scheduler, position in self._find_positions().items():
+            is_idle = position is not None and position == first_positions.get(scheduler)
+            if is_idle and not isinstance(scheduler, ReduceLROnPlateau):  # which evaluations step
+                names.append(type(scheduler).__name__)
         if names and num_steps > 1 and not self._run.settings.hps.step_scheduler_per_epoch:
             warn_once(
                 f"{', '.join(names)} has not advanced in {num_steps} optimizer steps: call self.step_scheduler() "
@@ -317,15 +331,14 @@ class ManualSteps:
             if isinstance(scheduler, ReduceLROnPlateau):  # which evaluations step
                 continue
             is_moved = position != self._positions.get(scheduler, position)
-            is_due = (
-                scheduler is run.scheduler or scheduler.optimizer in stepped
-            )  # the only one, or of one that stepped
+            # A single scheduler counts the steps of any optimizer, one of several those of its own.
+            is_due = scheduler is run.scheduler or scheduler.optimizer in stepped
+            # It would advance twice per step from here on.
             if is_moved and self._advanced_by.setdefault(scheduler, "module") == "accmt":
                 got = "a scheduler step, although accmt has advanced it after each optimizer.step() until now"
                 do = "call self.step_optimizer(optimizer) and self.step_scheduler() instead of optimizer.step()"
-                raise fail(
-                    ModuleContractError, "training_step", got=got, expected="scheduler steps from one place only", do=do
-                )
+                expected = "scheduler steps from one place only"
+                raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
             if is_due and not is_moved and self._advanced_by.setdefault(scheduler, "accmt") == "accmt":
                 advance_scheduler(run, scheduler)
         self._positions = self._find_positions()
@@ -346,7 +359,8 @@ class ManualSteps:
             hook(loss=loss)
         if run.engine.calls is not None:
             require_call(run.engine.calls)
-        run.actions.backward(loss if factor == 1.0 else loss * factor)
+        weighted_loss = loss if factor == 1.0 else loss * factor
+        run.actions.backward(weighted_loss)
         if is_first:  # FSDP2 may have gathered some: one part of them with a gradient is enough
             parameters = {*run.unwrapped_model.parameters(), *run.stepper.parameters}
             trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -361,16 +375,17 @@ class ManualSteps:
 
         Processes: collective where it weighs something else than samples.
         """
-        given = read_weight("self.backward(loss, weight=...)", weight)
+        weight = read_weight("self.backward(loss, weight=...)", weight)
         if num_data_processes() == 1:
             return 1.0
-        given = self._run.features.find_weight(loss, is_given=False) if given is None else given
-        if given is None:
+        if weight is None:
+            weight = self._run.features.find_weight(loss, is_given=False)
+        if weight is None:
             self._weighs_samples = True
             return self._factor
-        own = 0.0 if self._is_borrowed else float(given)
-        total = sum_over_data((own,))[0]
-        return own * num_data_processes() / total if total > 0 else 0.0
+        local_weight = 0.0 if self._is_borrowed else float(weight)
+        total = sum_over_data((local_weight,))[0]
+        return local_weight * num_data_processes() / total if total > 0 else 0.0
 
     def step_optimizer(self, optimizer: Any = None) -> bool:
         """Unscale, clip and make the optimizer step.
@@ -378,12 +393,11 @@ class ManualSteps:
         Args:
             optimizer: The only one of several with gradients; None for all.
         """
-        if self._needs_closure:
+        if self._needs_closure:  # LBFGS and the like evaluate the loss several times within one step
             got = "an optimizer that needs a closure"
             do = "self.optimizer.step(closure); closure calls self.zero_grad and self.backward, and returns the loss"
-            raise fail(
-                ModuleContractError, "self.step_optimizer", got=got, expected="an optimizer without a closure", do=do
-            )
+            expected = "an optimizer without a closure"
+            raise fail(ModuleContractError, "self.step_optimizer", got=got, expected=expected, do=do)
         stepped = self._run.stepper.optimizer if optimizer is None else optimizer
         self._run.stepper.unscale()
         self._warn_of_gradients(stepped)
@@ -400,7 +414,8 @@ class ManualSteps:
     def step_scheduler(self, scheduler: Any = None) -> None:
         """Advance the scheduler, if there is one, or one of several."""
         if self._run.scheduler is not None:
-            for advanced in self._module.schedulers() if scheduler is None else (scheduler,):
+            schedulers = self._module.schedulers() if scheduler is None else [scheduler]
+            for advanced in schedulers:
                 self._advanced_by.setdefault(advanced, "module")
             advance_scheduler(self._run, scheduler)
             self._seed_for_batch()
@@ -417,11 +432,11 @@ class ManualSteps:
         seed_generators(derive_seed(self._run.seed, "step", *place), self._run.device)
 
 
-def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _has_gradients(optimizer: Any) -> bool:
-    gradients = [parameter.grad for parameter in _parameters_of(optimizer) if parameter.grad is not None]
-    dense = (dense_values(gradient) if gradient.is_sparse else gradient for gradient in gradients)
-    return any(bool(gradient.any()) for gradient in dense)
+    for parameter in weights_of(optimizer):
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            gradient = dense_values(gradient)
+        if gradient is not None and bool(gradient.any()):
+            return True
+    return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from accmt.engine.reduction import names_without_gradient, shorten
 from accmt.features.hooks import Feature
 from accmt.loop.weighting import AccumulationWindow
@@ -20,8 +22,8 @@ class MissingGradients(Feature):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        # Of now: where a loss does not reach it, FSDP2 leaves the gathered weights in the model after forward.
-        self._names = {one: name for name, one in run.unwrapped_model.named_parameters()}
+        # Before the first forward: FSDP2 leaves gathered weights in the model where the loss does not reach them.
+        self._names = {parameter: name for name, parameter in run.unwrapped_model.named_parameters()}
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> MissingGradients | None:
@@ -35,9 +37,11 @@ class MissingGradients(Feature):
         """
         run = self._run
         run.features.drop(self.allows_step)
-        held = [one for one in run.stepper.parameters if one.requires_grad]
-        trained = {self._names.get(one, f"new parameter {number}"): one for number, one in enumerate(held)}
-        if run.hooks.on_after_backward and all(one.grad is None for one in trained.values()):
+        trained: dict[str, nn.Parameter] = {}
+        for parameter in run.stepper.parameters:
+            if parameter.requires_grad:
+                trained[self._names.get(parameter, f"new parameter {len(trained)}")] = parameter
+        if run.hooks.on_after_backward and all(parameter.grad is None for parameter in trained.values()):
             return True  # a callback may take the gradients away, and return them before the step
         names = names_without_gradient(trained)
         if names:

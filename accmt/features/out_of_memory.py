@@ -35,9 +35,11 @@ class OutOfMemory(Feature):
         if not settings.hps.halves_micro_batches:
             return
         where, expected = "max_micro_batch_size: auto", "a run that supports recovery"
+        # The module may have stepped within the batch, which the step snapshot cannot take back.
         if module.uses_manual_optimization:
             got, do = "a module with manual optimization", "set a number, or remove it"
             raise fail(ArgumentError, where, got=got, expected=expected, do=do)
+        # accmt does not make these batches, so it cannot halve them.
         if isinstance(train_data, DataLoader) or settings.data.data_options.batch_sampler is not None:
             got = "batches from your DataLoader or batch sampler"
             do = "pass the dataset, and set the batch size in the hyper-parameters"
@@ -58,17 +60,18 @@ class OutOfMemory(Feature):
         Raises:
             Restart: A process ran out of memory.
         """
+        # On all processes, because memory may have run out on one: the others would wait for it in the next step.
         if sum_over_processes((float(window.has_failed),))[0] == 0:
             return
         run = self._run
-        free_memory(run.stepper.optimizer)
+        free_memory(run.stepper.optimizer)  # first: a checkpoint needs memory too
         size = run.micro_batch_size
         smaller = run.settings.hps.micro_batch_size_within(max(1, size // 2))
         run.recovery.lessons[self.name] = {"max_micro_batch_size": smaller}
         change = f"continuing with micro-batches of {smaller} samples instead of {size}"
         warn(f"out of memory after step {run.state.global_step}: {change}; the effective batch size does not change")
         obstacle = run.snapshot.find_obstacle(run)
-        if obstacle is not None:
+        if obstacle is not None:  # such as an attribute that is too large for a copy after each step
             warn(f"{obstacle}: it is repeated with the current values; change them after the step, in on_update_end")
         run.checkpoints.save_snapshot(run)
         run.recovery.is_temporary = run.settings.checkpoints.every is None

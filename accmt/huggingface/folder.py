@@ -73,10 +73,14 @@ def save_model(
         listed = read_status(folder).get("files")
     except (OSError, ValueError, AttributeError):  # no status, or not accmt's
         listed = None
-    before = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    old_files = []
+    if isinstance(listed, list):  # the file may be another program's
+        old_files = [name for name in listed if isinstance(name, str)]
     saved = None
     if isinstance(state_dict, ShardedState):
-        saved = _stream(model, state_dict, folder, processor, max_shard_size) if safe_serialization else None
+        if safe_serialization:
+            saved = _stream(model, state_dict, folder, processor, max_shard_size)
+        # Only if they cannot be saved one by one: the full weights may not fit into memory.
         state_dict = state_dict.fetch_all() if saved is None else {}
     if saved is None:
         if is_peft_model(model):
@@ -94,7 +98,7 @@ def save_model(
                 safe_serialization=safe_serialization,
                 write_others=write_others,
             )
-    remove_leftovers(folder, before, saved.files)
+    remove_leftovers(folder, old_files, saved.files)
     if not is_peft_model(model) and _CONFIG not in saved.files and (folder / _CONFIG).is_file():
         warn_once(
             f"{folder} contains the config.json of another model, which this run did not write: "
@@ -115,7 +119,7 @@ def _stream(
         outlines = to_saved_format(model, outlines)
         write_others = partial(_write_model_files, model, processor)
     fetch = state.fetch_outlined(outlines)
-    if fetch is None:
+    if fetch is None:  # the saved weights are computed from several tensors, as merged experts are
         return None
     return stream_weights(outlines, fetch, folder, max_shard_size=max_shard_size, write_others=write_others)
 
@@ -135,6 +139,7 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
     """
     require_files(folder)
     holds_adapter = (folder / ADAPTER_CONFIG).is_file()
+    # Without this, all names would be missing, and the error would list thousands.
     if holds_adapter != is_peft_model(model):
         name = class_of(model).__name__
         if holds_adapter:
@@ -146,6 +151,7 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
         raise fail(WeightsError, f"weights in {folder}", got=got, expected=expected, do=do)
     if is_peft_model(model):
         addon("load_adapters")(model, folder, strict=strict)
+    # Not with `strict=False`: `from_pretrained` would initialize again what the folder lacks.
     elif strict and is_transformers_model(model):
         load_pretrained_weights(model, folder)
     else:
@@ -167,17 +173,16 @@ def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) ->
     ignored = names_not_saved(model)
     weights = {names[name]: tensor for name, tensor in state_dict.items() if names[name] not in ignored}
     for name, main in getattr(model, "all_tied_weights_keys", {}).items():
+        weight, main_weight = weights.get(name), weights.get(main)
+        if weight is None or main_weight is None:
+            continue
         # Gathered from shards, tied weights are separate copies.
-        if name in weights and main in weights and _is_same(weights[main], weights[name]):
+        if weight is main_weight or (not weight.is_meta and torch.equal(main_weight, weight)):
             del weights[name]
-    for name in find_tied(weights):
+    for name in find_tied(weights):  # safetensors rejects tensors that share memory
         weights[name] = weights[name].clone()
     saved: dict[str, Tensor] = revert_weight_conversion(model, weights)
     return saved
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (not one.is_meta and torch.equal(one, other))
 
 
 def try_model_files(model: nn.Module, processor: Any) -> None:
@@ -210,7 +215,7 @@ def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> 
     dtype = torch.float32 if trained == {torch.float32} and model.dtype in HALVES else model.dtype
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [class_of(model).__name__]
-    if model.is_remote_code():
+    if model.is_remote_code():  # `from_pretrained` would not find the class in transformers
         from transformers.dynamic_module_utils import custom_object_save
 
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]

@@ -66,11 +66,13 @@ def kind_of_targets(model: Any, inputs: Mapping[str, Any]) -> str | None:
     """Return what the loss of a model is averaged over, as text; None if samples, or unknown."""
     labels: Any = inputs.get("labels")
     name, num_dims = type(model).__name__, getattr(labels, "ndim", 0)
+    # These models take a mean over all tokens that are not padding, whatever the labels are.
     if name in _DETECT_REPLACED_TOKENS and inputs.get("attention_mask") is not None:
         return "real tokens"
     if num_dims == 2 and not labels.is_floating_point() and not labels.is_complex():
         is_multi_label = getattr(model.config, "problem_type", None) == "multi_label_classification"
-        if not is_multi_label and not hasattr(model.config, "ctc_loss_reduction"):  # CTC's loss is no mean over tokens
+        # A multi-label loss and CTC's are no means over tokens.
+        if not is_multi_label and not hasattr(model.config, "ctc_loss_reduction"):
             return "target tokens"
     if num_dims == 3 and not labels.is_floating_point():
         if hasattr(model.config, "semantic_loss_ignore_index") and model.config.num_labels > 1:

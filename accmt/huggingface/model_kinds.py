@@ -139,22 +139,31 @@ def describe_model(model: Any) -> dict[str, str]:
     if not is_peft_model(model) and not is_transformers_model(model):
         return {"library_name": "pytorch"}
     library = "peft" if is_peft_model(model) else "transformers"
-    base = base_model_of(model)
-    is_of_hub = base is not None and not base.startswith((".", "/", "~")) and base.count("/") <= 1
-    named = {"base_model": base} if base is not None and is_of_hub and not Path(base).exists() else {}
     from transformers.modelcard import TASK_MAPPING
 
+    description = {"library_name": library}
     name = type(without_adapter(model)).__name__
     classes: Mapping[str, Any] = TASK_MAPPING
-    task = next(({"pipeline_tag": task} for task, models in classes.items() if name in models.values()), {})
-    return {"library_name": library, **task, **named}
+    for task, models in classes.items():
+        if name in models.values():
+            description["pipeline_tag"] = task
+            break
+    base = base_model_of(model)
+    if base is None:
+        return description
+    is_of_hub = not base.startswith((".", "/", "~")) and base.count("/") <= 1
+    if is_of_hub and not Path(base).exists():
+        description["base_model"] = base
+    return description
 
 
 def base_model_of(model: Any) -> str | None:
     """Return the name or path that a model was loaded from by `from_pretrained`, or None."""
     if is_peft_model(model):
-        known: str | None = model.active_peft_config.base_model_name_or_path
+        name: str | None = model.active_peft_config.base_model_name_or_path
         model = model.get_base_model()
-        if known:
-            return known
-    return getattr(model, "name_or_path", None) or None if is_transformers_model(model) else None
+        if name:
+            return name
+    if not is_transformers_model(model):
+        return None
+    return model.name_or_path or None  # "" for a model that was built from a configuration

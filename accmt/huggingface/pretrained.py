@@ -33,8 +33,7 @@ def load_pretrained(
 
     Args:
         path: A folder written by `save_pretrained` or a Trainer, or a name on the hub. For an adapter's folder, its
-        base
-            model is built and wrapped by PEFT, ready for training.
+            base model is built and wrapped by PEFT, ready for training.
         type: The model class, its name in transformers such as "AutoModelForSequenceClassification", or None for
             `AutoModel`.
         **kwargs: Passed to `from_pretrained`, for example `num_labels=5`.
@@ -52,6 +51,7 @@ def load_pretrained(
     _require_path(path)
     model_class = find_model_class(type)
     folder = Path(path)
+    # transformers would load the base model and put the adapter inside, where no saved folder shows it.
     if (folder / ADAPTER_CONFIG).is_file():
         base = addon("read_base_name")(folder)
         require_model_folder(base, f"the base model of the adapter in {folder}, from its {ADAPTER_CONFIG}")
@@ -104,26 +104,23 @@ def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
     )
     shapes = sorted(describe_shapes(*entry) for entry in report.pop("mismatched_keys"))
     faults = [f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]
-    faults += [f"shapes: {', '.join(shapes)}"] if shapes else []
+    if shapes:
+        faults.append(f"shapes: {', '.join(shapes)}")
+    # `from_pretrained` only warns, and leaves what it did not find as it was initialized.
     if faults:
         expected = f"the weights of {class_of(model).__name__}, with the same names and shapes"
         raise misfit(Path(folder), "; ".join(faults), expected)
-    weights = loaded.state_dict()
-    own = model.state_dict()
-    model.load_state_dict(shard_state({key: weights[name] for key, name in plain_names(own).items()}, own))
+    weights, current = loaded.state_dict(), model.state_dict()
+    by_key = {key: weights[name] for key, name in plain_names(current).items()}
+    model.load_state_dict(shard_state(by_key, current))
 
 
 def _require_path(path: object) -> None:
+    # A model in place of its path is the usual mistake, and transformers would ask the hub for it.
     if not isinstance(path, str | os.PathLike):
         do = advise_wrapping(path) or 'AcceleratorModule.from_hf("path/of/a/model", "AutoModelForCausalLM")'
-        expected = "the path of a model folder, or a name on the hub"
-        raise fail(
-            ModuleContractError,
-            "from_hf(path)",
-            got=f"an object of {path.__class__.__name__}",
-            expected=expected,
-            do=do,
-        )
+        got, expected = f"an object of {path.__class__.__name__}", "the path of a model folder, or a name on the hub"
+        raise fail(ModuleContractError, "from_hf(path)", got=got, expected=expected, do=do)
 
 
 def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | None = None) -> Any:
@@ -144,35 +141,32 @@ def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | No
     if inspect.isclass(wanted) and hasattr(wanted, "from_pretrained"):
         return wanted
     if not isinstance(wanted, str):
-        expected, do = "a model class of transformers, or the name of one", 'from_hf(path, "AutoModelForCausalLM")'
-        raise fail(
-            ArgumentError,
-            where or "from_hf(type=...)",
-            got=f"an object of {wanted.__class__.__name__}",
-            expected=expected,
-            do=do,
-        )
-    found = getattr(transformers, wanted, None)
-    if _is_model_class(found):
-        return found
-    alike = difflib.get_close_matches(wanted, dir(transformers), n=9)
-    models = [name for name in alike if _is_model_class(getattr(transformers, name, None))][:3]
+        got, expected = f"an object of {wanted.__class__.__name__}", "a model class of transformers, or the name of one"
+        do = 'from_hf(path, "AutoModelForCausalLM")'
+        raise fail(ArgumentError, where or "from_hf(type=...)", got=got, expected=expected, do=do)
+    model_class = getattr(transformers, wanted, None)
+    if _is_model_class(model_class):
+        return model_class
+    similar = difflib.get_close_matches(wanted, dir(transformers), n=9)
+    models = [name for name in similar if _is_model_class(getattr(transformers, name, None))][:3]
+    do = "use the name of a model class"
+    if models:  # in a YAML file, names need no quotes
+        suggestions = models if where else map(repr, models)
+        do = f"write {' or '.join(suggestions)}"
     raise fail(
         ArgumentError,
         where or f"from_hf(type={wanted!r})",
         got=f"{wanted!r}, which is not a model class of transformers {transformers.__version__}",
         expected="a class, or the name of one, such as 'AutoModelForSequenceClassification'",
-        do=f"write {' or '.join(models if where else map(repr, models))}"
-        if models
-        else "use the name of a model class",
+        do=do,
     )
 
 
-def _is_model_class(found: object) -> bool:
+def _is_model_class(value: object) -> bool:
     from transformers import PreTrainedModel
 
-    is_model = inspect.isclass(found) and issubclass(found, PreTrainedModel)
-    return is_model or getattr(found, "__name__", "").startswith(("AutoModel", "AutoBackbone"))
+    is_model = inspect.isclass(value) and issubclass(value, PreTrainedModel)
+    return is_model or getattr(value, "__name__", "").startswith(("AutoModel", "AutoBackbone"))
 
 
 def require_model_folder(path: str, where: str | None = None) -> None:
@@ -186,17 +180,21 @@ def require_model_folder(path: str, where: str | None = None) -> None:
         FileNotFoundError: It is neither.
     """
     is_hub_name = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
-    found = Path(path)
-    if (found / "config.json").is_file() or (is_hub_name and not found.exists()):
+    folder = Path(path)
+    if (folder / "config.json").is_file() or (is_hub_name and not folder.exists()):
         return
-    if found.suffix in (".yaml", ".yml", ".json") and found.is_file():
-        do = f"AcceleratorModule.from_hps({str(found)!r}), if these are hyper-parameters with a section `model`"
+    if folder.suffix in (".yaml", ".yml", ".json") and folder.is_file():
+        do = f"AcceleratorModule.from_hps({str(folder)!r}), if these are hyper-parameters with a section `model`"
     else:
-        siblings = [one.name for one in found.parent.iterdir() if one.is_dir()] if found.parent.is_dir() else []
-        near = nearest(found.name, siblings)
-        meant = f"did you mean {found.parent / near}? If not, " if near and near != found.name else ""
-        do = f"{meant}check the spelling, and the current working directory: {Path.cwd()}"
-    got = "a folder without config.json" if found.is_dir() else ("a file" if found.exists() else "no such folder")
+        siblings = []
+        if folder.parent.is_dir():
+            siblings = [sibling.name for sibling in folder.parent.iterdir() if sibling.is_dir()]
+        near = nearest(folder.name, siblings)
+        suggestion = f"did you mean {folder.parent / near}? If not, " if near and near != folder.name else ""
+        do = f"{suggestion}check the spelling, and the current working directory: {Path.cwd()}"
+    got = "no such folder"
+    if folder.exists():
+        got = "a folder without config.json" if folder.is_dir() else "a file"
     raise fail(
         ArgumentFileError,
         f"{where}: {path}" if where else f"model folder {path!r}",

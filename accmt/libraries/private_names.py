@@ -182,6 +182,7 @@ def note_trained_parameters(model: DistributedDataParallel) -> None:
     parameters, expect_sparse = wrapper._build_params_for_reducer()
     names = wrapper._build_debug_param_to_name_mapping(parameters)
     wrapper._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)
+    # The new reducer knows nothing of the graph or of the hooks that were set on the old one.
     if model.static_graph:
         model.reducer._set_static_graph()
         wrapper._static_graph_delay_allreduce_enqueued = False
@@ -203,7 +204,7 @@ def workers_of(batches: Any) -> list[Any]:
 
 def shut_down_workers(dataloader: DataLoader[Any], batches: Any) -> None:
     """Shut down an iterator's worker processes, and detach it from the loader."""
-    if hasattr(batches, "_shutdown_workers"):
+    if hasattr(batches, "_shutdown_workers"):  # an iterator without workers has none
         batches._shutdown_workers()
     dataloader._iterator = None
 
@@ -271,27 +272,26 @@ def plan_of_tensors(model: nn.Module, size: int) -> dict[str, str]:
     from transformers import PreTrainedModel
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):  # the caller names what can be split
         message = "not a PreTrainedModel of transformers"
         raise AttributeError(message)
-    own: Any = model
-    plans: tuple[dict[str, str], ...] = own._resolve_parallel_plans(DistributedConfig(tp_size=size))
+    untyped: Any = model
+    plans: tuple[dict[str, str], ...] = untyped._resolve_parallel_plans(DistributedConfig(tp_size=size))
     return plans[0]
 
 
 def layers_to_shard(model: nn.Module) -> tuple[str, ...]:
     """Return the classes of layers that a transformers model declares to be sharded separately."""
-    own: Any = model
-    return tuple(getattr(own, "_no_split_modules", None) or ())
+    return tuple(getattr(model, "_no_split_modules", None) or ())
 
 
 def draw_first_values(model: nn.Module, around: Around) -> None:
     """Initialize all parts of a transformers model in its own order, each within a context."""
-    own: Any = model
+    pretrained: Any = model
     for part in model.modules():
-        vars(part).pop("_is_hf_initialized", None)
+        vars(part).pop("_is_hf_initialized", None)  # set when the empty model was built; such parts would be skipped
     with _drawing_within(around):
-        own.initialize_weights()
+        pretrained.initialize_weights()
 
 
 def has_first_value(parameter: Tensor) -> bool:
@@ -328,19 +328,19 @@ def _drawing_within(around: Around) -> Iterator[None]:
     from transformers import PreTrainedModel
 
     kind: Any = PreTrainedModel
-    own = kind._initialize_weights
+    original = kind._initialize_weights
 
     def initialize(model: Any, part: nn.Module, _: object = None) -> None:
         kind_of_model: Any = class_of(model)  # FSDP2's class is not in transformers, and would count as custom code
         is_custom = getattr(kind_of_model, "is_custom_code", kind_of_model.is_remote_code)  # as in transformers 5.4
         with around(part):
-            own(model, part, is_custom())
+            original(model, part, is_custom())
 
     kind._initialize_weights = initialize
     try:
         yield
     finally:
-        kind._initialize_weights = own
+        kind._initialize_weights = original
 
 
 def generate_together(model: nn.Module) -> None:

@@ -64,6 +64,7 @@ def require(name: str, by: str | None = None) -> None:
         module = import_module(name)
     except ImportError as error:
         version = _version_in_metadata(name)
+        # An old version may fail to import as well, because of other packages that are newer: its version is the cause.
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             got = f"{name} is not installed"
         elif version is not None and release_of(version) < release_of(floor):
@@ -74,6 +75,7 @@ def require(name: str, by: str | None = None) -> None:
             do = f'pip install --force-reinstall --no-deps "{wanted}", or install the package in the message'
         raise fail(MissingPackageError, where, got=got, expected=wanted, do=do) from error
     version = _version_of(module)
+    # Installed without pip's checks, as in many images of vendors.
     if version is not None and release_of(version) < release_of(floor):
         raise fail(MissingPackageError, where, got=f"{name} {version}", expected=wanted, do=do)
 
@@ -120,10 +122,10 @@ def make_accelerator(arguments: Mapping[str, Any]) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, is_initialized
 
-    own = dict(arguments)
-    if own.get("parallelism_config") is None and is_initialized():
-        own["parallelism_config"] = AcceleratorState().parallelism_config
-    return Accelerator(**own)
+    complete = dict(arguments)
+    if complete.get("parallelism_config") is None and is_initialized():
+        complete["parallelism_config"] = AcceleratorState().parallelism_config
+    return Accelerator(**complete)
 
 
 def why_states_are_inexact() -> str | None:

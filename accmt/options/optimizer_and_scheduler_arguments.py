@@ -47,6 +47,11 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(list(signature.parameters.items())[1:])
 
 
+def weights_of(optimizer: Any) -> list[torch.nn.Parameter]:
+    """Return all parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def members_of(optimizer: Any) -> tuple[Any, ...]:
     """Return the optimizers that a `ChainedOptimizer` chains, or the only one."""
     return tuple(getattr(optimizer, "optimizers", (optimizer,)))

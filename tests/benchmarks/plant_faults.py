@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "state: buffers that are not persistent are left out",
-        'restore_other_buffers(model, loaded["buffers"])',
+        'restore_non_persistent_buffers(model, loaded["buffers"])',
         "pass",
         "resume/test_attributes.py -k buffers",
     ),
@@ -212,8 +212,8 @@ FAULTS = [
     Fault("checkpoint: the oldest is taken", "key=_age, reverse=True)", "key=_age)", "unit/test_checkpoint_store.py"),
     Fault(
         "checkpoint: changed bytes are not seen",
-        "elif found != expected:",
-        "elif not found:",
+        "elif entry != expected:",
+        "elif not entry:",
         "unit/test_checkpoint_manifest.py unit/test_checkpoint_store.py",
     ),
     Fault(
@@ -270,8 +270,8 @@ FAULTS = [
     ),
     Fault(
         "secrets: those under a key",
-        "kept[key] = HIDDEN if is_secret else",
-        "kept[key] = HIDDEN if False else",
+        "hidden[key] = HIDDEN if is_secret else",
+        "hidden[key] = HIDDEN if False else",
         "unit/test_secrets.py",
     ),
     # Ends.

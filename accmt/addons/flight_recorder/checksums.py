@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accmt.checkpoint.state_dicts import is_made_of_others, local_part, plain_parts
+from accmt.checkpoint.state_dicts import has_inner_tensors, local_part, plain_parts
 from accmt.processes import gather_objects, is_main_process
 from accmt.sharded_tensors import is_dtensor
 
@@ -115,7 +115,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout != torch.strided:
         coalesced = tensor.coalesce()
         return [*_parts(coalesced.indices()), *_parts(coalesced.values())]
-    if is_made_of_others(tensor):
+    if has_inner_tensors(tensor):
         return [part for one in plain_parts(tensor) for part in _parts(one)]
     return _add_run(_bits(tensor), 0)
 
@@ -125,7 +125,7 @@ def _parts_of_sharded(tensor: DTensor) -> list[Tensor]:
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     local = local_part(tensor)
-    if is_made_of_others(local):  # quantized optimizer state: positions within the shard
+    if has_inner_tensors(local):  # quantized optimizer state: positions within the shard
         return [part for one in plain_parts(local) for part in _parts(one)]
     if coordinate is None or not local.numel():
         return []
