@@ -284,9 +284,8 @@ class StateCollector:
         for name, tensor in list(main_tensors.items()):
             if isinstance(tensor, DTensor):
                 shared[name] = main_tensors.pop(name)
-        text = encode(
-            {"files": file_names(num_processes()), "frozen": frozen, **structure, **main_structure, **process_structure}
-        )
+        files = {"files": file_names(num_processes()), "frozen": frozen}
+        text = encode({**files, **structure, **main_structure, **process_structure})
         if self._has_replicas:
             # Replicas differ, so a planner must not choose whose weights to write: these are the main process's.
             main_tensors, shared = main_tensors | shared, {}
