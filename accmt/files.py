@@ -89,12 +89,8 @@ def find_surplus(folder: Path, keep: int | None, age: Callable[[Path], int | Non
     places = [path for path in folder.parent.iterdir() if sibling.fullmatch(path.name)]
     if folder.is_dir():  # a mount point has them inside
         places += [path for path in folder.iterdir() if re.fullmatch(_NUMBERED, path.name)]
-    by_age = []
-    for path in places:
-        filled = age(path) if path.is_dir() and not path.is_symlink() else None
-        if filled is not None:
-            by_age.append((filled, path))
-    by_age.sort()
+    ages = {path: age(path) for path in places if path.is_dir() and not path.is_symlink()}
+    by_age = sorted((filled, path) for path, filled in ages.items() if filled is not None)
     return [path for _, path in by_age[: max(0, len(by_age) - keep)]]
 
 

@@ -234,12 +234,10 @@ def added_features(is_set: Callable[[str], bool]) -> list[Any]:
     Args:
         is_set: Returns whether a setting is set.
     """
-    features = []
-    for name in _BUILT_IN[ADDED_FEATURES]:
-        # Importing an add-on that does nothing in this run would only take time.
-        if name not in ONLY_WITH or any(map(is_set, ONLY_WITH[name])):
-            features.append(find(ADDED_FEATURES, name))
-    return features
+    listed = _BUILT_IN[ADDED_FEATURES]
+    # Importing an add-on that does nothing in this run would only take time.
+    used = [name for name in listed if name not in ONLY_WITH or any(map(is_set, ONLY_WITH[name]))]
+    return [find(ADDED_FEATURES, name) for name in used]
 
 
 def is_built_in(group: str, name: str) -> bool:

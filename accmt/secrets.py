@@ -211,13 +211,10 @@ def _hide_parameter(match: re.Match[str]) -> str:
 
 def _known() -> list[str]:
     """Return the secrets with known values, longest first: one may be a prefix of another."""
-    values = set()
-    for name, value in os.environ.items():
-        if not _may_hold_secret(name) or len(value) < _SHORTEST_VALUE:
-            continue
-        # Some variables only contain the location of a secret, such as SSH_AUTH_SOCK.
-        if not (value.startswith(("/", "~")) and _exists(value)):
-            values.add(value)
+    values = {value for name, value in os.environ.items() if _may_hold_secret(name)}
+    values = {value for value in values if len(value) >= _SHORTEST_VALUE}
+    # Some variables only contain the location of a secret, such as SSH_AUTH_SOCK.
+    values -= {value for value in values if value.startswith(("/", "~")) and _exists(value)}
     return sorted(values | _remembered | _secrets_of_command(tuple(sys.argv)), key=len, reverse=True)
 
 

@@ -265,7 +265,9 @@ class StateCollector:
         optimizer_states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
         frozen = self._frozen.digests()
         state = model_state(self._model)
-        _require_same_layout(self._layout, _model_layout(state))
+        layout = _model_layout(state)
+        if layout != self._layout:  # a new model could not load these entries
+            raise _changed_layout(self._layout, layout)
         model = {name: value for name, value in state.items() if name not in frozen}
         weights = {"model": model, "buffers": non_persistent_buffers(self._model), "optimizers": optimizer_states}
         shared, structure = split_tensors(weights)
@@ -282,9 +284,8 @@ class StateCollector:
         for name, tensor in list(main_tensors.items()):
             if isinstance(tensor, DTensor):
                 shared[name] = main_tensors.pop(name)
-        text = encode(
-            {"files": file_names(num_processes()), "frozen": frozen, **structure, **main_structure, **process_structure}
-        )
+        files = {"files": file_names(num_processes()), "frozen": frozen}
+        text = encode({**files, **structure, **main_structure, **process_structure})
         if self._has_replicas:
             # Replicas differ, so a planner must not choose whose weights to write: these are the main process's.
             main_tensors, shared = main_tensors | shared, {}
@@ -294,10 +295,8 @@ class StateCollector:
         return CollectedState(pieces | Pieces.whole(process_tensors), text)
 
 
-def _require_same_layout(built: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Reject a model whose entries have changed since it was built: a new model could not load them."""
-    if built == current:
-        return
+def _changed_layout(built: Mapping[str, str], current: Mapping[str, str]) -> AccmtError:
+    """Return the error about a model whose entries have changed since it was built."""
     faults = []
     for name in sorted(built.keys() & current.keys()):
         if built[name] != current[name]:
@@ -308,7 +307,7 @@ def _require_same_layout(built: Mapping[str, str], current: Mapping[str, str]) -
     do = "allocate a buffer at its final size when the model is built, and count how much of it is used"
     if built.keys() != current.keys():
         do = "add, replace or prune layers when the module is built, before fit"
-    raise fail(CheckpointError, "the state of the model", got="; ".join(faults[:5]), expected=expected, do=do)
+    return fail(CheckpointError, "the state of the model", got="; ".join(faults[:5]), expected=expected, do=do)
 
 
 def _collect_of_processes(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -543,7 +542,8 @@ def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, 
             reader.read_into(targets)  # type: ignore[attr-defined]
             return
         with warnings.catch_warnings():
-            # "assuming the intent is to load in a single process", which is the case here
+            # "assuming the intent is to load in a single process", which is the case here.
+            # Source: `load` in torch/distributed/checkpoint/state_dict_loader.py of torch 2.13.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(targets, storage_reader=reader, planner=planner)
     except (CheckpointException, SafetensorError) as error:

@@ -447,6 +447,8 @@ def _load_groups_into(optimizer: Any, groups: list[dict[str, Any]], before: list
 
     torch replaces them. An optimizer and the one inside it would then have groups of their own, and a scheduler would
     reach only those that do not step.
+
+    Source: the end of `Optimizer.load_state_dict` in torch/optim/optimizer.py of torch 2.13.
     """
     loaded = optimizer.param_groups
     if loaded is groups:

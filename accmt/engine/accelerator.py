@@ -91,7 +91,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 
     # Reject a second process group: the addresses of the first are still in the rendezvous store.
     # Source: https://docs.pytorch.org/docs/stable/distributed.html#reinitialization
-    if _is_group_closed and _default_group() is None:
+    if _is_group_closed and dist.group.WORLD is None:
         got = "a launched program that has left its process group because a Trainer was closed"
         do = "close only the last Trainer: trainer.close(), or `with` around it"
         raise fail(ArgumentError, "a run after closing", got=got, expected="one close, after all work is done", do=do)
@@ -109,13 +109,13 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         if accelerator.gradient_accumulation_steps != 1:
             _reject("grad_accumulation_steps", "the Trainer's", accelerator.gradient_accumulation_steps)
     else:
-        group_before = _default_group()
+        group_before = dist.group.WORLD
         with explaining_device():
             arguments = _arguments(user_accelerator, settings)
             with _in_precision(arguments.get("mixed_precision")):
                 accelerator = _build(arguments, parallelism)
         if group_before is None:  # otherwise the program has created the group, and may use it after the run
-            _group = _default_group()
+            _group = dist.group.WORLD
         accelerator.gradient_accumulation_steps = 1  # the environment may set another value; the loop accumulates
     if settings.mixed_precision not in (None, *PRECISIONS):
         use_autocast(accelerator, find("accmt.precisions", settings.mixed_precision))
@@ -125,7 +125,9 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         _warn_of_unused_gpu(user_accelerator)
     with explaining_device():
         touch(accelerator.device)
-    if accelerator.device.type == "cpu":  # with several processes Accelerate calls it cpu:0, and torch then copies
+    # With several processes Accelerate 1.15 calls it cpu:0, so that torch copies each batch and weight that it moves.
+    # Source: `PartialState.set_device` in accelerate/state.py.
+    if accelerator.device.type == "cpu":
         accelerator.state.device = PartialState().device = torch.device("cpu")
     # Of the user's object too, because steps call it; a subclass of the user keeps its own `gather`.
     if type(accelerator) is Accelerator and accelerator.num_processes > 1:
@@ -189,14 +191,10 @@ def close_group() -> None:
     Processes: all.
     """
     global _group, _is_group_closed  # noqa: PLW0603 - as there is one group in a process
-    if _group is not None and _default_group() is _group:
+    if _group is not None and dist.group.WORLD is _group:
         leave_process_group()
         _is_group_closed = True
     _group = None
-
-
-def _default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_available() else None
 
 
 def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, Any]:

@@ -104,7 +104,10 @@ def accelerator_arguments(parallelism: Parallelism) -> dict[str, Any]:
 
 @contextmanager
 def hidden_from_accelerate() -> Iterator[None]:
-    """Hide a launch's settings while an Accelerator of CPU processes is built: it would reject or drop them."""
+    """Hide a launch's settings while an Accelerator of CPU processes is built: it would reject or drop them.
+
+    Source: `Accelerator.__init__` in accelerate/accelerator.py of Accelerate 1.15, which reads them.
+    """
     hidden = {name: os.environ.pop(name) for name in (_USE_FSDP, _USE_CONFIG) if name in os.environ}
     try:
         yield

@@ -76,7 +76,7 @@ def find_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear
     inner = set()
     for name, layer in model.named_modules():
         base = layer
-        if hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer"):  # an adapter of PEFT
+        if hasattr(layer, "get_base_layer"):  # an adapter of PEFT
             base = layer.get_base_layer()
         if isinstance(base, nn.Linear) and base not in inner:
             inner.add(base)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from accmt.engine.reduction import broadcast_tensors, require_same_tensors
 from accmt.errors import ModuleContractError, fail
@@ -249,7 +249,4 @@ def has_tied_shards(model: nn.Module) -> bool:
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody has imported it, so nothing is sharded by it
-        return iter(())
-    return (part for part in model.modules() if isinstance(part, fsdp.FSDPModule))
+    return (part for part in model.modules() if isinstance(part, FSDPModule))
