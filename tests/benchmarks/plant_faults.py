@@ -70,7 +70,7 @@ FAULTS = [
     ),
     Fault(
         "state: a sampler draws a resumed epoch from its later state",
-        'self._stateful.load_state_dict(deepcopy(self._saved["drawn"]))',
+        'resumed.load_state_dict(deepcopy(self._saved["drawn"]))',
         "pass",
         "resume/test_attributes.py -k sampler",
     ),
@@ -93,7 +93,7 @@ FAULTS = [
         "resume/test_attributes.py -k evaluation",
     ),
     # Which samples, in which order.
-    Fault("order: a rest is not shared", "min(own, extra)", "0", "unit/test_data_sharding.py"),
+    Fault("order: a rest is not shared", "min(rank, extra)", "0", "unit/test_data_sharding.py"),
     Fault("order: one seed for all purposes", "zlib.crc32(purpose.encode())", "0", "unit/test_data_seeding.py"),
     Fault(
         "order: the same in each epoch",
