@@ -156,8 +156,8 @@ FAULTS = [
     ),
     Fault(
         "resume: samples are read again",
-        "num_samples=start.consumed + left, first_micro_batch=start.micro_batch, first_sample=start.consumed",
-        "num_samples=start.consumed + left, first_micro_batch=start.micro_batch, first_sample=0",
+        "num_samples=start.consumed + num_left, first_micro_batch=start.micro_batch, first_sample=start.consumed",
+        "num_samples=start.consumed + num_left, first_micro_batch=start.micro_batch, first_sample=0",
         "unit/test_data_position.py",
     ),
     Fault(
