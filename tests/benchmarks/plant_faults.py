@@ -225,8 +225,8 @@ FAULTS = [
     # What is measured.
     Fault(
         "metrics: weights are counted, not used",
-        "pairs = [(v * w, w) for",
-        "pairs = [(v, w) for",
+        "totals.append(value * weight)",
+        "totals.append(value)",
         "unit/test_metrics_running_averages.py",
     ),
     Fault(
