@@ -137,8 +137,8 @@ FAULTS = [
     ),
     Fault(
         "weights: clipped to twice the value",
-        "nn.utils.clip_grad_value_(of_one, limit)",
-        "nn.utils.clip_grad_value_(of_one, 2 * limit)",
+        "nn.utils.clip_grad_value_(members, limit)",
+        "nn.utils.clip_grad_value_(members, 2 * limit)",
         "unit/test_loop_fit.py unit/test_loop_scaler.py resume/test_resume.py",
     ),
     Fault(
