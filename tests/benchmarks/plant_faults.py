@@ -251,8 +251,8 @@ FAULTS = [
     ),
     Fault(
         "best: NaN is better",
-        "            math.isfinite(new[key])\n            and",
-        "            True\n            and",
+        "            if not math.isfinite(value):\n                return False",
+        "            if False:\n                return False",
         "unit/test_saving_selection.py unit/test_saving_rules.py",
     ),
     Fault(
