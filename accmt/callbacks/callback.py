@@ -290,7 +290,7 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     unfilled = required - (named & set(keywords))
-    if unfilled:
+    if unfilled:  # a TypeError in the middle of the run, and perhaps on one process only
         from accmt.registry import addon
 
         hints = addon("hints_for_parameters")(unfilled)
@@ -299,7 +299,7 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
         raise fail(
             ModuleContractError, where, got=f"parameters {sorted(unfilled)}", expected=f"any of: {expected}", do=do
         )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords):  # no further call per step
         return method
     wanted = [name for name in keywords if name in named]
 

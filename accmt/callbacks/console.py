@@ -36,7 +36,7 @@ class EndSummary(MainProcessCallback):
     Processes: main only.
     """
 
-    order = float("inf")
+    order = float("inf")  # after callbacks that save or finish something
 
     def __init__(self, loss_name: str) -> None:
         self._loss_name = loss_name
@@ -125,6 +125,7 @@ class EvaluationReport(MainProcessCallback):
         self._is_saved = False
 
     def on_fit_start(self) -> None:
+        # Without it, the first line after a resume would have no arrows.
         self._last = dict(self.state.metrics)  # of the resumed run
 
     def on_evaluation_start(self) -> None:
@@ -231,8 +232,7 @@ class DynamicRows(Callback):
     def on_before_training_step(self, batch: Any) -> None:
         mark_rows_dynamic([value for value in _tensors(batch) if value.ndim])
 
-    def on_before_validation_step(self, batch: Any) -> None:
-        self.on_before_training_step(batch)
+    on_before_validation_step = on_before_training_step
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

@@ -68,7 +68,7 @@ class ProgressBar(MainProcessCallback):
         self._shown.update(values)
 
     def on_fit_start(self) -> None:
-        if self._enable is False:
+        if self._enable is False:  # a bar that was never started ignores all other hooks
             return
         self._shown.clear()
         self._rates = _Rates()
@@ -159,7 +159,7 @@ class ProgressBar(MainProcessCallback):
         self._rates.restart(self.state.samples_seen)
         if isinstance(self._display, _Bar):
             self._next_drawing = perf_counter()
-        elif self._display is not None and self._next_drawing == math.inf:
+        elif self._display is not None and self._next_drawing == math.inf:  # lines keep their interval
             self._next_drawing = perf_counter() + self._display.wait_s()
 
 

@@ -146,6 +146,10 @@ class SourceOptions:
         """Whether each process has its own data, or is the only process."""
         return self.shard.count == 1 and num_data_processes() == num_processes()
 
+    def error(self, got: str, expected: str, do: str) -> DataError:
+        """Return an error about this data."""
+        return fail(DataError, f"the {self.kind} data", got=got, expected=expected, do=do)
+
     def limit_micro_batches(self, num_micro_batches: int) -> int:
         """Return the number of an epoch's micro-batches that are used; a fraction above 0 keeps at least one batch."""
         limit = self.limit
@@ -243,7 +247,7 @@ def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
         "If only the augmentation differs, draw its random numbers from torch, numpy or random, which are seeded, not "
         "from the operating system"
     )
-    raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
+    raise options.error(got, expected, do)
 
 
 def _find_difference(
@@ -287,7 +291,7 @@ def require_same_everywhere(options: SourceOptions, has: str, order: str) -> Non
         got = f"{has_first}, in different orders on process {rank} and process {first}"
     expected = "the same data in the same order on every process: accmt shards it"
     do = 'build the data the same way on every process (one seed), or pass Trainer(data_options={"shard": False})'
-    raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
+    raise options.error(got, expected, do)
 
 
 def require_same_end(options: SourceOptions, read: str) -> None:
@@ -314,7 +318,7 @@ def require_not_empty(count: int, options: SourceOptions, got: str) -> None:
     """Check that an epoch is not empty."""
     if count == 0:  # a wrong path or filter; the run would end at once, and report success
         do = "check the data's path and filters, the sampler, and drop_last"
-        raise fail(DataError, f"the {options.kind} data", got=got, expected="at least one sample and one batch", do=do)
+        raise options.error(got, "at least one sample and one batch", do)
 
 
 def length_of(data: Any) -> int | None:

@@ -34,7 +34,7 @@ from accmt.data.seeding import (
     user_seed,
 )
 from accmt.errors import AccmtError, StoreError, explain, is_out_of_memory
-from accmt.libraries.private_names import shut_down_workers, workers_of
+from accmt.libraries.private_names import workers_of
 from accmt.libraries.versions import may_deadlock_in_forks
 
 _MAX_NAMED = 16
@@ -309,15 +309,6 @@ def leave_signals_to_parent() -> None:
 def _leave_later(_number: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _LEAVE_S)
-
-
-def end_workers(dataloader: DataLoader[Any], batches: Any) -> None:
-    """Stop the workers of an iterator.
-
-    torch stops them once nothing refers to the iterator; until then they would wait for another epoch, or live as long
-    as the traceback of an error that ended the run.
-    """
-    shut_down_workers(dataloader, batches)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from accmt.data.fetching import Fetched, SeededDataset, WorkerStart, end_workers, start_reading
+from accmt.data.fetching import Fetched, SeededDataset, WorkerStart, start_reading
 from accmt.data.seeding import BatchIndices, derive_seed
+from accmt.libraries.private_names import shut_down_workers
 
 Entry: TypeAlias = str | list[float]
 """A digest of values that must be equal, or a tolerance and a few values for numbers that may be rounded."""
@@ -66,8 +67,8 @@ def read_rows(dataset: Any, length: int, *, num_workers: int, context: Any = Non
     reading = start_reading(loader)
     try:
         return _rows_of(reading)
-    finally:
-        end_workers(loader, reading)
+    finally:  # torch would stop them only when nothing refers to the iterator, such as a traceback
+        shut_down_workers(loader, reading)
 
 
 def _fingerprint_fetched(fetched: Fetched) -> tuple[list[int], list[Fingerprint]]:

@@ -30,7 +30,6 @@ from accmt.data.fetching import (
     Fetched,
     SeededDataset,
     WorkerStart,
-    end_workers,
     note_dead_worker,
     start_reading,
 )
@@ -45,6 +44,7 @@ from accmt.data.samplers import (
     is_user_class,
 )
 from accmt.data.seeding import preserve_generators
+from accmt.libraries.private_names import shut_down_workers
 from accmt.messages import say
 from accmt.registry import addon
 
@@ -189,7 +189,9 @@ class PlannedSource:
         return self._sampler.digest(first, last)
 
     def end_workers(self) -> None:
-        end_workers(self.dataloader, self._reading)
+        # torch stops them once nothing refers to the iterator; until then they would wait for another epoch, or live as
+        # long as the traceback of an error that ended the run.
+        shut_down_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         if num_micro_batches == 0:  # the epoch's order may not have been drawn yet

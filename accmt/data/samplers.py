@@ -81,10 +81,6 @@ class Plan:
         start = self.first_sample + (index - self.first_micro_batch) * self.global_batch_size
         return min(start, self.num_samples)
 
-    def samples_in(self, first: int, last: int) -> int:
-        """Return the number of samples in micro-batches [first, last) over all processes."""
-        return self.samples_before(last) - self.samples_before(first)
-
     def local_indices(self, index: int) -> range:
         """Return the positions in the global order of a micro-batch on this process; may be empty."""
         return next(self.cut(range(index, index + 1)))[1]

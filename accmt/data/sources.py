@@ -41,7 +41,7 @@ def build_source(data: Any, options: SourceOptions) -> Source:
 def _choose_source(data: Any, options: SourceOptions) -> Source:
     if isinstance(data, DataLoader):
         return _wrap_user_loader(data, options)
-    _require_samples(data, options.kind)
+    _require_samples(data, options)
     if is_stream(data):
         return StreamSource(data, options.without_split_stream(data))
     if options.batch_sampler is None:
@@ -50,7 +50,7 @@ def _choose_source(data: Any, options: SourceOptions) -> Source:
     return _wrap_user_loader(loader, options)
 
 
-def _require_samples(data: Any, kind: str) -> None:
+def _require_samples(data: Any, options: SourceOptions) -> None:
     """Check that data are samples: a path, a dict of datasets or a class fails only later, and not by name."""
     expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
     if isinstance(data, Mapping | str | bytes | type) or (is_stream(data) and not hasattr(data, "__iter__")):
@@ -65,10 +65,10 @@ def _require_samples(data: Any, kind: str) -> None:
             got, do = f"the class {data.__name__}", f"pass an object of it: {data.__name__}(...)"
         elif hasattr(data, "__getitem__") and not isinstance(data, bytes):
             got, do = f"{got}, which has __getitem__ but no __len__", "def __len__(self): return the number of samples"
-        raise fail(DataError, f"the {kind} data", got=got, expected=expected, do=do)
+        raise options.error(got, expected, do)
     if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas: indexing selects columns
         got, expected = f"a {type(data).__name__} of pandas", "data whose [index] is a sample"
-        raise fail(DataError, f"the {kind} data", got=got, expected=expected, do='pass frame.to_dict("records")')
+        raise options.error(got, expected, 'pass frame.to_dict("records")')
 
 
 def require_readable(data: Any, kind: str) -> None:
@@ -93,7 +93,7 @@ def _wrap_user_loader(user_loader: DataLoader[Any], options: SourceOptions) -> S
     # Sharded by both, each process would train on a part of its part.
     if isinstance(user_loader, DataLoaderStateMixin):
         got, do = "a DataLoader already sharded by accelerator.prepare", "let the Trainer prepare it"
-        raise fail(DataError, f"the {options.kind} data", got=got, expected="the DataLoader before prepare", do=do)
+        raise options.error(got, "the DataLoader before prepare", do)
     options = options.without_second_sharding(user_loader, user_loader.batch_sampler)
     is_plain = type(user_loader).__iter__ is DataLoader.__iter__ and not isinstance(
         user_loader.dataset, IterableDataset

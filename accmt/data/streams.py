@@ -32,12 +32,12 @@ from accmt.data.base import (
 )
 from accmt.data.batches import MicroBatch, ReadBatch, read_when_needed
 from accmt.data.collate import Collate
-from accmt.data.fetching import Fetched, end_workers, note_dead_worker, start_reading
+from accmt.data.fetching import Fetched, note_dead_worker, start_reading
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.samplers import Plan, Shard, UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
-from accmt.errors import DataError, explain, fail
-from accmt.libraries.private_names import steps_of_stream
+from accmt.errors import DataError, explain
+from accmt.libraries.private_names import shut_down_workers, steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
 from accmt.messages import say_once, warn_once
 
@@ -88,7 +88,7 @@ class SequentialSource:
         elif options.limit < 1.0:  # a fraction of an unknown number
             got = f"a limit of {options.limit}, a fraction, for data without a length"
             do = "pass a number of batches such as 100, or define __len__ for the data"
-            raise fail(DataError, f"the {options.kind} data", got=got, expected="a whole number of batches", do=do)
+            raise options.error(got, "a whole number of batches", do)
         self._multiple = multiple
         self._start = EPOCH_START
         self._epoch: int | None = None
@@ -173,7 +173,7 @@ class SequentialSource:
             self._randomness.call_set_epoch(self._epoch)
 
     def end_workers(self) -> None:
-        end_workers(self.dataloader, self._reading)
+        shut_down_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         """Return the position after `num_micro_batches` of an epoch, the last of which was just yielded.
@@ -216,7 +216,7 @@ class SequentialSource:
         seed, purpose = self._options.seed, self._options.purpose
         seed_generators(derive_seed(seed, purpose, epoch))
         if dataloader.persistent_workers:  # their generators would continue from the epoch before
-            end_workers(dataloader, self._reading)
+            shut_down_workers(dataloader, self._reading)
         batches = self._reading = start_reading(dataloader)
         while True:
             seed_generators(derive_seed(seed, purpose, epoch, consumed))

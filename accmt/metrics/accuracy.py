@@ -39,6 +39,7 @@ def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.T
 
 def has_scores(predictions: torch.Tensor, references: torch.Tensor) -> bool:
     """Return whether each reference has several scores."""
+    # Token ids `[rows, tokens]` have one dimension less than logits, and are whole numbers.
     has_classes = predictions.is_floating_point() and predictions.ndim > 0 and predictions.shape[-1] > 1
     return has_classes and predictions.shape[:-1] == references.shape
 

@@ -207,14 +207,14 @@ class LoggedValues:
             value: A number, or a tensor of one element.
             is_total: Whether values are summed without weights instead of averaged.
         """
-        if not self.is_open:
+        if not self.is_open:  # between evaluations: it would be in no row
             do = "log in training_step or validation_step"
             raise _wrong_value(name, "a call outside a step", "a call in a step", do)
         scalar = find_scalar(value)
         if scalar is None:
             do = f"log({name!r}, value.mean())"
             raise _wrong_value(name, describe(value), "a number or a tensor of one element", do)
-        if name in self._sums and (name in self._totals) != is_total:
+        if name in self._sums and (name in self._totals) != is_total:  # a mean of sums is neither
             raise _wrong_value(name, "both averages and totals under one name", "one of the two", "rename one of them")
         if is_total:
             self._totals.add(name)
@@ -242,7 +242,7 @@ class LoggedValues:
         self._weight = weight
         waiting, self._waiting = self._waiting or (), None
         for name, value in waiting:
-            if returned and name in returned:
+            if returned and name in returned:  # it would be averaged twice
                 got, do = "a name that the step also returned", "rename one of them"
                 raise _wrong_value(name, got, "unique names", do)
             self._weigh(name, value)
@@ -447,7 +447,7 @@ class RunningAverages:
         states = state["processes"]
         if len(states) == num_data_processes():
             states = [states[data_index()]]
-        elif not is_main_process():
+        elif not is_main_process():  # another number of them: the main process takes all values
             states = []
         for state_of_process in states:
             self._loss.add_state(state_of_process["loss"])
@@ -471,7 +471,7 @@ class RunningAverages:
             begin = end
         self._since_log = self._since_log.plus(loss, weight)
         self._since_evaluation = self._since_evaluation.plus(loss, weight)
-        if self._is_epoch_over and weight:
+        if self._is_epoch_over and weight:  # until then, `epoch_loss` is that of the previous epoch
             self._of_epoch, self._is_epoch_over = _Mean(), False
         self._of_epoch = self._of_epoch.plus(loss, weight)
         return num_logged > 0

@@ -58,7 +58,7 @@ def _build_metric(value: Any, name: str | None) -> Metric:
         raise _wrong_value(f"the name {describe(name)}", 'metrics={"f1": F1()}')
     if isinstance(value, str) and value in ("min", "max") and name is not None:
         return ReportedValue(name, greater_is_better=value == "max")
-    if isinstance(value, str) and ":" in value:
+    if isinstance(value, str) and ":" in value:  # "module:function"
         function: Metric = addon("text_function")(value, name)
         return function
     if isinstance(value, str):
@@ -78,7 +78,7 @@ def _build_metric(value: Any, name: str | None) -> Metric:
         raise _wrong_value(f"the class {value.__name__}", f"metrics=[{value.__name__}()]")
     if not isinstance(value, Metric):
         raise _wrong_value(describe(value), "metrics=[Accuracy()]")
-    if name not in (None, value.name):
+    if name not in (None, value.name):  # the step would have to return it under both
         got = f"the name {name!r} for a {type(value).__name__} named {value.name!r}"
         raise _wrong_value(got, f"{type(value).__name__}(..., name={name!r}), or metrics=[...] without names")
     return value

@@ -42,7 +42,7 @@ class ValidationCollector:
         self._metrics = {metric.name: metric for metric in computed}
         self._accumulations = {metric.name: metric.accumulate() for metric in computed}
         self._scalars = LoggedValues() if logged is None else logged
-        self._scalars.take()
+        self._scalars.take()  # values of an evaluation that failed
         self._scalars.begin_batch()
         self._num_entries: Counter[str] = Counter()
         self._num_batches = 0
@@ -71,11 +71,11 @@ class ValidationCollector:
             self._num_entries[name] += 1
             if name in self._accumulations:
                 self._accumulations[name].add(value, position)
-            elif is_pair(value):
+            elif is_pair(value):  # the name of the metric is misspelt, or the Trainer has no metrics
                 raise _unknown_metric(name, list(self._accumulations))
             else:
                 scalar = find_scalar(value)
-                if scalar is None:
+                if scalar is None:  # losses of each sample
                     expected, do = "a number or a tensor of one element", "return its mean()"
                     raise fail(
                         ModuleContractError, f"the value {name!r}", got=describe(value), expected=expected, do=do
@@ -111,7 +111,7 @@ class ValidationCollector:
             try:
                 values = accumulation.compute(self._chunk_bytes)
             except Exception as error:
-                if on_error is None:
+                if on_error is None:  # else only the metric fails, not the run
                     raise
                 on_error(self._metrics[name], error)
                 values = dict.fromkeys(self._metrics[name].directions, math.nan)

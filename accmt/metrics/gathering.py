@@ -126,10 +126,8 @@ def order_parts(parts_of_processes: list[list[T]], *, are_shared: bool = True) -
     for process, parts_of_process in enumerate(parts_of_processes):
         for part in parts_of_process:
             positions: list[tuple[int, int]] = part[0]  # type: ignore[index]
-            if are_shared:
-                keys += [(batch, process, place) for batch, place in positions]
-            else:
-                keys += [(process, batch, place) for batch, place in positions]
+            for batch, place in positions:
+                keys.append((batch, process, place) if are_shared else (process, batch, place))
     return parts, sorted(range(len(keys)), key=keys.__getitem__)
 
 

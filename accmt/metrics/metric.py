@@ -94,6 +94,7 @@ class Metric(ABC):
             expected, do = "one of " + ", ".join(_COMPARATORS), 'comparator=">"'
             raise fail(MetricError, f"Metric({name!r}, comparator=...)", got=repr(comparator), expected=expected, do=do)
         greater = comparator is None or comparator.startswith(">")
+        # Whichever counted, the worst model might be saved as the best.
         if greater_is_better is not None and comparator is not None and greater_is_better != greater:
             got = f"greater_is_better={greater_is_better} and comparator={comparator!r}"
             raise fail(MetricError, f"Metric({name!r})", got=got, expected="one direction", do="remove one of the two")
@@ -203,10 +204,10 @@ def _join(metric: Metric, parts: list[Any]) -> Any:
     shapes = sorted({tuple(part.shape[1:]) for part in parts})
     if len(shapes) == 1:
         return torch.cat(parts)
-    if metric.padding is None:
+    if metric.padding is None:  # `compute` pads itself
         return list(chain.from_iterable(parts))
     is_signed = all(part.dtype.is_signed for part in parts)
-    if len(set(map(len, shapes))) > 1 or not is_signed:
+    if len(set(map(len, shapes))) > 1 or not is_signed:  # the padding is -100
         got = f"samples of shapes {shapes[0]} and {shapes[-1]} in different batches, of {parts[0].dtype}"
         expected = "samples of one shape, or of equally many dimensions and a dtype that can be padded with -100"
         do = "pad them to one length, flatten them, return lists, or set padding = None in the metric's class"
@@ -243,19 +244,19 @@ Part = tuple[float, int]
 """The value of a part, and its number of samples."""
 
 
-def _mean(parts: Sequence[Part]) -> float:
-    num_samples = sum(samples for _, samples in parts)
-    if num_samples == 0:
+def _mean(values: Sequence[float], samples: Sequence[int]) -> float:
+    if not any(samples):
         return np.nan
-    # The value of a part without samples may be NaN.
-    return exact_sum([value * samples for value, samples in parts if samples]) / num_samples
+    # The value of a part without samples may be NaN, and 0 * NaN is NaN.
+    weighted = [value * number for value, number in zip(values, samples, strict=True) if number]
+    return exact_sum(weighted) / sum(samples)
 
 
-_REDUCTIONS: dict[str, Callable[[Sequence[Part]], float]] = {
+_REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
     "mean": _mean,
-    "sum": lambda parts: exact_sum([value for value, _ in parts]),
-    "max": lambda parts: float(np.max([value for value, _ in parts])),
-    "min": lambda parts: float(np.min([value for value, _ in parts])),
+    "sum": lambda values, _: exact_sum(values),
+    "max": lambda values, _: float(np.max(values)),  # numpy's: NaN if a value is, wherever it is
+    "min": lambda values, _: float(np.min(values)),
 }
 
 
@@ -291,7 +292,7 @@ class MetricParallel(Metric):
         reduction: str = "mean",
     ) -> None:
         super().__init__(name, greater_is_better, comparator, main_metric)
-        if reduction not in _REDUCTIONS:
+        if reduction not in _REDUCTIONS:  # at once, not after the first epoch
             where, expected = f"{type(self).__name__}({name!r}, reduction=...)", f"one of {', '.join(_REDUCTIONS)}"
             do = f"reduction={nearest(reduction, _REDUCTIONS, cutoff=0)!r}"
             raise fail(MetricError, where, got=repr(reduction), expected=expected, do=do)
@@ -302,7 +303,7 @@ class MetricParallel(Metric):
         return _ProcessValues(self)
 
     def _warn(self, parts: str, *, has_parts: bool) -> None:
-        if has_parts and self.reduction == "mean":
+        if has_parts and self.reduction == "mean":  # which is not the F1 of all samples, for example
             say_once(
                 f"the metric {self.name!r} is averaged over {parts}: this is correct for means over samples, but not "
                 "for metrics such as F1; derive those from Metric, which computes them over all samples"
@@ -381,8 +382,8 @@ def _reduce(metric: MetricParallel, parts: Sequence[Mapping[str, Part]]) -> dict
             parts_by_name.setdefault(name, []).append(part)
     reduced: dict[str, Part] = {}
     for name, parts_of_name in parts_by_name.items():
-        num_samples = sum(samples for _, samples in parts_of_name)
-        reduced[name] = _REDUCTIONS[metric.reduction](parts_of_name), num_samples
+        results, samples = zip(*parts_of_name, strict=True)
+        reduced[name] = _REDUCTIONS[metric.reduction](results, samples), sum(samples)
     return reduced
 
 
@@ -452,7 +453,7 @@ class _Sums:
     def add(self, entry: Any, position: Position) -> None:
         predictions, references = require_pair(self._metric.name, entry)
         counted = torch.as_tensor(self._metric.count(predictions, references))
-        if self._counted and counted.shape != self._counted[0].shape:
+        if self._counted and counted.shape != self._counted[0].shape:  # other numbers would be added up
             got = f"count returned {counted.numel()} numbers, but {self._counted[0].numel()} for an earlier batch"
             raise metric_error(self._metric.name, got, "equally many for every batch", "return a tensor of one shape")
         self._counted.append(counted.detach())  # a graph would keep the whole batch

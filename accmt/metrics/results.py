@@ -52,7 +52,7 @@ def read_result(name: str, main_metric: str, result: Any) -> dict[str, float]:
 
 def read_scalars(name: str, main_metric: str, result: Any) -> dict[str, torch.Tensor]:
     """Return the values that a metric computed, as detached tensors of shape []."""
-    if not isinstance(result, dict) or main_metric not in result:
+    if not isinstance(result, dict) or main_metric not in result:  # often the number itself
         expected, do = f"a dict with the entry {main_metric!r}", f'return {{"{main_metric}": value}}'
         raise metric_error(name, f"compute returned {describe(result)}", expected, do)
     scalars = {}

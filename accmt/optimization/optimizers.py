@@ -130,21 +130,13 @@ class ChainedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_chained": self._chained, "_owners": self._owners}
 
-    def __repr__(self) -> str:
-        return f"ChainedOptimizer([{', '.join(map(repr, self._chained))}])"
-
     def _share(self) -> None:
         """Set this optimizer's state and groups on the chained ones; loading a state replaces both."""
         for number, optimizer in enumerate(self._chained):
             optimizer.state, optimizer.param_groups = self.state, self._groups_of(number)
 
     def _groups_of(self, number: int) -> list[dict[str, Any]]:
-        if len(self.param_groups) != len(self._owners):  # a script appended to `param_groups`: whose group is it?
-            got = f"{len(self.param_groups)} parameter groups instead of {len(self._owners)}"
-            do = "modify the groups in place, or call add_param_group"
-            raise fail(
-                ArgumentError, "ChainedOptimizer.param_groups", got=got, expected="the groups of its optimizers", do=do
-            )
+        # Strict: if a script appends to `param_groups` instead of calling `add_param_group`, the owner is unknown.
         return [group for group, owner in zip(self.param_groups, self._owners, strict=True) if owner == number]
 
 
@@ -198,7 +190,7 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
         HyperParameterError: The optimizer rejects its arguments or the parameters, or the groups do not match them.
     """
     parameters = list(model.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
+    if not any(parameter.requires_grad for parameter in parameters):  # all layers frozen: the loss would never change
         raise fail(
             ModuleContractError,
             "the parameters to optimize",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from typing import Any
@@ -67,7 +66,7 @@ def build_scheduler(
         do = f"pass a list of {len(rates)} values in this order, or choose a scheduler that multiplies the rates"
         where = hps.where("scheduler", absolute[0])
         raise fail(HyperParameterError, where, got=got, expected="a rate for each group", do=do)
-    length = _length(hps, total_steps, steps_per_epoch, num_epochs)
+    lengths = _lengths(hps, total_steps, steps_per_epoch, num_epochs)
     parameters = parameters_of(factory)
     arguments = dict(hps.scheduler_kwargs)
     if "num_warmup_steps" in parameters:
@@ -75,12 +74,13 @@ def build_scheduler(
         # `num_warmup_steps: 0.1` is a ratio, too, as in transformers.
         is_ratio = "num_warmup_steps" not in arguments or isinstance(warmup, float)
         if is_ratio and warmup != 0:
-            if length.total is None:  # a stream
+            total = lengths["num_training_steps"]
+            if total is None:  # a stream
                 raise _unknown_length(hps, "warmup_ratio", "use `num_warmup_steps:` instead, or add `max_steps:`")
             # As an exact decimal: 0.1 * 30 would round up to 4.
-            warmup = math.ceil(Fraction(str(warmup)) * length.total)
+            warmup = math.ceil(Fraction(str(warmup)) * total)
         arguments["num_warmup_steps"] = int(warmup)
-    arguments |= _filled(hps, parameters, arguments, length)
+    arguments |= _filled(hps, parameters, arguments, lengths)
     monitor = None
     if watches_a_result(factory):
         monitor = arguments.pop("monitor", None)
@@ -150,42 +150,32 @@ class SeveralSchedulers:
             scheduler.load_state_dict(saved)
 
 
-@dataclass(frozen=True)
-class _Length:
-    """The length of the run in scheduler steps; None if unknown."""
-
-    total: int | None
-    per_epoch: int | None
-    epochs: int | None
-
-
-def _length(
+def _lengths(
     hps: HyperParameters, total_steps: int | None, steps_per_epoch: int | None, num_epochs: int | None
-) -> _Length:
+) -> dict[str, int | None]:
+    """Return the lengths of the run in scheduler steps, by the names of schedulers' arguments; None if unknown."""
     epochs = num_epochs
     if num_epochs is None and hps.epochs != -1:  # -1: until `max_steps`
         epochs = hps.epochs
     if num_epochs is None and total_steps is not None and steps_per_epoch is not None:
         epochs = math.ceil(total_steps / steps_per_epoch)
+    total = total_steps
     if hps.step_scheduler_per_epoch:
-        return _Length(total=epochs, per_epoch=1, epochs=epochs)
-    return _Length(total=total_steps, per_epoch=steps_per_epoch, epochs=epochs)
+        total, steps_per_epoch = epochs, 1
+    lengths = dict.fromkeys(("num_training_steps", "total_steps", "T_max"), total)
+    return {**lengths, "epochs": epochs, "steps_per_epoch": steps_per_epoch}
 
 
 def _filled(
-    hps: HyperParameters, parameters: dict[str, inspect.Parameter], arguments: dict[str, Any], length: _Length
+    hps: HyperParameters,
+    parameters: dict[str, inspect.Parameter],
+    arguments: dict[str, Any],
+    lengths: dict[str, int | None],
 ) -> dict[str, int]:
     """Return the arguments that depend on the run, if the scheduler has them."""
-    known = {
-        "num_training_steps": length.total,
-        "total_steps": length.total,
-        "T_max": length.total,
-        "epochs": length.epochs,
-        "steps_per_epoch": length.per_epoch,
-    }
     filled = {}
-    for name, value in known.items():
-        if name not in parameters or name in arguments:
+    for name, value in lengths.items():
+        if name not in parameters or name in arguments:  # what the user has set stays
             continue
         if value is not None:
             filled[name] = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,12 +31,14 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
     """
     if limit is None:
         return None
-    sparse = [parameter for parameter in parameters if parameter.grad is not None and parameter.grad.is_sparse]
-    for parameter in sparse:
-        parameter.grad = cast(torch.Tensor, parameter.grad).coalesce()  # so that values can be changed in place
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    has_sparse = False
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            has_sparse = True
+            parameter.grad = parameter.grad.coalesce()  # so that values can be changed in place
+    gradients = _gradients_of(parameters)
     norm = None if kind == "value" else total_norm(gradients)
-    if sparse:
+    if has_sparse:
         # torch clips gradients of parameters, and no sparse ones. So each gradient, or the values of a sparse one, is
         # made the gradient of another parameter, which shares its memory.
         parameters = []
@@ -51,6 +53,10 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
         else:
             nn.utils.clip_grads_with_norm_(members, limit, norm)
     return norm
+
+
+def _gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 _TORCH = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
@@ -142,11 +148,15 @@ class Stepper:
 
     def begin_training(self) -> None:
         """Switch to the training weights of optimizers with separate evaluation weights, such as schedule-free ones."""
-        self._set_modes(is_training=True)
+        self._is_training = True
+        for optimizer in self._with_modes:
+            optimizer.train()
 
     def end_training(self) -> None:
         """Switch to the evaluation weights of such optimizers."""
-        self._set_modes(is_training=False)
+        self._is_training = False
+        for optimizer in self._with_modes:
+            optimizer.eval()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -176,26 +186,18 @@ class Stepper:
         for optimizer in self._with_modes:
             optimizer.eval()
 
-    def _set_modes(self, *, is_training: bool) -> None:
-        self._is_training = is_training
-        for optimizer in self._with_modes:
-            if is_training:
-                optimizer.train()
-            else:
-                optimizer.eval()
-
     def unscale(self) -> None:
         """Unscale the gradients of the gradient scaler; once per window, before they are read or changed.
 
         A window has no gradients if all its batches have weight 0. The scaler would report a missing backward.
         """
-        if self._scaler is not None and any(parameter.grad is not None for parameter in self.parameters):
+        if self._scaler is not None and _gradients_of(self.parameters):
             self._scaler.unscale_(self.optimizer)
             self._is_unscaled = True
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = _gradients_of(self.parameters)
         if not gradients:  # all batches had weight 0; torch rejects an empty list
             return
         for (members,) in by_mesh(gradients):

@@ -43,7 +43,7 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
     # Log which weights lose precision, such as those of a model loaded in 16 bits and trained in float32.
     common = saved.keys() & current.keys()
     rounded = [name for name in common if saved[name].dtype == torch.float32 and current[name].dtype in HALVES]
-    if rounded:
+    if rounded:  # else the saved precision would be lost without a sign
         kind = str(current[min(rounded)].dtype).removeprefix("torch.")
         what = f"{len(rounded)} of {len(saved)} weights in {folder} are float32 and are rounded to the model's {kind}"
         say_once(f'{what}; to keep them, build the model with dtype="float32", or load it from that folder')
@@ -108,6 +108,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
         raise _damaged(path, error) from error
+    # A checkpoint of another trainer often has the weights beside an optimizer's state.
     if not (isinstance(weights, dict) and all(isinstance(value, Tensor) for value in weights.values())):
         raise _damaged(path, TypeError("it contains something other than tensors by name"))
     return weights

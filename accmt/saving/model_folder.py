@@ -163,16 +163,15 @@ def _copy(folder: Path, target: Path) -> None:
     try:
         weights = weight_files_in(folder)
     except (ValueError, KeyError):  # an index that accmt did not write
-        weights = set()
+        weights = set()  # then everything is copied
     for name in _list_files(folder):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         source = (folder / name).resolve()  # a link may point into the folder that changes
-        try:
-            (os.link if name in weights else shutil.copy2)(source, target / name)
-        except OSError:
-            if name not in weights:
-                raise
-            shutil.copy2(source, target / name)  # a file system without hard links
+        if name in weights:
+            with suppress(OSError):  # a file system without hard links
+                os.link(source, target / name)
+                continue
+        shutil.copy2(source, target / name)
 
 
 def _list_files(folder: Path) -> set[str]:

@@ -89,7 +89,7 @@ class Patience:
                 self._without_better[name] += 1
             for quantity in chain.from_iterable(rule.quantities for rule in rules):
                 value, threshold = quantity.read(values), options.stopping_threshold
-                if options.check_finite and not math.isfinite(value):
+                if options.check_finite and not math.isfinite(value):  # a diverged run does not recover
                     self._ended_by[name] = f"is {value}"
                 elif threshold is not None and quantity.sign * value >= quantity.sign * threshold:
                     self._ended_by[name] = f"has reached {threshold:g}: {value:.6g}"
@@ -133,17 +133,17 @@ def _read_options(patience: Any, value: Any) -> PatienceOptions:
     """Return the early-stopping options for one value: a number of evaluations, or options."""
     if isinstance(value, Mapping | PatienceOptions):
         return PatienceOptions.read("patience", value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # True is an int
         _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
     return PatienceOptions(patience=value)
 
 
 def _check(patience: Any, groups: list[list[Rule]]) -> None:
     rules = list(chain.from_iterable(groups))
-    if not rules or not all(rule.quantities for rule in rules):
+    if not rules or not all(rule.quantities for rule in rules):  # it would never end the run
         do = 'patience={"valid_loss": 3}, for example'
         _PATIENCE.reject(repr(patience), "a value to watch; model_saving alone provides none", do)
-    if len({rule.name for rule in rules}) != len(rules):
+    if len({rule.name for rule in rules}) != len(rules):  # "val_loss" and "valid_loss"
         _PATIENCE.reject(repr(patience), "each value once", "remove one of the two spellings")
 
 

@@ -158,7 +158,7 @@ class Quantities:
             self._reject_rule(name, argument)
         labels = [quantity.label for quantity in quantities]
         rule = Rule(_PREFIX + "/".join(labels), quantities)
-        if len(set(labels)) != len(labels):
+        if len(set(labels)) != len(labels):  # "best_accuracy/accuracy"
             do = f"write {_PREFIX + '/'.join(dict.fromkeys(labels))!r}"
             argument.reject(repr(name), "each quantity of a rule once", do)
         return rule
@@ -209,9 +209,9 @@ class Quantities:
                 sets = ()
             return Quantity(name, is_better, key, tuple(f"{key}__{set_name}" for set_name in sets))
         set_name = part.removeprefix(f"{name}@").removeprefix(f"{name}__")
-        if key == TRAIN_LOSS or not set_name or "/" in set_name:
+        if key == TRAIN_LOSS or not set_name or "/" in set_name:  # "/" separates the parts of a rule
             return None
-        if self._sets is not None and set_name not in self._sets:
+        if self._sets is not None and set_name not in self._sets:  # misspelt; the rule would never be read
             return None
         return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
 
@@ -375,7 +375,7 @@ class Selection:
         """Add a rule with its own thresholds."""
         argument = Argument("name", call="register_model_saving")
         rules = self._quantities.read_rules([name], argument)
-        if rules[0].name in self.names:
+        if rules[0].name in self.names:  # both would save into one folder
             argument.reject(repr(name), f"a rule other than {self.rule}, which already exist", "leave it out")
         self._add(rules, below, above, Argument("saving", call="register_model_saving"))
 
@@ -395,7 +395,7 @@ class Selection:
             values: Its results from `name_by_rules`. If a required value is missing, nothing is recorded.
             step: The optimizer step before the evaluation.
         """
-        self.require(values)
+        self.require(values)  # before any rule records a value
         new_best = [saving for saving in self._savings if saving.rule.update(self.best, values)]
         chosen = [saving.rule.name for saving in new_best if saving.allows(values)]
         self._chosen.update(chosen)
@@ -489,10 +489,11 @@ class Selection:
                     expected = f"a value used by a rule: {', '.join(labels) or 'none'}"
                     argument.reject(repr(name), expected, "name one of these, or leave it out")
                 bounds[label] = bound
-        if not bounds:
+        if not bounds:  # an empty dict, or a limit for "always"
             got = f"{limit!r}, and {', '.join(rule.name for rule in rules)}, which uses no value"
             argument.reject(got, "a value for each name, and a rule that uses one", "leave it out")
         for bound in bounds.values():
+            # Every comparison with NaN is false: nothing would be saved.
             if isinstance(bound, bool) or not isinstance(bound, int | float) or math.isnan(bound):
                 argument.reject(f"{bound!r} ({type(bound).__name__})", "a number", f"{argument.name}=0.5, for example")
         return bounds

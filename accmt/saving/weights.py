@@ -145,7 +145,7 @@ def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
     """Reject every value that a weight file cannot hold: not a tensor, sparse, or without memory."""
     faults = [f"{name}: {_kind(value)}" for name, value in state_dict.items() if not _is_dense(value)]
-    if faults or not state_dict:
+    if faults or not state_dict:  # extra state, a sparse embedding, shards that were not gathered
         raise fail(
             WeightsError,
             "weights to save",
@@ -300,7 +300,7 @@ class StreamedFile:
     def write(self, fetch: Callable[[str], Tensor], digest: xxhash.xxh3_64) -> None:
         """Write every tensor, and update the digest."""
         with self.path.open("wb") as file:
-            file.seek(self._begin)
+            file.seek(self._begin)  # the header is written last: until then, nobody can read the file
             for name in self._outlines:
                 tensor = fetch(name)
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -325,7 +325,7 @@ class StreamedFile:
                 "data_offsets": [begin, end],
             }
         text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # as safetensors does: tensors begin at a multiple of 8
         return len(text).to_bytes(8, "little") + text
 
 
@@ -570,7 +570,8 @@ def publish(staged: Path, folder: Path, entry: str) -> None:
         fsync_folder(parent)  # the entry must not be durable before the files that it lists
     _move(staged / entry, folder / entry)
     fsync_folder(folder)
-    # In reverse lookup order, so that what a loader reads changes only once, from the old to the new.
+    # Otherwise, a model saved where an adapter was would be loaded as that adapter. In reverse lookup order, so that
+    # what a loader reads changes only once, from the old to the new.
     for name in (*reversed(ENTRY_NAMES), *reversed(ADAPTER_NAMES)):
         if name != entry and name not in files:
             (folder / name).unlink(missing_ok=True)

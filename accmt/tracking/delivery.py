@@ -453,7 +453,7 @@ def wait_for_the_end(deliveries: Sequence[Delivery], status: str, flush_s: float
         delivery.end(status, flush_s)
     warn_at = time.monotonic() + _QUIET_WAIT_S
     waiting = [delivery for delivery in deliveries if not delivery.join(min(warn_at, deadline) - time.monotonic())]
-    if waiting and flush_s > _QUIET_WAIT_S:
+    if waiting and flush_s > _QUIET_WAIT_S:  # so that a program that waits does not look hung
         names = ", ".join(delivery.spec.name for delivery in waiting)
         say(f"delivering the last rows to {names}: this takes at most {flush_s:g} s")
     for delivery in waiting:

@@ -203,8 +203,5 @@ def _names_of(row: Mapping[str, Any]) -> Set[Hashable]:
 def count_rows_left(history: Path, account: Account) -> int:
     """Return the number of rows (numbers and media, without superseded ones) that a tracker still needs."""
     superseded = Superseded(read_rows(history))
-    number = 0
-    for line, row in enumerate(read_rows(history)):
-        if "step" in row and line >= account.delivered and not superseded.has(line):
-            number += 1
-    return number
+    rows = enumerate(read_rows(history))
+    return sum("step" in row and line >= account.delivered and not superseded.has(line) for line, row in rows)

@@ -48,10 +48,10 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / HISTORY_FILE
-        set_folder_aside(self.path)
+        set_folder_aside(self.path)  # another program may have made a folder of this name
         self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         size, self.num_written = _measure(self.path)
-        os.ftruncate(self._descriptor, size)
+        os.ftruncate(self._descriptor, size)  # the next row must not continue a torn one
         self._unwritten: deque[bytes] = deque()
         self._num_lost = 0
         self._is_full = False
@@ -122,7 +122,7 @@ class History:
             self._unwritten.append(line)
             self._write_out()
             if len(self._unwritten) > MAX_UNWRITTEN:
-                self._unwritten.pop()
+                self._unwritten.pop()  # the newest: trackers read lines in order
                 self._num_lost += 1
 
     def _write_out(self) -> None:
@@ -133,7 +133,7 @@ class History:
                 self.num_written += 1
             self._is_full = False
         except OSError as error:
-            if not self._is_full:
+            if not self._is_full:  # one warning, not one per row
                 self._is_full = True
                 expected = f"free disk space; training continues, and up to {MAX_UNWRITTEN:,} rows are kept in memory"
                 warn(explain(str(self.path), str(error), expected, f"free disk space in {self.path.parent}"))
@@ -294,7 +294,7 @@ def default_run_name() -> str:
 
     Processes: letters are random; one process must draw them and send them to the others.
     """
-    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))  # a sweep starts several a second
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{letters}"
 
 

@@ -183,7 +183,7 @@ class Tracking:
             self._delivery_file = self._open_delivery_file(history)
             self._delivery_file.save()
             self._start_trackers(history, self._delivery_file)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the trackers that have started would show a running run
             self.finish("FAILED", flush_s=_FLUSH_AFTER_A_FAILED_START_S)
             raise
         history.add_config(hide(to_plain(config)))
@@ -252,7 +252,7 @@ class Tracking:
         finally:
             for delivery in deliveries:
                 delivery.detach(status)
-            history.close()
+            history.close()  # after the trackers, which read from it
             self._unlock()
         for delivery in deliveries:
             delivery.warn_of_rows_left(flush_s)
@@ -350,6 +350,7 @@ class Tracking:
         for key, (spec, kwargs) in self._trackers.items():
             if key in held_back:
                 continue
+            # Here, not in its thread: a missing login ends the program before anything is trained.
             spec.require_access(self._place, kwargs, is_needed=self._offline is False)
             delivery = Delivery(
                 spec,
@@ -362,7 +363,7 @@ class Tracking:
             self._deliveries.append(delivery)
             delivery.begin(_REMOTE_START_S if spec.is_remote(self._place, kwargs) else _START_S)
             error = delivery.start_error
-            if error is None:
+            if error is None:  # started, or retried until its server answers
                 delivery.attach()
                 continue
             self._deliveries.remove(delivery)

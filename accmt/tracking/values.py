@@ -109,7 +109,7 @@ class CleanNames:
 def _item(value: Any) -> Any:
     """Return the element of a NumPy or torch scalar; return anything else unchanged."""
     if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value
+        return value.item() if value.numel() == 1 else value  # the caller names a value that is no number
     if isinstance(value, np.ndarray | np.generic):
         return value.item() if value.size == 1 else value
     return value
