@@ -98,7 +98,7 @@ class WeightedSum:
         if values.device.type == "mps":  # which has no double precision
             dtype = torch.float32
         values, weights = values.to(dtype), weights.to(values.device, dtype, non_blocking=True)
-        # `where` as well: 0 * NaN is NaN.
+        # A value of weight 0 is left out, not multiplied: 0 * NaN is NaN.
         sums = torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
         if self._partial is not None:
             sums = stack([self._partial, sums]).sum(0)

@@ -506,7 +506,7 @@ def _name_files(split: StateDictSplit, digest: str, tied: Mapping[str, str], for
 
 
 def _metadata(digest: str, tied: Mapping[str, str]) -> dict[str, str]:
-    metadata = {"format": "pt", DIGEST_KEY: digest}  # "format": transformers reads no file without it
+    metadata = {"format": "pt", DIGEST_KEY: digest}  # "format" as transformers writes it
     if tied:
         metadata[SHARED_KEY] = json.dumps(tied)
     return metadata

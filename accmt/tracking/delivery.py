@@ -91,7 +91,7 @@ class Feed:
             if first.media is not None:
                 self._spec.deliver_media(self._tracker, first.media)
             else:
-                # Other names than those of metrics: `lr` may be both.
+                # A separate mapping of names: `lr` may be a setting and a metric.
                 config = CleanNames(self._spec.clean_name).rename(flatten(first.config or {}))
                 self._tracker.store_init_configuration(config)
             self._remove(1)
@@ -116,7 +116,7 @@ class Feed:
         if len(self._items) == 1:
             self._read()
         following = next((item for item in list(self._items)[1:] if item.row is not None), None)
-        if following is None or following.row is None:  # nothing to compare with: a row is not given up, media are
+        if following is None or following.row is None:  # without a row to compare with, only media are given up
             return self._items[0].media is not None
         try:
             list(self._spec.deliver(self._tracker, [following.row]))

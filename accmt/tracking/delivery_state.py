@@ -149,7 +149,7 @@ class Replay:
         self._names_in_tracker: dict[int, set[Hashable]] = defaultdict(set)  # of a killed attempt, by step
         self.start = account.delivered
         self.first_step: int | None = None
-        if rewinding is Rewinding.UNKNOWN or account.handed <= account.first:  # the tracker has no row of this run
+        if rewinding is Rewinding.UNKNOWN or account.handed <= account.first:  # nothing to compare
             return
         steps: list[int] = []
         for line, row in enumerate(read_rows(history)):
