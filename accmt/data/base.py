@@ -155,10 +155,9 @@ class SourceOptions:
         limit = self.limit
         if isinstance(limit, float):
             num_batches = -(-num_micro_batches // self.micro_batches_per_batch)
-            # A quick test with 0.01 of 50 batches would otherwise train on none.
-            at_least = int(limit > 0)
+            # At least one: a quick test with 0.01 of 50 batches would otherwise train on none.
             # Rounded first: 100 * 0.29 is 28.999999999999996.
-            limit = max(at_least, int(round(num_batches * limit, 6)))
+            limit = max(int(limit > 0), int(round(num_batches * limit, 6)))
         return min(limit * self.micro_batches_per_batch, num_micro_batches)
 
     def torch_options(self) -> dict[str, Any]:

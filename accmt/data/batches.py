@@ -97,10 +97,9 @@ class MicroBatch:
 
     def seed_of_step(self, seed: int, purpose: str, *epoch: int, data_index: int) -> int:
         """Return the seed for the step on this process's batch: a function of its place in the run alone."""
-        place = [*epoch, self.index, data_index]
-        if self.cut is not None:  # micro-batches of one index would draw the same dropout
-            place.append(self.cut.number)
-        return derive_seed(seed, purpose, *place)
+        # With the number, because micro-batches of one index would draw the same dropout.
+        number = () if self.cut is None else (self.cut.number,)
+        return derive_seed(seed, purpose, *epoch, self.index, data_index, *number)
 
     @property
     def is_unread(self) -> bool:
@@ -203,9 +202,7 @@ def first_dimension(batch: Any) -> int | None:
     Returns:
         The number; None if the batch has neither.
     """
-    first = batch
-    if type(batch) in (list, tuple) and batch:
-        first = batch[0]
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch
     if type(first) is torch.Tensor and first.ndim:  # as in most batches: without a further call
         return first.size(0)
     rows = _rows_of_first_tensor(batch)

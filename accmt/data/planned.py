@@ -136,6 +136,8 @@ class PlannedSource:
         last, num_processes = plan.num_micro_batches - 1, plan.shard.count
         counts_batches = isinstance(self._order, UserBatches)
         order = self._sampler.order
+        num_samples: int | None
+        own_samples: int | None
         for index, (positions, local_positions) in enumerate(plan.cut(range(first, last + 1)), first):
             batch = None
             if local_positions:
@@ -148,8 +150,7 @@ class PlannedSource:
                     raise
                 if batch is None:
                     require_batch(batch, self._options)
-            num_samples: int | None = len(positions)
-            own_samples: int | None = len(local_positions)
+            num_samples, own_samples = len(positions), len(local_positions)
             if counts_batches:  # which may differ in size
                 num_samples = self._order.num_samples(epoch, positions)
                 own_samples = self._order.num_samples(epoch, local_positions)

@@ -95,10 +95,9 @@ def seeded_generators(seed: int) -> Iterator[None]:
 
 def draw_seed() -> int:
     """Return torch's seed if it was set, as by `set_seed`; otherwise one from the operating system."""
-    seed = torch.initial_seed()
-    if seed == _TORCH_DEFAULT:
+    if torch.initial_seed() == _TORCH_DEFAULT:
         return random.SystemRandom().randrange(2**31)
-    return seed % 2**31
+    return torch.initial_seed() % 2**31
 
 
 class BatchIndices(NamedTuple):

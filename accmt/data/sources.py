@@ -52,9 +52,9 @@ def _choose_source(data: Any, options: SourceOptions) -> Source:
 
 def _require_samples(data: Any, options: SourceOptions) -> None:
     """Check that data are samples: a path, a dict of datasets or a class fails only later, and not by name."""
-    expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
     if isinstance(data, Mapping | str | bytes | type) or (is_stream(data) and not hasattr(data, "__iter__")):
         got = type(data).__name__
+        expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
         do = 'pass one of these to fit; if you have a dict of datasets, pass one of them, such as data["train"]'
         if isinstance(data, Mapping):  # `load_dataset` without `split`
             got += f" with the keys {list(data)}"

@@ -264,9 +264,7 @@ class LoggedValues:
         """Return a copy that shares the values, which are never modified."""
         copied = object.__new__(LoggedValues)
         copied.__dict__.update(self.__dict__)
-        copied._sums = {}
-        for name, values in self._sums.items():
-            copied._sums[name] = values.copy()
+        copied._sums = {name: values.copy() for name, values in self._sums.items()}
         copied._totals = self._totals.copy()
         if self._attached is not None:
             copied._attached = self._attached.copy()

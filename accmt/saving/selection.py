@@ -204,9 +204,7 @@ class Quantities:
         name = max(fitting, key=len)
         key, is_better = _PREFIX + name, self.directions[name]
         if part == name:
-            sets = self._sets or ()
-            if key == TRAIN_LOSS:  # which no validation set has
-                sets = ()
+            sets = () if key == TRAIN_LOSS else self._sets or ()  # no validation set has a training loss
             return Quantity(name, is_better, key, tuple(f"{key}__{set_name}" for set_name in sets))
         set_name = part.removeprefix(f"{name}@").removeprefix(f"{name}__")
         if key == TRAIN_LOSS or not set_name or "/" in set_name:  # "/" separates the parts of a rule

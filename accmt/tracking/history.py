@@ -367,10 +367,9 @@ class RunPlace:
 def folder_name(name: str) -> str:
     """Return a valid folder name: other characters become `_`, and a long name is cut and gets a digest."""
     valid = re.sub(r"[^\w.\- ]", "_", name).strip(" .") or "_"
-    encoded = valid.encode()
-    if len(encoded) <= _MAX_BYTES:
+    if len(valid.encode()) <= _MAX_BYTES:
         return valid
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
     # Ignored: a character of several bytes at the cut.
-    beginning = encoded[: _MAX_BYTES - len(digest) - 1].decode(errors="ignore")
+    beginning = valid.encode()[: _MAX_BYTES - len(digest) - 1].decode(errors="ignore")
     return f"{beginning}-{digest}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,12 +67,10 @@ class Tracking:
     ) -> None:
         self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, folder, home=home or current_folder())
         self._trackers: dict[str, tuple[TrackerSpec, dict[str, Any]]] = {}  # by unique names
-        counts: Counter[str] = Counter()
         for spec, kwargs in zip(trackers, kwargs_of_each(trackers, tracker_kwargs), strict=True):
-            counts[spec.name] += 1
-            key = spec.name
-            if counts[key] > 1:  # two of a user's trackers
-                key += f"_{counts[key]}"
+            # Two of a user's trackers may have one name.
+            number = 1 + sum(known.name == spec.name for known, _ in self._trackers.values())
+            key = spec.name if number == 1 else f"{spec.name}_{number}"
             self._trackers[key] = (spec, kwargs)
         self._is_main_process = is_main_process
         self._is_quiet = not verbose
