@@ -19,7 +19,7 @@ _TOO_MANY = 100
 def without_bad_samples(
     micro_batches: Iterator[MicroBatch], options: SourceOptions, *, is_whole_epoch: bool
 ) -> Iterator[MicroBatch]:
-    """Unpack the `Kept` batches of micro-batches, and set the sample counts of the micro-batches.
+    """Unpack the `ReadableBatch` batches of micro-batches, and set the sample counts of the micro-batches.
 
     Processes: collective in each micro-batch, if they share the data.
     """

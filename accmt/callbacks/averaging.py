@@ -39,13 +39,17 @@ class WeightAverage(Callback):
 
     def on_fit_start(self) -> None:
         self._trained = {}
-        self.average = self.average if self.state.global_step else {}
-        self.num_averaged = self.num_averaged if self.average else 0
-        kept = self.average
-        self.average = {
-            name: shard_like(kept[name].to(weight.device), weight) if name in kept else _start(weight)
-            for name, weight in self._weights().items()
-        }
+        if not self.state.global_step:  # a new run of the same callback; a resumed one continues its average
+            self.average = {}
+        if not self.average:
+            self.num_averaged = 0
+        average: dict[str, Tensor] = {}
+        for name, weight in self._weights().items():
+            if name in self.average:
+                average[name] = shard_like(self.average[name].to(weight.device), weight)
+            else:
+                average[name] = _start(weight)
+        self.average = average
 
     def on_update_end(self) -> None:
         if not self._is_due():
@@ -123,14 +127,9 @@ class EMA(WeightAverage):
 
     def __init__(self, decay: float = 0.9999, *, warmup: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
-            raise fail(
-                ArgumentError,
-                "EMA(decay=...)",
-                got=repr(decay),
-                expected="a number between 0 and 1",
-                do="EMA(decay=0.999)",
-            )
-        if not isinstance(warmup, bool):
+            expected, do = "a number between 0 and 1", "EMA(decay=0.999)"
+            raise fail(ArgumentError, "EMA(decay=...)", got=repr(decay), expected=expected, do=do)
+        if not isinstance(warmup, bool):  # a number of steps, as in other libraries
             raise fail(
                 ArgumentError, "EMA(warmup=...)", got=repr(warmup), expected="True or False", do="EMA(warmup=False)"
             )
@@ -139,8 +138,9 @@ class EMA(WeightAverage):
         super().__init__()
 
     def _update(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        warm = (1 + self.num_averaged) / (10 + self.num_averaged)
-        decay = min(self.decay, warm) if self.warmup else self.decay
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.num_averaged) / (10 + self.num_averaged))
         update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         update(averages, weights, self.num_averaged)
 

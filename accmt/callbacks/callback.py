@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -79,10 +80,11 @@ def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
     """
     from accmt.registry import addon
 
+    # By letters alone, `on_epoch_finish` is closest to `on_epoch_start`.
     spelled = re.sub("_begin$", "_start", re.sub("_(finish|finished|stop|done)$", "_end", attribute))
-    meant = nearest(spelled, [*HOOKS, *ALIASES], cutoff=0) or attribute
+    hook = nearest(spelled, [*HOOKS, *ALIASES], cutoff=0) or attribute
     got = "a method that is named like a hook but is not one"
-    do = f"did you mean {meant}? If it is not a hook, choose a name that does not start with {', '.join(HOOK_PREFIXES)}"
+    do = f"did you mean {hook}? If it is not a hook, choose a name that does not start with {', '.join(HOOK_PREFIXES)}"
     got, do = addon("hint_for_hook")(attribute) or (got, do)
     where, expected = f"{type(callback).__name__}.{attribute}", "one of: " + ", ".join(HOOKS)
     raise fail(ModuleContractError, where, got=got, expected=expected, do=do)
@@ -128,10 +130,14 @@ class Callback:
 def name_by_class(callbacks: Iterable[Callback]) -> dict[str, Callback]:
     """Name callbacks by class and, from the second of a class on, number, so that the next start finds their state."""
     named: dict[str, Callback] = {}
+    counts: Counter[type[Callback]] = Counter()
     for callback in callbacks:
         kind = type(callback)
-        number = sum(type(other) is kind for other in named.values()) + 1
-        named[kind.__name__ if number == 1 else f"{kind.__name__}#{number}"] = callback
+        counts[kind] += 1
+        name = kind.__name__
+        if counts[kind] > 1:
+            name += f"#{counts[kind]}"
+        named[name] = callback
     return named
 
 
@@ -163,7 +169,7 @@ class LambdaCallback(Callback):
     def __init__(self, *, order: float = 0, **functions: Any) -> None:
         self.order = order
         for name, function in functions.items():
-            if name not in HOOKS and name not in ALIASES:
+            if name not in HOOKS and name not in ALIASES:  # a misspelt name would never be called
                 reject_unknown_hook(self, name)
             if not callable(function):
                 got, do = f"{function!r} ({type(function).__name__})", f"{name}=lambda: ..."
@@ -178,8 +184,10 @@ class LambdaCallback(Callback):
         def hook(**data: Any) -> None:
             function(trainer=self.trainer, **data)
 
-        others = [parameter for name, parameter in signature.parameters.items() if name != "trainer"]
-        hook.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        parameters = dict(signature.parameters)
+        del parameters["trainer"]
+        # A hook receives the keywords of its signature.
+        hook.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
         return hook
 
 
@@ -215,17 +223,19 @@ class Hooks:
         is_main_process: bool = True,
         seed: Callable[[str], None] | None = None,
     ) -> None:
-        acting = [c for c in (*callbacks, *builtin) if is_main_process or not isinstance(c, MainProcessCallback)]
-        found: dict[str, list[Hook]] = {name: [] for name in HOOKS}
-        self.callbacks = tuple(sorted(acting, key=_order_of))
+        active = [*callbacks, *builtin]
+        if not is_main_process:
+            active = [callback for callback in active if not isinstance(callback, MainProcessCallback)]
+        hooks: dict[str, list[Hook]] = {name: [] for name in HOOKS}
+        self.callbacks = tuple(sorted(active, key=_order_of))
+        builtin_ids = set(map(id, builtin))  # by identity: a user's class may define `__eq__`
         for callback in self.callbacks:
-            is_users = not any(callback is known for known in builtin)
             for name, methods in find_hooks(callback).items():
                 where = f"{type(callback).__qualname__}.{name}"
-                if seed is not None and is_users and name not in ONCE_PER_BATCH:
-                    found[name].append(_seeding(seed, where))
-                found[name] += methods
-        for name, methods in found.items():
+                if seed is not None and id(callback) not in builtin_ids and name not in ONCE_PER_BATCH:
+                    hooks[name].append(_seeding(seed, where))
+                hooks[name] += methods
+        for name, methods in hooks.items():
             setattr(self, name, tuple(methods))
 
 
@@ -265,12 +275,14 @@ def describe_hooks(callbacks: Sequence[object]) -> str:
     Raises:
         ModuleContractError: See `find_hooks`.
     """
-    acting: dict[str, list[str]] = {name: [] for name in HOOKS}
+    rows_of_hooks: dict[str, list[str]] = {name: [] for name in HOOKS}
     for callback in callbacks:
         for name, methods in find_hooks(callback).items():
-            acting[name] += [f"| {name} | {type(callback).__name__} | {_order_of(callback):g} |"] * len(methods)
-    rows = (row for name, own in acting.items() for row in own or [f"| {name} | (none) | |"])
-    return "\n".join(["| hook | callback | order |", "|---|---|---|", *rows])
+            rows_of_hooks[name] += [f"| {name} | {type(callback).__name__} | {_order_of(callback):g} |"] * len(methods)
+    lines = ["| hook | callback | order |", "|---|---|---|"]
+    for name, rows in rows_of_hooks.items():
+        lines += rows or [f"| {name} | (none) | |"]
+    return "\n".join(lines)
 
 
 def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywords: tuple[str, ...]) -> Hook:
@@ -278,7 +290,7 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     unfilled = required - (named & set(keywords))
-    if unfilled:
+    if unfilled:  # a TypeError in the middle of the run, and perhaps on one process only
         from accmt.registry import addon
 
         hints = addon("hints_for_parameters")(unfilled)
@@ -287,9 +299,9 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
         raise fail(
             ModuleContractError, where, got=f"parameters {sorted(unfilled)}", expected=f"any of: {expected}", do=do
         )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords):  # no further call per step
         return method
-    wanted = tuple(name for name in keywords if name in named)
+    wanted = [name for name in keywords if name in named]
 
     def hook(**data: Any) -> Any:
         return method(**{name: data[name] for name in wanted})
@@ -304,9 +316,11 @@ def build_callbacks(value: Any) -> list[Any]:
     Raises:
         ModuleContractError: An entry is a class or not a callback.
     """
-    callbacks = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    if value is None:
+        return []
+    callbacks = list(value) if isinstance(value, list | tuple) else [value]
     for callback in callbacks:
-        if isinstance(callback, type):
+        if isinstance(callback, type):  # the parentheses are missing: its methods would be called without `self`
             got, do = f"the class {callback.__name__}", f"callbacks={callback.__name__}()"
             raise fail(ModuleContractError, "Trainer(callbacks=...)", got=got, expected="an instance", do=do)
         if not isinstance(callback, Callback):

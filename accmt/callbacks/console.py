@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -21,6 +22,7 @@ from accmt.sharded_tensors import class_of
 
 
 MAX_LINES = 10
+_MAX_VALUES = 6
 
 
 class EndSummary(MainProcessCallback):
@@ -34,7 +36,7 @@ class EndSummary(MainProcessCallback):
     Processes: main only.
     """
 
-    order = float("inf")
+    order = float("inf")  # after callbacks that save or finish something
 
     def __init__(self, loss_name: str) -> None:
         self._loss_name = loss_name
@@ -53,26 +55,25 @@ class EndSummary(MainProcessCallback):
     def _rows(self) -> Iterator[tuple[str, str]]:
         state, seconds = self.state, monotonic() - self._begin_s
         samples = state.samples_seen - self._samples_before
+        steps = f"{state.global_step:,} steps"
+        if state.skipped_steps:  # of the gradient scaler, or by a policy
+            steps += f", {state.skipped_steps:,} skipped"
         # The status of a failed run is in its error; a run without one has finished here.
-        skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
         yield "status", state.status
-        yield "done", f"{state.global_step:,} steps{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
+        yield "done", f"{steps}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
         yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s overall"
         loss = self.trainer.run.running_averages.epoch_loss
         if loss is not None:
             yield self._loss_name, f"{loss:.5g}"
         if state.metrics:
             yield "evaluation", _join(f"{name} {value:.5g}" for name, value in state.metrics.items())
-        if state.best:
-            steps = {name: self.trainer.run.saver.selection.saved_at(name) for name in state.best}
-            yield (
-                "best",
-                _join(
-                    f"{name.removeprefix('best_')} {value:.5g}"
-                    + (", not saved" if steps[name] is None else f" at step {steps[name]:,}")
-                    for name, value in state.best.items()
-                ),
-            )
+        best = []
+        for name, value in state.best.items():
+            step = self.trainer.run.saver.selection.saved_at(name)
+            where = ", not saved" if step is None else f" at step {step:,}"
+            best.append(f"{name.removeprefix('best_')} {value:.5g}{where}")
+        if best:
+            yield "best", _join(best)
         settings = self.trainer.settings
         if self.trainer.run.saver.selection.has_saved:
             yield "model", str(settings.model_folder)
@@ -83,17 +84,21 @@ class EndSummary(MainProcessCallback):
 
 
 def _join(texts: Iterable[str]) -> str:
-    shown = list(texts)
-    more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
-    return ", ".join(shown[:6]) + more
+    listed = list(texts)
+    joined = ", ".join(listed[:_MAX_VALUES])
+    if len(listed) > _MAX_VALUES:  # the summary is read in a terminal
+        joined += f" and {len(listed) - _MAX_VALUES} more"
+    return joined
 
 
 def _write_time(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min {rest:02} s" if hours else f"{minutes} min {rest:02} s"
+    if hours:
+        return f"{hours} h {minutes:02} min {whole_seconds:02} s"
+    return f"{minutes} min {whole_seconds:02} s"
 
 
 # ---- One line per evaluation
@@ -120,6 +125,7 @@ class EvaluationReport(MainProcessCallback):
         self._is_saved = False
 
     def on_fit_start(self) -> None:
+        # Without it, the first line after a resume would have no arrows.
         self._last = dict(self.state.metrics)  # of the resumed run
 
     def on_evaluation_start(self) -> None:
@@ -134,21 +140,34 @@ class EvaluationReport(MainProcessCallback):
         step, of_total = str(self.state.global_step), ""
         if math.isfinite(total):
             step, of_total = step.rjust(len(f"{total:.0f}")), f" of {total:.0f}"
+        values: dict[str, float] = {}
         loss = self.trainer.run.running_averages.epoch_loss
-        known = {} if loss is None else {self._loss_name: loss}
-        is_counted = self.state.train_step == 0 and self.state.epoch > 0  # an evaluation at the end of an epoch
-        epoch = self.state.epoch if is_counted else self.state.epoch + 1
+        if loss is not None:
+            values[self._loss_name] = loss
+        values |= metrics
+        epoch = self.state.epoch + 1
+        if self.state.train_step == 0 and self.state.epoch > 0:  # at the end of an epoch, which is already counted
+            epoch -= 1
         epochs = self.trainer.run.cadence.epochs
         head = f"step {step}{of_total}, epoch {str(epoch).rjust(len(str(epochs or '')))}:"
         cells = []
-        for name, value in {**known, **metrics}.items():  # compared with the previous and the best value
+        for name, value in values.items():
             last, self._last[name] = self._last.get(name, math.nan), value
-            mark = "↑" if value > last else "↓" if value < last else "=" if value == last else ""
+            mark = _compare(value, last)
             if mark and value == self.state.best_metrics.get(name) and value != self._best_before.get(name):
                 mark += " best"
             cells.append(f"{name} {value:<7.4g} {mark:<6}")
-        cells += ["saved"] if self._is_saved else []
+        if self._is_saved:
+            cells.append("saved")
         say("  ".join([head, *cells]).rstrip())
+
+
+def _compare(value: float, last: float) -> str:
+    if value > last:
+        return "↑"
+    if value < last:
+        return "↓"
+    return "=" if value == last else ""  # NaN: there was no evaluation before
 
 
 # ---- Model summary
@@ -179,26 +198,27 @@ def summarize(model: nn.Module, max_depth: int = 1) -> str:
         model: The model.
         max_depth: 1 shows direct submodules, 2 also theirs, and so on; -1 shows all.
     """
-    parts = [
-        (name, type(part).__name__, *_count(part))
-        for name, part in model.named_modules()
-        if name and (max_depth == -1 or name.count(".") < max_depth)
-    ]
-    rows = [*parts, ("", class_of(model).__name__, *_count(model))]
     table = [("part", "class", "parameters", "trained")]
-    table += [(name, kind, f"{size:,}", f"{trained:,}") for name, kind, size, trained in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    lines = [
-        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {size:>{widths[2]}}  {trained:>{widths[3]}}"
-        for name, kind, size, trained in table
-    ]
+    for name, part in model.named_modules():
+        if name and (max_depth == -1 or name.count(".") < max_depth):
+            table.append((name, type(part).__name__, *_count(part)))
+    table.append(("", class_of(model).__name__, *_count(model)))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for name, kind, size, trained in table:
+        lines.append(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {size:>{widths[2]}}  {trained:>{widths[3]}}")
     size_mb = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()]) / 1e6
     return "\n".join([class_of(model).__name__, *lines, f"{size_mb:,.1f} MB of weights and buffers"])
 
 
-def _count(module: nn.Module) -> tuple[int, int]:
-    parameters = list(module.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+def _count(module: nn.Module) -> tuple[str, str]:
+    """Return the numbers of all and of the trainable parameters."""
+    size = trained = 0
+    for parameter in module.parameters():
+        size += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+    return f"{size:,}", f"{trained:,}"
 
 
 class DynamicRows(Callback):
@@ -212,12 +232,14 @@ class DynamicRows(Callback):
     def on_before_training_step(self, batch: Any) -> None:
         mark_rows_dynamic([value for value in _tensors(batch) if value.ndim])
 
-    def on_before_validation_step(self, batch: Any) -> None:
-        self.on_before_training_step(batch)
+    on_before_validation_step = on_before_training_step
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return [tensor for value in values for tensor in _tensors(value)]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, list | tuple):
+        return []
+    return list(chain.from_iterable(map(_tensors, batch)))

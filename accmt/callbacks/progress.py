@@ -68,16 +68,17 @@ class ProgressBar(MainProcessCallback):
         self._shown.update(values)
 
     def on_fit_start(self) -> None:
-        if self._enable is False:
+        if self._enable is False:  # a bar that was never started ignores all other hooks
             return
         self._shown.clear()
         self._rates = _Rates()
         stream = self._stream or sys.stderr
         total = self.trainer.estimated_stepping_batches
         planned = int(total) if math.isfinite(total) else None
-        step = self.state.global_step
-        is_drawn = _is_drawn(stream, self._enable)
-        self._display = _Bar(stream, planned, step, self._epoch()) if is_drawn else _Lines(planned)
+        if _is_drawn(stream, self._enable):
+            self._display = _Bar(stream, planned, self.state.global_step, self._epoch())
+        else:
+            self._display = _Lines(planned)
         self._restart_clock()
 
     def on_update_end(self) -> None:
@@ -91,9 +92,13 @@ class ProgressBar(MainProcessCallback):
 
     def on_evaluation_start(self) -> None:
         if self._display is not None and self.trainer.run.val_loaders:
-            sizes = [loader.source.num_micro_batches for loader in self.trainer.run.val_loaders.values()]
-            known = [size for size in sizes if size is not None]
-            self._total_validation = sum(known) if len(known) == len(sizes) else None
+            self._total_validation = 0
+            for loader in self.trainer.run.val_loaders.values():
+                size = loader.source.num_micro_batches
+                if size is None:  # a stream: then the total is unknown, too
+                    self._total_validation = None
+                    break
+                self._total_validation += size
             if isinstance(self._display, _Bar):
                 self._draw_evaluation()
 
@@ -112,12 +117,16 @@ class ProgressBar(MainProcessCallback):
         self._display, self._next_drawing = None, math.inf
 
     def _epoch(self, *, is_over: bool = False) -> str:
-        epochs = self.trainer.run.cadence.epochs
-        return f"epoch {self.state.epoch + (not is_over)}" + ("" if epochs is None else f"/{epochs}")
+        stage = f"epoch {self.state.epoch + (not is_over)}"
+        if self.trainer.run.cadence.epochs is not None:
+            stage += f"/{self.trainer.run.cadence.epochs}"
+        return stage
 
     def _draw_evaluation(self) -> None:
-        of_total = "" if self._total_validation is None else f"/{self._total_validation}"
-        self._draw(f"evaluating {self.state.val_step}{of_total}", is_training=False)
+        stage = f"evaluating {self.state.val_step}"
+        if self._total_validation is not None:
+            stage += f"/{self._total_validation}"
+        self._draw(stage, is_training=False)
 
     def _draw(self, stage: str, *, is_training: bool = True) -> None:
         if self._display is None:
@@ -129,24 +138,28 @@ class ProgressBar(MainProcessCallback):
 
     def _values(self) -> list[str]:
         """Return the values to show, most important first; those that do not fit are omitted."""
-        samples_per_s = None if "tokens_per_s" in self._shown else self._rates.samples_per_s
+        values: dict[str, float] = {}
         groups = getattr(self.module.optimizer, "param_groups", None)
-        lr = float(groups[0]["lr"]) if groups else None
-        known = {"loss": None, "lr": lr, "samples/s": samples_per_s} | self._shown
-        texts = {name: f"{name} {value:.4g}" for name, value in known.items() if value is not None}
+        if groups:  # a user's optimizer may have none, or not exist yet
+            values["lr"] = float(groups[0]["lr"])
+        if self._rates.samples_per_s is not None and "tokens_per_s" not in self._shown:
+            values["samples/s"] = self._rates.samples_per_s
+        values |= self._shown
+        texts = {name: f"{name} {value:.4g}" for name, value in values.items()}
         for name, value in list(self.state.best.items())[:1]:
             texts["best"] = f"best {name.removeprefix('best_')} {value:.4g}"
             step = self.trainer.run.saver.selection.saved_at(name)
-            texts["best"] += "" if step is None else f" saved at {step:,}"
-        first = [texts.pop(name) for name in ("loss", "best", "lr", "samples/s", "tokens_per_s") if name in texts]
-        return first + list(texts.values())
+            if step is not None:
+                texts["best"] += f" saved at {step:,}"
+        important = [texts.pop(name) for name in ("loss", "best", "lr", "samples/s", "tokens_per_s") if name in texts]
+        return important + list(texts.values())
 
     def _restart_clock(self) -> None:
         """Exclude the time of an evaluation from the training rate."""
         self._rates.restart(self.state.samples_seen)
         if isinstance(self._display, _Bar):
             self._next_drawing = perf_counter()
-        elif self._display is not None and self._next_drawing == math.inf:
+        elif self._display is not None and self._next_drawing == math.inf:  # lines keep their interval
             self._next_drawing = perf_counter() + self._display.wait_s()
 
 
@@ -161,27 +174,29 @@ class _Rates:
         self._last_time, self._last_samples = perf_counter(), samples
 
     def measure(self, samples: int) -> None:
-        now, done = perf_counter(), samples - self._last_samples
-        if done <= 0 or now <= self._last_time:
+        time, num_samples = perf_counter(), samples - self._last_samples
+        if num_samples <= 0 or time <= self._last_time:  # drawn twice within a step, or a clock with coarse ticks
             return
-        rate = done / (now - self._last_time)
+        rate = num_samples / (time - self._last_time)
         before = rate if self.samples_per_s is None else self.samples_per_s
         self.samples_per_s = SHARE_OF_LAST_RATE * rate + (1 - SHARE_OF_LAST_RATE) * before
-        self._last_time, self._last_samples = now, samples
+        self._last_time, self._last_samples = time, samples
 
 
 class _Bar:
     """One line in the terminal, with as many values as fit."""
 
     def __init__(self, stream: TextIO, total: int | None, initial: int, stage: str) -> None:
-        counted = f"{{bar:{BAR_WIDTH}}} {{n_fmt}}/{{total_fmt}} {{elapsed}}<{{remaining}}"
+        progress = f"{{bar:{BAR_WIDTH}}} {{n_fmt}}/{{total_fmt}} {{elapsed}}<{{remaining}}"
+        if total is None:
+            progress = "{n_fmt} steps {elapsed}"
         encoding = getattr(stream, "encoding", None) or "ascii"  # a program may replace stderr by an object that writes
         self._bar = _bar_class()(
             desc=stage,
             total=total,
             initial=initial,
             file=_Tolerant(stream),
-            bar_format=f"{{desc}} {'{n_fmt} steps {elapsed}' if total is None else counted}{{values}}",
+            bar_format=f"{{desc}} {progress}{{values}}",
             ascii=" ╸━" if encoding.lower().startswith("utf") else " -#",
             colour="green" if stream is sys.stderr and stream.isatty() and "NO_COLOR" not in os.environ else None,
             dynamic_ncols=True,
@@ -205,7 +220,9 @@ class _Lines:
     """Log lines that replace the bar without a terminal."""
 
     def __init__(self, total: int | None) -> None:
-        self._of_total = "" if total is None else f" of {total:,}"
+        self._of_total = ""
+        if total is not None:
+            self._of_total = f" of {total:,}"
         self._waits = iter(SECONDS_BETWEEN_LINES)
 
     def wait_s(self) -> float:
@@ -251,7 +268,7 @@ def _drawn(batches: Iterable[T], bar: Any, count: Callable[[T], int]) -> Iterato
 
 
 def _is_drawn(stream: TextIO | None, enable: bool | None) -> TypeGuard[TextIO]:  # noqa: FBT001 - None is a third answer
-    if stream is None or stream.closed:
+    if stream is None or stream.closed:  # stderr of a windowless program, or of a daemon
         return False
     return stream.isatty() if enable is None else enable
 
@@ -285,13 +302,13 @@ def _bar_class() -> Any:
         @property
         def format_dict(self) -> MutableMapping[str, Any]:
             """The fields of `bar_format`, with as many `values` as fit in the line."""
-            given = {**super().format_dict, "values": ""}
-            columns = given["ncols"] or sys.maxsize
-            line = disp_len(self.format_meter(**given)) if self.values else 0
+            fields = {**super().format_dict, "values": ""}
+            columns = fields["ncols"] or sys.maxsize
+            width = disp_len(self.format_meter(**fields)) if self.values else 0
             for value in self.values:
-                if line + len(value) + 2 <= columns:
-                    line += len(value) + 2
-                    given["values"] += f"  {value}"
-            return given
+                if width + len(value) + 2 <= columns:
+                    width += len(value) + 2
+                    fields["values"] += f"  {value}"
+            return fields
 
     return Bar

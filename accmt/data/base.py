@@ -55,7 +55,7 @@ class Source(Protocol):
         """Read this process's samples of a micro-batch of the current epoch again, under the same seed.
 
         Returns:
-            The samples; None for a stream, or if this process has none.
+            The samples; None for a stream, or for another epoch.
         """
 
     def digest_of_samples(self, first: int, last: int) -> str | None:
@@ -146,14 +146,19 @@ class SourceOptions:
         """Whether each process has its own data, or is the only process."""
         return self.shard.count == 1 and num_data_processes() == num_processes()
 
+    def error(self, got: str, expected: str, do: str) -> DataError:
+        """Return an error about this data."""
+        return fail(DataError, f"the {self.kind} data", got=got, expected=expected, do=do)
+
     def limit_micro_batches(self, num_micro_batches: int) -> int:
         """Return the number of an epoch's micro-batches that are used; a fraction above 0 keeps at least one batch."""
-        wanted = self.limit
-        if isinstance(wanted, float):
+        limit = self.limit
+        if isinstance(limit, float):
             num_batches = -(-num_micro_batches // self.micro_batches_per_batch)
+            # At least one: a quick test with 0.01 of 50 batches would otherwise train on none.
             # Rounded first: 100 * 0.29 is 28.999999999999996.
-            wanted = max(1, int(round(num_batches * wanted, 6))) if wanted > 0 else 0
-        return min(wanted * self.micro_batches_per_batch, num_micro_batches)
+            limit = max(int(limit > 0), int(round(num_batches * limit, 6)))
+        return min(limit * self.micro_batches_per_batch, num_micro_batches)
 
     def torch_options(self) -> dict[str, Any]:
         """Return the DataLoader's arguments, except those for the order and size of batches."""
@@ -170,9 +175,12 @@ class SourceOptions:
 
         Each process then has its own data, as with `shard` off, and its own seed.
         """
-        parts = [part for sampler in samplers for part in (sampler, getattr(sampler, "sampler", None))]
-        sharding = next((part for part in parts if isinstance(part, DistributedSampler)), None)
-        return self if sharding is None else self._of_process(sharding.rank)
+        for sampler in samplers:
+            # A DataLoader and a batch sampler keep the sampler that shards as an attribute.
+            for part in (sampler, getattr(sampler, "sampler", None)):
+                if isinstance(part, DistributedSampler):
+                    return self._of_process(part.rank)
+        return self
 
     def without_split_stream(self, stream: Any) -> SourceOptions:
         """Return the options for a stream; one already split by `split_dataset_by_node` is not split again.
@@ -182,10 +190,13 @@ class SourceOptions:
         if self.shard.count == 1:
             return self
         splits = gather_from_data(split_of_stream(stream))
-        is_split = splits == [(index, self.shard.count) for index in range(self.shard.count)]
-        return self._of_process(self.shard.index) if is_split else self
+        # Only if each process has its own part: a stream split by machine is an error of `require_same_rows`.
+        if splits == [(index, self.shard.count) for index in range(self.shard.count)]:
+            return self._of_process(self.shard.index)
+        return self
 
     def _of_process(self, rank: int) -> SourceOptions:
+        # With one seed, processes would augment different samples with the same random numbers.
         seed = derive_seed(self.seed, "process", rank)
         return replace(self, shard=Shard(), seed=seed)
 
@@ -196,7 +207,7 @@ def require_batch(batch: Any, options: SourceOptions) -> None:
     Raises:
         DataError: It returned None.
     """
-    if batch is not None or options.skips_bad:
+    if batch is not None or options.skips_bad:  # with `skips_bad`, none of its samples could be read
         return
     got = "None from the collate function, which may have no `return batch`"
     do = (
@@ -218,27 +229,28 @@ def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
     Processes: collective.
     """
 
-    def are_different(one: Rows | None, first: Rows | None) -> bool:
-        if one is None or first is None:
-            return one is not first
-        return compare(one, first) == "different"
+    def are_different(rows: Rows | None, first_rows: Rows | None) -> bool:
+        if rows is None or first_rows is None:  # a stream that is empty on some processes
+            return rows is not first_rows
+        # Not "partly": a dataset may augment with generators that accmt cannot seed.
+        return compare(rows, first_rows) == "different"
 
-    found = _find_other(options, rows, are_different)
-    if found is None:
+    difference = _find_difference(options, rows, are_different)
+    if difference is None:
         return
-    index, other, _, _ = found
-    got = f"different samples on process {other} and process {index} at the same indices"
+    first, rank, _, _ = difference
+    got = f"different samples on process {rank} and process {first} at the same indices"
     expected = "the complete data on every process: accmt shards it"
     do = (
         'pass the complete data on every process, or Trainer(data_options={"shard": False}) if your script splits it. '
         "If only the augmentation differs, draw its random numbers from torch, numpy or random, which are seeded, not "
         "from the operating system"
     )
-    raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
+    raise options.error(got, expected, do)
 
 
-def _find_other(
-    options: SourceOptions, own: Any, differ: Callable[[Any, Any], bool] = operator.ne
+def _find_difference(
+    options: SourceOptions, value: Any, differ: Callable[[Any, Any], bool] = operator.ne
 ) -> tuple[int, int, Any, Any] | None:
     """Return the first process whose value differs from that of the first process sharing its data.
 
@@ -251,11 +263,15 @@ def _find_other(
     """
     if options.has_own_data:
         return None
-    every = gather_objects(own)
-    size = len(every) if options.shard.count > 1 else len(every) // num_data_processes()
-    pairs = ((rank - rank % size, rank) for rank in range(len(every)))
-    found = (pair for pair in pairs if differ(every[pair[1]], every[pair[0]]))
-    return next(((first, rank, every[first], every[rank]) for first, rank in found), None)
+    values = gather_objects(value)
+    group_size = len(values)
+    if options.shard.count == 1:  # data that is not sharded: only a tensor-parallel group shares its batches
+        group_size //= num_data_processes()
+    for rank, value_of_rank in enumerate(values):
+        first = rank - rank % group_size
+        if differ(value_of_rank, values[first]):
+            return first, rank, values[first], value_of_rank
+    return None
 
 
 def require_same_everywhere(options: SourceOptions, has: str, order: str) -> None:
@@ -265,27 +281,27 @@ def require_same_everywhere(options: SourceOptions, has: str, order: str) -> Non
 
     Processes: collective.
     """
-    found = _find_other(options, (has, order))
-    if found is None:
+    difference = _find_difference(options, (has, order))
+    if difference is None:
         return
-    index, other, (first, _), (second, _) = found
-    got = f"{first} on process {index}, {second} on process {other}"
-    if first == second:
-        got = f"{first}, in different orders on process {other} and process {index}"
+    first, rank, (has_first, _), (has_rank, _) = difference
+    got = f"{has_first} on process {first}, {has_rank} on process {rank}"
+    if has_first == has_rank:
+        got = f"{has_first}, in different orders on process {rank} and process {first}"
     expected = "the same data in the same order on every process: accmt shards it"
     do = 'build the data the same way on every process (one seed), or pass Trainer(data_options={"shard": False})'
-    raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
+    raise options.error(got, expected, do)
 
 
 def require_same_end(options: SourceOptions, read: str) -> None:
-    """Check that processes that shard a stream reach its end together.
+    """Check that processes that shard a stream reach its end together; otherwise one would wait for the others forever.
 
     Processes: collective.
     """
-    found = _find_other(options, read)
-    if found is not None:
-        index, other, first, second = found
-        got = f"{first} on process {index}, {second} on process {other}"
+    difference = _find_difference(options, read)
+    if difference is not None:
+        first, rank, read_first, read_rank = difference
+        got = f"{read_first} on process {first}, {read_rank} on process {rank}"
         expected = "the same stream on every process: accmt shards it"
         do = 'read the same files in the same order on every process, or pass Trainer(data_options={"shard": False})'
         raise fail(
@@ -299,9 +315,9 @@ def require_same_end(options: SourceOptions, read: str) -> None:
 
 def require_not_empty(count: int, options: SourceOptions, got: str) -> None:
     """Check that an epoch is not empty."""
-    if count == 0:
+    if count == 0:  # a wrong path or filter; the run would end at once, and report success
         do = "check the data's path and filters, the sampler, and drop_last"
-        raise fail(DataError, f"the {options.kind} data", got=got, expected="at least one sample and one batch", do=do)
+        raise options.error(got, "at least one sample and one batch", do)
 
 
 def length_of(data: Any) -> int | None:
@@ -330,7 +346,9 @@ class EpochStart:
 
     def of(self, epoch: int, first_micro_batch: int) -> EpochStart:
         """Return this start for the rest of its epoch; otherwise, the start at the first sample."""
-        return self if epoch == self.epoch and first_micro_batch >= self.micro_batch else EPOCH_START
+        if epoch == self.epoch and first_micro_batch >= self.micro_batch:
+            return self
+        return EPOCH_START
 
 
 EPOCH_START = EpochStart()
@@ -342,11 +360,9 @@ def read_start(
     """Read where an epoch resumes; after 0 micro-batches the position is not used."""
     if first_micro_batch == 0:
         return EPOCH_START
-    if position.get("kind") != kind:
+    if position.get("kind") != kind:  # a dataset was replaced with a stream: their positions count different things
         got = f"a position saved for a {position.get('kind')}"
         raise cannot_resume(options, got, f"a position for a {kind}, like this data")
-    if type(position.get(unit)) is not int:
-        raise cannot_resume(options, f"{position.get(unit)!r} {unit} trained on", "a whole number")
     return EpochStart(epoch, first_micro_batch, position[unit], position)
 
 
@@ -369,6 +385,7 @@ def require_same_order(start: EpochStart, order: str, options: SourceOptions) ->
 def compare_rows(position: Mapping[str, Any], rows: Rows, options: SourceOptions, *, is_in_epoch: bool) -> None:
     """Check that a resumed epoch has the same samples as when it began; log it if a later epoch's samples changed."""
     result = compare(rows, position.get("rows", {}))
+    # In the middle of an epoch, a new order of files (os.listdir) would repeat samples and miss others.
     if result == "different" and is_in_epoch:
         got = "different samples at the same indices: their order or their content has changed"
         do = (
@@ -398,15 +415,19 @@ def compare_files(
         "changed": [name for name in files if files[name] != before.get(name, files[name])],
         "new": [name for name in files if name not in before],
     }
-    got = "; ".join(f"{kind}: {_list(names)}" for kind, names in kinds.items() if names) or "another order of the files"
-    if is_in_epoch:
+    changes = [f"{kind}: {_list(names)}" for kind, names in kinds.items() if names]
+    got = "; ".join(changes) or "another order of the files"
+    if is_in_epoch:  # row numbers would mean other rows
         do = "restore the files, or start a new run with resume=False; data may only change between epochs"
         raise cannot_resume(options, got, f"the {len(before)} files that the epoch began with", do)
     say(f"the files of the {options.kind} data changed since the interruption: {got}")
 
 
 def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} others" if len(names) > _NAMED else "")
+    text = ", ".join(names[:_NAMED])
+    if len(names) > _NAMED:  # a dataset may have thousands of files
+        text += f" and {len(names) - _NAMED} others"
+    return text
 
 
 def say_not_compared(options: SourceOptions) -> None:
@@ -436,9 +457,11 @@ def plan_epoch(num_samples: int, options: SourceOptions, *, multiple: int = 1, s
     require_not_empty(
         epoch.num_micro_batches, options, f"{num_samples} samples for batches of {epoch.global_batch_size}"
     )
-    left = max(0, epoch.samples_before(options.limit_micro_batches(epoch.num_micro_batches)) - start.consumed)
+    # The limit of this run may be below what the interrupted one has consumed.
+    limit = options.limit_micro_batches(epoch.num_micro_batches)
+    num_left = max(0, epoch.samples_before(limit) - start.consumed)
     if start.consumed != epoch.samples_before(start.micro_batch):  # it began with another batch size
-        left -= left % multiple
+        num_left -= num_left % multiple
     return replace(
-        epoch, num_samples=start.consumed + left, first_micro_batch=start.micro_batch, first_sample=start.consumed
+        epoch, num_samples=start.consumed + num_left, first_micro_batch=start.micro_batch, first_sample=start.consumed
     )

@@ -83,8 +83,10 @@ class MicroBatch:
         """The positions in the data of the samples in this process's batch; None if unknown, or without a batch."""
         if self.cut is not None:
             return self.cut.samples
-        if self.batch is None or self.indices is None or not self.bad:
-            return None if self.batch is None else self.indices
+        if self.batch is None:
+            return None
+        if self.indices is None or not self.bad:
+            return self.indices
         skipped = {bad.index for bad in self.bad}
         return [int(index) for index in self.indices if index not in skipped]
 
@@ -95,6 +97,7 @@ class MicroBatch:
 
     def seed_of_step(self, seed: int, purpose: str, *epoch: int, data_index: int) -> int:
         """Return the seed for the step on this process's batch: a function of its place in the run alone."""
+        # With the number, because micro-batches of one index would draw the same dropout.
         number = () if self.cut is None else (self.cut.number,)
         return derive_seed(seed, purpose, *epoch, self.index, data_index, *number)
 
@@ -178,7 +181,10 @@ def count_samples(batch: Any, collated: int | None) -> int:
     samples = first_dimension(batch)
     if samples is not None and collated in (None, samples):
         return samples
-    got = "a batch without tensors or lists" if samples is None else f"a first dimension of {samples}"
+    # A guess here would weight the loss wrongly without any sign: packed rows, or `[time, batch]`.
+    got = "a batch without tensors or lists"
+    if samples is not None:
+        got = f"a first dimension of {samples}"
     if collated is not None:
         got += f", in a batch of {collated} collated samples"
     raise fail(
@@ -200,12 +206,14 @@ def first_dimension(batch: Any) -> int | None:
     if type(first) is torch.Tensor and first.ndim:  # as in most batches: without a further call
         return first.size(0)
     rows = _rows_of_first_tensor(batch)
-    return _length_of_first_list(batch) if rows is None else rows
+    if rows is None:
+        return _length_of_first_list(batch)
+    return rows
 
 
 def _rows_of_first_tensor(batch: Any) -> int | None:
     if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.ndim else None  # a nested tensor has no shape
+        return batch.size(0) if batch.ndim else None  # `size`: a nested tensor has no shape
     if isinstance(batch, np.ndarray):
         return len(batch) if batch.ndim else None
     for value in _values_of(batch):
@@ -221,7 +229,8 @@ def _length_of_first_list(batch: Any) -> int | None:
         length = _length_of_first_list(value)
         if length is not None:
             return length
-    return len(batch) if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) and batch else None
+    is_list = isinstance(batch, Sequence) and not isinstance(batch, str | bytes)  # "positive" is no batch of 8
+    return len(batch) if is_list and batch else None
 
 
 def _values_of(batch: Any) -> Iterable[Any]:

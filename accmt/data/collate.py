@@ -54,9 +54,12 @@ class DataCollatorForLongestSequence:
         """Return `(inputs, targets)`, or just the inputs if the samples have no targets."""
         self._pad.pad_to_multiple_of = self.pad_to_multiple_of
         if not isinstance(samples[0], tuple):
-            return self._pad([_as_named(one) for one in samples])
+            return self._pad(list(map(_as_named, samples)))
         inputs, targets = map(list, zip(*samples, strict=True))
-        return self._pad([_as_named(one) for one in inputs]), default_collate(targets) if self._stack else targets
+        padded = self._pad(list(map(_as_named, inputs)))
+        if self._stack:
+            targets = default_collate(targets)
+        return padded, targets
 
 
 def _as_named(inputs: Any) -> dict[str, Any]:
@@ -90,8 +93,9 @@ def collate_or_explain(samples: list[Any]) -> Any:
         expected = "samples of equal shape, or a collate function that pads them"
         # Samples with a label for each token need a function that pads the labels too.
         labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
-        has_label_lists = isinstance(labels, list) or getattr(labels, "ndim", 0) > 0
-        collator = "DataCollatorForSeq2Seq" if has_label_lists else "DataCollatorWithPadding"
+        collator = "DataCollatorWithPadding"
+        if isinstance(labels, list) or getattr(labels, "ndim", 0) > 0:
+            collator = "DataCollatorForSeq2Seq"
         do = f"Trainer(collate_fn={collator}(tokenizer)) for text, or your own function"
         raise fail(DataError, "making a batch", got=str(error), expected=expected, do=do) from error
 
@@ -99,6 +103,7 @@ def collate_or_explain(samples: list[Any]) -> Any:
 def _warn_of_dropped_keys(samples: list[Any]) -> None:
     """Warn about keys that the first sample lacks, which `default_collate` drops; the others have its keys."""
     first = samples[0]
+    # The number of keys is enough: a sample without a key of the first raised a KeyError.
     if not isinstance(first, Mapping) or all(len(sample) == len(first) for sample in samples):
         return
     names = sorted({str(key) for sample in samples for key in sample if key not in first})
@@ -141,26 +146,28 @@ def in_buckets(collate: Any, bucket: int) -> Collate:
         ArgumentError: It has no such attribute, or a different length.
     """
     if isinstance(collate, CollateChain):
-        able = [one for one in collate.functions if hasattr(one, "pad_to_multiple_of")][:1]
-        functions = [in_buckets(one, bucket) if one in able else one for one in collate.functions]
-        return CollateChain(functions) if able else _reject("functions without `pad_to_multiple_of`", bucket)
+        functions = list(collate.functions)
+        for position, function in enumerate(functions):
+            if hasattr(function, "pad_to_multiple_of"):  # only the first pads; others get its batch
+                functions[position] = in_buckets(function, bucket)
+                return CollateChain(functions)
+        raise _no_buckets("functions without `pad_to_multiple_of`", bucket)
     if not hasattr(collate, "pad_to_multiple_of"):
         name = "none" if collate is None else getattr(collate, "__qualname__", type(collate).__name__)
-        return _reject(f"{name}, which has no `pad_to_multiple_of`", bucket)
+        raise _no_buckets(f"{name}, which has no `pad_to_multiple_of`", bucket)
     if collate.pad_to_multiple_of not in (None, bucket):
-        return _reject(f"pad_to_multiple_of={collate.pad_to_multiple_of}", bucket)
-    changed = copy.copy(collate)
-    changed.pad_to_multiple_of = bucket
-    rounded: Collate = changed
-    return rounded
+        raise _no_buckets(f"pad_to_multiple_of={collate.pad_to_multiple_of}", bucket)
+    rounding = copy.copy(collate)  # the user's object may collate other data, too
+    rounding.pad_to_multiple_of = bucket
+    rounding_collate: Collate = rounding
+    return rounding_collate
 
 
-def _reject(got: str, bucket: int) -> Collate:
-    where, expected = f'Trainer(compile={{"buckets": {bucket}}}): the collate function', "one that pads to a multiple"
-    raise fail(
+def _no_buckets(got: str, bucket: int) -> ArgumentError:
+    return fail(
         ArgumentError,
-        where,
+        f'Trainer(compile={{"buckets": {bucket}}}): the collate function',
         got=got,
-        expected=expected,
+        expected="one that pads to a multiple",
         do="for example, collate_fn=DataCollatorWithPadding(tokenizer)",
     )

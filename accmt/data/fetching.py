@@ -34,7 +34,7 @@ from accmt.data.seeding import (
     user_seed,
 )
 from accmt.errors import AccmtError, StoreError, explain, is_out_of_memory
-from accmt.libraries.private_names import shut_down_workers, workers_of
+from accmt.libraries.private_names import workers_of
 from accmt.libraries.versions import may_deadlock_in_forks
 
 _MAX_NAMED = 16
@@ -50,7 +50,7 @@ class BadSample:
     error: str
 
 
-class Kept(NamedTuple):
+class ReadableBatch(NamedTuple):
     """A batch without its bad samples; a tuple, so that workers can send it.
 
     Attributes:
@@ -107,14 +107,15 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         except Exception as error:
             if _is_of_no_sample(error):
                 raise
-            # Read one by one, as the batch was read, to find the bad ones.
+            # The error of a whole batch does not name the bad sample, so read them one by one under the same seed.
             fetch_many: Callable[[list[int]], list[Any]] = self.dataset.__getitems__
-            alone = SeededDataset(self.dataset, skips_bad=True)
+            skipping = SeededDataset(self.dataset, skips_bad=True)
             seed_generators(batch.seed)
-            found = alone._fetch_each(indices, lambda index: fetch_many([index])[0])
+            fetched = skipping._fetch_each(indices, lambda index: fetch_many([index])[0])
             if self._skips_bad:
-                return found
-            self._note(error, [bad.index for bad in found.bad] or indices)
+                return fetched
+            # An error of the whole batch alone, such as a lost connection, has no bad sample to name.
+            self._note(error, [bad.index for bad in fetched.bad] or indices)
             raise
 
     def __len__(self) -> int:
@@ -143,7 +144,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
 @dataclass
 class CollateFetched:
-    """Collates the samples of a batch: to a batch, or to `Kept` if bad samples are skipped."""
+    """Collates the samples of a batch: to a batch, or to `ReadableBatch` if bad samples are skipped."""
 
     collate: Callable[[Any], Any]
     skips_bad: bool = False
@@ -151,13 +152,14 @@ class CollateFetched:
     def __call__(self, fetched: Fetched) -> Any:
         batch, samples = None, fetched.samples
         try:
+            # Stacking draws nothing, so that a dataset in memory needs no seed: seeding costs more than stacking.
             if fetched.seed is not None and self.collate is collate_or_explain and samples:
                 batch = stack_tuples(samples)
             if batch is None and (samples or not self.skips_bad):
                 if fetched.seed is not None:
                     seed_generators(fetched.seed)
                 batch = self.collate(samples)
-            return Kept(batch, fetched.bad) if self.skips_bad else batch
+            return ReadableBatch(batch, fetched.bad) if self.skips_bad else batch
         except Exception as error:
             if not _is_of_no_sample(error):
                 skipped = {bad.index for bad in fetched.bad}
@@ -166,6 +168,7 @@ class CollateFetched:
             raise
 
     def _note(self, error: Exception, indices: Sequence[int], samples: Sequence[Any]) -> None:
+        # `return` was forgotten in a branch of __getitem__; the collate function's error does not say so.
         missing = [index for index, sample in zip(indices, samples, strict=False) if sample is None]
         if missing:
             where = f"making a batch with {_name(missing)}"
@@ -195,12 +198,15 @@ class CollateFetched:
         if not samples or not all(isinstance(sample, Mapping) for sample in samples):
             return []
         names = list(samples[0])
-        texts = [name for name in names if isinstance(samples[0][name], str)]
         if self.collate is collate_or_explain:
             return [name for name in names if not self._can_collate(samples, [name])]
-        for left_out in (*([name] for name in names), texts):  # a collate function may need the others
-            if left_out and self._can_collate(samples, [name for name in names if name not in left_out]):
-                return left_out
+        # A collate function may need several columns, so leave out each of them alone, and then all texts.
+        attempts = [[name] for name in names]
+        attempts.append([name for name in names if isinstance(samples[0][name], str)])
+        for omitted in attempts:
+            remaining = [name for name in names if name not in omitted]
+            if omitted and self._can_collate(samples, remaining):
+                return omitted
         return []
 
     def _can_collate(self, samples: Sequence[Any], names: Sequence[str]) -> bool:
@@ -231,8 +237,10 @@ def _describe(error: Exception) -> str:
 def _name(indices: Sequence[int]) -> str:
     if len(indices) == 1:
         return f"sample {indices[0]}"
-    more = ", ..." if len(indices) > _MAX_NAMED else ""
-    return f"the samples [{', '.join(map(str, indices[:_MAX_NAMED]))}{more}]"
+    numbers = ", ".join(map(str, indices[:_MAX_NAMED]))
+    if len(indices) > _MAX_NAMED:  # a batch may have thousands
+        numbers += ", ..."
+    return f"the samples [{numbers}]"
 
 
 # ---- Loader workers
@@ -269,7 +277,7 @@ def start_reading(dataloader: DataLoader[Any]) -> Iterator[Any]:
 def _note_unsendable(dataloader: DataLoader[Any], error: Exception) -> None:
     """Name what cannot be sent to workers that are not forked: pickle's error has only a lambda without a name."""
     context = dataloader.multiprocessing_context or multiprocessing.get_context()
-    if not dataloader.num_workers or context.get_start_method() == "fork":
+    if not dataloader.num_workers or context.get_start_method() == "fork":  # nothing is pickled
         return
     for name in ("collate_fn", "dataset", "worker_init_fn"):
         try:
@@ -303,15 +311,6 @@ def _leave_later(_number: int, _frame: FrameType | None) -> None:
     signal.setitimer(signal.ITIMER_REAL, _LEAVE_S)
 
 
-def end_workers(dataloader: DataLoader[Any], batches: Any) -> None:
-    """Stop the workers of an iterator.
-
-    torch stops them once nothing refers to the iterator; until then they would wait for another epoch, or live as long
-    as the traceback of an error that ended the run.
-    """
-    shut_down_workers(dataloader, batches)
-
-
 @dataclass(frozen=True)
 class WorkerStart:
     """Starts a worker with the user's `worker_init_fn`; `get_worker_info().dataset` is the user's, not the wrapper."""
@@ -324,6 +323,7 @@ class WorkerStart:
         if info is not None and isinstance(info.dataset, SeededDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo rejects assignment
         if info is not None and isinstance(info.dataset, IterableDataset):
+            # The workers' copies would draw the same numbers: torch seeds only the global generators of a worker.
             for generator in find_generators(info.dataset):
                 reseed(generator, derive_seed(info.seed, "generator", user_seed(generator)))
         if self.user_function is not None:
@@ -344,5 +344,6 @@ def note_dead_worker(error: BaseException, batches: Any = None) -> None:
             workers[sentinel].join()
     is_from_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
     is_dead = is_from_torch or any(worker.exitcode for worker in workers.values())
+    # The source adds the note first; `fit` passes every error of the run again.
     if is_dead and _DEAD not in getattr(error, "__notes__", ()):
         error.add_note(_DEAD)

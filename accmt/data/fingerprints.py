@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import starmap
 from time import monotonic
 from typing import Any, Literal, TypeAlias
 
@@ -20,8 +22,9 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from accmt.data.fetching import Fetched, SeededDataset, WorkerStart, end_workers, start_reading
+from accmt.data.fetching import Fetched, SeededDataset, WorkerStart, start_reading
 from accmt.data.seeding import BatchIndices, derive_seed
+from accmt.libraries.private_names import shut_down_workers
 
 Entry: TypeAlias = str | list[float]
 """A digest of values that must be equal, or a tolerance and a few values for numbers that may be rounded."""
@@ -45,11 +48,12 @@ def read_rows(dataset: Any, length: int, *, num_workers: int, context: Any = Non
     Each is read twice under one seed, in a worker if training uses workers: files that a dataset opens on its first
     read must not be open in the process that starts the workers.
     """
-    indices = sorted({0, 1, length // 3, 2 * length // 3, length - 1} & set(range(length)))
-    twice = [BatchIndices([index], derive_seed(0, "fingerprint", index)) for index in indices for _ in range(2)]
+    twice: list[BatchIndices] = []
+    for index in sorted({0, 1, length // 3, 2 * length // 3, length - 1} & set(range(length))):
+        twice += [BatchIndices([index], derive_seed(0, "fingerprint", index))] * 2
     seeded = SeededDataset(dataset, skips_bad=True)
     if num_workers == 0:
-        return _rows_of(seeded.__getitems__(one) for one in twice)
+        return _rows_of(map(_fingerprint_fetched, map(seeded.__getitems__, twice)))
     collate: Any = _fingerprint_fetched
     batches: Any = twice  # what `SeededDataset` reads
     loader: DataLoader[Any] = DataLoader(
@@ -63,23 +67,22 @@ def read_rows(dataset: Any, length: int, *, num_workers: int, context: Any = Non
     reading = start_reading(loader)
     try:
         return _rows_of(reading)
-    finally:
-        end_workers(loader, reading)
+    finally:  # torch would stop them only when nothing refers to the iterator, such as a traceback
+        shut_down_workers(loader, reading)
 
 
 def _fingerprint_fetched(fetched: Fetched) -> tuple[list[int], list[Fingerprint]]:
     return list(fetched.indices), [fingerprint(sample) for sample in fetched.samples]
 
 
-def _rows_of(read: Iterator[Any]) -> Rows:
+def _rows_of(readings: Iterator[Any]) -> Rows:
     rows: Rows = {}
     deadline = monotonic() + _BUDGET_S
-    for first in read:
-        (index,), one = first if isinstance(first, tuple) else _fingerprint_fetched(first)
-        second = next(read)
-        _, other = second if isinstance(second, tuple) else _fingerprint_fetched(second)
-        if one and other:
-            rows[str(index)] = {path: entry for path, entry in one[0].items() if other[0].get(path) == entry}
+    for (index,), first in readings:
+        _, second = next(readings)
+        if first and second:  # empty if the sample could not be read
+            # A value that differs is drawn from a generator that accmt cannot seed: it would be a false alarm.
+            rows[str(index)] = {path: entry for path, entry in first[0].items() if second[0].get(path) == entry}
         if monotonic() > deadline:
             break
     return rows
@@ -92,34 +95,37 @@ def rows_of_samples(samples: Sequence[Any]) -> Rows:
 
 def fingerprint(sample: Any) -> Fingerprint:
     """Return the fingerprint of a sample without values of unknown types."""
-    found: Fingerprint = {}
+    entries: Fingerprint = {}
     for path, value in _entries(sample, "", 0):
         entry = _entry_of(value)
         if entry is not None:
-            found[path] = entry
-        if isinstance(entry, list):
-            found[f"{path} shape"] = str(getattr(value, "shape", getattr(value, "size", ())))
-        if len(found) >= _MAX_ENTRIES:
+            entries[path] = entry
+        if isinstance(entry, list):  # a few values do not show that an image was resized
+            entries[f"{path} shape"] = str(getattr(value, "shape", getattr(value, "size", ())))
+        if len(entries) >= _MAX_ENTRIES:
             break
-    return found
+    return entries
 
 
-def compare(own: Rows, other: Rows) -> Literal["same", "partly", "different"]:
+def compare(rows: Rows, reference: Rows) -> Literal["same", "partly", "different"]:
     """Compare samples at the same indices.
 
     "partly" means that some entry that distinguishes samples is the same throughout; the others may be augmented, or
     computed differently.
     """
-    indices = sorted(own.keys() & other.keys())
-    paths = {path for index in indices for path in own[index].keys() & other[index].keys()}
+    pairs_by_path = defaultdict(list)
+    for index in sorted(rows.keys() & reference.keys()):
+        for path in rows[index].keys() & reference[index].keys():
+            pairs_by_path[path].append((rows[index][path], reference[index][path]))
     are_alike, tells_apart = True, False
-    for path in paths:
-        pairs = [(own[i][path], other[i][path]) for i in indices if path in own[i] and path in other[i]]
-        if not all(_is_alike(*pair) for pair in pairs):
+    for pairs in pairs_by_path.values():
+        if not all(starmap(_is_alike, pairs)):
             are_alike = False
-        elif any(not _is_alike(pairs[0][0], entry) for entry, _ in pairs):
+        elif any(not _is_alike(pairs[0][0], entry) for entry, _ in pairs):  # one label for all samples shows nothing
             tells_apart = True
-    return "same" if are_alike else "partly" if tells_apart else "different"
+    if are_alike:
+        return "same"
+    return "partly" if tells_apart else "different"
 
 
 def _entries(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -146,10 +152,12 @@ def _entry_of(value: Any) -> Entry | None:
     try:
         if isinstance(value, torch.Tensor):
             tensor = value.detach().cpu()
-            return _entry_of_array(tensor.to(torch.float32) if tensor.dtype is torch.bfloat16 else tensor)
+            if tensor.dtype is torch.bfloat16:  # numpy has no such type
+                tensor = tensor.to(torch.float32)
+            return _entry_of_array(tensor)
         if isinstance(value, np.ndarray | np.generic):
             return _entry_of_array(np.asarray(value))
-        image = sys.modules.get("PIL.Image")
+        image = sys.modules.get("PIL.Image")  # not imported, it made no sample
         if image is not None and isinstance(value, image.Image):
             return _entry_of_array(np.asarray(value))
         if isinstance(value, float) and not math.isnan(value):
@@ -166,6 +174,7 @@ def _entry_of_array(value: Any) -> Entry | None:
     is_media = array.size >= _MEDIA_SIZE and (array.dtype.kind == "f" or array.dtype == np.uint8)
     if array.dtype.kind != "f" and not is_media:
         return _digest(f"{array.dtype.kind}{array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    # A fingerprint is JSON, and NaN is not equal to itself.
     flat = np.nan_to_num(array.reshape(-1).astype(np.float64), posinf=0.0, neginf=0.0)
     chosen = flat[:: max(1, flat.size // _NUM_VALUES)][:_NUM_VALUES]
     sums = [flat.mean(), np.abs(flat).mean()] if flat.size else []
@@ -176,9 +185,9 @@ def _digest(content: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(content)
 
 
-def _is_alike(one: Entry, other: Entry) -> bool:
-    if isinstance(one, str) or isinstance(other, str) or len(one) != len(other):
-        return one == other
-    tolerance, *values = one
+def _is_alike(entry: Entry, reference: Entry) -> bool:
+    if isinstance(entry, str) or isinstance(reference, str) or len(entry) != len(reference):
+        return entry == reference
+    tolerance, *values = entry
     largest = max(map(abs, values), default=0.0)
-    return all(abs(a - b) <= tolerance * largest for a, b in zip(values, other[1:], strict=True))
+    return all(abs(a - b) <= tolerance * largest for a, b in zip(values, reference[1:], strict=True))

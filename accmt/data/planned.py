@@ -30,7 +30,6 @@ from accmt.data.fetching import (
     Fetched,
     SeededDataset,
     WorkerStart,
-    end_workers,
     note_dead_worker,
     start_reading,
 )
@@ -45,6 +44,7 @@ from accmt.data.samplers import (
     is_user_class,
 )
 from accmt.data.seeding import preserve_generators
+from accmt.libraries.private_names import shut_down_workers
 from accmt.messages import say
 from accmt.registry import addon
 
@@ -90,7 +90,7 @@ class PlannedSource:
         self._seeded = SeededDataset(dataset, skips_bad=options.skips_bad)
         collate = CollateFetched(torch_options["collate_fn"], options.skips_bad)
         torch_options = {**torch_options, "batch_sampler": self._sampler, "collate_fn": collate}
-        if any(hasattr(dataset, name) for name in ("set_epoch", "state_dict")):  # workers would keep an old copy
+        if hasattr(dataset, "set_epoch") or hasattr(dataset, "state_dict"):  # workers would keep an old copy
             torch_options["persistent_workers"] = False
         self.dataloader: DataLoader[Any] = DataLoader(self._seeded, **torch_options)
         if not options.has_own_data:
@@ -134,11 +134,13 @@ class PlannedSource:
         require_same_everywhere(self._options, self._describe(), self._order.digest(epoch))
         batches = self._reading = self._read()
         last, num_processes = plan.num_micro_batches - 1, plan.shard.count
-        count = None if isinstance(self._order, Order) else self._order.num_samples  # batches may differ in size
+        counts_batches = isinstance(self._order, UserBatches)
         order = self._sampler.order
-        for index, (everywhere, own) in enumerate(plan.cut(range(first, last + 1)), first):
+        num_samples: int | None
+        own_samples: int | None
+        for index, (positions, local_positions) in enumerate(plan.cut(range(first, last + 1)), first):
             batch = None
-            if own:
+            if local_positions:
                 try:
                     batch = next(batches)
                 except Exception as error:
@@ -148,10 +150,12 @@ class PlannedSource:
                     raise
                 if batch is None:
                     require_batch(batch, self._options)
-            num_samples = len(everywhere) if count is None else count(epoch, everywhere)
-            own_samples = len(own) if count is None else count(epoch, own)
-            is_last, is_partial = index == last, len(everywhere) < num_processes
-            indices = order[own.start : own.stop]
+            num_samples, own_samples = len(positions), len(local_positions)
+            if counts_batches:  # which may differ in size
+                num_samples = self._order.num_samples(epoch, positions)
+                own_samples = self._order.num_samples(epoch, local_positions)
+            is_last, is_partial = index == last, len(positions) < num_processes
+            indices = order[local_positions.start : local_positions.stop]
             yield MicroBatch(index, batch, num_samples, own_samples, is_last, is_partial, indices=indices)
 
     def _read(self) -> Iterator[Any]:
@@ -163,7 +167,7 @@ class PlannedSource:
         return map(collate, map(self._seeded.__getitems__, self._sampler))
 
     def samples_in(self, first: int, last: int) -> int | None:
-        if self._options.skips_bad:
+        if self._options.skips_bad:  # how many can be read shows only then
             return None
         positions = range(self._plan.samples_before(first), self._plan.samples_before(last))
         return self._order.num_samples(self._epoch, positions)
@@ -173,17 +177,22 @@ class PlannedSource:
             call_set_epoch(self._dataset, self._epoch)
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        return self._sampler.indices(self._plan.local_indices(index)) if epoch == self._epoch else None
+        if epoch != self._epoch:  # the order of another epoch is not drawn again
+            return None
+        return self._sampler.indices(self._plan.local_indices(index))
 
     def read_again(self, epoch: int, index: int) -> Fetched | None:
-        indices = self._sampler.samples(self._plan.local_indices(index))
-        return self._seeded.__getitems__(indices) if epoch == self._epoch and indices else None
+        if epoch != self._epoch:
+            return None
+        return self._seeded.__getitems__(self._sampler.samples(self._plan.local_indices(index)))
 
     def digest_of_samples(self, first: int, last: int) -> str | None:
         return self._sampler.digest(first, last)
 
     def end_workers(self) -> None:
-        end_workers(self.dataloader, self._reading)
+        # torch stops them once nothing refers to the iterator; until then they would wait for another epoch, or live as
+        # long as the traceback of an error that ended the run.
+        shut_down_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         if num_micro_batches == 0:  # the epoch's order may not have been drawn yet
@@ -196,7 +205,9 @@ class PlannedSource:
         return {"kind": self._kind, self._unit: consumed, **order, "rows": self.rows, **self.files}
 
     def _state_at(self, epoch: int) -> dict[str, Any]:
-        return {} if self._resumable is None else {"sampler": self._resumable.state_at(epoch)}
+        if self._resumable is None:
+            return {}
+        return {"sampler": self._resumable.state_at(epoch)}
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         self._start = read_start(
@@ -289,8 +300,9 @@ class BatchesSource(PlannedSource):
         batch_sampler: Any = user_loader.batch_sampler
         order = UserBatches(batch_sampler, options.seed)
         options = replace(options, batch_size=1, micro_batches_per_batch=1)  # the plan counts the user's batches
-        # The length of a user-defined class may be an estimate; the batches drawn here are kept for the first epoch.
-        num_batches = order.size(0) if is_user_class(batch_sampler) else length_of(batch_sampler) or 0
+        num_batches = length_of(batch_sampler) or 0
+        if is_user_class(batch_sampler):  # its length may be an estimate; the first epoch uses the batches drawn here
+            num_batches = order.size(0)
         require_not_empty(num_batches, options, "a DataLoader without batches")
         names = ("num_workers", "collate_fn", "pin_memory", "timeout", "prefetch_factor", "multiprocessing_context")
         torch_options = {name: getattr(user_loader, name) for name in (*names, "persistent_workers")}

@@ -81,10 +81,6 @@ class Plan:
         start = self.first_sample + (index - self.first_micro_batch) * self.global_batch_size
         return min(start, self.num_samples)
 
-    def samples_in(self, first: int, last: int) -> int:
-        """Return the number of samples in micro-batches [first, last) over all processes."""
-        return self.samples_before(last) - self.samples_before(first)
-
     def local_indices(self, index: int) -> range:
         """Return the positions in the global order of a micro-batch on this process; may be empty."""
         return next(self.cut(range(index, index + 1)))[1]
@@ -94,13 +90,14 @@ class Plan:
 
         One function for speed: it runs twice per micro-batch, when it is fetched and when it is trained on.
         """
-        size, own, count = self.global_batch_size, self.shard.index, self.shard.count
+        size, rank, count = self.global_batch_size, self.shard.index, self.shard.count
         for index in indices:
             start = min(self.first_sample + (index - self.first_micro_batch) * size, self.num_samples)
             stop = min(start + size, self.num_samples)
+            # Of a short last micro-batch, the first `extra` processes get one sample more than the others.
             base, extra = divmod(stop - start, count)
-            begin = start + own * base + min(own, extra)
-            yield range(start, stop), range(begin, begin + base + (own < extra))
+            begin = start + rank * base + min(rank, extra)
+            yield range(start, stop), range(begin, begin + base + (rank < extra))
 
 
 T = TypeVar("T")
@@ -135,7 +132,9 @@ class UserRandomness:
     def __init__(self, *parts: Any) -> None:
         inner = [getattr(part, "sampler", None) for part in parts]
         self._parts = [part for part in (*parts, *inner) if part is not None]
+        # Each generator once: a batch sampler and the sampler in it may share theirs.
         generators = dict.fromkeys(chain(*map(find_generators, self._parts)))
+        # If the script seeds by rank, processes would draw different orders and train twice on some samples.
         self._seeds = {generator: broadcast_object(user_seed(generator)) for generator in generators}
 
     def call_set_epoch(self, epoch: int) -> None:
@@ -224,9 +223,10 @@ class UserSampler(Generic[T]):
 
     def state_at(self, epoch: int) -> dict[str, Any]:
         """Return the sampler's state, and that with which an epoch was drawn."""
-        current = self._copy_state()
-        is_drawn = self._drawn is not None and self._drawn[0] == epoch
-        return {"epoch": epoch, "drawn": self._state_at_draw if is_drawn else current, "current": current}
+        current = drawn = self._copy_state()
+        if self._drawn is not None and self._drawn[0] == epoch:
+            drawn = self._state_at_draw
+        return {"epoch": epoch, "drawn": drawn, "current": current}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_at` returned, when its epoch is drawn."""
@@ -244,14 +244,14 @@ class UserSampler(Generic[T]):
 
     def at(self, epoch: int) -> T:
         if self._drawn is None or self._drawn[0] != epoch:
-            is_saved = self._stateful is not None and self._saved.get("epoch") == epoch
-            if self._stateful is not None and is_saved:
-                self._stateful.load_state_dict(deepcopy(self._saved["drawn"]))
+            resumed = self._stateful if self._saved.get("epoch") == epoch else None
+            if resumed is not None:
+                resumed.load_state_dict(deepcopy(self._saved["drawn"]))
             self._state_at_draw = self._copy_state()
             with self._randomness.of_epoch(epoch), seeded_generators(derive_seed(self._seed, "order", epoch)):
                 self._drawn = epoch, self._read(self._sampler)
-            if self._stateful is not None and is_saved:
-                self._stateful.load_state_dict(deepcopy(self._saved["current"]))
+            if resumed is not None:  # training changed it after the draw, for the next epoch
+                resumed.load_state_dict(deepcopy(self._saved["current"]))
         return self._drawn[1]
 
 
@@ -291,18 +291,19 @@ class Order:
         self._seed = seed
         self._shuffle = shuffle
         self._permute = permute
-        self._drawn = None if sampler is None else UserSampler(sampler, seed, _read_indices)
+        self._user_sampler: UserSampler[torch.Tensor] | None = None
         self.resumable: ResumableSampler | UserSampler[torch.Tensor] | None = None
-        if self._drawn is not None:
-            self.resumable = sampler if isinstance(sampler, ResumableSampler) else self._drawn.resumable
+        if sampler is not None:
+            self._user_sampler = UserSampler(sampler, seed, _read_indices)
+            self.resumable = sampler if isinstance(sampler, ResumableSampler) else self._user_sampler.resumable
         self._digest: tuple[int, int, str] | None = None
         self._last: tuple[int, int, torch.Tensor] | None = None
 
     def forget(self) -> None:
         """Draw again when an epoch is needed next."""
         self._digest = None
-        if self._drawn is not None:
-            self._drawn.forget()
+        if self._user_sampler is not None:
+            self._user_sampler.forget()
 
     def digest(self, epoch: int) -> str:
         if self._digest is None or self._digest[:2] != (epoch, self.length):
@@ -310,15 +311,15 @@ class Order:
         return self._digest[2]
 
     def size(self, epoch: int) -> int:
-        return self.length if self._drawn is None else len(self._drawn.at(epoch))
+        return self.length if self._user_sampler is None else len(self._user_sampler.at(epoch))
 
     def num_samples(self, epoch: int | None, positions: range) -> int | None:
         return len(positions)
 
     def at(self, epoch: int) -> torch.Tensor:
         """Return the order of `epoch` as a tensor of indices `[samples]`."""
-        if self._drawn is not None:
-            return self._drawn.at(epoch)
+        if self._user_sampler is not None:
+            return self._user_sampler.at(epoch)
         if self._last is None or self._last[:2] != (epoch, self.length):
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
             order = torch.arange(self.length)
@@ -363,13 +364,17 @@ class UserBatches(UserSampler[Batches]):
 
 
 def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
-    return sampler.draw() if isinstance(sampler, TensorSampler) else torch.tensor(list(sampler), dtype=torch.long)
+    if isinstance(sampler, TensorSampler):
+        return sampler.draw()
+    return torch.tensor(list(sampler), dtype=torch.long)
 
 
 def _read_batches(batch_sampler: Iterable[Iterable[int]]) -> Batches:
     if type(batch_sampler) is BatchSampler:  # torch's class: split here, faster than one list per batch
         indices, size = _read_indices(batch_sampler.sampler), batch_sampler.batch_size
-        end = len(indices) - len(indices) % size if batch_sampler.drop_last else len(indices)
+        end = len(indices)
+        if batch_sampler.drop_last:
+            end -= end % size
         return Batches(indices, torch.tensor([*range(0, end, size), end]))
     batches = [list(batch) for batch in batch_sampler]
     starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
@@ -390,14 +395,14 @@ class GlobalBatchSampler(Sampler[BatchIndices]):
         self._order = order
         self._seed = seed
         self._purpose = purpose
-        self._drawn: Any = None
+        self._order_of_epoch: Any = None
 
     def start_at(self, epoch: int, plan: Plan, micro_batches: range) -> None:
         """Set what the next iteration yields."""
         self._epoch = epoch
         self._plan = plan
         self._micro_batches = micro_batches
-        self._drawn = None
+        self._order_of_epoch = None
 
     def __iter__(self) -> Iterator[BatchIndices]:
         epoch, plan, order = self._epoch, self._plan, self.order
@@ -407,8 +412,11 @@ class GlobalBatchSampler(Sampler[BatchIndices]):
                 yield BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, part.start))
 
     def __len__(self) -> int:
-        last = self._micro_batches[-1:]  # this process may have no part of it
-        return len(self._micro_batches) - sum(not self._plan.local_indices(index) for index in last)
+        number = len(self._micro_batches)
+        # This process may have no part of the last one, for which nothing is then fetched.
+        if number and not self._plan.local_indices(self._micro_batches[-1]):
+            number -= 1
+        return number
 
     def digest(self, first: int, last: int) -> str:
         """Return a digest of the indices in micro-batches [first, last) over all processes, in their order."""
@@ -420,7 +428,7 @@ class GlobalBatchSampler(Sampler[BatchIndices]):
 
     def indices(self, part: range) -> list[int]:
         """Return the indices at these positions of the current epoch's order."""
-        indices: list[int] = self.order[part.start : part.stop].tolist() if part else []
+        indices: list[int] = self.order[part.start : part.stop].tolist()
         return indices
 
     def samples(self, part: range) -> BatchIndices:
@@ -430,11 +438,12 @@ class GlobalBatchSampler(Sampler[BatchIndices]):
     @property
     def order(self) -> Any:
         """The indices of the current epoch in their order, of which a slice has those of positions."""
-        if self._drawn is None:
-            drawn = self._order.at(self._epoch)
-            # Slicing a tensor is many times slower.
-            self._drawn = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn
-        return self._drawn
+        if self._order_of_epoch is None:
+            order: Any = self._order.at(self._epoch)
+            if isinstance(order, torch.Tensor):  # whose slicing is many times slower
+                order = order.numpy()
+            self._order_of_epoch = order
+        return self._order_of_epoch
 
 
 def check_length(sampler: Any, dataset: Any) -> None:

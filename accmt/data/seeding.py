@@ -27,7 +27,7 @@ _RANDOM: Any = random.seed.__self__  # type: ignore[attr-defined]  # of the modu
 _seed_random = super(random.Random, _RANDOM).seed  # what `random.seed` does for a whole number, without its checks
 
 
-OWN: list[Any] = []
+USER_GENERATORS: list[Any] = []
 """The generators in the user's objects that are seeded together with the global ones."""
 
 
@@ -45,14 +45,14 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - users' datasets draw from the global generator
     _seed_random(seed)
-    _RANDOM.gauss_next = None
+    _RANDOM.gauss_next = None  # as `random.seed` does: else the first `gauss` would be half of the pair drawn before
     if device is not None and device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)
     elif device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
-    for own in OWN:
-        own.seed(seed)
+    for generator in USER_GENERATORS:
+        generator.seed(seed)
 
 
 def set_seed(seed: int, *, workers: bool = True) -> int:
@@ -95,8 +95,9 @@ def seeded_generators(seed: int) -> Iterator[None]:
 
 def draw_seed() -> int:
     """Return torch's seed if it was set, as by `set_seed`; otherwise one from the operating system."""
-    seed = torch.initial_seed()
-    return random.SystemRandom().randrange(2**31) if seed == _TORCH_DEFAULT else seed % 2**31
+    if torch.initial_seed() == _TORCH_DEFAULT:
+        return random.SystemRandom().randrange(2**31)
+    return torch.initial_seed() % 2**31
 
 
 class BatchIndices(NamedTuple):
@@ -125,25 +126,27 @@ _DRAWN_BY_SYSTEM = 2**64  # numpy's generators without a seed draw 128 bits, oth
 
 def find_generators(owner: Any) -> list[Any]:
     """Return the generators that are direct attributes of an object, or of the object of a bound method."""
-    owner = owner.__self__ if isinstance(owner, MethodType) else owner
-    attributes = getattr(owner, "__dict__", {})
-    generators = [value for value in attributes.values() if isinstance(value, _GENERATORS)]
-    return [
-        generator
-        for generator in generators
-        if not (any(generator is known for known in _GLOBAL) or isinstance(generator, random.SystemRandom))
-    ]
+    if isinstance(owner, MethodType):
+        owner = owner.__self__
+    generators = []
+    for value in getattr(owner, "__dict__", {}).values():
+        # The global ones are seeded anyway, and those of the system have no seed.
+        if isinstance(value, _GENERATORS) and value not in _GLOBAL and not isinstance(value, random.SystemRandom):
+            generators.append(value)
+    return generators
 
 
 def user_seed(generator: Any) -> int:
     """Return the seed that the user set on a generator; 0 if it is unknown or was not set."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
-    seeds: Any = (
-        getattr(generator.bit_generator, "seed_seq", None) if isinstance(generator, np.random.Generator) else None
-    )
+    if not isinstance(generator, np.random.Generator):  # `random.Random` and `RandomState` do not keep theirs
+        return 0
+    seeds = getattr(generator.bit_generator, "seed_seq", None)  # which older versions of numpy do not show
     entropy = getattr(seeds, "entropy", None)
-    return entropy if isinstance(entropy, int) and entropy < _DRAWN_BY_SYSTEM else 0
+    if isinstance(entropy, int) and entropy < _DRAWN_BY_SYSTEM:
+        return entropy
+    return 0
 
 
 def reseed(generator: Any, seed: int) -> None:
@@ -152,18 +155,19 @@ def reseed(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, np.random.RandomState):  # takes 32 bits
+        generator.seed(seed & 0xFFFFFFFF)
     else:
-        generator.seed(seed & 0xFFFFFFFF if isinstance(generator, np.random.RandomState) else seed)
+        generator.seed(seed)
 
 
 def state_of(generator: Any) -> Callable[[], object]:
     """Return a function that restores the generator's current state."""
-    if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        state: Any = generator.get_state()
+        return partial(generator.set_state, state)
     if isinstance(generator, np.random.Generator):
         return partial(setattr, generator.bit_generator, "state", copy.deepcopy(generator.bit_generator.state))
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state())
     return partial(generator.setstate, generator.getstate())
 
 
@@ -191,20 +195,20 @@ def seed_parts_with_global(whole: Any, parts: Iterable[Any]) -> None:
 
 
 def _seed_all(generators: Iterable[Any], kind: str) -> None:
-    known = {id(seeded.generator) for seeded in OWN}
+    known = {id(seeded.generator) for seeded in USER_GENERATORS}
     for number, generator in enumerate(generators):
-        if id(generator) not in known:
+        if id(generator) not in known:  # dataset and collate function may share one: it keeps its first name
             known.add(id(generator))
-            OWN.append(_Seeded(generator, f"generator {number} of {kind}"))
+            USER_GENERATORS.append(_Seeded(generator, f"generator {number} of {kind}"))
 
 
 @contextmanager
 def keeping_generators() -> Iterator[None]:
     """Afterwards, stop seeding the generators added meanwhile, and restore their state."""
-    first = len(OWN)
+    first = len(USER_GENERATORS)
     try:
         yield
     finally:
-        for own in OWN[first:]:
-            own.restore()
-        del OWN[first:]
+        for generator in USER_GENERATORS[first:]:
+            generator.restore()
+        del USER_GENERATORS[first:]

@@ -31,36 +31,44 @@ def build_source(data: Any, options: SourceOptions) -> Source:
 
     Processes: collective.
     """
-    source: Source
     require_readable(data, options.kind)
+    source = _choose_source(data, options)
+    if num_data_processes() > 1 and source.shard.count == 1:
+        return UnshardedSource(source)
+    return source
+
+
+def _choose_source(data: Any, options: SourceOptions) -> Source:
     if isinstance(data, DataLoader):
-        source = _wrap_user_loader(data, options)
-    elif isinstance(data, Mapping | str | bytes | type) or (is_stream(data) and not hasattr(data, "__iter__")):
-        got = type(data).__name__ + (f" with the keys {list(data)}" if isinstance(data, Mapping) else "")
+        return _wrap_user_loader(data, options)
+    _require_samples(data, options)
+    if is_stream(data):
+        return StreamSource(data, options.without_split_stream(data))
+    if options.batch_sampler is None:
+        return DatasetSource(data, options)
+    loader = DataLoader(data, batch_sampler=options.batch_sampler, **options.torch_options())
+    return _wrap_user_loader(loader, options)
+
+
+def _require_samples(data: Any, options: SourceOptions) -> None:
+    """Check that data are samples: a path, a dict of datasets or a class fails only later, and not by name."""
+    if isinstance(data, Mapping | str | bytes | type) or (is_stream(data) and not hasattr(data, "__iter__")):
+        got = type(data).__name__
         expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
         do = 'pass one of these to fit; if you have a dict of datasets, pass one of them, such as data["train"]'
-        if isinstance(data, str | os.PathLike):
+        if isinstance(data, Mapping):  # `load_dataset` without `split`
+            got += f" with the keys {list(data)}"
+        elif isinstance(data, str | os.PathLike):
             got, form = repr(str(data)), _FORMATS.get(Path(data).suffix, "csv")
             do = f'load it: datasets.load_dataset("{form}", data_files={str(data)!r}, split="train")'
         elif isinstance(data, type):
             got, do = f"the class {data.__name__}", f"pass an object of it: {data.__name__}(...)"
-        elif hasattr(data, "__getitem__") and not isinstance(data, Mapping | bytes):
+        elif hasattr(data, "__getitem__") and not isinstance(data, bytes):
             got, do = f"{got}, which has __getitem__ but no __len__", "def __len__(self): return the number of samples"
-        raise fail(DataError, f"the {options.kind} data", got=got, expected=expected, do=do)
-    elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas: indexing selects columns
+        raise options.error(got, expected, do)
+    if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas: indexing selects columns
         got, expected = f"a {type(data).__name__} of pandas", "data whose [index] is a sample"
-        raise fail(
-            DataError, f"the {options.kind} data", got=got, expected=expected, do='pass frame.to_dict("records")'
-        )
-    elif is_stream(data):
-        source = StreamSource(data, options.without_split_stream(data))
-    elif options.batch_sampler is None:
-        source = DatasetSource(data, options)
-    else:
-        loader = DataLoader(data, batch_sampler=options.batch_sampler, **options.torch_options())
-        source = _wrap_user_loader(loader, options)
-    has_own_data = num_data_processes() > 1 and source.shard.count == 1
-    return UnshardedSource(source) if has_own_data else source
+        raise options.error(got, expected, 'pass frame.to_dict("records")')
 
 
 def require_readable(data: Any, kind: str) -> None:
@@ -82,9 +90,10 @@ def is_stream(data: Any) -> bool:
 def _wrap_user_loader(user_loader: DataLoader[Any], options: SourceOptions) -> Source:
     from accelerate.data_loader import DataLoaderStateMixin
 
+    # Sharded by both, each process would train on a part of its part.
     if isinstance(user_loader, DataLoaderStateMixin):
         got, do = "a DataLoader already sharded by accelerator.prepare", "let the Trainer prepare it"
-        raise fail(DataError, f"the {options.kind} data", got=got, expected="the DataLoader before prepare", do=do)
+        raise options.error(got, "the DataLoader before prepare", do)
     options = options.without_second_sharding(user_loader, user_loader.batch_sampler)
     is_plain = type(user_loader).__iter__ is DataLoader.__iter__ and not isinstance(
         user_loader.dataset, IterableDataset
@@ -108,57 +117,60 @@ class UnshardedSource:
     Processes: collective.
     """
 
-    def __init__(self, own: Source) -> None:
-        self.dataloader: DataLoader[Any] = own.dataloader
-        self.micro_batches_per_batch = own.micro_batches_per_batch
-        self.shard = own.shard
-        self._own = own
+    def __init__(self, source: Source) -> None:
+        self.dataloader: DataLoader[Any] = source.dataloader
+        self.micro_batches_per_batch = source.micro_batches_per_batch
+        self.shard = source.shard
+        self._source = source
         self._measure()
 
     def samples_in(self, first: int, last: int) -> int | None:
-        return None  # a process only knows its own
+        return None  # a process does not know those of the others
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on, until no process has a batch."""
-        own, index = self._own.micro_batches(epoch, first), count(first)
-        for micro_batch, _ in read_when_needed(lambda: self._read(own, next(index))):
-            if micro_batch.index == first:
+        micro_batches, index = self._source.micro_batches(epoch, first), count(first)
+        for micro_batch, _ in read_when_needed(lambda: self._read(micro_batches, next(index))):
+            if micro_batch.index == first:  # this epoch of the source, whose length may have changed, has begun
                 self._measure()
             yield micro_batch
 
-    def _read(self, own: Iterator[MicroBatch], index: int) -> ReadBatch | None:
-        part = without = MicroBatch(index, None, own_samples=0)
+    def _read(self, micro_batches: Iterator[MicroBatch], index: int) -> ReadBatch | None:
+        micro_batch = without_batch = MicroBatch(index, None, own_samples=0)
         try:
-            part = next(own, None) or without
+            micro_batch = next(micro_batches, None) or without_batch
         except Exception:
             sum_over_processes((1, 0, 0))  # the others wait for the sums
             raise
         # A process that has ended has no batch; nor has one that could read none of its samples.
-        counts = sum_over_processes((part is not without, part.batch is not None, part.num_bad))
-        not_ended, num_batches, num_bad = map(int, counts)
-        part = replace(part, num_samples=None, is_partial=num_batches < num_processes(), num_bad=num_bad)
-        return (part, {}) if not_ended else None
+        has_ended, has_batch = micro_batch is without_batch, micro_batch.batch is not None
+        counts = sum_over_processes((not has_ended, has_batch, micro_batch.num_bad))
+        num_reading, num_batches, num_bad = map(int, counts)
+        if num_reading == 0:
+            return None
+        is_partial = num_batches < num_processes()
+        return replace(micro_batch, num_samples=None, is_partial=is_partial, num_bad=num_bad), {}
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        return self._own.samples_of(epoch, index)
+        return self._source.samples_of(epoch, index)
 
     def read_again(self, epoch: int, index: int) -> Fetched | None:
-        return self._own.read_again(epoch, index)
+        return self._source.read_again(epoch, index)
 
     def digest_of_samples(self, first: int, last: int) -> str | None:
-        return self._own.digest_of_samples(first, last)
+        return self._source.digest_of_samples(first, last)
 
     def set_epoch_again(self) -> None:
-        self._own.set_epoch_again()
+        self._source.set_epoch_again()
 
     def end_workers(self) -> None:
-        self._own.end_workers()
+        self._source.end_workers()
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
-        return {"kind": _KIND, "positions": gather_objects(self._own.position(epoch, num_micro_batches))}
+        return {"kind": _KIND, "positions": gather_objects(self._source.position(epoch, num_micro_batches))}
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
-        own: Mapping[str, Any] = {}
+        position_of_process: Mapping[str, Any] = {}
         if first_micro_batch > 0:
             positions = position.get("positions", [])
             if len(positions) != num_processes():
@@ -166,10 +178,10 @@ class UnshardedSource:
                 expected = "the same number of processes as before: each has its own data, which no other can resume"
                 do = "resume on the same number of processes, with the same data_options"
                 raise fail(DataError, "the data of each process in a resumed epoch", got=got, expected=expected, do=do)
-            own = positions[process_index()]
-        self._own.resume_from(epoch, first_micro_batch, own)
+            position_of_process = positions[process_index()]
+        self._source.resume_from(epoch, first_micro_batch, position_of_process)
         self._measure()
 
     def _measure(self) -> None:
-        lengths = gather_objects(self._own.num_micro_batches)
-        self.num_micro_batches = None if None in lengths else max(length or 0 for length in lengths)
+        lengths = gather_objects(self._source.num_micro_batches)
+        self.num_micro_batches = None if None in lengths else max(filter(None, lengths), default=0)

@@ -32,12 +32,12 @@ from accmt.data.base import (
 )
 from accmt.data.batches import MicroBatch, ReadBatch, read_when_needed
 from accmt.data.collate import Collate
-from accmt.data.fetching import Fetched, end_workers, note_dead_worker, start_reading
+from accmt.data.fetching import Fetched, note_dead_worker, start_reading
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.samplers import Plan, Shard, UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
-from accmt.errors import DataError, explain, fail
-from accmt.libraries.private_names import steps_of_stream
+from accmt.errors import DataError, explain
+from accmt.libraries.private_names import shut_down_workers, steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
 from accmt.messages import say_once, warn_once
 
@@ -45,9 +45,9 @@ from accmt.messages import say_once, warn_once
 
 
 _END = object()
-_Kept = tuple[int, dict[str, Any]]  # the index of a micro-batch, and the position after it
-_KEPT_POSITIONS = 4
-_KEPT_OWN = 1024
+_PositionAfter = tuple[int, dict[str, Any]]  # the index of a micro-batch, and the position after it
+_NUM_POSITIONS = 4  # a checkpoint asks for the last ones
+_NUM_SAMPLE_POSITIONS = 1024  # of the micro-batches of the last steps, which the ledger records
 
 
 class SequentialSource:
@@ -85,14 +85,14 @@ class SequentialSource:
         elif isinstance(options.limit, int):
             most = max(options.limit, 1) * options.micro_batches_per_batch
             self._length = most * options.batch_size * options.shard.count
-        elif options.limit < 1.0:
+        elif options.limit < 1.0:  # a fraction of an unknown number
             got = f"a limit of {options.limit}, a fraction, for data without a length"
             do = "pass a number of batches such as 100, or define __len__ for the data"
-            raise fail(DataError, f"the {options.kind} data", got=got, expected="a whole number of batches", do=do)
+            raise options.error(got, "a whole number of batches", do)
         self._multiple = multiple
         self._start = EPOCH_START
         self._epoch: int | None = None
-        self._kept: deque[_Kept] = deque(maxlen=_KEPT_POSITIONS)
+        self._positions: deque[_PositionAfter] = deque(maxlen=_NUM_POSITIONS)
         self._reading: Iterator[Any] = iter(())
         self._arrange(EPOCH_START, 0)
         if options.skips_bad:
@@ -107,15 +107,17 @@ class SequentialSource:
         """Yield the micro-batches of an epoch from `first` on; earlier ones are read too unless a state is resumed."""
         start = self._start.of(epoch, first)
         plan = self._arrange(start, first)
-        num_micro_batches = None if plan is None else plan.num_micro_batches - start.micro_batch
+        num_micro_batches = None
+        if plan is not None:
+            num_micro_batches = plan.num_micro_batches - start.micro_batch
         is_empty = start is EPOCH_START and num_micro_batches != 0
-        self._keep_only(start)
+        self._restart_positions(start)
         self._epoch = epoch
         with self._randomness.of_epoch(epoch):
-            read = self._ending_together(self._read_micro_batches(epoch, start, plan), start.consumed)
-            for micro_batch, position in self._as_planned(read, num_micro_batches):
+            readings = self._ending_together(self._read_micro_batches(epoch, start, plan), start.consumed)
+            for micro_batch, position in self._as_planned(readings, num_micro_batches):
                 is_empty = False
-                self._kept.append((micro_batch.index, position))
+                self._positions.append((micro_batch.index, position))
                 if micro_batch.index >= first:
                     yield micro_batch
         got = "no samples (an iterator can be read only once: pass an iterable instead)"
@@ -140,14 +142,17 @@ class SequentialSource:
         has_all, is_claim = num_read == planned, self._claimed_length is not None and planned is not None
         if has_all and (num_read == 0 or self._options.is_limited or not is_claim):
             return None
+        # Beyond the planned number, one more is read only to see whether `__len__` is too small.
         read = next(micro_batches, None)
         if is_claim and num_read > 0:
             if has_all and read is not None:
                 self._warn_of_length("more", "each epoch skips the rest")
             elif read is None and not has_all:
                 consequence = "the LR scheduler and everything else planned from the length is too long"
-                self._warn_of_length(f"{self._kept[-1][1][self._unit]}", consequence)
-        return None if has_all else read
+                self._warn_of_length(f"{self._positions[-1][1][self._unit]}", consequence)
+        if has_all:
+            return None
+        return read
 
     def _warn_of_length(self, number: str, consequence: str) -> None:
         what = f"len() of the {self._options.kind} data is {self._claimed_length} {self._unit}"
@@ -168,7 +173,7 @@ class SequentialSource:
             self._randomness.call_set_epoch(self._epoch)
 
     def end_workers(self) -> None:
-        end_workers(self.dataloader, self._reading)
+        shut_down_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         """Return the position after `num_micro_batches` of an epoch, the last of which was just yielded.
@@ -178,7 +183,7 @@ class SequentialSource:
         """
         if num_micro_batches == 0:
             return {"kind": self._kind, self._unit: 0}
-        for index, position in reversed(self._kept):
+        for index, position in reversed(self._positions):
             if index < num_micro_batches:
                 return position
         raise LookupError(
@@ -188,8 +193,10 @@ class SequentialSource:
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Resume `epoch` from the data's own state if they have one, otherwise by reading again."""
         start = read_start(epoch, first_micro_batch, position, kind=self._kind, unit=self._unit, options=self._options)
-        self._start = EPOCH_START if start is EPOCH_START else self._choose_start(start)
-        self._keep_only(start)
+        self._start = start
+        if start is not EPOCH_START:
+            self._start = self._choose_start(start)
+        self._restart_positions(start)
         self._arrange(self._start, first_micro_batch)
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
@@ -209,7 +216,7 @@ class SequentialSource:
         seed, purpose = self._options.seed, self._options.purpose
         seed_generators(derive_seed(seed, purpose, epoch))
         if dataloader.persistent_workers:  # their generators would continue from the epoch before
-            end_workers(dataloader, self._reading)
+            shut_down_workers(dataloader, self._reading)
         batches = self._reading = start_reading(dataloader)
         while True:
             seed_generators(derive_seed(seed, purpose, epoch, consumed))
@@ -238,10 +245,10 @@ class SequentialSource:
         self.num_micro_batches = max(plan.num_micro_batches, first)
         return plan
 
-    def _keep_only(self, start: EpochStart) -> None:
-        self._kept.clear()
+    def _restart_positions(self, start: EpochStart) -> None:
+        self._positions.clear()
         if start.position:
-            self._kept.append((start.micro_batch - 1, dict(start.position)))
+            self._positions.append((start.micro_batch - 1, dict(start.position)))
 
     def _say_reading_again(self, start: EpochStart, why: str) -> None:
         say_once(
@@ -280,7 +287,10 @@ class StreamState:
 
     def take(self) -> dict[str, Any]:
         """Return the state's entry for the position; empty if the state cannot be used."""
-        return {} if self.why_not else {_STATE: deepcopy(self._owner.state_dict())}
+        if self.why_not:
+            return {}
+        # A copy: many streams return the dict that they change when they are read.
+        return {_STATE: deepcopy(self._owner.state_dict())}
 
     def is_in(self, position: Mapping[str, Any]) -> bool:
         """Return whether a position has a state from which the data can resume."""
@@ -311,18 +321,20 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
         return inexact
     # No public attribute shows that there is a buffer. Source: `datasets.IterableDataset.state_dict`: "examples from
     # shuffle buffers are lost when resuming".
-    steps = [step for stream in streams for step in steps_of_stream(stream)]
-    if any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in steps):
-        return "their state_dict omits the contents of the shuffle buffer"
-    if any(_parts_of(owner, source) & _parts_of(other, getattr(other, "dataset", None)) for other in also_read):
-        return "evaluations also read them, which changes their state"
+    for step in chain.from_iterable(map(steps_of_stream, streams)):
+        if type(step).__name__ == "BufferShuffledExamplesIterable":
+            return "their state_dict omits the contents of the shuffle buffer"
+    parts = _parts_of(owner, source)
+    for data in also_read:
+        if parts & _parts_of(data, getattr(data, "dataset", None)):
+            return "evaluations also read them, which changes their state"
     return None
 
 
 def _parts_of(*data: Any) -> set[int]:
     """Return the ids of data, the streams in them, and their steps, which may hold the state."""
     streams = _streams_in(*data)
-    steps = [step for one in filter(_is_streaming_dataset, streams) for step in steps_of_stream(one)]
+    steps = chain.from_iterable(map(steps_of_stream, filter(_is_streaming_dataset, streams)))
     return {id(part) for part in (*data, *streams, *steps) if part is not None}
 
 
@@ -332,15 +344,18 @@ def _streaming_datasets_in(*data: Any) -> list[Any]:
 
 def _streams_in(*data: Any) -> list[Any]:
     """Return the streams among data, and those inside them, such as the rows of a grouping stream."""
-    found: list[Any] = []
-    left = list(data)
-    while left:
-        one = left.pop()
-        if _is_stream(one) and not any(one is other for other in found):
-            found.append(one)
-        if not _is_streaming_dataset(one):  # its parts are its steps
-            left += [part for part in getattr(one, "__dict__", {}).values() if _is_stream(part) and part not in found]
-    return found
+    streams: dict[int, Any] = {}
+    pending = list(data)
+    while pending:
+        owner = pending.pop()
+        if _is_stream(owner):
+            streams[id(owner)] = owner
+        if _is_streaming_dataset(owner):  # its parts are its steps
+            continue
+        for part in getattr(owner, "__dict__", {}).values():
+            if _is_stream(part) and id(part) not in streams:  # a stream may refer to the one around it
+                pending.append(part)
+    return list(streams.values())
 
 
 def _is_stream(data: Any) -> bool:
@@ -370,18 +385,21 @@ class StreamSource(SequentialSource):
         if options.group_stream is not None:
             data = options.group_stream(data, options.seed)
         self._data = data
+        dataset = data
+        if not isinstance(data, IterableDataset):  # a DataLoader would read any other class by index
+            dataset = _RemainingSamples(data)
         self._readers = _count_readers(options.num_workers)
         self._global_batch_size = options.batch_size * options.shard.count
         self._state = StreamState(data, source=source, num_workers=options.num_workers, also_read=options.also_read)
         self._rows: Rows = {}  # those at the beginning of the epoch
         # A stream may say on which settings the order of its samples depends; they are then known by their positions.
         self._order = data.describe_order() if hasattr(data, "describe_order") else None
-        self._own_positions: deque[tuple[int, range]] = deque(maxlen=_KEPT_OWN)  # by micro-batch
+        self._sample_positions: deque[tuple[int, range]] = deque(maxlen=_NUM_SAMPLE_POSITIONS)  # by micro-batch
         self._is_read_again = False
         # Each of several readers may end with a short batch, so the number of batches does not follow from the length.
         length = length_of(data) if self._readers == 1 else None
         multiple = self._global_batch_size if options.drop_last else 1
-        dataloader = self._make_dataloader(data if isinstance(data, IterableDataset) else _Rest(data), options)
+        dataloader = self._make_dataloader(dataset, options)
         super().__init__(dataloader, options, UserRandomness(data), length, multiple=multiple)
 
     def _make_dataloader(self, data: IterableDataset[Any], options: SourceOptions) -> DataLoader[Any]:
@@ -394,17 +412,15 @@ class StreamSource(SequentialSource):
         position = start.position
         self._rows = position.get("rows", {})
         if position.get("order") != self._order:
-            got, do = (
-                "other weights or sources in a mixture",
-                "resume with the same ones; they may change between epochs",
-            )
-            raise cannot_resume(
-                self._options, got, "those with which the epoch began, because its data are streams", do
-            )
+            got = "other weights or sources in a mixture"
+            expected = "those with which the epoch began, because its data are streams"
+            do = "resume with the same ones; they may change between epochs"
+            raise cannot_resume(self._options, got, expected, do)
         if self._state.is_in(position):
             say_not_compared(self._options)
             return start
         is_same = position["reads"] == [[0, self._global_batch_size]] and position["readers"] == self._readers
+        # Several workers take turns by batches: with other batches, their parts would be interleaved differently.
         if not is_same and max(self._readers, position["readers"]) > 1:
             readers, (_, size) = position["readers"], position["reads"][-1]
             got = f"{self._readers} workers and {self._global_batch_size} samples per global batch"
@@ -414,46 +430,55 @@ class StreamSource(SequentialSource):
         self._say_reading_again(start, self._state.why_not or "their state was not saved because a worker read them")
         # Collating advances a worker's generators too, so it has to read and collate exactly what it read before.
         self._is_read_again = is_same and self.dataloader.num_workers > 0
-        return EPOCH_START if self._is_read_again else start
+        if self._is_read_again:
+            return EPOCH_START
+        return start
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[ReadBatch]:
         batch_size, shard = self._options.batch_size, self._options.shard
-        # [first sample, samples per read] of each launch that has read a part of the epoch.
+        # [first sample, samples per read] of each launch that has read a part of the epoch. A launch whose reads
+        # continue those of the last one needs no entry: reading again can then use the same seeds.
         reads, size = list(start.position.get("reads", ())), self._global_batch_size
         if not (reads and reads[-1][1] == size and (start.consumed - reads[-1][0]) % size == 0):
             reads.append([start.consumed, size])
-        fixed: dict[str, Any] = {"kind": self._kind, "readers": self._readers, "reads": reads}
+        constant: dict[str, Any] = {"kind": self._kind, "readers": self._readers, "reads": reads}
         if self._order is not None:
-            fixed["order"] = self._order
-        dataloader = self.dataloader if start is EPOCH_START else self._make_rest(epoch, start, plan)
+            constant["order"] = self._order
+        dataloader = self.dataloader
+        if start is not EPOCH_START:
+            dataloader = self._read_remaining(epoch, start, plan)
         collate: Any = dataloader.collate_fn
         collate.is_first = True
         with self._state.restored(start.position):
-            read = self._compare_first(self._read(epoch, dataloader, start.consumed), start)
-            fixed |= {"rows": self._rows, "in_worker": self.dataloader.num_workers > 0}
+            batches = self._compare_first(self._read(epoch, dataloader, start.consumed), start)
+            constant |= {"rows": self._rows, "in_worker": self.dataloader.num_workers > 0}
             workers = _Workers(self._options, self._readers)
-            for index, ((batch, size, rows), consumed) in enumerate(read, start.micro_batch):
+            for index, ((batch, size, rows), consumed) in enumerate(batches, start.micro_batch):
                 workers.compare(rows)
                 positions = Plan(size, batch_size, shard).local_indices(0)
-                own, begin, indices = len(positions), consumed - size, None
+                own_samples, begin, indices = len(positions), consumed - size, None
                 if self._order is not None:
                     indices = range(begin + positions.start, begin + positions.stop)
-                    self._own_positions.append((index, indices))
-                if own:
+                    self._sample_positions.append((index, indices))
+                if own_samples:
                     require_batch(batch, self._options)
-                position = {**fixed, "samples": consumed, **self._state.take()}
+                # Taken before the next read, because the state of a stream is that after its last sample read.
+                position = {**constant, "samples": consumed, **self._state.take()}
                 is_partial = size < shard.count
-                yield MicroBatch(index, batch, size, own, is_partial=is_partial, indices=indices), position
+                yield MicroBatch(index, batch, size, own_samples, is_partial=is_partial, indices=indices), position
 
-    def _compare_first(self, read: Iterator[tuple[_OfAll, int]], start: EpochStart) -> Iterator[tuple[_OfAll, int]]:
+    def _compare_first(
+        self, read: Iterator[tuple[_GlobalBatch, int]], start: EpochStart
+    ) -> Iterator[tuple[_GlobalBatch, int]]:
         """Compare the first batch between processes that share the stream, and with the one read before.
 
         Nothing extra is read: some streams can be read only once.
         """
         first = next(read, None)
-        require_same_rows(self._options, None if first is None else first[0].rows)
         if first is None:
+            require_same_rows(self._options, None)  # also without samples: the other processes compare theirs
             return read
+        require_same_rows(self._options, first[0].rows)
         if start is EPOCH_START:
             if self._is_read_again:
                 compare_rows({"rows": self._rows}, first[0].rows, self._options, is_in_epoch=True)
@@ -462,25 +487,32 @@ class StreamSource(SequentialSource):
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return the positions in the epoch of this process's samples, if the stream's order is known."""
-        found = (list(positions) for number, positions in self._own_positions if number == index)
-        return next(found, None) if epoch == self._epoch else None
+        if epoch == self._epoch:
+            for micro_batch, positions in self._sample_positions:
+                if micro_batch == index:
+                    return list(positions)
+        return None
 
-    def _size_of(self, batch: _OfAll) -> int:
+    def _size_of(self, batch: _GlobalBatch) -> int:
         return batch.size
 
-    def _make_rest(self, epoch: int, start: EpochStart, plan: Plan | None) -> DataLoader[Any]:
+    def _read_remaining(self, epoch: int, start: EpochStart, plan: Plan | None) -> DataLoader[Any]:
         options, reads = self._options, start.position["reads"]
         skipped: list[range] = []
         if not self._state.is_in(start.position):
+            # Each launch read until the next one began.
             ends = [begin for begin, _ in reads[1:]] + [start.consumed]
-            skipped = [range(begin, end, size) for (begin, size), end in zip(reads, ends, strict=True)]
-        num_left = None if plan is None else plan.num_samples - start.consumed
+            for (begin, size), end in zip(reads, ends, strict=True):
+                skipped.append(range(begin, end, size))
+        num_remaining = None
+        if plan is not None:
+            num_remaining = plan.num_samples - start.consumed
         seed_at = partial(derive_seed, options.seed, options.purpose, epoch)
-        rest = _Rest(self._data, skipped, num_left, seed_at)
+        remaining = _RemainingSamples(self._data, skipped, num_remaining, seed_at)
         is_in_worker = self.dataloader.num_workers > 0  # with different generators
         if not (is_in_worker or start.position.get("in_worker") or self._state.is_in(start.position)):
-            rest.check = partial(compare_rows, start.position, options=options, is_in_epoch=True)
-        return self._make_dataloader(rest, options)
+            remaining.check = partial(compare_rows, start.position, options=options, is_in_epoch=True)
+        return self._make_dataloader(remaining, options)
 
 
 def _count_readers(num_workers: int) -> int:
@@ -488,7 +520,7 @@ def _count_readers(num_workers: int) -> int:
 
 
 @dataclass(eq=False)
-class _Rest(IterableDataset[Any]):
+class _RemainingSamples(IterableDataset[Any]):
     """The samples of an iterable after skipped ones.
 
     Skipped samples are read under their original seeds, so that a stream that draws from the global generators has the
@@ -497,12 +529,14 @@ class _Rest(IterableDataset[Any]):
 
     data: Any
     skipped: list[range] = field(default_factory=list)  # the positions of the earlier reads, by launch
-    num_left: int | None = None  # maximum number of samples that follow
+    num_remaining: int | None = None  # maximum number of samples that follow
     seed_at: Callable[[int], int] | None = None  # the seed of the read that begins at a position
     check: Callable[[Rows], None] | None = None  # of the first samples
 
     def __iter__(self) -> Iterator[Any]:
-        return self._skip(iter(self.data)) if self.skipped else islice(self.data, self.num_left)
+        if self.skipped:
+            return self._skip(iter(self.data))
+        return islice(self.data, self.num_remaining)
 
     def _skip(self, samples: Iterator[Any]) -> Iterator[Any]:
         for reads in self.skipped:
@@ -511,16 +545,16 @@ class _Rest(IterableDataset[Any]):
                 read = islice(samples, min(reads.step, reads.stop - position))
                 if position == 0 and self.check is not None:
                     self.check(rows_of_samples(list(read)))
-                deque(read, maxlen=0)
+                deque(read, maxlen=0)  # reads what `check` has not
         self._seed(self.skipped[-1].stop)
-        yield from islice(samples, self.num_left)
+        yield from islice(samples, self.num_remaining)
 
     def _seed(self, position: int) -> None:
         if self.seed_at is not None and get_worker_info() is None:
             seed_generators(self.seed_at(position))
 
 
-class _OfAll(NamedTuple):
+class _GlobalBatch(NamedTuple):
     """The result of collating a global batch; a tuple, so that workers can send it.
 
     Attributes:
@@ -543,12 +577,14 @@ class _CollateShard:
     collate: Callable[[Any], Any]
     is_first: bool = True
 
-    def __call__(self, samples: list[Any]) -> _OfAll:
-        is_first, self.is_first = self.is_first, False
-        rows = rows_of_samples(samples) if is_first else {}
+    def __call__(self, samples: list[Any]) -> _GlobalBatch:
+        rows = rows_of_samples(samples) if self.is_first else {}
+        self.is_first = False
         positions = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
-        own = samples[positions.start : positions.stop]
-        return _OfAll(self.collate(own) if own else None, len(samples), rows)
+        batch = None
+        if positions:  # a short last batch may have no sample for this process
+            batch = self.collate(samples[positions.start : positions.stop])
+        return _GlobalBatch(batch, len(samples), rows)
 
 
 class _Workers:
@@ -567,8 +603,9 @@ class _Workers:
         """
         if self._number == 1 or not rows:
             return
-        values = list(rows.values())
-        if rows != self._first or all(value == values[0] for value in values):
+        fingerprints = list(rows.values())
+        # Samples that are all alike, such as zeros in a test, do not show a repetition.
+        if rows != self._first or fingerprints.count(fingerprints[0]) == len(fingerprints):
             self._first = self._first or rows
             return
         where = f"the {self._options.kind} data, a stream read by {self._number} workers"
@@ -607,7 +644,9 @@ class UserLoaderSource(SequentialSource):
             self._reader = copy.copy(user_loader)
             # Through vars: DataLoader.__setattr__ rejects changes after construction.
             vars(self._reader).update(collate_fn=collate, persistent_workers=False, _iterator=None)
-        readers = _count_readers(user_loader.num_workers) if is_stream else 1
+        readers = 1
+        if is_stream:  # each worker reads its own copy
+            readers = _count_readers(user_loader.num_workers)
         self._cut = {"batch_size": user_loader.batch_size, "readers": readers}
         if is_stream and is_plain:
             dataset, num_workers = user_loader.dataset, user_loader.num_workers
@@ -623,7 +662,7 @@ class UserLoaderSource(SequentialSource):
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
         before = {name: start.position[name] for name in self._cut}
-        if before != self._cut:
+        if before != self._cut:  # batch numbers would mean other samples
             raise cannot_resume(self._options, f"a DataLoader with {self._cut}", f"{before}, as before")
         self._rows = start.position.get("rows", {})
         if self._state.is_in(start.position):
@@ -638,28 +677,31 @@ class UserLoaderSource(SequentialSource):
             batches = self._batches(epoch, start, plan)
             workers = _Workers(self._options, int(self._cut["readers"] or 1))
             for index in count(start.micro_batch):
-                of_all_processes = list(islice(batches, shard.count))
+                global_batch = list(islice(batches, shard.count))
                 if index == start.micro_batch:
-                    rows = rows_of_samples([_content(batch) for batch, _ in of_all_processes])
+                    rows = rows_of_samples([_content(batch) for batch, _ in global_batch])
                     require_same_rows(self._options, rows or None)
-                if not of_all_processes:
+                if not global_batch:
                     return
-                for batch, _ in of_all_processes:
+                for batch, _ in global_batch:
                     workers.compare(batch.rows if isinstance(batch, _Counted) else {})
-                own = _Counted(None, 0)
-                if shard.index < len(of_all_processes):
-                    batch = of_all_processes[shard.index][0]
-                    own = batch if isinstance(batch, _Counted) else _Counted(batch, None)
-                    require_batch(own.batch, self._options)
+                micro_batch = MicroBatch(index, None, own_samples=0, is_partial=len(global_batch) < shard.count)
+                if shard.index < len(global_batch):
+                    batch = global_batch[shard.index][0]
+                    micro_batch.batch = _content(batch)
+                    micro_batch.own_samples = batch.samples if isinstance(batch, _Counted) else None
+                    require_batch(micro_batch.batch, self._options)
                 position = {"kind": self._kind, **self._cut, "rows": self._rows, "num_workers": num_workers}
-                position |= {"batches": of_all_processes[-1][1], **self._state.take()}
-                is_partial = len(of_all_processes) < shard.count
-                yield MicroBatch(index, own.batch, None, own.samples, is_partial=is_partial), position
+                position |= {"batches": global_batch[-1][1], **self._state.take()}
+                yield micro_batch, position
 
     def _batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[tuple[Any, int]]:
-        read_before = start.consumed if self._state.is_in(start.position) else 0
-        is_cut = plan is not None and self._options.is_limited  # otherwise a wrong length would not be noticed
-        end = plan.num_samples - read_before if plan is not None and is_cut else None
+        read_before = 0
+        if self._state.is_in(start.position):
+            read_before = start.consumed
+        end = None
+        if plan is not None and self._options.is_limited:  # without a limit, a wrong length would not be noticed
+            end = plan.num_samples - read_before
         if isinstance(self._reader.collate_fn, _CollateAndCount):
             self._reader.collate_fn.is_first = True
         read = self._read(epoch, self._reader, read_before)
@@ -673,7 +715,9 @@ class UserLoaderSource(SequentialSource):
         if first is None:
             return read
         batch = first[0]
-        rows = batch.rows if isinstance(batch, _Counted) and batch.rows else rows_of_samples([_content(batch)])
+        rows = batch.rows if isinstance(batch, _Counted) else {}
+        if not rows:
+            rows = rows_of_samples([_content(batch)])
         if start is EPOCH_START:
             self._rows = rows
         elif start.position.get("num_workers") == self._reader.num_workers:  # else they draw differently

@@ -85,7 +85,7 @@ class Loader:
         Processes: collective in a micro-batch that does not reach all of them.
         """
         windows = self.maker.windows(self.source, epoch, first)
-        if num_processes() == 1:
+        if num_processes() == 1:  # there is nobody to lend to
             return windows
         return (window._replace(units=lend_batches(window.units)) for window in windows)
 
@@ -94,16 +94,21 @@ class Loader:
 
         Processes: collective in a micro-batch that does not reach all of them.
         """
-        if self.maker.keeps_batches:
-            micro_batches = self.source.micro_batches(epoch)
-            micro_batches = micro_batches if num_processes() == 1 else lend_batches(micro_batches)
+        if not self.maker.keeps_batches:
+            micro_batches: Iterator[MicroBatch] = chain.from_iterable(window.units for window in self.windows(epoch))
         else:
-            micro_batches = chain.from_iterable(window.units for window in self.windows(epoch))
-        return micro_batches if self._through is None else self._through(micro_batches)
+            micro_batches = self.source.micro_batches(epoch)
+            if num_processes() > 1:
+                micro_batches = lend_batches(micro_batches)
+        if self._through is not None:
+            micro_batches = self._through(micro_batches)
+        return micro_batches
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return this process's sample indices in a micro-batch of the current epoch; None if unknown."""
-        return self.source.samples_of(epoch, index) if self.maker.keeps_batches else None
+        if not self.maker.keeps_batches:  # a micro-batch then has samples of several batches of the source
+            return None
+        return self.source.samples_of(epoch, index)
 
 
 def lend_batches(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -120,7 +125,8 @@ def lend_batches(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
             if any(has_batch):
                 sendable = replace(micro_batch, ending=False)  # a function could not be sent
                 lent = broadcast_object(sendable, source=has_batch.index(True))
-                micro_batch.borrowed = lent if micro_batch.batch is None else None
+                if micro_batch.batch is None:
+                    micro_batch.borrowed = lent
         yield micro_batch
 
 
@@ -142,7 +148,7 @@ class ByCount:
         micro_batches = source.micro_batches(epoch, first)
         for begin in micro_batches:
             end = begin.index + number
-            if source.num_micro_batches is not None:
+            if source.num_micro_batches is not None:  # the last window of an epoch may be short
                 end = min(end, source.num_micro_batches)
             if number == 1 and begin.num_samples is not None:
                 yield Window((begin,), 1, begin.num_samples)
@@ -163,11 +169,11 @@ class ByCount:
         return 1 if self._batches_per_step is None else (self._batches_per_step(epoch) or 1) * per_batch
 
 
-def _until_full(begin: MicroBatch, others: Iterator[MicroBatch], number: int) -> Iterator[MicroBatch]:
+def _until_full(begin: MicroBatch, following: Iterator[MicroBatch], number: int) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a window; nothing is read after its last one, or the epoch's."""
     micro_batch = begin
-    for left in reversed(range(number)):
+    for num_remaining in reversed(range(number)):
         yield micro_batch
-        if left == 0 or micro_batch.is_last:  # in this order: `is_last` may read on
+        if num_remaining == 0 or micro_batch.is_last:  # in this order: `is_last` may read on
             return
-        micro_batch = next(others)
+        micro_batch = next(following)

@@ -25,6 +25,7 @@ def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.T
     predictions, references = to_tensor(name, predictions), to_tensor(name, references)
     if has_scores(predictions, references):
         predictions = predictions.argmax(-1)
+    # Probabilities of one class would be compared as if they were classes, and `[8, 1]` with `[8]` as `[8, 8]`.
     if predictions.shape != references.shape or not _are_whole(predictions):
         got = describe_shapes(predictions, references)
         expected = "class indices of equal shape, or scores with an additional last dimension for classes"
@@ -38,6 +39,7 @@ def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.T
 
 def has_scores(predictions: torch.Tensor, references: torch.Tensor) -> bool:
     """Return whether each reference has several scores."""
+    # Token ids `[rows, tokens]` have one dimension less than logits, and are whole numbers.
     has_classes = predictions.is_floating_point() and predictions.ndim > 0 and predictions.shape[-1] > 1
     return has_classes and predictions.shape[:-1] == references.shape
 
@@ -45,8 +47,7 @@ def has_scores(predictions: torch.Tensor, references: torch.Tensor) -> bool:
 def to_tensor(name: str, value: Any) -> torch.Tensor:
     """Return a tensor of numbers."""
     try:
-        tensor = torch.as_tensor(value)
-        return tensor.detach() if tensor.requires_grad else tensor
+        return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         do = f"return tensors under {name!r}, or write a custom Metric"
         raise metric_error(name, describe(value), "a tensor, an array or a list of numbers", do) from error
@@ -76,12 +77,12 @@ class Accuracy(StreamingMetric):
 
     def count(self, predictions: Any, references: Any) -> torch.Tensor:
         predicted, expected = align_classes(self.name, predictions, references)
-        is_kept = expected != IGNORED
-        return torch.stack([torch.count_nonzero(is_kept & (predicted == expected)), torch.count_nonzero(is_kept)])
+        counts = expected != IGNORED
+        return torch.stack([torch.count_nonzero(counts & (predicted == expected)), torch.count_nonzero(counts)])
 
     def finish(self, sums: list[float]) -> dict[str, float]:
         num_right, num_samples = sums
-        if not num_samples:
+        if num_samples == 0:  # references in the wrong place, all padding
             do = "check what validation_step returns"
             raise metric_error(self.name, "only references of -100", "at least one class", do)
         return {self.name: num_right / num_samples}

@@ -54,11 +54,18 @@ class WeightedSum:
 
         Waits for the device.
         """
-        pairs = [(v * w, w) for v, w in zip(_read(self._values), _read(self._weights), strict=True) if w]
+        totals: list[float] = []
+        weights: list[float] = []
+        for value, weight in zip(_read(self._values), _read(self._weights), strict=True):
+            if weight:  # the loss of a batch without labels is NaN, and 0 * NaN is NaN
+                totals.append(value * weight)
+                weights.append(weight)
         if self._partial is not None:
-            pairs.append(tuple(self._partial.tolist()))
+            total, weight = self._partial.tolist()
+            totals.append(total)
+            weights.append(weight)
         self._values, self._weights, self._partial = [], [], None
-        return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
+        return exact_sum(totals), exact_sum(weights)
 
     def copy(self) -> WeightedSum:
         """Return a copy that shares the values, which are never modified."""
@@ -87,10 +94,15 @@ class WeightedSum:
 
     def _compact(self) -> None:
         values, weights = self._stack()
-        dtype = torch.float32 if values.device.type == "mps" else torch.float64
+        dtype = torch.float64
+        if values.device.type == "mps":  # which has no double precision
+            dtype = torch.float32
         values, weights = values.to(dtype), weights.to(values.device, dtype, non_blocking=True)
+        # A value of weight 0 is left out, not multiplied: 0 * NaN is NaN.
         sums = torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
-        self._partial = sums if self._partial is None else stack([self._partial, sums]).sum(0)
+        if self._partial is not None:
+            sums = stack([self._partial, sums]).sum(0)
+        self._partial = sums
         self._values, self._weights = [], []
 
     def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,13 +112,15 @@ class WeightedSum:
         if not any(isinstance(weight, torch.Tensor) for weight in self._weights):
             return values, torch.tensor(self._weights, dtype=torch.float64)
         weights = stack([torch.as_tensor(weight).detach() for weight in self._weights])
-        return values.to(weights.device, non_blocking=True) if values.device.type == "cpu" else values, weights
+        if values.device.type == "cpu":  # towards the device: the other direction would wait for it
+            values = values.to(weights.device, non_blocking=True)
+        return values, weights
 
 
 def _read(values: Sequence[Weight]) -> list[float]:
     """Return the numbers, with a single transfer for those on a device, which waits for it."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if {tensor.device.type for tensor in tensors} <= {"cpu"}:
+    devices = {value.device.type for value in values if isinstance(value, torch.Tensor)}
+    if devices <= {"cpu"}:
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
     return cast("list[float]", stack([torch.as_tensor(value) for value in values]).tolist())
 
@@ -193,18 +207,19 @@ class LoggedValues:
             value: A number, or a tensor of one element.
             is_total: Whether values are summed without weights instead of averaged.
         """
-        if not self.is_open:
+        if not self.is_open:  # between evaluations: it would be in no row
             do = "log in training_step or validation_step"
             raise _wrong_value(name, "a call outside a step", "a call in a step", do)
         scalar = find_scalar(value)
         if scalar is None:
             do = f"log({name!r}, value.mean())"
             raise _wrong_value(name, describe(value), "a number or a tensor of one element", do)
-        if name in self._sums and (name in self._totals) != is_total:
+        if name in self._sums and (name in self._totals) != is_total:  # a mean of sums is neither
             raise _wrong_value(name, "both averages and totals under one name", "one of the two", "rename one of them")
         if is_total:
             self._totals.add(name)
-        scalar = scalar.clone() if isinstance(value, torch.Tensor) else scalar  # the step may modify it later
+        if isinstance(value, torch.Tensor):
+            scalar = scalar.clone()  # the step may modify it later
         self._sums.setdefault(name, WeightedSum())
         if self._waiting is None:
             self._weigh(name, scalar)
@@ -227,7 +242,7 @@ class LoggedValues:
         self._weight = weight
         waiting, self._waiting = self._waiting or (), None
         for name, value in waiting:
-            if returned and name in returned:
+            if returned and name in returned:  # it would be averaged twice
                 got, do = "a name that the step also returned", "rename one of them"
                 raise _wrong_value(name, got, "unique names", do)
             self._weigh(name, value)
@@ -236,19 +251,25 @@ class LoggedValues:
 
     def take(self) -> Totals:
         """Return the values logged on this process, and reset. Waits for the device."""
-        sums = {name: values.take() for name, values in self._sums.items()}
-        totals = {name: (total, None if name in self._totals else weight) for name, (total, weight) in sums.items()}
+        totals: Totals = {}
+        for name, values in self._sums.items():
+            total, weight = values.take()
+            totals[name] = (total, None if name in self._totals else weight)
         self._sums, self._totals = {}, set()
-        return totals if self._attached is None else totals | self._attached.take()
+        if self._attached is not None:
+            totals |= self._attached.take()
+        return totals
 
     def copy(self) -> LoggedValues:
         """Return a copy that shares the values, which are never modified."""
         copied = object.__new__(LoggedValues)
         copied.__dict__.update(self.__dict__)
-        copied._sums = {name: values.copy() for name, values in self._sums.items()} if self._sums else {}
+        copied._sums = {name: values.copy() for name, values in self._sums.items()}
         copied._totals = self._totals.copy()
-        copied._attached = None if self._attached is None else self._attached.copy()
-        copied._waiting = None if self._waiting is None else self._waiting.copy()
+        if self._attached is not None:
+            copied._attached = self._attached.copy()
+        if self._waiting is not None:
+            copied._waiting = self._waiting.copy()
         return copied
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,28 +286,33 @@ class LoggedValues:
             self._sums.setdefault(name, WeightedSum()).add_state(values)
         self._totals.update(state["totals"])
         self._weight = state["weight"]
-        if state["groups"] is not None and self._attached is not None:
-            self._attached.add_state(state["groups"])
-        elif state["groups"] is not None:
+        if state["groups"] is None:
+            return
+        if self._attached is None:  # a checkpoint is loaded before its add-on is built
             self._states_of_attached.append(state["groups"])
+        else:
+            self._attached.add_state(state["groups"])
 
     def _weigh(self, name: str, value: torch.Tensor) -> None:
         self._sums[name].add(value, 1.0 if name in self._totals else self._weight)
 
 
-def combine(every: Iterable[Totals]) -> dict[str, float]:
+def combine(totals_of_processes: Iterable[Totals]) -> dict[str, float]:
     """Combine the results of `take` of each process; names without any weight are left out."""
-    pairs: dict[str, list[tuple[float, float | None]]] = {}
-    for totals in every:
-        for name, pair in totals.items():
-            pairs.setdefault(name, []).append(pair)
+    sums: dict[str, list[float]] = {}
+    weights: dict[str, list[float]] = {}
+    for totals in totals_of_processes:
+        for name, (total, weight) in totals.items():
+            sums.setdefault(name, []).append(total)
+            weights.setdefault(name, [])
+            if weight is not None:
+                weights[name].append(weight)
     values: dict[str, float] = {}
-    for name, of_one in pairs.items():
-        total = exact_sum([total for total, _ in of_one])
-        weights = [weight for _, weight in of_one if weight is not None]
-        if len(weights) < len(of_one):  # a sum
+    for name, sums_of_name in sums.items():
+        total, weight = exact_sum(sums_of_name), exact_sum(weights[name])
+        if len(weights[name]) < len(sums_of_name):  # a total, not an average
             values[name] = total
-        elif weight := exact_sum(weights):
+        elif weight:  # else only batches without samples logged it
             values[name] = total / weight
     return values
 
@@ -313,11 +339,11 @@ class Rider(NamedTuple):
     """Numbers that travel with the exchange of a log row.
 
     Attributes:
-        own: The numbers of this process; as many on every process.
+        numbers: Those of this process; as many on every process.
         receive: Called with those of each process.
     """
 
-    own: Sequence[float]
+    numbers: Sequence[float]
     receive: Callable[[list[tuple[float, ...]]], object]
 
 
@@ -336,17 +362,17 @@ class RunningAverages:
         self,
         loss: torch.Tensor,
         weight: Weight,
-        others: Mapping[str, torch.Tensor] | None = None,
-        others_weight: Weight | None = None,
+        values: Mapping[str, torch.Tensor] | None = None,
+        values_weight: Weight | None = None,
     ) -> None:
         """Add the detached mean loss of one batch and its weight.
 
         Args:
-            others: Other detached scalars returned by the step.
-            others_weight: The weight of these and of the values logged by the step; None means the same weight.
+            values: Other detached scalars returned by the step.
+            values_weight: The weight of these and of the values logged by the step; None means the same weight.
         """
         self._loss.add(loss, weight)
-        self._logged.end_batch(weight if others_weight is None else others_weight, others)
+        self._logged.end_batch(weight if values_weight is None else values_weight, values)
 
     def take_row(self, loss_name: str, riders: Sequence[Rider] = ()) -> dict[str, float]:
         """Return the weighted averages, and the totals, since the last row, over all processes.
@@ -360,10 +386,14 @@ class RunningAverages:
         Returns:
             Values by name, the loss under `loss_name`; empty if nothing was added.
         """
-        has_others = self._collect(riders)
+        has_logged = self._collect(riders)
         loss, self._since_log = self._since_log.value, _Mean()
-        row = {} if loss is None else {loss_name: loss}
-        return combine(gather_from_data(self._logged.take())) | row if has_others else row
+        row: dict[str, float] = {}
+        if has_logged:  # on any process; otherwise the exchange of objects, which is slow, is saved
+            row = combine(gather_from_data(self._logged.take()))
+        if loss is not None:
+            row[loss_name] = loss
+        return row
 
     def take_since_evaluation(self) -> float | None:
         """Return the mean loss since the last call, over all processes; None if nothing was added.
@@ -395,9 +425,9 @@ class RunningAverages:
 
         Processes: collective.
         """
-        own = {"loss": self._loss.state_dict(), "logged": self._logged.state_dict()}
+        state = {"loss": self._loss.state_dict(), "logged": self._logged.state_dict()}
         return {
-            "processes": gather_from_data(own),
+            "processes": gather_from_data(state),
             "since_log": self._since_log._asdict(),
             "since_evaluation": self._since_evaluation._asdict(),
             "of_epoch": {**self._of_epoch._asdict(), "is_over": self._is_epoch_over},
@@ -412,25 +442,34 @@ class RunningAverages:
         of_epoch = dict(state["of_epoch"])
         self._is_epoch_over = of_epoch.pop("is_over")
         self._of_epoch = _Mean(**of_epoch)
-        saved = state["processes"]
-        own = [saved[data_index()]] if len(saved) == num_data_processes() else saved if is_main_process() else []
-        for part in own:
-            self._loss.add_state(part["loss"])
-            self._logged.add_state(part["logged"])
+        states = state["processes"]
+        if len(states) == num_data_processes():
+            states = [states[data_index()]]
+        elif not is_main_process():  # another number of them: the main process takes all values
+            states = []
+        for state_of_process in states:
+            self._loss.add_state(state_of_process["loss"])
+            self._logged.add_state(state_of_process["logged"])
 
     def _collect(self, riders: Sequence[Rider] = ()) -> bool:
-        own = (*self._loss.take(), float(len(self._logged)))
-        counted = own if is_counted() else (0.0,) * len(own)
-        every = gather_numbers((*counted, *(number for rider in riders for number in rider.own)))
-        loss, weight, num_others = (float(reduce(add, of_all)) for of_all in list(zip(*every, strict=True))[: len(own)])
-        begin = len(own)
+        numbers = [*self._loss.take(), float(len(self._logged))]
+        num_sums = len(numbers)
+        if not is_counted():  # it shares its batches with another process, which counts them
+            numbers = [0.0] * num_sums
         for rider in riders:
-            end = begin + len(rider.own)
-            rider.receive([numbers[begin:end] for numbers in every])
+            numbers += rider.numbers
+        numbers_of_processes = gather_numbers(numbers)
+        columns = list(zip(*numbers_of_processes, strict=True))
+        # Added in the order of ranks: every process gets the same bits.
+        loss, weight, num_logged = (float(reduce(add, column)) for column in columns[:num_sums])
+        begin = num_sums
+        for rider in riders:
+            end = begin + len(rider.numbers)
+            rider.receive([numbers[begin:end] for numbers in numbers_of_processes])
             begin = end
         self._since_log = self._since_log.plus(loss, weight)
         self._since_evaluation = self._since_evaluation.plus(loss, weight)
-        if self._is_epoch_over and weight:
+        if self._is_epoch_over and weight:  # until then, `epoch_loss` is that of the previous epoch
             self._of_epoch, self._is_epoch_over = _Mean(), False
         self._of_epoch = self._of_epoch.plus(loss, weight)
-        return num_others > 0
+        return num_logged > 0

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import isfunction
+from itertools import chain
 from typing import Any
 
 from accmt.errors import MetricError, fail
@@ -41,42 +42,43 @@ def build_metrics(value: Any) -> tuple[Metric, ...]:
     if value is None:
         return ()
     items = value if isinstance(value, list | tuple) else [value]
-    pairs: list[tuple[Any, Any]] = []
+    metrics: list[Metric] = []
     for item in items:
-        has_names = isinstance(item, Mapping) and not is_torch_metric(item)
-        pairs += item.items() if has_names else [(None, item)]
-    metrics = tuple(_build_one(item, name) for name, item in pairs)
+        if isinstance(item, Mapping) and not is_torch_metric(item):  # a MetricCollection is a Mapping, too
+            metrics += [_build_metric(metric, name) for name, metric in item.items()]
+        else:
+            metrics.append(_build_metric(item, None))
     _require_distinct([metric.name for metric in metrics])
-    _require_distinct([entry for metric in metrics for entry in metric.directions])
-    return metrics
+    _require_distinct(list(chain.from_iterable(metric.directions for metric in metrics)))
+    return tuple(metrics)
 
 
-def _build_one(value: Any, name: str | None) -> Metric:
-    if name is not None and not isinstance(name, str):
+def _build_metric(value: Any, name: str | None) -> Metric:
+    if name is not None and not isinstance(name, str):  # {F1(): "f1"}
         raise _wrong_value(f"the name {describe(name)}", 'metrics={"f1": F1()}')
     if isinstance(value, str) and value in ("min", "max") and name is not None:
         return ReportedValue(name, greater_is_better=value == "max")
-    if isinstance(value, str) and ":" in value:
+    if isinstance(value, str) and ":" in value:  # "module:function"
         function: Metric = addon("text_function")(value, name)
         return function
     if isinstance(value, str):
-        return _find_by_name(value)() if name is None else _find_by_name(value)(name)
+        build = _find_by_name(value)
+        return build() if name is None else build(name)
     if is_torch_metric(value) or is_evaluation_module(value):
         wrap = addon("torch_metric" if is_torch_metric(value) else "evaluation_metric")
         wrapped: Metric = wrap(value, name)
         return wrapped
+    if isfunction(value):  # `compute_metrics` of transformers, or a function of scikit-learn
+        called = f"{value.__name__}(predictions, references)"
+        do = f"class Mine(Metric): def compute(self, predictions, references): return {{self.name: {called}}}; then "
+        do += f"pass metrics=Mine({value.__name__!r}) and return (predictions, references) under that name from "
+        do += "validation_step. See docs/coming-from.md for this and for compute_metrics of transformers"
+        raise _wrong_value(f"the function {value.__name__}", do)
+    if isinstance(value, type):  # the parentheses are missing
+        raise _wrong_value(f"the class {value.__name__}", f"metrics=[{value.__name__}()]")
     if not isinstance(value, Metric):
-        if isfunction(value):
-            called = f"{value.__name__}(predictions, references)"
-            do = (
-                f"class Mine(Metric): def compute(self, predictions, references): return {{self.name: {called}}}; then "
-            )
-            do += f"pass metrics=Mine({value.__name__!r}) and return (predictions, references) under that name from "
-            do += "validation_step. See docs/coming-from.md for this and for compute_metrics of transformers"
-            raise _wrong_value(f"the function {value.__name__}", do)
-        got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
-        raise _wrong_value(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
-    if name not in (None, value.name):
+        raise _wrong_value(describe(value), "metrics=[Accuracy()]")
+    if name not in (None, value.name):  # the step would have to return it under both
         got = f"the name {name!r} for a {type(value).__name__} named {value.name!r}"
         raise _wrong_value(got, f"{type(value).__name__}(..., name={name!r}), or metrics=[...] without names")
     return value
@@ -87,15 +89,15 @@ def _find_by_name(name: str) -> Callable[..., Metric]:
         metric: Callable[..., Metric] = find("accmt.metrics", name)
     except KeyError:
         known_names = names("accmt.metrics")
-        begun = [known for known in known_names if known.startswith(name.lower())]
-        nearest = begun or get_close_matches(name.lower(), known_names, n=1)
-        do = f"metrics=[{nearest[0]!r}]" if nearest else "a custom metric: class MyMetric(Metric)"
+        similar = [known for known in known_names if known.startswith(name.lower())]
+        similar = similar or get_close_matches(name.lower(), known_names, n=1)
+        do = f"metrics=[{similar[0]!r}]" if similar else "a custom metric: class MyMetric(Metric)"
         raise _wrong_value(repr(name), do) from None
     return metric
 
 
 def _require_distinct(names: list[str]) -> None:
-    if len(set(names)) != len(names):
+    if len(set(names)) != len(names):  # the results of one would replace those of the other
         raise fail(MetricError, _WHERE, got=f"the names {names}", expected="unique names", do="rename one")
 
 

@@ -42,7 +42,7 @@ class ValidationCollector:
         self._metrics = {metric.name: metric for metric in computed}
         self._accumulations = {metric.name: metric.accumulate() for metric in computed}
         self._scalars = LoggedValues() if logged is None else logged
-        self._scalars.take()
+        self._scalars.take()  # values of an evaluation that failed
         self._scalars.begin_batch()
         self._num_entries: Counter[str] = Counter()
         self._num_batches = 0
@@ -63,24 +63,19 @@ class ValidationCollector:
                 None means the next index.
             weights: Different weights of scalars, by name.
         """
-        position = self._num_batches if position is None else position
+        if position is None:
+            position = self._num_batches
         self._num_batches += 1
         scalars: dict[str, torch.Tensor] = {}
         for name, value in outputs.items():
             self._num_entries[name] += 1
             if name in self._accumulations:
                 self._accumulations[name].add(value, position)
-            elif is_pair(value):
-                names = list(self._accumulations)
-                meant = nearest(name, names)
-                metric = repr(name) if name in registry.names("accmt.metrics") else f"a Metric named {name!r}"
-                do = f"rename it to {meant!r}" if meant else f"write Trainer(metrics=[{metric}])"
-                expected = f"the name of a metric: {names}" if names else "numbers: the Trainer has no metrics"
-                got = f"predictions and references under {name!r}"
-                raise fail(MetricError, "validation_step", got=got, expected=expected, do=do)
+            elif is_pair(value):  # the name of the metric is misspelt, or the Trainer has no metrics
+                raise _unknown_metric(name, list(self._accumulations))
             else:
                 scalar = find_scalar(value)
-                if scalar is None:
+                if scalar is None:  # losses of each sample
                     expected, do = "a number or a tensor of one element", "return its mean()"
                     raise fail(
                         ModuleContractError, f"the value {name!r}", got=describe(value), expected=expected, do=do
@@ -98,28 +93,44 @@ class ValidationCollector:
             on_error: Called with a metric that cannot be computed and the error; unless it raises, the value is NaN.
         """
         self._scalars.close()
-        every = gather_from_data((self._scalars.take(), set(self._num_entries)))
-        returned: set[str] = set().union(*(names for _, names in every))
-        missing = self._accumulations.keys() - returned
-        for name in missing & self._added:
-            del self._accumulations[name]
-        for name in (name for name in self._accumulations if name in missing):
+        gathered = gather_from_data((self._scalars.take(), set(self._num_entries)))
+        totals_of_processes, names_of_processes = zip(*gathered, strict=True)
+        # Of all processes: one of them may have no batch of a small set.
+        returned: set[str] = set().union(*names_of_processes)
+        for name in list(self._accumulations):
+            if name in returned:
+                continue
+            if name in self._added:
+                del self._accumulations[name]
+                continue
             got = f"no predictions; validation_step returned {sorted(returned)}"
             do = self._metrics[name].how_to_return()
             raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
-        results = combine(totals for totals, _ in every)
+        results = combine(totals_of_processes)
         for name, accumulation in self._accumulations.items():
             try:
                 values = accumulation.compute(self._chunk_bytes)
             except Exception as error:
-                if on_error is None:
+                if on_error is None:  # else only the metric fails, not the run
                     raise
                 on_error(self._metrics[name], error)
                 values = dict.fromkeys(self._metrics[name].directions, math.nan)
-            twice = sorted(set(values) & set(results))
-            if twice and name not in self._added:
-                got = f"the result {twice[0]!r}, which already exists"
+            duplicates = sorted(values.keys() & results.keys())
+            if duplicates and name not in self._added:  # one of the two would silently be lost
+                got = f"the result {duplicates[0]!r}, which already exists"
                 do = "rename the entry of validation_step or the result of the metric"
                 raise metric_error(name, got, "unique names", do)
             results |= values
         return results
+
+
+def _unknown_metric(name: str, metrics: list[str]) -> MetricError:
+    do = f"write Trainer(metrics=[a Metric named {name!r}])"
+    if name in registry.names("accmt.metrics"):
+        do = f"write Trainer(metrics=[{name!r}])"
+    similar = nearest(name, metrics)
+    if similar:
+        do = f"rename it to {similar!r}"
+    expected = f"the name of a metric: {metrics}" if metrics else "numbers: the Trainer has no metrics"
+    got = f"predictions and references under {name!r}"
+    return fail(MetricError, "validation_step", got=got, expected=expected, do=do)

@@ -45,13 +45,19 @@ def gather_on_main_process(items: list[T], chunk_bytes: int | None = CHUNK_BYTES
     """
     if num_processes() == 1:
         return [items]
-    chunks = list(_cut(items if is_counted() else [], math.inf if chunk_bytes is None else chunk_bytes))
-    gathered: list[list[T]] = [[] for _ in range(num_processes())] if is_main_process() else []
+    chunks: list[list[T]] = []
+    if is_counted():  # the others have the same batches as a process that sends them
+        chunks = list(_cut(items, math.inf if chunk_bytes is None else chunk_bytes))
+    gathered: list[list[T]] = []
+    received: list[list[T]] | None = None
+    if is_main_process():
+        gathered = [[] for _ in range(num_processes())]
+        received = [[] for _ in range(num_processes())]
     for index in range(max(gather_objects(len(chunks)))):
-        received: list[Any] | None = [None] * num_processes() if is_main_process() else None
+        # A process that has sent all sends nothing, because the call is collective.
         dist.gather_object(chunks[index] if index < len(chunks) else [], received)
-        for of_process, part in zip(gathered, received or [], strict=True):
-            of_process += part
+        for items_of_process, chunk in zip(gathered, received or [], strict=True):
+            items_of_process += chunk
     return each_once(gathered)
 
 
@@ -75,7 +81,9 @@ def _count_bytes(value: Any) -> int:
         return sum(map(_count_bytes, value.values()))
     if isinstance(value, list | tuple):
         return sum(map(_count_bytes, value))
-    return len(value) if isinstance(value, str | bytes) else 8
+    if isinstance(value, str | bytes):
+        return len(value)
+    return 8
 
 
 def to_cpu(value: Any) -> Any:
@@ -90,31 +98,36 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: to_cpu(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [to_cpu(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value.tolist() if isinstance(value, np.ndarray) else value
+        items = map(to_cpu, value)
+        return tuple(items) if isinstance(value, tuple) else list(items)
+    if isinstance(value, np.ndarray):  # of strings or objects, which torch does not have
+        return value.tolist()
+    return value
 
 
-def order_parts(every: list[list[T]], *, are_shared: bool = True) -> tuple[list[T], list[int] | None]:
+def order_parts(parts_of_processes: list[list[T]], *, are_shared: bool = True) -> tuple[list[T], list[int] | None]:
     """Put the parts of all processes into one list, in the order of the data.
 
     Args:
-        every: The parts of each process; each is a tuple that begins with its position.
+        parts_of_processes: The parts of each process; each is a tuple that begins with its position.
         are_shared: Whether processes share the data; otherwise, the parts of each stay together.
 
     Returns:
         The parts, and the order of the joined samples if samples were regrouped, else None.
     """
-    parts: list[Any] = list(chain(*every))
+    parts: list[Any] = list(chain(*parts_of_processes))
     if not any(isinstance(part[0], list) for part in parts):
         if are_shared:
             # Processes share each micro-batch in rank order, and sorting is stable.
             parts.sort(key=lambda part: part[0])
         return parts, None
+    # Regrouped samples cross batches, so samples are sorted, each by where it was read.
     keys: list[tuple[int, ...]] = []
-    for process, of_process in enumerate(every):
-        places: Iterator[tuple[int, int]] = chain(*(part[0] for part in of_process))  # type: ignore[index]
-        keys += [(batch, process, place) if are_shared else (process, batch, place) for batch, place in places]
+    for process, parts_of_process in enumerate(parts_of_processes):
+        for part in parts_of_process:
+            positions: list[tuple[int, int]] = part[0]  # type: ignore[index]
+            for batch, place in positions:
+                keys.append((batch, process, place) if are_shared else (process, batch, place))
     return parts, sorted(range(len(keys)), key=keys.__getitem__)
 
 
@@ -126,4 +139,6 @@ def put_in_order(joined: Any, order: list[int] | None) -> Any:
         return {name: put_in_order(value, order) for name, value in joined.items()}
     if isinstance(joined, tuple):
         return tuple(put_in_order(value, order) for value in joined)
-    return joined[order] if isinstance(joined, torch.Tensor) else [joined[index] for index in order]
+    if isinstance(joined, torch.Tensor):
+        return joined[order]
+    return [joined[index] for index in order]

@@ -6,6 +6,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,6 +94,7 @@ class Metric(ABC):
             expected, do = "one of " + ", ".join(_COMPARATORS), 'comparator=">"'
             raise fail(MetricError, f"Metric({name!r}, comparator=...)", got=repr(comparator), expected=expected, do=do)
         greater = comparator is None or comparator.startswith(">")
+        # Whichever counted, the worst model might be saved as the best.
         if greater_is_better is not None and comparator is not None and greater_is_better != greater:
             got = f"greater_is_better={greater_is_better} and comparator={comparator!r}"
             raise fail(MetricError, f"Metric({name!r})", got=got, expected="one direction", do="remove one of the two")
@@ -154,24 +156,25 @@ class GatheredPairs:
         self._pairs.append((position, to_cpu(predictions), to_cpu(references)))
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
-        every = gather_on_main_process(self._pairs, chunk_bytes)
+        pairs_of_processes = gather_on_main_process(self._pairs, chunk_bytes)
         self._pairs = []
-        return run_on_main_process(lambda: self._compute(every))
-
-    def _compute(self, every: list[list[Pair]]) -> dict[str, float]:
-        predictions, references = join_pairs(self._metric, every)
-        metric = self._metric
-        return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
+        return run_on_main_process(lambda: _compute_over(self._metric, pairs_of_processes))
 
 
-def join_pairs(metric: Metric, every: list[list[Pair]]) -> tuple[Any, Any]:
+def _compute_over(metric: Metric, pairs_of_processes: list[list[Pair]]) -> dict[str, float]:
+    predictions, references = _join_pairs(metric, pairs_of_processes)
+    return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
+
+
+def _join_pairs(metric: Metric, pairs_of_processes: list[list[Pair]]) -> tuple[Any, Any]:
     """Return the joined predictions and the joined references of all processes for a metric.
 
     They have the order of the data; if samples were regrouped and not all have one entry each, the order of batches.
     """
-    pairs, order = order_parts(every)
+    pairs, order = order_parts(pairs_of_processes)
     predictions = _join(metric, [predictions for _, predictions, _ in pairs])
     references = _join(metric, [references for _, _, references in pairs])
+    # Flattened tokens, for example, cannot be put into the order of samples.
     if order is not None and not (_has_samples(predictions, len(order)) and _has_samples(references, len(order))):
         order = None  # both keep the order in which they match
     return put_in_order(predictions, order), put_in_order(references, order)
@@ -185,36 +188,42 @@ def _has_samples(joined: Any, number: int) -> bool:
 
 def _join(metric: Metric, parts: list[Any]) -> Any:
     if all(isinstance(part, Mapping) for part in parts):
-        keys = sorted({tuple(part) for part in parts}, key=str)
-        if len({frozenset(of_part) for of_part in keys}) > 1:
+        keys = sorted(set(map(tuple, parts)), key=str)
+        # Sets are compared, because a step may return its keys in any order.
+        if len(set(map(frozenset, keys))) > 1:
             got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
             do = "return the same keys for every batch"
             raise metric_error(metric.name, got, "the same keys in all batches", do)
         return {key: _join(metric, [part[key] for part in parts]) for key in keys[0]}
     if not all(isinstance(part, torch.Tensor) for part in parts):
-        return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
-    parts = [part.reshape(1) if part.ndim == 0 else part for part in parts]
+        items: list[Any] = []
+        for part in parts:
+            items += part if isinstance(part, list | tuple) else [part]
+        return items
+    parts = list(map(torch.atleast_1d, parts))  # a step that returns the value of a single sample
     shapes = sorted({tuple(part.shape[1:]) for part in parts})
     if len(shapes) == 1:
         return torch.cat(parts)
-    if metric.padding is None:
-        return [sample for part in parts for sample in part]
+    if metric.padding is None:  # `compute` pads itself
+        return list(chain.from_iterable(parts))
     is_signed = all(part.dtype.is_signed for part in parts)
-    if len({len(shape) for shape in shapes}) > 1 or not is_signed:
+    if len(set(map(len, shapes))) > 1 or not is_signed:  # the padding is -100
         got = f"samples of shapes {shapes[0]} and {shapes[-1]} in different batches, of {parts[0].dtype}"
         expected = "samples of one shape, or of equally many dimensions and a dtype that can be padded with -100"
         do = "pad them to one length, flatten them, return lists, or set padding = None in the metric's class"
         raise metric_error(metric.name, got, expected, do)
     what = f"metric {metric.name!r} gets samples of different shapes, {shapes[0]} to {shapes[-1]}"
     say_once(f"{what}: they are padded with {metric.padding:g}; set padding = None in its class to get a list instead")
-    widths = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    widths = list(map(max, zip(*shapes, strict=True)))
     return torch.cat([_pad(part, widths, metric.padding) for part in parts])
 
 
 def _pad(part: torch.Tensor, widths: list[int], value: float) -> torch.Tensor:
     """Pad every dimension except the first at its end."""
-    missing = [width - size for width, size in zip(widths, part.shape[1:], strict=True)]
-    return torch.nn.functional.pad(part, [number for one in reversed(missing) for number in (0, one)], value=value)
+    padding: list[int] = []
+    for width, size in zip(reversed(widths), reversed(part.shape[1:]), strict=True):  # `pad` begins with the last
+        padding += [0, width - size]
+    return torch.nn.functional.pad(part, padding, value=value)
 
 
 class ReportedValue(Metric):
@@ -235,16 +244,19 @@ Part = tuple[float, int]
 """The value of a part, and its number of samples."""
 
 
-def _mean(parts: Sequence[Part]) -> float:
-    num_samples = sum(samples for _, samples in parts)
-    return exact_sum([value * samples for value, samples in parts if samples]) / num_samples if num_samples else np.nan
+def _mean(values: Sequence[float], samples: Sequence[int]) -> float:
+    if not any(samples):
+        return np.nan
+    # The value of a part without samples may be NaN, and 0 * NaN is NaN.
+    weighted = [value * number for value, number in zip(values, samples, strict=True) if number]
+    return exact_sum(weighted) / sum(samples)
 
 
-_REDUCTIONS: dict[str, Callable[[Sequence[Part]], float]] = {
+_REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
     "mean": _mean,
-    "sum": lambda parts: exact_sum([value for value, _ in parts]),
-    "max": lambda parts: float(np.max([value for value, _ in parts])),
-    "min": lambda parts: float(np.min([value for value, _ in parts])),
+    "sum": lambda values, _: exact_sum(values),
+    "max": lambda values, _: float(np.max(values)),  # numpy's: NaN if a value is, wherever it is
+    "min": lambda values, _: float(np.min(values)),
 }
 
 
@@ -280,24 +292,18 @@ class MetricParallel(Metric):
         reduction: str = "mean",
     ) -> None:
         super().__init__(name, greater_is_better, comparator, main_metric)
-        if reduction not in _REDUCTIONS:
-            found = nearest(reduction, _REDUCTIONS, cutoff=0)
-            where = f"{type(self).__name__}({name!r}, reduction=...)"
-            raise fail(
-                MetricError,
-                where,
-                got=repr(reduction),
-                expected=f"one of {', '.join(_REDUCTIONS)}",
-                do=f"reduction={found!r}",
-            )
+        if reduction not in _REDUCTIONS:  # at once, not after the first epoch
+            where, expected = f"{type(self).__name__}({name!r}, reduction=...)", f"one of {', '.join(_REDUCTIONS)}"
+            do = f"reduction={nearest(reduction, _REDUCTIONS, cutoff=0)!r}"
+            raise fail(MetricError, where, got=repr(reduction), expected=expected, do=do)
         self.reduction = reduction
 
     def accumulate(self) -> Accumulation:
         self._warn("processes", has_parts=num_data_processes() > 1)
-        return _OfProcess(self)
+        return _ProcessValues(self)
 
     def _warn(self, parts: str, *, has_parts: bool) -> None:
-        if has_parts and self.reduction == "mean":
+        if has_parts and self.reduction == "mean":  # which is not the F1 of all samples, for example
             say_once(
                 f"the metric {self.name!r} is averaged over {parts}: this is correct for means over samples, but not "
                 "for metrics such as F1; derive those from Metric, which computes them over all samples"
@@ -315,29 +321,30 @@ class MetricBatch(MetricParallel):
 
     def accumulate(self) -> Accumulation:
         self._warn("batches", has_parts=True)
-        return _OfBatches(self)
+        return _BatchValues(self)
 
 
-class _OfProcess(GatheredPairs):
+class _ProcessValues(GatheredPairs):
     """Keeps the samples of this process on the CPU until its value is computed."""
 
     _metric: MetricParallel
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
-        every = each_once(run_on_every_process(self._compute_own))
-        return {name: value for name, (value, _) in _reduce(self._metric, every).items()}
+        values_of_processes = each_once(run_on_every_process(self._compute_here))
+        return {name: value for name, (value, _) in _reduce(self._metric, values_of_processes).items()}
 
-    def _compute_own(self) -> dict[str, Part]:
+    def _compute_here(self) -> dict[str, Part]:
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return {}
         metric = self._metric
-        predictions, references = join_pairs(metric, [pairs])
+        predictions, references = _join_pairs(metric, [pairs])
         values = read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
-        return {name: (value, _count_samples(predictions)) for name, value in values.items()}
+        num_samples = _count_samples(predictions)
+        return {name: (value, num_samples) for name, value in values.items()}
 
 
-class _OfBatches:
+class _BatchValues:
     """Keeps the values of the last few batches, and reduces them from time to time."""
 
     def __init__(self, metric: MetricBatch) -> None:
@@ -349,31 +356,35 @@ class _OfBatches:
         metric = self._metric
         predictions, references = require_pair(metric.name, entry)
         values = read_scalars(metric.name, metric.main_metric, metric.compute(predictions, references))
-        kept = {name: value.clone() for name, value in values.items()}  # copies: some are views of all scores
-        self._values.append((kept, _count_samples(predictions)))
+        copies = {name: value.clone() for name, value in values.items()}  # some are views of all scores
+        self._values.append((copies, _count_samples(predictions)))
         if len(self._values) >= COMPACT_AT:
             self._compact()
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
         self._compact()
-        own, self._reduced = self._reduced, {}
-        every = gather_from_data(own)
-        return {name: value for name, (value, _) in _reduce(self._metric, every).items()}
+        reduced, self._reduced = self._reduced, {}
+        return {name: value for name, (value, _) in _reduce(self._metric, gather_from_data(reduced)).items()}
 
     def _compact(self) -> None:
-        parts = [{name: (float(value), samples) for name, value in batch.items()} for batch, samples in self._values]
-        self._reduced = _reduce(self._metric, [self._reduced, *parts])
+        parts = [self._reduced]
+        for batch, samples in self._values:
+            parts.append({name: (float(value), samples) for name, value in batch.items()})
+        self._reduced = _reduce(self._metric, parts)
         self._values = []
 
 
-def _reduce(metric: MetricParallel, every: Sequence[Mapping[str, Part]]) -> dict[str, Part]:
+def _reduce(metric: MetricParallel, parts: Sequence[Mapping[str, Part]]) -> dict[str, Part]:
     """Reduce the values of parts; each entry over the parts that have it."""
-    parts: dict[str, list[Part]] = {}
-    for values in every:
+    parts_by_name: dict[str, list[Part]] = {}
+    for values in parts:
         for name, part in values.items():
-            parts.setdefault(name, []).append(part)
-    reduce = _REDUCTIONS[metric.reduction]
-    return {name: (reduce(of_one), sum(samples for _, samples in of_one)) for name, of_one in parts.items()}
+            parts_by_name.setdefault(name, []).append(part)
+    reduced: dict[str, Part] = {}
+    for name, parts_of_name in parts_by_name.items():
+        results, samples = zip(*parts_of_name, strict=True)
+        reduced[name] = _REDUCTIONS[metric.reduction](results, samples), sum(samples)
+    return reduced
 
 
 def _count_samples(predictions: Any) -> int:
@@ -442,10 +453,10 @@ class _Sums:
     def add(self, entry: Any, position: Position) -> None:
         predictions, references = require_pair(self._metric.name, entry)
         counted = torch.as_tensor(self._metric.count(predictions, references))
-        if self._counted and counted.shape != self._counted[0].shape:
+        if self._counted and counted.shape != self._counted[0].shape:  # other numbers would be added up
             got = f"count returned {counted.numel()} numbers, but {self._counted[0].numel()} for an earlier batch"
             raise metric_error(self._metric.name, got, "equally many for every batch", "return a tensor of one shape")
-        self._counted.append(counted.detach() if counted.requires_grad else counted)
+        self._counted.append(counted.detach())  # a graph would keep the whole batch
         if len(self._counted) >= COMPACT_AT:
             self._counted = [self._add_up()]
 
@@ -456,10 +467,14 @@ class _Sums:
         return torch.stack([counted.to(device, torch.float64) for counted in self._counted]).sum(0)
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
-        own = self._add_up().flatten().tolist() if self._counted else []
+        sums: list[float] = []
+        if self._counted:
+            sums = self._add_up().flatten().tolist()
         self._counted = []
-        every = [sums for sums in gather_from_data(own) if sums]
-        return run_on_main_process(lambda: self._compute([exact_sum(of_one) for of_one in zip(*every, strict=True)]))
+        sums_of_processes = gather_from_data(sums)
+        return run_on_main_process(lambda: self._finish(sums_of_processes))
 
-    def _compute(self, sums: list[float]) -> dict[str, float]:
-        return read_result(self._metric.name, self._metric.main_metric, self._metric.finish(sums))
+    def _finish(self, sums_of_processes: list[list[float]]) -> dict[str, float]:
+        columns = zip(*filter(None, sums_of_processes), strict=True)  # a process without a batch has no sums
+        totals = list(map(exact_sum, columns))
+        return read_result(self._metric.name, self._metric.main_metric, self._metric.finish(totals))

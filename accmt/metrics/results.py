@@ -37,7 +37,9 @@ def find_scalar(value: Any) -> torch.Tensor | None:
     """Return a number, or a tensor or array of one element, as a detached tensor of shape []; None for others."""
     if isinstance(value, torch.Tensor):
         scalar = value.detach() if value.requires_grad else value
-        return scalar if value.ndim == 0 else scalar.reshape(()) if value.numel() == 1 else None
+        if scalar.ndim == 0:
+            return scalar
+        return scalar.reshape(()) if scalar.numel() == 1 else None
     if isinstance(value, numbers.Real):
         return torch.tensor(as_float(value), dtype=torch.float64)
     return None
@@ -50,7 +52,7 @@ def read_result(name: str, main_metric: str, result: Any) -> dict[str, float]:
 
 def read_scalars(name: str, main_metric: str, result: Any) -> dict[str, torch.Tensor]:
     """Return the values that a metric computed, as detached tensors of shape []."""
-    if not isinstance(result, dict) or main_metric not in result:
+    if not isinstance(result, dict) or main_metric not in result:  # often the number itself
         expected, do = f"a dict with the entry {main_metric!r}", f'return {{"{main_metric}": value}}'
         raise metric_error(name, f"compute returned {describe(result)}", expected, do)
     scalars = {}
@@ -67,7 +69,8 @@ def read_scalars(name: str, main_metric: str, result: Any) -> dict[str, torch.Te
 def describe(value: Any) -> str:
     """Return the shape of a tensor or array, or the shortened value and its type."""
     shape = getattr(value, "shape", None)
-    if shape is not None and (not isinstance(value, torch.Tensor) or value.numel() != 1):
-        kind = "a tensor" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
-        return f"{kind} of shape {tuple(shape)}"
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a tensor of shape {tuple(value.shape)}"
+    if shape is not None and not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} of shape {tuple(shape)}"
     return f"{value!r:.80} ({type(value).__name__})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -51,35 +52,28 @@ class ChainedOptimizer(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._chained = list(optimizers)
         where = "ChainedOptimizer(optimizers=...)"
-        if not self._chained or not all(isinstance(one, Optimizer) for one in self._chained):
-            raise fail(
-                ArgumentError,
-                where,
-                got=repr(self._chained),
-                expected="at least one torch optimizer",
-                do="[adamw, muon]",
-            )
-        parameters = [parameter for one in self._chained for group in one.param_groups for parameter in group["params"]]
-        if len(set(parameters)) < len(parameters):
-            got = "two optimizers for one parameter"
-            raise fail(
-                ArgumentError,
-                where,
-                got=got,
-                expected="each parameter in one optimizer",
-                do="remove it from the others",
-            )
-        for kind in (type(one) for one in self._chained):
-            # The one of bitsandbytes only packs each parameter's entries for FSDP1.
+        if not self._chained or not all(isinstance(optimizer, Optimizer) for optimizer in self._chained):
+            got, expected = repr(self._chained), "at least one torch optimizer"
+            raise fail(ArgumentError, where, got=got, expected=expected, do="[adamw, muon]")
+        self._owners: list[int] = []
+        groups: list[dict[str, Any]] = []
+        for number, optimizer in enumerate(self._chained):
+            self._owners += [number] * len(optimizer.param_groups)
+            groups += optimizer.param_groups
+            # Its own `state_dict` would not see the shared state. That of bitsandbytes only packs entries for FSDP1.
+            kind = type(optimizer)
             if kind.state_dict is not Optimizer.state_dict and not kind.__module__.startswith("bitsandbytes."):
                 got = f"{kind.__name__}, which overrides `state_dict`"
                 do = "use it for all parameters or for none"
                 raise fail(ArgumentError, where, got=got, expected="optimizers with torch's state_dict", do=do)
-        self._owners = [number for number, one in enumerate(self._chained) for _ in one.param_groups]
-        super().__init__([group for one in self._chained for group in one.param_groups], {})
-        for one in self._chained:
-            self.state.update(one.state)
-        first = self._chained[0].param_groups[0]
+        parameters = list(chain.from_iterable(group["params"] for group in groups))
+        if len(set(parameters)) < len(parameters):  # both would step it, and share its state
+            got, expected = "two optimizers for one parameter", "each parameter in one optimizer"
+            raise fail(ArgumentError, where, got=got, expected=expected, do="remove it from the others")
+        super().__init__(groups, {})
+        for optimizer in self._chained:
+            self.state.update(optimizer.state)
+        first = groups[0]
         self.defaults = {"lr": first["lr"]} if "lr" in first else {}  # what polynomial decay is relative to
         self._share()
         addon("separate_states")(self)
@@ -92,7 +86,7 @@ class ChainedOptimizer(Optimizer):
     @property
     def class_names(self) -> str:
         """The names of the chained optimizers: `AdamW + Muon`."""
-        return " + ".join(type(one).__qualname__ for one in self._chained)
+        return " + ".join(type(optimizer).__qualname__ for optimizer in self._chained)
 
     def class_name_of(self, number: int) -> str:
         """Return the class name of a parameter group's optimizer."""
@@ -109,9 +103,9 @@ class ChainedOptimizer(Optimizer):
                 ArgumentError, "ChainedOptimizer.step", got="a closure", expected="no closure", do="step one optimizer"
             )
         self._share()
-        for one in self._chained:
-            with mesh_by_mesh(one) if self.is_mixed else nullcontext():
-                one.step()
+        for optimizer in self._chained:
+            with mesh_by_mesh(optimizer) if self.is_mixed else nullcontext():
+                optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the first optimizer."""
@@ -130,27 +124,19 @@ class ChainedOptimizer(Optimizer):
         Each of them adds entries that are missing in states of older versions.
         """
         super().__setstate__(state)
-        for number, one in enumerate(self._chained):
-            one.__setstate__({"state": self.state, "param_groups": self._groups_of(number)})
+        for number, optimizer in enumerate(self._chained):
+            optimizer.__setstate__({"state": self.state, "param_groups": self._groups_of(number)})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_chained": self._chained, "_owners": self._owners}
 
-    def __repr__(self) -> str:
-        return f"ChainedOptimizer([{', '.join(map(repr, self._chained))}])"
-
     def _share(self) -> None:
         """Set this optimizer's state and groups on the chained ones; loading a state replaces both."""
-        for number, one in enumerate(self._chained):
-            one.state, one.param_groups = self.state, self._groups_of(number)
+        for number, optimizer in enumerate(self._chained):
+            optimizer.state, optimizer.param_groups = self.state, self._groups_of(number)
 
     def _groups_of(self, number: int) -> list[dict[str, Any]]:
-        if len(self.param_groups) != len(self._owners):
-            got = f"{len(self.param_groups)} parameter groups instead of {len(self._owners)}"
-            do = "modify the groups in place, or call add_param_group"
-            raise fail(
-                ArgumentError, "ChainedOptimizer.param_groups", got=got, expected="the groups of its optimizers", do=do
-            )
+        # Strict: if a script appends to `param_groups` instead of calling `add_param_group`, the owner is unknown.
         return [group for group, owner in zip(self.param_groups, self._owners, strict=True) if owner == number]
 
 
@@ -161,13 +147,13 @@ def mesh_by_mesh(optimizer: Optimizer) -> Iterator[None]:
     A kernel accepts either plain tensors or those of one mesh (torch 2.13: "got mixed torch.Tensor and DTensor").
     """
     groups = optimizer.param_groups
-    parts: list[dict[str, Any]] = []
+    split_groups: list[dict[str, Any]] = []
     for group in groups:
         if group.get("fused"):
-            parts += [{**group, "params": parameters} for (parameters,) in by_mesh(group["params"])]
-        else:  # other optimizers may store state in a group
-            parts.append(group)
-    optimizer.param_groups = parts
+            split_groups += [{**group, "params": parameters} for (parameters,) in by_mesh(group["params"])]
+        else:  # other optimizers may store state in a group, which a copy would lose
+            split_groups.append(group)
+    optimizer.param_groups = split_groups
     try:
         yield
     finally:
@@ -204,7 +190,7 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
         HyperParameterError: The optimizer rejects its arguments or the parameters, or the groups do not match them.
     """
     parameters = list(model.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
+    if not any(parameter.requires_grad for parameter in parameters):  # all layers frozen: the loss would never change
         raise fail(
             ModuleContractError,
             "the parameters to optimize",
@@ -221,13 +207,15 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
 def make_optimizer(
     optimizer_class: type[Optimizer],
     parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
-    written: Mapping[str, Any],
+    settings: Mapping[str, Any],
     as_trained: AsTrained,
     where: str,
 ) -> Optimizer:
-    arguments = optimizer_arguments(optimizer_class, written)
-    several = (one["params"] if isinstance(one, dict) else [one] for one in parameters)
-    trainable = [parameter for some in several for parameter in some if parameter.requires_grad]
+    arguments = optimizer_arguments(optimizer_class, settings)
+    trainable: list[nn.Parameter] = []
+    for entry in parameters:
+        members = entry["params"] if isinstance(entry, dict) else [entry]
+        trainable += [parameter for parameter in members if parameter.requires_grad]
     if "fused" in parameters_of(optimizer_class) and not _IMPLEMENTATIONS & set(arguments):
         # Errors of a trial show up when the real optimizer is built.
         with suppress(RuntimeError, TypeError, ValueError):
@@ -258,8 +246,9 @@ def _is_fused_right(
     The second weight has its first gradient after the other, like one that is unfrozen. In torch 2.13, fused SGD with
     momentum then raises a TypeError, and fused SGD silently leaves bfloat16 and float16 weights on a CPU unchanged.
     """
-    is_mixed = len({mesh_of(parameter) for parameter in trainable}) > 1  # each kind has a separate step
-    makes = (as_trained, torch.clone) if is_mixed else (as_trained,)
+    makes = [as_trained]
+    if len(set(map(mesh_of, trainable))) > 1:  # plain and sharded parameters, which have separate steps
+        makes.append(torch.clone)
 
     def step(make: AsTrained, device: torch.device, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
         weights = [nn.Parameter(make(torch.zeros(_TRIED, device=device, dtype=dtype))) for _ in range(2)]
@@ -269,6 +258,9 @@ def _is_fused_right(
             optimizer.step()
         return torch.stack([make_whole(weight.detach()) for weight in weights])
 
-    found = {(parameter.device, parameter.dtype) for parameter in trainable if not parameter.is_meta}
-    kinds = [(make, *kind) for make in makes for kind in found]
-    return all(torch.allclose(step(*kind, fused=True), step(*kind, fused=False), rtol=0.02, atol=0) for kind in kinds)
+    kinds = {(parameter.device, parameter.dtype) for parameter in trainable if not parameter.is_meta}
+    for make, (device, dtype) in product(makes, kinds):
+        fused, standard = step(make, device, dtype, fused=True), step(make, device, dtype, fused=False)
+        if not torch.allclose(fused, standard, rtol=0.02, atol=0):
+            return False
+    return True

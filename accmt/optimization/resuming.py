@@ -63,61 +63,81 @@ def restore_scheduler(
         A line for each argument that differs from the checkpoint but is not in `changed` (for example, after a change
         of `get_optimizer`), so that the checkpoint's value is kept.
     """
-    loaded, names, now = group_arguments(optimizer), set(changed), built
-    kept: list[str] = []
+    loaded, names, new = group_arguments(optimizer), set(changed), built
+    lines: list[str] = []
     steps = 0 if saved is None else _steps_taken(saved)
     is_moved = saved is None or is_stretched or not _DRIVEN.isdisjoint(changed)
     if scheduler is not None and is_moved and steps is not None and _steps_by_itself(scheduler):
         names |= _DRIVEN
-        now = _walk(optimizer, scheduler, built, steps)
+        new = _walk(optimizer, scheduler, built, steps)
     elif scheduler is not None and saved is not None:
-        kept = _kept_constants(scheduler, saved)
+        lines = _compare_scheduler(scheduler, saved)
         scheduler.load_state_dict(saved)
         if "lr" in changed:  # lowered as much as the scheduler had lowered the old rate
-            pairs = zip(loaded, built, strict=True)
-            now = [{**ours, "lr": _scaled_rate(theirs, ours, *changed["lr"])} for theirs, ours in pairs]
-    names |= {"initial_lr"} if "lr" in names else set()
-    for group, theirs, ours in zip(optimizer.param_groups, loaded, now, strict=True):
-        group.update({**theirs, **{name: ours[name] for name in names & ours.keys()}})
+            new = []
+            for loaded_group, built_group in zip(loaded, built, strict=True):
+                new.append({**built_group, "lr": _scaled_rate(loaded_group, built_group, *changed["lr"])})
+    if "lr" in names:  # from which a scheduler computes each rate
+        names.add("initial_lr")
+    # After the scheduler, which writes into the groups while it is stepped or loaded.
+    for group, loaded_group, new_group in zip(optimizer.param_groups, loaded, new, strict=True):
+        group.update({**loaded_group, **{name: new_group[name] for name in names & new_group.keys()}})
     if changed:
         _add_missing_state(optimizer)
     if not {"fused", "capturable"}.isdisjoint(names):
-        # Fused kernels and captured graphs need step counts on the device of their parameters.
-        # Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
-        for group in optimizer.param_groups:
-            for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
-                state = state_of(optimizer).get(parameter, {})
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
-    # Entries of groups that are not arguments, but state that changes with the optimizer's steps.
-    every = members_of(optimizer)
-    parameters = [item for one in every for item in inspect.signature(type(one).__init__).parameters.values()]
-    if not any(item.kind is item.VAR_KEYWORD for item in parameters):
-        names |= {name for one in every for name in getattr(one, "defaults", ())} - {item.name for item in parameters}
-    return kept + _kept(loaded, built, names, has_scheduler=scheduler is not None)
+        _move_step_counts(optimizer)
+    names |= _names_of_state(optimizer)
+    return lines + _compare_groups(loaded, built, names, has_scheduler=scheduler is not None)
 
 
-def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Return a line for each scheduler argument that differs from the checkpoint, whose value is kept."""
+def _move_step_counts(optimizer: Optimizer) -> None:
+    """Move step counts to the device of their parameters, where fused kernels and captured graphs need them.
+
+    Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
+    """
+    for group in optimizer.param_groups:
+        if not (group.get("fused") or group.get("capturable")):
+            continue
+        for parameter in group["params"]:
+            state = state_of(optimizer).get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
+
+
+def _names_of_state(optimizer: Optimizer) -> set[str]:
+    """Return the entries of groups that are not arguments, but state that changes with the optimizer's steps."""
+    arguments: dict[str, inspect.Parameter] = {}
+    entries: set[str] = set()
+    for member in members_of(optimizer):
+        arguments |= inspect.signature(type(member).__init__).parameters
+        entries.update(getattr(member, "defaults", ()))
+    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):  # any entry may be an argument
+        return set()
+    return entries - arguments.keys()
+
+
+def _compare_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return a line for each scheduler argument that differs from the checkpoint, whose value is used."""
+    lines: list[str] = []
     if isinstance(scheduler, SeveralSchedulers):
-        pairs = zip(scheduler.schedulers, saved["schedulers"], strict=False)
-        return [line for one, state in pairs for line in _kept_constants(one, state)]
+        for member, state in zip(scheduler.schedulers, saved["schedulers"], strict=False):
+            lines += _compare_scheduler(member, state)
+        return lines
     built = scheduler.state_dict()
-    arguments = inspect.signature(type(scheduler).__init__).parameters
-    names = [name for name in arguments if name in built and name in saved and name != "last_epoch"]
-    return [
-        f"{name} of the scheduler {type(scheduler).__name__}: keeping the checkpoint's {saved[name]!r} "
-        f"instead of the new {built[name]!r}"
-        for name in names
-        if not _is_same(saved[name], built[name])
-    ]
+    for name in inspect.signature(type(scheduler).__init__).parameters:
+        if name == "last_epoch" or name not in built or name not in saved:
+            continue
+        if not _is_same(saved[name], built[name]):
+            where = f"{name} of the scheduler {type(scheduler).__name__}"
+            lines.append(f"{where}: keeping the checkpoint's {saved[name]!r} instead of the new {built[name]!r}")
+    return lines
 
 
 def _steps_taken(saved: Mapping[str, Any]) -> int | None:
     """Return how many steps a scheduler has taken; for chained schedulers, only the inner ones count."""
     if "last_epoch" in saved:
         return int(saved["last_epoch"])
-    chained = saved.get("_schedulers")
+    chained = saved.get("_schedulers")  # of torch's SequentialLR and ChainedScheduler
     return _steps_taken(chained[0]) if chained else None
 
 
@@ -125,8 +145,10 @@ def _steps_by_itself(scheduler: Any) -> bool:
     """Return whether a scheduler depends only on its steps, not on a loss."""
     if not isinstance(scheduler, LRScheduler):
         return False
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    return all(item.default is not item.empty or item.kind is item.VAR_KEYWORD for item in parameters)
+    for parameter in inspect.signature(scheduler.step).parameters.values():
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            return False
+    return True
 
 
 def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, steps: int) -> GroupArguments:
@@ -140,13 +162,14 @@ def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, s
     return group_arguments(optimizer)
 
 
-def _scaled_rate(theirs: Mapping[str, Any], ours: Mapping[str, Any], old: Any, new: Any) -> Any:
-    if "initial_lr" in theirs and "initial_lr" in ours:  # a group of hyper-parameters
-        begin = theirs["initial_lr"]
-        return theirs["lr"] * (ours["initial_lr"] / begin) if begin else ours["lr"]
-    if old is None and new is None:  # only arguments of groups have changed
-        return theirs["lr"]
-    return theirs["lr"] * (new / old) if old and new is not None else ours["lr"]
+def _scaled_rate(loaded: Mapping[str, Any], built: Mapping[str, Any], old: Any, new: Any) -> Any:
+    if "initial_lr" in loaded and "initial_lr" in built:  # a group of hyper-parameters
+        old, new = loaded["initial_lr"], built["initial_lr"]
+    elif old is None and new is None:  # only arguments of groups have changed
+        return loaded["lr"]
+    if not old or new is None:  # a rate of 0 cannot be scaled, nor can Adafactor's, which it computes itself
+        return built["lr"]
+    return loaded["lr"] * (new / old)
 
 
 def _add_missing_state(optimizer: Optimizer) -> None:
@@ -157,17 +180,18 @@ def _add_missing_state(optimizer: Optimizer) -> None:
     Raises:
         CheckpointError: They are not zeros.
     """
-    for one in members_of(optimizer):
-        for group in one.param_groups:
-            first: dict[Any, dict[str, Any]] = {}
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            first_states: dict[Any, dict[str, Any]] = {}
             for parameter in group["params"]:
                 entries, kind = state_of(optimizer).get(parameter), (parameter.dtype, parameter.device)
-                if not entries:
+                if not entries:  # frozen until now: its first step makes all of them
                     continue
-                if kind not in first:
-                    first[kind] = _first_state(one, group, *kind)
-                for name in first[kind].keys() - entries.keys():
-                    entries[name] = _begin(first[kind][name], parameter, f"{name!r} of {type(one).__name__}")
+                if kind not in first_states:
+                    first_states[kind] = _first_state(member, group, *kind)
+                first_state = first_states[kind]
+                for name in first_state.keys() - entries.keys():
+                    entries[name] = _begin(first_state[name], parameter, f"{name!r} of {type(member).__name__}")
 
 
 def _first_state(
@@ -195,20 +219,24 @@ def _begin(entry: Any, parameter: torch.Tensor, what: str) -> torch.Tensor:
     )
 
 
-def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, has_scheduler: bool) -> list[str]:
+def _compare_groups(
+    loaded: GroupArguments, built: GroupArguments, ignored: set[str], *, has_scheduler: bool
+) -> list[str]:
     """Return a line per argument whose checkpoint value differs from the new one, unless a scheduler changes it."""
     lines: dict[str, str] = {}
-    for number, (theirs, ours) in enumerate(zip(loaded, built, strict=True)):
+    for number, (loaded_group, built_group) in enumerate(zip(loaded, built, strict=True)):
         driven = {"lr"} if has_scheduler else set()
-        driven |= {"momentum", "betas"} if "max_momentum" in theirs else set()
-        for name in (theirs.keys() & ours.keys()) - applied - driven - lines.keys():
-            if not _is_same(theirs[name], ours[name]):
+        if "max_momentum" in loaded_group:  # of OneCycleLR and CyclicLR
+            driven |= {"momentum", "betas"}
+        for name in (loaded_group.keys() & built_group.keys()) - ignored - driven - lines.keys():
+            old, new = loaded_group[name], built_group[name]
+            if not _is_same(old, new):
                 where = f"{name} of the optimizer's parameter group {number}"
-                lines[name] = f"{where}: keeping the checkpoint's {theirs[name]} instead of the new {ours[name]}"
+                lines[name] = f"{where}: keeping the checkpoint's {old} instead of the new {new}"
     return [lines[name] for name in sorted(lines)]
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    if isinstance(old, Sequence) and isinstance(new, Sequence):
+    if isinstance(old, Sequence) and isinstance(new, Sequence):  # betas from YAML are a list, the default is a tuple
         return list(old) == list(new)
     return bool(old == new)

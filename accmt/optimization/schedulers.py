@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,25 +66,29 @@ def build_scheduler(
         do = f"pass a list of {len(rates)} values in this order, or choose a scheduler that multiplies the rates"
         where = hps.where("scheduler", absolute[0])
         raise fail(HyperParameterError, where, got=got, expected="a rate for each group", do=do)
-    length = _length(hps, total_steps, steps_per_epoch, num_epochs)
+    lengths = _lengths(hps, total_steps, steps_per_epoch, num_epochs)
     parameters = parameters_of(factory)
     arguments = dict(hps.scheduler_kwargs)
     if "num_warmup_steps" in parameters:
         warmup = arguments.pop("warmup_ratio", arguments.get("num_warmup_steps", 0))
+        # `num_warmup_steps: 0.1` is a ratio, too, as in transformers.
         is_ratio = "num_warmup_steps" not in arguments or isinstance(warmup, float)
         if is_ratio and warmup != 0:
-            if length.total is None:
+            total = lengths["num_training_steps"]
+            if total is None:  # a stream
                 raise _unknown_length(hps, "warmup_ratio", "use `num_warmup_steps:` instead, or add `max_steps:`")
             # As an exact decimal: 0.1 * 30 would round up to 4.
-            warmup = math.ceil(Fraction(str(warmup)) * length.total)
+            warmup = math.ceil(Fraction(str(warmup)) * total)
         arguments["num_warmup_steps"] = int(warmup)
-    arguments |= _filled(hps, parameters, arguments, length)
-    monitor = arguments.pop("monitor", None) if watches_a_result(factory) else None
+    arguments |= _filled(hps, parameters, arguments, lengths)
+    monitor = None
+    if watches_a_result(factory):
+        monitor = arguments.pop("monitor", None)
     try:
         scheduler: LRScheduler = factory(optimizer, **arguments)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise _refusal(hps, optimizer, error) from error
-    if total_steps is None or total_steps > 1:
+    if total_steps is None or total_steps > 1:  # else the scheduler is never stepped
         _try_step(hps, optimizer, arguments)
     if isinstance(scheduler, ReduceLROnPlateau) and monitor is not None:
         scheduler.monitor = monitor  # type: ignore[attr-defined]  # the attribute that a module's get_scheduler sets too
@@ -102,16 +106,18 @@ def _try_step(hps: HyperParameters, optimizer: Optimizer, arguments: dict[str, A
     if factory is None or None in rates or not is_listed(factory):
         return
     groups = [{"params": [torch.nn.Parameter(torch.zeros(()))], "lr": float(rate)} for rate in rates]
-    other = torch.optim.SGD(groups, momentum=0.9)
+    trial_optimizer = torch.optim.SGD(groups, momentum=0.9)
     try:
-        scheduler = factory(other, **arguments)
+        scheduler = factory(trial_optimizer, **arguments)
         if not isinstance(scheduler, ReduceLROnPlateau):
-            other.step()  # torch expects it before a scheduler step
+            trial_optimizer.step()  # torch expects it before a scheduler step
             scheduler.step()
     except ArithmeticError as error:
         zeros = [name for name, value in arguments.items() if isinstance(value, int | float) and value == 0]
-        raise _refusal(hps, optimizer, error, *zeros[: len(zeros) == 1]) from error
-    except (TypeError, ValueError):  # of the other optimizer: the scheduler is one for the user's
+        if len(zeros) > 1:  # which of them is wrong is unknown
+            zeros = []
+        raise _refusal(hps, optimizer, error, *zeros) from error
+    except (TypeError, ValueError):  # of SGD: the scheduler is one for the user's optimizer
         return
 
 
@@ -132,7 +138,7 @@ class SeveralSchedulers:
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rates of all groups of their optimizers."""
-        return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
+        return list(chain.from_iterable(scheduler.get_last_lr() for scheduler in self.schedulers))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all schedulers."""
@@ -144,40 +150,32 @@ class SeveralSchedulers:
             scheduler.load_state_dict(saved)
 
 
-@dataclass(frozen=True)
-class _Length:
-    """The length of the run in scheduler steps; None if unknown."""
-
-    total: int | None
-    per_epoch: int | None
-    epochs: int | None
-
-
-def _length(
+def _lengths(
     hps: HyperParameters, total_steps: int | None, steps_per_epoch: int | None, num_epochs: int | None
-) -> _Length:
-    epochs = num_epochs if num_epochs is not None or hps.epochs == -1 else hps.epochs
+) -> dict[str, int | None]:
+    """Return the lengths of the run in scheduler steps, by the names of schedulers' arguments; None if unknown."""
+    epochs = num_epochs
+    if num_epochs is None and hps.epochs != -1:  # -1: until `max_steps`
+        epochs = hps.epochs
     if num_epochs is None and total_steps is not None and steps_per_epoch is not None:
         epochs = math.ceil(total_steps / steps_per_epoch)
+    total = total_steps
     if hps.step_scheduler_per_epoch:
-        return _Length(total=epochs, per_epoch=1, epochs=epochs)
-    return _Length(total=total_steps, per_epoch=steps_per_epoch, epochs=epochs)
+        total, steps_per_epoch = epochs, 1
+    lengths = dict.fromkeys(("num_training_steps", "total_steps", "T_max"), total)
+    return {**lengths, "epochs": epochs, "steps_per_epoch": steps_per_epoch}
 
 
 def _filled(
-    hps: HyperParameters, parameters: dict[str, inspect.Parameter], arguments: dict[str, Any], length: _Length
+    hps: HyperParameters,
+    parameters: dict[str, inspect.Parameter],
+    arguments: dict[str, Any],
+    lengths: dict[str, int | None],
 ) -> dict[str, int]:
     """Return the arguments that depend on the run, if the scheduler has them."""
-    known = {
-        "num_training_steps": length.total,
-        "total_steps": length.total,
-        "T_max": length.total,
-        "epochs": length.epochs,
-        "steps_per_epoch": length.per_epoch,
-    }
     filled = {}
-    for name, value in known.items():
-        if name not in parameters or name in arguments:
+    for name, value in lengths.items():
+        if name not in parameters or name in arguments:  # what the user has set stays
             continue
         if value is not None:
             filled[name] = value
@@ -193,15 +191,10 @@ def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParame
 
 
 def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception, *key: str) -> HyperParameterError:
-    if any(group["lr"] is None for group in optimizer.param_groups):
+    if any(group["lr"] is None for group in optimizer.param_groups):  # Adafactor: torch's error is one of arithmetic
         got = f"a scheduler for {type(optimizer).__name__} without lr, which chooses its own learning rate"
-        return fail(
-            HyperParameterError,
-            hps.where("scheduler"),
-            got=got,
-            expected="a learning rate to schedule",
-            do="add `lr:` to optim",
-        )
+        expected, do = "a learning rate to schedule", "add `lr:` to optim"
+        return fail(HyperParameterError, hps.where("scheduler"), got=got, expected=expected, do=do)
     name = hps.to_dict()["hps"]["scheduler"]["type"]
     expected = f"arguments and an optimizer accepted by {name}"
     do = "correct the arguments, choose another scheduler, or override get_scheduler"

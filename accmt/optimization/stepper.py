@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,23 +31,32 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
     """
     if limit is None:
         return None
-    sparse = [parameter for parameter in parameters if parameter.grad is not None and parameter.grad.is_sparse]
-    for parameter in sparse:
-        parameter.grad = cast(torch.Tensor, parameter.grad).coalesce()  # so that values can be changed in place
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    has_sparse = False
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            has_sparse = True
+            parameter.grad = parameter.grad.coalesce()  # so that values can be changed in place
+    gradients = _gradients_of(parameters)
     norm = None if kind == "value" else total_norm(gradients)
-    if sparse:
-        # Wrap each gradient (or a sparse one's values) in a parameter: torch clips gradients of parameters.
-        values = [dense_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
-        parameters = [nn.Parameter(own, requires_grad=own.is_floating_point()) for own in values]
-        for holder, own in zip(parameters, values, strict=True):
-            holder.grad = own
-    for (of_one,) in by_mesh(parameters) if parameters else []:
+    if has_sparse:
+        # torch clips gradients of parameters, and no sparse ones. So each gradient, or the values of a sparse one, is
+        # made the gradient of another parameter, which shares its memory.
+        parameters = []
+        for gradient in gradients:
+            values = dense_values(gradient) if gradient.is_sparse else gradient
+            parameter = nn.Parameter(values, requires_grad=values.is_floating_point())
+            parameter.grad = values
+            parameters.append(parameter)
+    for (members,) in by_mesh(parameters):
         if norm is None:
-            nn.utils.clip_grad_value_(of_one, limit)
+            nn.utils.clip_grad_value_(members, limit)
         else:
-            nn.utils.clip_grads_with_norm_(of_one, limit, norm)
+            nn.utils.clip_grads_with_norm_(members, limit, norm)
     return norm
+
+
+def _gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 _TORCH = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
@@ -91,18 +100,19 @@ class Stepper:
         self._accelerator = accelerator
         self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._is_unscaled = False
-        takes_argument = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters  # a wrapper's may not
-        self._how_to_zero = {"set_to_none": set_to_none} if takes_argument else {}
+        self._how_to_zero: dict[str, bool] = {}
+        if "set_to_none" in inspect.signature(optimizer.zero_grad).parameters:  # a wrapper's may not take it
+            self._how_to_zero["set_to_none"] = set_to_none
         self._clip = clip or None
         self.clips = self._clip is not None
         self._clip_type = clip_type
         self.may_draw = not all(type(member) in _TORCH for member in members_of(optimizer))
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
         self._around_backward = around_backward or nullcontext
-        self._is_mixed = len({mesh_of(parameter) for parameter in self.parameters}) > 1
-        if isinstance(optimizer, ChainedOptimizer):
+        self._is_mixed = len(set(map(mesh_of, self.parameters))) > 1
+        if isinstance(optimizer, ChainedOptimizer):  # which splits the steps of its members itself
             optimizer.is_mixed, self._is_mixed = self._is_mixed, False
-        self._with_modes: list[Any] = [one for one in members_of(optimizer) if has_modes(one)]
+        self._with_modes: list[Any] = list(filter(has_modes, members_of(optimizer)))
         self._is_training = False
         self._trained: list[tuple[nn.Parameter, torch.Tensor]] | None = None
         is_plain = self._scaler is None and type(accelerator).backward is Accelerator.backward
@@ -122,6 +132,7 @@ class Stepper:
                 with self._around_backward():
                     self._accelerator.backward(loss)
         except RuntimeError as error:
+            # torch's message says nothing of FSDP2, which has freed the weights that another backward needs.
             if "storage of size 0" in str(error) and any(map(is_dtensor, self.parameters)):
                 got = f"a gradient of a gradient (create_graph=True), or a second backward of one forward: {error}"
                 expected = "one backward per forward: FSDP2 frees the gathered weights after it"
@@ -137,11 +148,15 @@ class Stepper:
 
     def begin_training(self) -> None:
         """Switch to the training weights of optimizers with separate evaluation weights, such as schedule-free ones."""
-        self._set_modes(is_training=True)
+        self._is_training = True
+        for optimizer in self._with_modes:
+            optimizer.train()
 
     def end_training(self) -> None:
         """Switch to the evaluation weights of such optimizers."""
-        self._set_modes(is_training=False)
+        self._is_training = False
+        for optimizer in self._with_modes:
+            optimizer.eval()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -166,28 +181,27 @@ class Stepper:
 
     def evaluate_again(self) -> None:
         """Switch back to the evaluation weights, in case a user's hook has called `train()`."""
-        for one in self._with_modes if self._trained is not None else ():
-            one.eval()
-
-    def _set_modes(self, *, is_training: bool) -> None:
-        self._is_training = is_training
-        for one in self._with_modes:
-            one.train() if is_training else one.eval()
+        if self._trained is None:
+            return
+        for optimizer in self._with_modes:
+            optimizer.eval()
 
     def unscale(self) -> None:
         """Unscale the gradients of the gradient scaler; once per window, before they are read or changed.
 
         A window has no gradients if all its batches have weight 0. The scaler would report a missing backward.
         """
-        if self._scaler is not None and any(parameter.grad is not None for parameter in self.parameters):
+        if self._scaler is not None and _gradients_of(self.parameters):
             self._scaler.unscale_(self.optimizer)
             self._is_unscaled = True
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        for (of_one,) in by_mesh(gradients) if gradients else ():
-            multiply_(of_one, factor)
+        gradients = _gradients_of(self.parameters)
+        if not gradients:  # all batches had weight 0; torch rejects an empty list
+            return
+        for (members,) in by_mesh(gradients):
+            multiply_(members, factor)
 
     def clip(self, parameters: list[nn.Parameter] | None = None) -> torch.Tensor | None:
         """Clip the unscaled gradients of the accumulation window.
@@ -198,7 +212,8 @@ class Stepper:
         Returns:
             The norm before clipping; None if gradients are not clipped by norm.
         """
-        parameters = self.parameters if parameters is None else parameters
+        if parameters is None:
+            parameters = self.parameters
         if self._before_clipping is not None:
             self._before_clipping(parameters)
         return clip_gradients(parameters, self._clip, self._clip_type)

@@ -35,19 +35,20 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
     Processes: each loads on its own, also if the model is sharded.
     """
     folder = Path(folder)
-    own_names = plain_names(model.state_dict())
+    model_names = plain_names(model.state_dict())
     weights = read_weights(folder)
     saved = dict(zip(plain_names(weights).values(), weights.values(), strict=True))
-    current = {own_names[name]: tensor for name, tensor in model.state_dict().items()}
+    current = dict(zip(model_names.values(), model.state_dict().values(), strict=True))
     require_fit(saved, current, folder, what=class_of(model).__name__, strict=strict)
     # Log which weights lose precision, such as those of a model loaded in 16 bits and trained in float32.
     common = saved.keys() & current.keys()
     rounded = [name for name in common if saved[name].dtype == torch.float32 and current[name].dtype in HALVES]
-    if rounded:
+    if rounded:  # else the saved precision would be lost without a sign
         kind = str(current[min(rounded)].dtype).removeprefix("torch.")
         what = f"{len(rounded)} of {len(saved)} weights in {folder} are float32 and are rounded to the model's {kind}"
         say_once(f'{what}; to keep them, build the model with dtype="float32", or load it from that folder')
-    state = {name: saved[plain] for name, plain in own_names.items() if plain in saved}
+    state = {name: saved[plain] for name, plain in model_names.items() if plain in saved}
+    # Not strict: `require_fit` has checked it, with tied weights that are saved once.
     model.load_state_dict(shard_state(state, model.state_dict()), strict=False)
 
 
@@ -82,23 +83,18 @@ def require_files(folder: Path) -> list[str]:
             do = f"this is a checkpoint: convert it with `accmt get {shlex.quote(str(folder))} OUT`"
         got = "a file, not a folder" if folder.exists() else "no such folder"
         if folder.is_dir():
-            held = sorted(path.name for path in folder.iterdir())
-            got = f"a folder with {_some(held)}" if held else "an empty folder"
+            names = sorted(path.name for path in folder.iterdir())
+            got = f"a folder with {_list(names)}" if names else "an empty folder"
         raise fail(WeightsError, str(folder), got=got, expected=f"one of {', '.join(ENTRY_NAMES)}", do=do)
     try:
         names = files_of(entry)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(entry, error) from error
     missing = [name for name in names if not (entry.parent / name).is_file()]
-    if missing:
-        got, do = f"missing files: {_some(missing)}", "copy the whole folder again, or save the model again"
-        raise fail(
-            WeightsError,
-            str(entry),
-            got=got,
-            expected=f"all {len(names)} files that it lists, in the same folder",
-            do=do,
-        )
+    if missing:  # an interrupted copy or download
+        got, expected = f"missing files: {_list(missing)}", f"all {len(names)} files that it lists, in the same folder"
+        do = "copy the whole folder again, or save the model again"
+        raise fail(WeightsError, str(entry), got=got, expected=expected, do=do)
     return names
 
 
@@ -108,30 +104,30 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 weights: dict[str, Tensor] = file.get_tensors()
                 tied: dict[str, str] = json.loads((file.metadata() or {}).get(SHARED_KEY, "{}"))
-            return weights | {name: weights[kept] for name, kept in tied.items() if kept in weights}
+            return weights | {name: weights[first] for name, first in tied.items() if first in weights}
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
         raise _damaged(path, error) from error
+    # A checkpoint of another trainer often has the weights beside an optimizer's state.
     if not (isinstance(weights, dict) and all(isinstance(value, Tensor) for value in weights.values())):
         raise _damaged(path, TypeError("it contains something other than tensors by name"))
     return weights
 
 
 def _find_faults(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], *, strict: bool) -> list[str]:
-    common = saved.keys() & current.keys()
-    faults = []
-    if strict or not common:
+    missing: list[str] = []
+    unexpected: list[str] = []
+    if strict or saved.keys().isdisjoint(current):  # also if not strict: the weights of another model
+        # A saved name comes first, so that the names tied to it are found under it. They need not be saved.
         tied = find_tied({name: current[name] for name in sorted(current, key=lambda name: name not in saved)})
         missing = [name for name in current if name not in saved and tied.get(name) not in saved]
         unexpected = [name for name in saved if name not in current]
-        faults += [f"missing: {_some(missing)}"] if missing else []
-        faults += [f"unexpected: {_some(unexpected)}"] if unexpected else []
-    shapes = [
-        describe_shapes(name, saved[name].shape, current[name].shape)
-        for name in current
-        if name in common and saved[name].shape != current[name].shape
-    ]
-    return faults + ([f"shapes: {_some(shapes)}"] if shapes else [])
+    shapes = []
+    for name, tensor in current.items():
+        if name in saved and saved[name].shape != tensor.shape:
+            shapes.append(describe_shapes(name, saved[name].shape, tensor.shape))
+    faults = {"missing": missing, "unexpected": unexpected, "shapes": shapes}
+    return [f"{kind}: {_list(names)}" for kind, names in faults.items() if names]
 
 
 def describe_shapes(name: str, saved: Sequence[int], current: Sequence[int]) -> str:
@@ -139,15 +135,12 @@ def describe_shapes(name: str, saved: Sequence[int], current: Sequence[int]) -> 
 
 
 def _damaged(path: Path, error: Exception) -> WeightsError:
-    return fail(
-        WeightsError,
-        str(path),
-        got=f"cannot be read: {error}",
-        expected="a complete file",
-        do="copy it again, or save the model again",
-    )
+    got, do = f"cannot be read: {error}", "copy it again, or save the model again"
+    return fail(WeightsError, str(path), got=got, expected="a complete file", do=do)
 
 
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def _list(names: Sequence[str]) -> str:
+    text = ", ".join(names[:_SHOWN])
+    if len(names) > _SHOWN:  # a large model has hundreds of weights
+        text += f" and {len(names) - _SHOWN} more"
+    return text

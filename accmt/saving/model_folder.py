@@ -28,7 +28,7 @@ from accmt.files import (
     write_text,
 )
 from accmt.options.tracking import Monitor
-from accmt.saving.weights import find_entry, weight_files_in
+from accmt.saving.weights import find_entry, stays_inside, weight_files_in
 from accmt.secrets import hide, hide_text
 
 STATUS_NAME = "status.json"
@@ -106,16 +106,17 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
         return None
     folder = folder.resolve()  # a link may lead to another disk
     with staging_folder(folder, "previous") as staged:
-        if any(_read(place / MARK_NAME).get(RUN_KEY) == run_id for place in find_surplus(folder, 0, _when_kept)):
-            return None  # the run was killed after this, before it wrote the status of its own model
-        kept = staged / "kept"
-        _copy(folder, kept)
-        mark = {RUN_KEY: run_id, "files": sorted(_list_files(kept))}
-        write_text(kept / MARK_NAME, dumps(mark) + "\n")
+        for place in find_surplus(folder, 0, _when_kept):
+            if _read(place / MARK_NAME).get(RUN_KEY) == run_id:
+                return None  # the run was killed after this, before it wrote the status of its own model
+        copied = staged / "kept"
+        _copy(folder, copied)
+        mark = {RUN_KEY: run_id, "files": sorted(_list_files(copied))}
+        write_text(copied / MARK_NAME, dumps(mark) + "\n")
         try:
-            place = _put(kept, place_beside(folder))
-        except OSError:
-            place = _put(kept, place_inside(folder))
+            place = _put(copied, place_beside(folder))
+        except OSError:  # the folder around it is another disk, or read-only, as in a container
+            place = _put(copied, place_inside(folder))
     (folder / MARK_NAME).unlink(missing_ok=True)  # from here on an ordinary model folder, not a kept one
     return place
 
@@ -130,8 +131,10 @@ def remove_surplus(folder: Path, keep: int | None) -> list[Path]:
         files = _read(place / MARK_NAME).get("files", [])
         for name in [*files, MARK_NAME]:
             (place / name).unlink(missing_ok=True)
-        inner = {place / parent for name in files for parent in PurePath(name).parents}
-        for path in sorted(inner | {place}, reverse=True):
+        folders = {place}
+        for name in files:
+            folders.update(place / parent for parent in PurePath(name).parents)
+        for path in sorted(folders, reverse=True):  # deepest first
             with suppress(OSError):  # it contains other files too
                 path.rmdir()
     return surplus
@@ -151,36 +154,39 @@ def _read(path: Path) -> dict[str, Any]:
         content = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):  # a file of this name by somebody else
+        return {}
+    return content
 
 
 def _copy(folder: Path, target: Path) -> None:
     try:
         weights = weight_files_in(folder)
     except (ValueError, KeyError):  # an index that accmt did not write
-        weights = set()
+        weights = set()  # then everything is copied
     for name in _list_files(folder):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         source = (folder / name).resolve()  # a link may point into the folder that changes
-        try:
-            (os.link if name in weights else shutil.copy2)(source, target / name)
-        except OSError:
-            if name not in weights:
-                raise
-            shutil.copy2(source, target / name)  # a file system without hard links
+        if name in weights:
+            with suppress(OSError):  # a file system without hard links
+                os.link(source, target / name)
+                continue
+        shutil.copy2(source, target / name)
 
 
 def _list_files(folder: Path) -> set[str]:
     """Return the files of the model; subfolders are other models, unless the status lists files in them."""
-    files = _read(folder / STATUS_NAME).get("files")
-    listed = [PurePath(name) for name in files if isinstance(name, str)] if isinstance(files, list) else []
-    inner = {str(path) for path in listed if not path.is_absolute() and ".." not in path.parts}
-    own = {path.name for path in folder.iterdir() if not path.name.startswith((".tmp-", LOCK_NAME))}
-    return {name for name in own | inner if (folder / name).is_file()}
+    names = {path.name for path in folder.iterdir() if not path.name.startswith((".tmp-", LOCK_NAME))}
+    listed = _read(folder / STATUS_NAME).get("files")
+    if isinstance(listed, list):  # pretrained models may have a status.json, too
+        for name in listed:
+            if isinstance(name, str) and stays_inside(name):
+                names.add(str(PurePath(name)))
+    return {name for name in names if (folder / name).is_file()}
 
 
-def _put(kept: Path, place: Path) -> Path:
-    kept.rename(place)
+def _put(copied: Path, place: Path) -> Path:
+    copied.rename(place)
     fsync_folder(place.parent)
     return place
 
@@ -242,16 +248,16 @@ def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
     Processes: main only.
     """
     plain = hide(_to_plain(arguments), leave_out=True)
-    held = {}
+    config = {}
     for name, value in plain.items():
         if name in _JOINED_OPTIONS and isinstance(value, dict):  # whose options are checked one by one
-            kept = {key: item for key, item in value.items() if _can_be_written(item)}
-            if kept or not value:
-                held[name] = kept
+            options = {key: item for key, item in value.items() if _can_be_written(item)}
+            if options or not value:
+                config[name] = options
         elif name != "hps_config" and _can_be_written(value):
-            held[name] = value
-    held["hps_config"] = hide(arguments["hps_config"], leave_out=True)
-    return _replace_own(folder / TRAINER_NAME, TRAINER_MARK, dumps(held, indent=2) + "\n")
+            config[name] = value
+    config["hps_config"] = hide(arguments["hps_config"], leave_out=True)
+    return _replace_own(folder / TRAINER_NAME, TRAINER_MARK, dumps(config, indent=2) + "\n")
 
 
 def _to_plain(value: Any) -> Any:
@@ -285,11 +291,16 @@ def _write_section(content: Mapping[str, Any] | str) -> str:
 
 
 def _write_cell(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:.6g}"
+    elif type(value) is int:
+        text = f"{value:,}"
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _replace_own(path: Path, mark: str, text: str) -> bool:
+    # A card or a config that came with a pretrained model, or that the user has edited.
     if path.is_file() and mark not in path.read_text(encoding="utf-8", errors="replace"):
         return False
     write_text(path, text)

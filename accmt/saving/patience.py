@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from accmt.options.saving import PatienceOptions
@@ -44,7 +45,8 @@ class Patience:
             groups = [[quantities.read_rule(name, _PATIENCE)] for name in patience]
         else:
             options = [_read_options(patience, patience)]
-            groups = [[one for one in quantities.read_rules(rule, _MODEL_SAVING) if one.quantities]]
+            # "always" has no value to watch.
+            groups = [[rule for rule in quantities.read_rules(rule, _MODEL_SAVING) if rule.quantities]]
         _check(patience, groups)
         self._watched = {", ".join(rule.name for rule in rules): rules for rules in groups}
         self._options = dict(zip(self._watched, options, strict=True))
@@ -54,32 +56,40 @@ class Patience:
 
     @property
     def is_exhausted(self) -> bool:
-        return 0 in self._left.values() or bool(self._ended_by)
+        return 0 in self._remaining.values() or bool(self._ended_by)
 
     def describe_exhausted(self) -> str:
-        spent = [name for name, left in self._left.items() if left == 0]
-        lines = [f"{name} has not improved for {self._options[name].evaluations} evaluation(s)" for name in spent]
-        return "; ".join([*(f"{name} {why}" for name, why in self._ended_by.items()), *lines])
+        lines = [f"{name} {reason}" for name, reason in self._ended_by.items()]
+        for name, remaining in self._remaining.items():
+            if remaining == 0:
+                lines.append(f"{name} has not improved for {self._options[name].evaluations} evaluation(s)")
+        return "; ".join(lines)
 
     @property
-    def left(self) -> int | dict[str, int]:
+    def remaining(self) -> int | dict[str, int]:
         """Evaluations without a better value that are still allowed; by rule name if a dict was passed."""
-        return self._left if self._is_by_name else next(iter(self._left.values()))
+        if self._is_by_name:
+            return self._remaining
+        return next(iter(self._remaining.values()))
 
     @property
     def needs_validation(self) -> bool:
-        return any(quantity.key != TRAIN_LOSS for rule in self._rules for quantity in rule.quantities)
+        quantities = chain.from_iterable(rule.quantities for rule in self._rules)
+        return any(quantity.key != TRAIN_LOSS for quantity in quantities)
 
     def consider(self, values: Mapping[str, float]) -> None:
         """Record an evaluation, unless a watched value is missing; not for the one before training."""
         self.require(values)
         for name, rules in self._watched.items():
             options = self._options[name]
-            is_better = [rule.update(self.best, values, min_delta=options.min_delta) for rule in rules]
-            self._without_better[name] = 0 if any(is_better) else self._without_better[name] + 1
-            for quantity in (quantity for rule in rules for quantity in rule.quantities):
+            # A list, not a generator: each rule records its best value, even after one that is better.
+            if any([rule.update(self.best, values, min_delta=options.min_delta) for rule in rules]):
+                self._without_better[name] = 0
+            else:
+                self._without_better[name] += 1
+            for quantity in chain.from_iterable(rule.quantities for rule in rules):
                 value, threshold = quantity.read(values), options.stopping_threshold
-                if options.check_finite and not math.isfinite(value):
+                if options.check_finite and not math.isfinite(value):  # a diverged run does not recover
                     self._ended_by[name] = f"is {value}"
                 elif threshold is not None and quantity.sign * value >= quantity.sign * threshold:
                     self._ended_by[name] = f"has reached {threshold:g}: {value:.6g}"
@@ -90,43 +100,50 @@ class Patience:
             rule.require(values, _PATIENCE)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"without_better": dict(self._without_better), "best": dict(self.best)}
-        return {**state, "ended_by": dict(self._ended_by)} if self._ended_by else state
+        state: dict[str, Any] = {"without_better": dict(self._without_better), "best": dict(self.best)}
+        if self._ended_by:
+            state["ended_by"] = dict(self._ended_by)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; values that were not watched start over, and the patience is that of this run."""
         for name in self._without_better:
             self._without_better[name] = state["without_better"].get(name, 0)
-        keys = {key for rule in self._rules for key in rule.keys}
+        keys = set(chain.from_iterable(rule.keys for rule in self._rules))
         self.best = {key: value for key, value in state["best"].items() if key in keys}
-        may_end = {name for name, options in self._options.items() if options.may_end}
-        self._ended_by = {name: why for name, why in state.get("ended_by", {}).items() if name in may_end}
+        self._ended_by = {}
+        for name, reason in state.get("ended_by", {}).items():
+            if name in self._options and self._options[name].may_end:  # else the new settings would end the run at once
+                self._ended_by[name] = reason
 
     @property
     def _rules(self) -> list[Rule]:
-        return [rule for rules in self._watched.values() for rule in rules]
+        return list(chain.from_iterable(self._watched.values()))
 
     @property
-    def _left(self) -> dict[str, int]:
-        allowed = {name: options.evaluations for name, options in self._options.items()}
-        return {name: max(0, most - self._without_better[name]) for name, most in allowed.items() if most is not None}
+    def _remaining(self) -> dict[str, int]:
+        remaining = {}
+        for name, options in self._options.items():
+            if options.evaluations is not None:  # else only a threshold ends the run
+                remaining[name] = max(0, options.evaluations - self._without_better[name])
+        return remaining
 
 
 def _read_options(patience: Any, value: Any) -> PatienceOptions:
     """Return the early-stopping options for one value: a number of evaluations, or options."""
     if isinstance(value, Mapping | PatienceOptions):
         return PatienceOptions.read("patience", value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # True is an int
         _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
     return PatienceOptions(patience=value)
 
 
 def _check(patience: Any, groups: list[list[Rule]]) -> None:
-    rules = [rule for group in groups for rule in group]
-    if not rules or not all(rule.quantities for rule in rules):
+    rules = list(chain.from_iterable(groups))
+    if not rules or not all(rule.quantities for rule in rules):  # it would never end the run
         do = 'patience={"valid_loss": 3}, for example'
         _PATIENCE.reject(repr(patience), "a value to watch; model_saving alone provides none", do)
-    if len({rule.name for rule in rules}) != len(rules):
+    if len({rule.name for rule in rules}) != len(rules):  # "val_loss" and "valid_loss"
         _PATIENCE.reject(repr(patience), "each value once", "remove one of the two spellings")
 
 

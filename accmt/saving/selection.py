@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,29 +104,30 @@ class Rule:
         Args:
             min_delta: The minimum improvement.
         """
-        new = {key: quantity.read(values) for key, quantity in zip(self.keys, self.quantities, strict=True)}
-        is_better = all(
-            math.isfinite(new[key])
-            and (key not in best or quantity.is_better(new[key] - quantity.sign * min_delta, best[key]))
-            for key, quantity in zip(self.keys, self.quantities, strict=True)
-        )
-        if is_better:
-            best.update(new)
-        return is_better
+        new: dict[str, float] = {}
+        for key, quantity in zip(self.keys, self.quantities, strict=True):
+            new[key] = value = quantity.read(values)
+            # Nothing is better than an infinite loss that is the best, and every comparison with NaN is false.
+            if not math.isfinite(value):
+                return False
+            if key in best and not quantity.is_better(value - quantity.sign * min_delta, best[key]):
+                return False
+        best.update(new)
+        return True
 
     def require(self, values: Mapping[str, float], argument: Argument) -> None:
         """Check that an evaluation has all values that the rule compares."""
-        missing = next((quantity for quantity in self.quantities if not quantity.is_in(values)), None)
-        if missing is None:
-            return
-        if missing.key.startswith(VALID_LOSS):
-            do = f'return {{"loss": loss}} from validation_step, or choose another {argument.name}'
-            do += "; an evaluation whose weights are all 0 has no loss"
-        else:
+        for quantity in self.quantities:
+            if quantity.is_in(values):
+                continue
+            # Without an error, the run would end without a saved model.
             do = f"return it from validation_step, or choose one of {sorted(values)}"
-        expected = " and ".join(missing.keys_of_sets) or missing.key
-        where = f"{argument.call}({argument.name}={self.name!r})"
-        raise fail(ModuleContractError, where, got=f"an evaluation with {sorted(values)}", expected=expected, do=do)
+            if quantity.key.startswith(VALID_LOSS):
+                do = f'return {{"loss": loss}} from validation_step, or choose another {argument.name}'
+                do += "; an evaluation whose weights are all 0 has no loss"
+            expected = " and ".join(quantity.keys_of_sets) or quantity.key
+            where = f"{argument.call}({argument.name}={self.name!r})"
+            raise fail(ModuleContractError, where, got=f"an evaluation with {sorted(values)}", expected=expected, do=do)
 
 
 class Quantities:
@@ -136,13 +138,11 @@ class Quantities:
     """
 
     def __init__(self, directions: Mapping[str, IsBetter], sets: Sequence[str] | None = None) -> None:
-        for name in _LOSSES.keys() & directions:
-            expected = "a name not used by the losses"
-            raise fail(
-                MetricError, f"metric {name!r}", got=f"the main entry {name!r}", expected=expected, do="rename it"
-            )
+        for name in _LOSSES.keys() & directions:  # "best_valid_loss" would mean two values
+            got, expected = f"the main entry {name!r}", "a name not used by the losses"
+            raise fail(MetricError, f"metric {name!r}", got=got, expected=expected, do="rename it")
         self.directions: dict[str, IsBetter] = {**_LOSSES, **directions}
-        self._sets = None if sets is None else [name for name in sets if name]
+        self._sets = None if sets is None else list(filter(None, sets))
 
     def read_rule(self, name: Any, argument: Argument) -> Rule:
         """Return the rule of a name; the prefix "best_" is optional.
@@ -153,12 +153,12 @@ class Quantities:
         if name == ALWAYS:
             return Rule(ALWAYS)
         parts = self._split(name) if isinstance(name, str) else []
-        quantities = tuple(quantity for quantity in map(self._find, parts) if quantity is not None)
+        quantities = tuple(filter(None, map(self._find, parts)))
         if not parts or len(quantities) != len(parts):
             self._reject_rule(name, argument)
         labels = [quantity.label for quantity in quantities]
         rule = Rule(_PREFIX + "/".join(labels), quantities)
-        if len(set(labels)) != len(labels):
+        if len(set(labels)) != len(labels):  # "best_accuracy/accuracy"
             do = f"write {_PREFIX + '/'.join(dict.fromkeys(labels))!r}"
             argument.reject(repr(name), "each quantity of a rule once", do)
         return rule
@@ -169,15 +169,17 @@ class Quantities:
 
     def read_rules(self, names: Any, argument: Argument) -> list[Rule]:
         """Return the rules of one name, of a list of names or of None; a name starts with "best_" or is "always"."""
-        listed = list(names) if isinstance(names, list | tuple) else [] if names is None else [names]
+        if names is None:
+            return []
+        listed = names if isinstance(names, list | tuple) else [names]
         for name in listed:
+            # "accuracy" or True may be meant for another trainer's argument of this kind.
             if not isinstance(name, str) or not (name == ALWAYS or name.startswith(_PREFIX)):
                 self._reject_rule(name, argument)
         rules = [self.read_rule(name, argument) for name in listed]
-        found = [rule.name for rule in rules]
-        if len(set(found)) != len(found) or (not found and names is not None):
-            do = f"{argument.name}={list(dict.fromkeys(found)) or None}"
-            argument.reject(repr(names), "each rule once, or None", do)
+        unique_names = dict.fromkeys(rule.name for rule in rules)
+        if len(unique_names) != len(rules) or not rules:  # two rules of one name would save into one folder
+            argument.reject(repr(names), "each rule once, or None", f"{argument.name}={list(unique_names) or None}")
         return rules
 
     def _split(self, name: str) -> list[str]:
@@ -185,8 +187,10 @@ class Quantities:
         words = name.removeprefix(_PREFIX).split("/")
         parts = []
         while words:
-            lengths = range(len(words), 1, -1)
-            length = next((length for length in lengths if self._find("/".join(words[:length])) is not None), 1)
+            # The longest name that is known; a word that begins none is a part, which `_find` does not find.
+            length = len(words)
+            while length > 1 and self._find("/".join(words[:length])) is None:
+                length -= 1
             parts.append("/".join(words[:length]))
             words = words[length:]
         return parts
@@ -200,23 +204,27 @@ class Quantities:
         name = max(fitting, key=len)
         key, is_better = _PREFIX + name, self.directions[name]
         if part == name:
-            sets = () if key == TRAIN_LOSS else self._sets or ()
+            sets = () if key == TRAIN_LOSS else self._sets or ()  # no validation set has a training loss
             return Quantity(name, is_better, key, tuple(f"{key}__{set_name}" for set_name in sets))
         set_name = part.removeprefix(f"{name}@").removeprefix(f"{name}__")
-        if key == TRAIN_LOSS or not set_name or "/" in set_name:
+        if key == TRAIN_LOSS or not set_name or "/" in set_name:  # "/" separates the parts of a rule
             return None
-        if self._sets is not None and set_name not in self._sets:
+        if self._sets is not None and set_name not in self._sets:  # misspelt; the rule would never be read
             return None
         return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
 
     def _reject_rule(self, name: Any, argument: Argument) -> NoReturn:
-        metrics = [label for label in self.directions if _PREFIX + label != TRAIN_LOSS]
         sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # "/" separates the parts of a rule
-        labels = [*self.directions, *(f"{metric}@{set_name}" for metric in metrics for set_name in sets)]
-        prefix, others = _PREFIX, [ALWAYS, LAST] if argument == _MODEL_SAVING else [ALWAYS]
+        labels = list(self.directions)
+        for metric in self.directions:
+            if _PREFIX + metric != TRAIN_LOSS:
+                labels += [f"{metric}@{set_name}" for set_name in sets]
+        prefix, special = _PREFIX, [ALWAYS]
+        if argument == _MODEL_SAVING:
+            special.append(LAST)
         if argument.name == "patience":  # which watches values, and has no rules such as "always"
-            prefix, others = "", []
-        names = {label: prefix + label for label in labels} | {other: other for other in others}
+            prefix, special = "", []
+        names = {label: prefix + label for label in labels} | dict(zip(special, special, strict=True))
         expected = f"one of {', '.join(map(repr, names.values()))}; a metric needs its Metric in metrics="
         argument.reject(repr(name), expected, self._advise(name, names, prefix))
 
@@ -263,7 +271,10 @@ def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: f
     values = {TRAIN_LOSS: math.nan if train_loss is None else train_loss}
     for name, value in results.items():
         is_loss = name == loss_name or name.startswith(f"{loss_name}__")
-        values[VALID_LOSS + name.removeprefix(loss_name) if is_loss else _PREFIX + name] = value
+        key = _PREFIX + name
+        if is_loss:
+            key = VALID_LOSS + name.removeprefix(loss_name)
+        values[key] = value
     return values
 
 
@@ -286,10 +297,11 @@ class _Saving:
     upper: Mapping[str, float]
 
     def allows(self, values: Mapping[str, float]) -> bool:
-        return all(
-            self.lower.get(quantity.label, -math.inf) < quantity.read(values) < self.upper.get(quantity.label, math.inf)
-            for quantity in self.rule.quantities
-        )
+        for quantity in self.rule.quantities:
+            upper = self.upper.get(quantity.label, math.inf)
+            if not self.lower.get(quantity.label, -math.inf) < quantity.read(values) < upper:
+                return False
+        return True
 
 
 class Selection:
@@ -354,13 +366,14 @@ class Selection:
     @property
     def needs_validation(self) -> bool:
         """Whether a rule uses validation results."""
-        return any(quantity.key != TRAIN_LOSS for saving in self._savings for quantity in saving.rule.quantities)
+        quantities = chain.from_iterable(saving.rule.quantities for saving in self._savings)
+        return any(quantity.key != TRAIN_LOSS for quantity in quantities)
 
     def register(self, name: str, *, below: Limit = None, above: Limit = None) -> None:
         """Add a rule with its own thresholds."""
         argument = Argument("name", call="register_model_saving")
         rules = self._quantities.read_rules([name], argument)
-        if rules[0].name in self.names:
+        if rules[0].name in self.names:  # both would save into one folder
             argument.reject(repr(name), f"a rule other than {self.rule}, which already exist", "leave it out")
         self._add(rules, below, above, Argument("saving", call="register_model_saving"))
 
@@ -369,7 +382,9 @@ class Selection:
 
         The subfolder has the name of the rule, with "+" instead of "/".
         """
-        return model_path if len(self._savings) == 1 else model_path / name.replace("/", "+")
+        if len(self._savings) == 1:
+            return model_path
+        return model_path / name.replace("/", "+")
 
     def consider(self, values: Mapping[str, float], *, step: int = 0) -> list[str]:
         """Record an evaluation and return the names of the rules that save the weights.
@@ -378,7 +393,7 @@ class Selection:
             values: Its results from `name_by_rules`. If a required value is missing, nothing is recorded.
             step: The optimizer step before the evaluation.
         """
-        self.require(values)
+        self.require(values)  # before any rule records a value
         new_best = [saving for saving in self._savings if saving.rule.update(self.best, values)]
         chosen = [saving.rule.name for saving in new_best if saving.allows(values)]
         self._chosen.update(chosen)
@@ -398,13 +413,16 @@ class Selection:
 
     def explain_unsaved(self) -> list[str]:
         """Return, for each rule that has saved nothing since the start of the run, the reason."""
-        return [
-            f"{rule.name} was never within its thresholds when it was best (its best: {self._describe_best(rule)})"
-            if rule.keys[0] in self.best
-            else f"{rule.name} was never finite"
-            for rule in (saving.rule for saving in self._savings)
-            if rule.quantities and rule.name not in self._chosen
-        ]
+        reasons = []
+        for saving in self._savings:
+            rule = saving.rule
+            if not rule.quantities or rule.name in self._chosen:
+                continue
+            reason = "was never finite"
+            if rule.keys[0] in self.best:
+                reason = f"was never within its thresholds when it was best (its best: {self._describe_best(rule)})"
+            reasons.append(f"{rule.name} {reason}")
+        return reasons
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
@@ -418,8 +436,8 @@ class Selection:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; a new rule starts over, a removed one is dropped."""
-        keys = {key for saving in self._savings for key in saving.rule.keys}
-        self.best.clear()
+        keys = set(chain.from_iterable(saving.rule.keys for saving in self._savings))
+        self.best.clear()  # in place: `trainer.state.best` is this dict
         self.best.update({key: value for key, value in state["best"].items() if key in keys})
         self._chosen = set(state["chosen"]) & set(self.names)
         self._saved_at = {name: step for name, step in state["saved_at"].items() if name in self.names}
@@ -431,18 +449,17 @@ class Selection:
 
         Returns descriptions of these rules and their best values.
         """
-        gone = [
-            saving.rule
-            for saving in self._savings
-            if saving.rule.quantities and saving.rule.name in self._chosen and not holds_its_model(saving.rule.name)
-        ]
-        described = [f"{rule.name} ({self._describe_best(rule)})" for rule in gone]
-        for rule in gone:
+        forgotten = []
+        for saving in self._savings:
+            rule = saving.rule
+            if not rule.quantities or rule.name not in self._chosen or holds_its_model(rule.name):
+                continue
+            forgotten.append(f"{rule.name} ({self._describe_best(rule)})")
             self._chosen.discard(rule.name)
             self._saved_at.pop(rule.name, None)
             for key in rule.keys:
                 self.best.pop(key, None)
-        return described
+        return forgotten
 
     def _describe_best(self, rule: Rule) -> str:
         return ", ".join(f"{self.best[key]:.6g}" for key in rule.keys)
@@ -451,7 +468,7 @@ class Selection:
         lower = self._read_limit(above, rules, replace(argument, name=f"{argument.name}_above"))
         upper = self._read_limit(below, rules, replace(argument, name=f"{argument.name}_below"))
         for label in lower.keys() & upper.keys():
-            if lower[label] >= upper[label]:
+            if lower[label] >= upper[label]:  # swapped; nothing would ever be saved
                 got = f"{label} above {lower[label]} and below {upper[label]}"
                 argument.reject(got, "a lower bound below the upper one", "swap them, or leave one out")
         self._savings += [_Saving(rule, lower, upper) for rule in rules]
@@ -460,17 +477,21 @@ class Selection:
         if limit is None or not rules:  # without rules there is nothing to limit
             return {}
         labels = [quantity.label for rule in rules for quantity in rule.quantities]
-        bounds = {} if isinstance(limit, Mapping) else dict.fromkeys(labels, limit)
-        for name, bound in limit.items() if isinstance(limit, Mapping) else ():
-            label = self._quantities.read_rule(name, argument).name.removeprefix("best_")
-            if label not in labels:
-                expected = f"a value used by a rule: {', '.join(labels) or 'none'}"
-                argument.reject(repr(name), expected, "name one of these, or leave it out")
-            bounds[label] = bound
-        if not bounds:
+        bounds = {}
+        if not isinstance(limit, Mapping):
+            bounds = dict.fromkeys(labels, limit)
+        else:
+            for name, bound in limit.items():
+                label = self._quantities.read_rule(name, argument).name.removeprefix("best_")
+                if label not in labels:  # it would limit nothing
+                    expected = f"a value used by a rule: {', '.join(labels) or 'none'}"
+                    argument.reject(repr(name), expected, "name one of these, or leave it out")
+                bounds[label] = bound
+        if not bounds:  # an empty dict, or a limit for "always"
             got = f"{limit!r}, and {', '.join(rule.name for rule in rules)}, which uses no value"
             argument.reject(got, "a value for each name, and a rule that uses one", "leave it out")
         for bound in bounds.values():
+            # Every comparison with NaN is false: nothing would be saved.
             if isinstance(bound, bool) or not isinstance(bound, int | float) or math.isnan(bound):
                 argument.reject(f"{bound!r} ({type(bound).__name__})", "a number", f"{argument.name}=0.5, for example")
         return bounds

@@ -73,7 +73,8 @@ def files_of(entry: Path) -> list[str]:
     A damaged index raises a ValueError (invalid JSON) or a KeyError (not an index).
     """
     if entry.name == ADAPTER_CONFIG:
-        return [next((name for name in ADAPTER_NAMES if (entry.parent / name).is_file()), ADAPTER_NAMES[0])]
+        existing = [name for name in ADAPTER_NAMES if (entry.parent / name).is_file()]
+        return (existing or list(ADAPTER_NAMES))[:1]
     if not entry.name.endswith(".json"):
         return [entry.name]
     return sorted(set(json.loads(entry.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -105,18 +106,25 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     `_orig_mod` is removed at any position, because submodules can be compiled too. A leading `module.` is removed only
     if every name has it, because a wrapper encloses the whole model.
     """
-    own = list(names)
-    plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in own]
+    wrapped = list(names)
+    plain: list[str] = []
+    for name in wrapped:
+        parts = [part for part in name.split(".") if part != _COMPILED]
+        plain.append(".".join(parts))
     while plain and all(name.startswith(_PARALLEL) for name in plain):
         plain = [name.removeprefix(_PARALLEL) for name in plain]
-    return dict(zip(own, plain, strict=True))
+    return dict(zip(wrapped, plain, strict=True))
 
 
 def find_tied(state_dict: Mapping[str, Tensor]) -> dict[str, str]:
     """Map each name whose tensor is the same view as an earlier one's to that earlier name."""
-    first: dict[Hashable, str] = {}
-    kept = {name: first.setdefault(_view(tensor), name) for name, tensor in state_dict.items()}
-    return {name: earlier for name, earlier in kept.items() if earlier != name}
+    first_names: dict[Hashable, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in state_dict.items():
+        first = first_names.setdefault(_view(tensor), name)
+        if first != name:
+            tied[name] = first
+    return tied
 
 
 def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -126,6 +134,7 @@ def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         dense = tensor.detach().cpu().contiguous()
         memory = dense.untyped_storage()
+        # torch.save writes the whole memory of a view, and safetensors rejects tensors that share it.
         if memory.nbytes() != dense.nbytes or memory.data_ptr() in owners:
             dense = dense.clone()
         owners.add(dense.untyped_storage().data_ptr())
@@ -136,7 +145,7 @@ def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
     """Reject every value that a weight file cannot hold: not a tensor, sparse, or without memory."""
     faults = [f"{name}: {_kind(value)}" for name, value in state_dict.items() if not _is_dense(value)]
-    if faults or not state_dict:
+    if faults or not state_dict:  # extra state, a sparse embedding, shards that were not gathered
         raise fail(
             WeightsError,
             "weights to save",
@@ -150,8 +159,10 @@ def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
 def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
     """Reject early what `require_dense_tensors` rejects, and dtypes that safetensors does not support."""
     require_dense_tensors(state_dict)
+    if not safe_serialization:
+        return
     dtypes = {value.dtype: name for name, value in state_dict.items() if isinstance(value, Tensor)}
-    for dtype, name in dtypes.items() if safe_serialization else ():
+    for dtype, name in dtypes.items():
         try:
             safetensors.torch.save({name: torch.empty(1, dtype=dtype)})
         except (KeyError, ValueError, SafetensorError) as error:
@@ -178,7 +189,9 @@ def _is_dense(value: object) -> bool:
 def _kind(value: object) -> str:
     if is_traceable_wrapper_subclass(value):
         return f"a {type(value).__name__}, which wraps other tensors"
-    return f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor):
+        return f"{value.layout} on {value.device}"
+    return type(value).__name__
 
 
 # ---- Streaming the weights of a sharded model: no process ever holds the whole model.
@@ -215,12 +228,12 @@ class ShardedState:
 
     def __init__(self, model: nn.Module) -> None:
         state_dict: dict[str, Tensor] = model.state_dict(keep_vars=True)  # keeps tied weights as one object
-        self._own = {name: tensor.detach() for name, tensor in state_dict.items()}
-        first: dict[int, Tensor] = {}
-        self.outlines = {
-            name: first.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-            for name, tensor in state_dict.items()
-        }
+        self._tensors = {name: tensor.detach() for name, tensor in state_dict.items()}
+        outlines: dict[int, Tensor] = {}
+        self.outlines: dict[str, Tensor] = {}
+        for name, tensor in state_dict.items():
+            outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            self.outlines[name] = outlines.setdefault(id(tensor), outline)
 
     def fetch(self, name: str) -> Tensor:
         """Return a full tensor on the CPU.
@@ -228,7 +241,7 @@ class ShardedState:
         Processes: main only, within `run_on_main`.
         """
         _announce(name)
-        return make_whole(self._own[name]).cpu()
+        return make_whole(self._tensors[name]).cpu()
 
     def fetch_outlined(self, outlines: Mapping[str, Tensor]) -> Callable[[str], Tensor] | None:
         """Return a function that fetches tensors by the names in `outlines`; None if it has tensors of other states."""
@@ -239,7 +252,7 @@ class ShardedState:
 
     def fetch_all(self) -> dict[str, Tensor]:
         """Return all tensors in full, for saves that have to compute from them."""
-        return {name: self.fetch(name) for name in self._own}
+        return {name: self.fetch(name) for name in self._tensors}
 
     def run_on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on the main process with full tensors, and return its result on every process.
@@ -250,13 +263,14 @@ class ShardedState:
             Exception: Any error of the action, on every process.
         """
         if not is_main_process():
+            # Gather with the main process whatever it fetches; the result is used only there.
             while (name := _announce(_END)) != _END:
-                make_whole(self._own[name])
+                make_whole(self._tensors[name])
 
         def act() -> T:
             try:
                 return action()
-            finally:
+            finally:  # also after an error: the others wait for the next name
                 _announce(_END)
 
         return run_on_main_process(act)
@@ -286,7 +300,7 @@ class StreamedFile:
     def write(self, fetch: Callable[[str], Tensor], digest: xxhash.xxh3_64) -> None:
         """Write every tensor, and update the digest."""
         with self.path.open("wb") as file:
-            file.seek(self._begin)
+            file.seek(self._begin)  # the header is written last: until then, nobody can read the file
             for name in self._outlines:
                 tensor = fetch(name)
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -311,7 +325,7 @@ class StreamedFile:
                 "data_offsets": [begin, end],
             }
         text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # as safetensors does: tensors begin at a multiple of 8
         return len(text).to_bytes(8, "little") + text
 
 
@@ -391,7 +405,7 @@ def save_weights(
     tensors = give_own_memory({name: tensor for name, tensor in named.items() if name not in tied})
     form = SAFETENSORS if safe_serialization else PICKLE
     if form is PICKLE:  # torch.save preserves tied weights itself
-        tensors = tensors | {name: tensors[kept] for name, kept in tied.items()}
+        tensors |= {name: tensors[first] for name, first in tied.items()}
         tied = {}
     split = _split(tensors, max_shard_size)
     plan = _name_files(split, _fingerprint(tensors, split, tied), tied, form)
@@ -425,8 +439,9 @@ def stream_weights(
     with staging_folder(folder, "parts") as parts:
         files = {}
         for number, (suffix, members) in enumerate(split.filename_to_tensors.items()):
-            own = {name: named[name] for name in members}
-            files[suffix] = StreamedFile(parts / str(number), own, _metadata("0" * _DIGITS, tied))
+            outlines_of_file = {name: named[name] for name in members}
+            # The digest is known only after the last tensor, so its place is left free.
+            files[suffix] = StreamedFile(parts / str(number), outlines_of_file, _metadata("0" * _DIGITS, tied))
             files[suffix].write(lambda plain: fetch(names[plain]), digest)
         plan = _name_files(split, digest.hexdigest(), tied, SAFETENSORS)
         for suffix, file in files.items():
@@ -467,11 +482,11 @@ def _save(plan: _Plan, folder: Path, write_others: WriteOthers | None) -> SavedW
             _write_files(plan, staged)
             if write_others is not None:
                 write_others(staged)
-            others = [name for name in list_files(staged) if name not in plan.shards]
+            files = [*plan.shards, *list_files(staged), plan.entry]
             publish(staged, folder, plan.entry)
-    finally:
+    finally:  # those of the previous save, or of this one if it failed
         remove_unnamed_shards(folder)
-    return SavedWeights(plan.digest, tuple(dict.fromkeys([*plan.shards, *others, plan.entry])))
+    return SavedWeights(plan.digest, tuple(dict.fromkeys(files)))
 
 
 def _split(tensors: dict[str, Tensor], max_shard_size: int | str) -> StateDictSplit:
@@ -479,25 +494,22 @@ def _split(tensors: dict[str, Tensor], max_shard_size: int | str) -> StateDictSp
 
 
 def _name_files(split: StateDictSplit, digest: str, tied: Mapping[str, str], form: WeightsFormat) -> _Plan:
-    file_of = {
-        suffix: form.shard(digest, suffix) if split.is_sharded else form.single for suffix in split.filename_to_tensors
-    }
-    index = {
-        "metadata": {**split.metadata, DIGEST_KEY: digest},
-        "weight_map": {name: file_of[suffix] for name, suffix in sorted(split.tensor_to_filename.items())},
-    }
-    return _Plan(
-        digest=digest,
-        entry=form.index if split.is_sharded else form.single,
-        shards={name: {} for name in file_of.values()},
-        metadata=_metadata(digest, tied),
-        index=index if split.is_sharded else None,
-        file_of=file_of,
-    )
+    entry, index = form.single, None
+    file_of = dict.fromkeys(split.filename_to_tensors, form.single)
+    if split.is_sharded:
+        # Names that no earlier save has: until the index is replaced, a loader still reads the old shards.
+        file_of = {suffix: form.shard(digest, suffix) for suffix in split.filename_to_tensors}
+        weight_map = {name: file_of[suffix] for name, suffix in sorted(split.tensor_to_filename.items())}
+        entry, index = form.index, {"metadata": {**split.metadata, DIGEST_KEY: digest}, "weight_map": weight_map}
+    shards: dict[str, dict[str, Tensor]] = {name: {} for name in file_of.values()}
+    return _Plan(digest, entry, shards, _metadata(digest, tied), index, file_of)
 
 
 def _metadata(digest: str, tied: Mapping[str, str]) -> dict[str, str]:
-    return {"format": "pt", DIGEST_KEY: digest} | ({SHARED_KEY: json.dumps(tied)} if tied else {})
+    metadata = {"format": "pt", DIGEST_KEY: digest}  # "format" as transformers writes it
+    if tied:
+        metadata[SHARED_KEY] = json.dumps(tied)
+    return metadata
 
 
 def _describe_split(split: StateDictSplit, tied: Mapping[str, str]) -> bytes:
@@ -558,7 +570,8 @@ def publish(staged: Path, folder: Path, entry: str) -> None:
         fsync_folder(parent)  # the entry must not be durable before the files that it lists
     _move(staged / entry, folder / entry)
     fsync_folder(folder)
-    # In reverse lookup order, so that what a loader reads changes only once, from the old to the new.
+    # Otherwise, a model saved where an adapter was would be loaded as that adapter. In reverse lookup order, so that
+    # what a loader reads changes only once, from the old to the new.
     for name in (*reversed(ENTRY_NAMES), *reversed(ADAPTER_NAMES)):
         if name != entry and name not in files:
             (folder / name).unlink(missing_ok=True)
@@ -573,9 +586,14 @@ def list_files(folder: Path) -> list[str]:
 def remove_leftovers(folder: Path, before: Collection[str], written: Collection[str]) -> None:
     """Delete files of the previous save that this one did not write, such as `config.json` of another kind of model."""
     for name in set(before) - set(written):
-        path = PurePath(name)  # from a file that anyone may have written: it must not lead out of the folder
-        if not path.is_absolute() and ".." not in path.parts:
-            (folder / path).unlink(missing_ok=True)
+        if stays_inside(name):
+            (folder / name).unlink(missing_ok=True)
+
+
+def stays_inside(name: str) -> bool:
+    """Return whether a name, from a file that anyone may have written, does not lead out of its folder."""
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _move(source: Path, target: Path) -> None:

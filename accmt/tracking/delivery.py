@@ -43,7 +43,9 @@ class _Item:
     def __str__(self) -> str:
         if self.media is not None:
             return f"{self.media.name!r} ({_PLURALS[self.media.kind]}) at step {self.media.step}"
-        return "the configuration" if self.row is None else f"the row at step {self.row.step}"
+        if self.row is not None:
+            return f"the row at step {self.row.step}"
+        return "the configuration"
 
 
 class Feed:
@@ -89,9 +91,10 @@ class Feed:
             if first.media is not None:
                 self._spec.deliver_media(self._tracker, first.media)
             else:
-                named = CleanNames(self._spec.clean_name).rename(flatten(first.config or {}))
-                self._tracker.store_init_configuration(named)
-            self._take_off(1)
+                # A separate mapping of names: `lr` may be a setting and a metric.
+                config = CleanNames(self._spec.clean_name).rename(flatten(first.config or {}))
+                self._tracker.store_init_configuration(config)
+            self._remove(1)
             yield
             return
         rows: list[Row] = []
@@ -100,7 +103,7 @@ class Feed:
                 break
             rows.append(item.row)
         for count in self._spec.deliver(self._tracker, rows):
-            self._take_off(count)
+            self._remove(count)
             yield
 
     def is_first_at_fault(self) -> bool:
@@ -112,14 +115,14 @@ class Feed:
             return True
         if len(self._items) == 1:
             self._read()
-        later = next((item for item in list(self._items)[1:] if item.row is not None), None)
-        if later is None or later.row is None:
+        following = next((item for item in list(self._items)[1:] if item.row is not None), None)
+        if following is None or following.row is None:  # without a row to compare with, only media are given up
             return self._items[0].media is not None
         try:
-            list(self._spec.deliver(self._tracker, [later.row]))
+            list(self._spec.deliver(self._tracker, [following.row]))
         except Exception:  # noqa: BLE001 - then the tracker is the problem
             return False
-        self._items.remove(later)
+        self._items.remove(following)
         try:
             list(self.hand_over(1))
         except Exception:  # noqa: BLE001 - then the item is the problem
@@ -135,7 +138,7 @@ class Feed:
             expected = "names and values that it accepts; training continues, and history.jsonl has the row"
             do = "log it under another name; the number of rejected rows is reported at the end"
             warn(explain(f"the tracker {self._spec.name}", got, expected, do))
-        self._take_off(1)
+        self._remove(1)
 
     def settle(self) -> float | None:
         """Record what was delivered so long ago that a kill can no longer lose it.
@@ -145,12 +148,15 @@ class Feed:
         """
         if math.isinf(self._settles_in_s):
             return None
-        now, account = time.monotonic(), self._account
-        if account.delivered != (self._arrivals[-1][1] if self._arrivals else account.settled):
-            self._arrivals.append((now, account.delivered))
-        while self._arrivals and now - self._arrivals[0][0] >= self._settles_in_s:
+        time_s, account = time.monotonic(), self._account
+        last_arrival = self._arrivals[-1][1] if self._arrivals else account.settled
+        if account.delivered != last_arrival:
+            self._arrivals.append((time_s, account.delivered))
+        while self._arrivals and time_s - self._arrivals[0][0] >= self._settles_in_s:
             account.settled = self._arrivals.popleft()[1]
-        return self._arrivals[0][0] + self._settles_in_s - now if self._arrivals else None
+        if not self._arrivals:
+            return None
+        return self._arrivals[0][0] + self._settles_in_s - time_s
 
     def close(self) -> None:
         self._reader.close()
@@ -161,31 +167,32 @@ class Feed:
             item = self._item(line, content)
             if item is not None:
                 self._items.append(item)
-        if not self._items:
+        if not self._items:  # none of the lines is for this tracker, such as superseded ones
             self._account.delivered = self._reader.line
         self._account.handed = max(self._account.handed, self._reader.line)
         return bool(lines)
 
     def _item(self, line: int, content: dict[str, Any]) -> _Item | None:
-        if "config" in content:
-            return _Item(line, config=content["config"]) if self._replay.is_new(line) else None
-        if "media" in content:
-            if not self._replay.is_media_wanted(line, content):
-                return None
-            media = Media.of_line(self._folder, content)
-            if self._spec.takes(self._tracker, media.kind):
-                is_file = media.kind == "artifact"
-                return _Item(line, media=media if is_file else replace(media, name=self._spec.clean_name(media.name)))
-            where, got = f"the tracker {self._spec.name}", f"{_PLURALS[media.kind]}, which it does not support"
-            do = f"no action needed: the files are in {media.folder.parent.parent}; or add a tracker that supports them"
-            warn_once(explain(where, got, "a type that it supports", do), about=f"{media.kind} in {self._spec.name}")
+        """Return what to deliver of a line; None if the tracker has it, or does not get it."""
+        if "config" in content and self._replay.is_new(line):
+            return _Item(line, config=content["config"])
+        if "values" in content:
+            values = self._replay.wanted(line, content)
+            if values:
+                return _Item(line, Row(content["step"], content["time"], self._names.rename(values)))
+        if "media" not in content or not self._replay.is_media_wanted(line, content):
             return None
-        values = self._replay.wanted(line, content) if "values" in content else {}
-        if not values:
-            return None
-        return _Item(line, Row(content["step"], content["time"], self._names.rename(values)))
+        media = Media.of_line(self._folder, content)
+        if self._spec.takes(self._tracker, media.kind):
+            if media.kind != "artifact":  # whose name is that of its file
+                media = replace(media, name=self._spec.clean_name(media.name))
+            return _Item(line, media=media)
+        where, got = f"the tracker {self._spec.name}", f"{_PLURALS[media.kind]}, which it does not support"
+        do = f"no action needed: the files are in {media.folder.parent.parent}; or add a tracker that supports them"
+        warn_once(explain(where, got, "a type that it supports", do), about=f"{media.kind} in {self._spec.name}")
+        return None
 
-    def _take_off(self, count: int) -> None:
+    def _remove(self, count: int) -> None:
         for _ in range(count):
             self._items.popleft()
         self._account.delivered = self._items[0].line if self._items else self._reader.line
@@ -273,9 +280,10 @@ class Delivery:
         Args:
             timeout_s: The time limit; its last fifth is reserved for ending the run.
         """
-        now = time.monotonic()
         self._status = status
-        self._flush_ends, self._closing_ends = now + (1 - _CLOSING_SHARE) * timeout_s, now + timeout_s
+        time_s = time.monotonic()
+        self._flush_ends, self._closing_ends = time_s + (1 - _CLOSING_SHARE) * timeout_s, time_s + timeout_s
+        # After the limits, which the thread reads as soon as it is woken.
         self._is_ending.set()
         self._has_rows.set()
 
@@ -302,11 +310,12 @@ class Delivery:
             warn(explain(where, f"{account.num_rejected} rejected rows", expected, do))
         if self.is_complete:
             return
-        left = count_rows_left(self._history.path, account)
-        got = f"{left} rows not delivered" + (", and the run was not closed" if account.status is None else "")
-        folder = self._history.path.parent
-        is_users_own = isinstance(self.spec, UserTracker)
-        do = f"no action needed: {self._history.path} has them" if is_users_own else f"accmt sync {folder}"
+        got = f"{count_rows_left(self._history.path, account)} rows not delivered"
+        if account.status is None:
+            got += ", and the run was not closed"
+        do = f"accmt sync {self._history.path.parent}"
+        if isinstance(self.spec, UserTracker):  # which `accmt sync` cannot build
+            do = f"no action needed: {self._history.path} has them"
         expected = f"all rows delivered within {flush_s:g} s"
         warn(explain(where, f"{got} ({name_error(self.outage.error)})", expected, do))
 
@@ -335,6 +344,7 @@ class Delivery:
                 tracker.start()
                 break
             except Exception as error:
+                # A wrong argument or a missing permission would fail in the same way again and again.
                 if not (self._is_patient and self.spec.is_outage(error)):
                     raise
                 if not self._first_try_is_over.is_set():
@@ -351,7 +361,7 @@ class Delivery:
     def _follow(self, tracker: GeneralTracker, replay: Replay) -> Feed:
         """Continue where the tracker stopped, or from the first line if it did not find its run."""
         account, run_id = self.account, self.spec.run_id(tracker)
-        if account.run_id not in (None, run_id):
+        if account.run_id not in (None, run_id):  # somebody deleted the run in the service
             account.restart()
             replay = Replay(self._history.path, account, self.spec.rewinding)
         account.run_id, account.status = run_id, None
@@ -369,7 +379,7 @@ class Delivery:
             self._delivery_file.save()
             return True
         if not is_ending:
-            if not self._has_rows.wait(feed.settle()):
+            if not self._has_rows.wait(feed.settle()):  # no row came, but delivered ones have settled
                 feed.settle()
                 self._delivery_file.save()
             elif not self._is_ending.is_set():
@@ -398,13 +408,17 @@ class Delivery:
 
     def _is_refusal(self, error: Exception, feed: Feed) -> bool:
         """Return whether the tracker will never accept the row, rather than accepting nothing at the moment."""
-        if self.spec.is_refusal(error) or self.spec.is_outage(error):
-            return self.spec.is_refusal(error)
+        if self.spec.is_refusal(error):
+            return True
+        if self.spec.is_outage(error):
+            return False
+        # An error of neither kind: several attempts, and another row that is accepted, show that it is the row.
         return self.outage.num_failures >= _TRIES_PER_ROW and feed.is_first_at_fault()
 
     def _close(self) -> None:
         if self.tracker is None:
             return
+        # After an error of the thread, too: a run ends in its tracker with the status with which it ends here.
         self._is_ending.wait()
         while True:
             try:
@@ -427,9 +441,9 @@ class Delivery:
         if not self._is_ending.is_set():
             self._is_ending.wait(seconds)
             return
-        now = time.monotonic()
-        ends = self._flush_ends if now < self._flush_ends else self._closing_ends
-        time.sleep(max(min(seconds, _LONGEST_DELAY_AT_THE_END_S, ends - now), 0.0))
+        time_s = time.monotonic()
+        end_s = self._flush_ends if time_s < self._flush_ends else self._closing_ends
+        time.sleep(max(min(seconds, _LONGEST_DELAY_AT_THE_END_S, end_s - time_s), 0.0))
 
 
 def wait_for_the_end(deliveries: Sequence[Delivery], status: str, flush_s: float) -> None:
@@ -439,7 +453,7 @@ def wait_for_the_end(deliveries: Sequence[Delivery], status: str, flush_s: float
         delivery.end(status, flush_s)
     warn_at = time.monotonic() + _QUIET_WAIT_S
     waiting = [delivery for delivery in deliveries if not delivery.join(min(warn_at, deadline) - time.monotonic())]
-    if waiting and flush_s > _QUIET_WAIT_S:
+    if waiting and flush_s > _QUIET_WAIT_S:  # so that a program that waits does not look hung
         names = ", ".join(delivery.spec.name for delivery in waiting)
         say(f"delivering the last rows to {names}: this takes at most {flush_s:g} s")
     for delivery in waiting:

@@ -84,7 +84,9 @@ class DeliveryFile:
         """Replace the file. If the disk is full, the old file is kept, and rows may be delivered twice after a kill."""
         with self._lock, suppress(OSError):
             # Copy them, because the threads of other trackers keep changing theirs.
-            accounts = {key: {**vars(own), "names": dict(own.names)} for key, own in self.accounts.items()}
+            accounts = {}
+            for key, account in self.accounts.items():
+                accounts[key] = {**vars(account), "names": dict(account.names)}
             content = {"track_name": self.track_name, "run_name": self.run_name, "attempt": self.attempt}
             write_text(self._path, dumps({**content, "trackers": accounts}, indent=2) + "\n")
 
@@ -128,7 +130,9 @@ class Resume:
     @property
     def tags(self) -> dict[str, str]:
         """Tags of a resumed run in trackers that keep the points of earlier attempts."""
-        return {} if self.attempt == 1 else {"accmt.attempt": str(self.attempt)}
+        if self.attempt == 1:
+            return {}
+        return {"accmt.attempt": str(self.attempt)}
 
 
 class Replay:
@@ -142,20 +146,23 @@ class Replay:
         self._account = account = replace(account)  # a copy, because delivery continues meanwhile
         self._rewinding = rewinding
         self._superseded = Superseded(read_rows(history))
-        self._kept: dict[int, set[Hashable]] = defaultdict(set)
+        self._names_in_tracker: dict[int, set[Hashable]] = defaultdict(set)  # of a killed attempt, by step
         self.start = account.delivered
         self.first_step: int | None = None
-        if rewinding is not Rewinding.UNKNOWN and account.handed > account.first:
-            for line, row in enumerate(read_rows(history)):  # what the tracker may have of a killed attempt
-                if "step" not in row or line < account.first:
-                    continue
-                if rewinding is Rewinding.KEEPS:
-                    if self._superseded.has(line) and line < account.handed:
-                        self._kept[row["step"]] |= _names_of(row)
-                elif line >= account.delivered or self._superseded.has(line, since=account.delivered):
-                    self.first_step = row["step"] if self.first_step is None else min(self.first_step, row["step"])
-            if self.first_step is not None:
-                self.start = account.first
+        if rewinding is Rewinding.UNKNOWN or account.handed <= account.first:  # nothing to compare
+            return
+        steps: list[int] = []
+        for line, row in enumerate(read_rows(history)):
+            if "step" not in row or line < account.first:
+                continue
+            if rewinding is Rewinding.KEEPS:
+                if self._superseded.has(line) and line < account.handed:
+                    self._names_in_tracker[row["step"]] |= _names_of(row)
+            elif line >= account.delivered or self._superseded.has(line, since=account.delivered):
+                steps.append(row["step"])
+        if steps:  # the tracker deletes all points from the first of them on, so it gets the rest again
+            self.first_step = min(steps)
+            self.start = account.first
 
     def is_new(self, line: int) -> bool:
         return line >= self._account.delivered
@@ -165,20 +172,22 @@ class Replay:
         values: dict[str, float] = row["values"]
         if not self._is_wanted(line, row):
             return {}
-        kept = self._kept_beside(line, row)
-        return {name: value for name, value in values.items() if name not in kept} if kept else values
+        existing = self._existing_names(line, row)
+        return {name: value for name, value in values.items() if name not in existing}
 
     def is_media_wanted(self, line: int, row: Mapping[str, Any]) -> bool:
-        return self._is_wanted(line, row) and not (_names_of(row) & self._kept_beside(line, row))
+        return self._is_wanted(line, row) and not (_names_of(row) & self._existing_names(line, row))
 
     def _is_wanted(self, line: int, row: Mapping[str, Any]) -> bool:
         if self._superseded.has(line):  # only rows in progress, which the tracker may already have
             return self._rewinding is Rewinding.KEEPS and line < self._account.handed
         return self.first_step is None or line >= self._account.delivered or row["step"] >= self.first_step
 
-    def _kept_beside(self, line: int, row: Mapping[str, Any]) -> Set[Hashable]:
-        """Return the names that the tracker keeps of a killed attempt at the step of a later row."""
-        return frozenset() if self._superseded.has(line) else self._kept.get(row["step"], frozenset())
+    def _existing_names(self, line: int, row: Mapping[str, Any]) -> Set[Hashable]:
+        """Return the names that the tracker has of a killed attempt at the step of a later row."""
+        if self._superseded.has(line):
+            return frozenset()
+        return self._names_in_tracker.get(row["step"], frozenset())
 
 
 def _names_of(row: Mapping[str, Any]) -> Set[Hashable]:
@@ -186,7 +195,9 @@ def _names_of(row: Mapping[str, Any]) -> Set[Hashable]:
     if "values" in row:
         return row["values"].keys()  # type: ignore[no-any-return]
     media = row["media"]
-    return frozenset() if media["kind"] == "artifact" else frozenset({(media["kind"], media["name"])})
+    if media["kind"] == "artifact":
+        return frozenset()
+    return frozenset({(media["kind"], media["name"])})
 
 
 def count_rows_left(history: Path, account: Account) -> int:

@@ -48,10 +48,10 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / HISTORY_FILE
-        set_folder_aside(self.path)
+        set_folder_aside(self.path)  # another program may have made a folder of this name
         self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         size, self.num_written = _measure(self.path)
-        os.ftruncate(self._descriptor, size)
+        os.ftruncate(self._descriptor, size)  # the next row must not continue a torn one
         self._unwritten: deque[bytes] = deque()
         self._num_lost = 0
         self._is_full = False
@@ -91,7 +91,10 @@ class History:
 
     def add_status(self, status: str, *, how: str | None = None) -> None:
         """Write the final status; `how` is more specific than the status that trackers receive."""
-        self._append({"time": time.time(), "status": status, **({} if how is None else {"how": how})})
+        row = {"time": time.time(), "status": status}
+        if how is not None:
+            row["how"] = how
+        self._append(row)
 
     def unwritten(self, line: int) -> bytes | None:
         """Return a line that waits for free disk space; None if it is on disk or does not exist yet."""
@@ -119,7 +122,7 @@ class History:
             self._unwritten.append(line)
             self._write_out()
             if len(self._unwritten) > MAX_UNWRITTEN:
-                self._unwritten.pop()
+                self._unwritten.pop()  # the newest: trackers read lines in order
                 self._num_lost += 1
 
     def _write_out(self) -> None:
@@ -130,7 +133,7 @@ class History:
                 self.num_written += 1
             self._is_full = False
         except OSError as error:
-            if not self._is_full:
+            if not self._is_full:  # one warning, not one per row
                 self._is_full = True
                 expected = f"free disk space; training continues, and up to {MAX_UNWRITTEN:,} rows are kept in memory"
                 warn(explain(str(self.path), str(error), expected, f"free disk space in {self.path.parent}"))
@@ -138,7 +141,7 @@ class History:
     def _write(self, line: bytes) -> None:
         descriptor = self._open_descriptor()
         written = os.write(descriptor, line)
-        if written < len(line):
+        if written < len(line):  # the disk became full within the line: a torn one would hide the next
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -203,7 +206,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             bad.append(line + 1)
         yield row
     if bad:
-        what = f"{path}: skipping {len(bad)} invalid line{'s' if len(bad) > 1 else ''}"
+        lines = "line" if len(bad) == 1 else "lines"
+        what = f"{path}: skipping {len(bad)} invalid {lines}"
         warn_once(f"{what} (the first is line {bad[0]})", about=what)
 
 
@@ -215,10 +219,12 @@ def _as_row(content: Any) -> dict[str, Any]:
     """Return the content of a line if it is a row of one of the five kinds, else an empty dict."""
     if not isinstance(content, dict) or not isinstance(content.get("time"), int | float):
         return {}
-    has_step = type(content.get("step")) is int
-    for kind, held in _KINDS.items():
-        if isinstance(content.get(kind), held):
-            return content if has_step or kind not in ("values", "media") else {}
+    for kind, content_type in _KINDS.items():
+        if isinstance(content.get(kind), content_type):
+            # A line that was edited by hand, or by another tool.
+            if kind in ("values", "media") and type(content.get("step")) is not int:
+                return {}
+            return content
     return {}
 
 
@@ -238,23 +244,23 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
         FileNotFoundError: There is no `history.jsonl` in `folder`.
     """
     rows = _without_superseded(folder / HISTORY_FILE, include_superseded=include_superseded)
-    beside = folder / EVALUATIONS_FOLDER / HISTORY_FILE
-    if not beside.is_file():
+    evaluations = folder / EVALUATIONS_FOLDER / HISTORY_FILE
+    if not evaluations.is_file():
         return rows
     evaluated = []
-    for row in _without_superseded(beside, include_superseded=False):
+    for row in _without_superseded(evaluations, include_superseded=False):
         if "media" in row:  # its path from the run folder
             row["media"]["path"] = f"{EVALUATIONS_FOLDER}/{row['media']['path']}"
         if "step" in row:
             evaluated.append(row)
     # Each follows the rows of its step, and precedes the status of the run.
-    left, merged = deque(sorted(evaluated, key=lambda row: row["step"])), []
+    pending, merged = deque(sorted(evaluated, key=lambda row: row["step"])), []
     for row in rows:
-        while left and row.get("step", -1) > left[0]["step"]:
-            merged.append(left.popleft())
+        while pending and row.get("step", -1) > pending[0]["step"]:
+            merged.append(pending.popleft())
         merged.append(row)
     end = len(merged) - bool(merged and "status" in merged[-1])
-    return [*merged[:end], *left, *merged[end:]]
+    return [*merged[:end], *pending, *merged[end:]]
 
 
 def _without_superseded(path: Path, *, include_superseded: bool) -> list[dict[str, Any]]:
@@ -288,7 +294,7 @@ def default_run_name() -> str:
 
     Processes: letters are random; one process must draw them and send them to the others.
     """
-    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))  # a sweep starts several a second
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{letters}"
 
 
@@ -340,8 +346,10 @@ class RunPlace:
         """The folder of all runs' logs; `logs` when `logging_dir` is a URL."""
         if is_url(self.logging_dir):
             return self.home / DEFAULT_LOGGING_DIR
-        is_file_uri = self.logging_dir.startswith("file:")
-        return self.home / (unquote(urlsplit(self.logging_dir).path) if is_file_uri else self.logging_dir)
+        folder = self.logging_dir
+        if folder.startswith("file:"):
+            folder = unquote(urlsplit(folder).path)
+        return self.home / folder
 
     @property
     def run_folder(self) -> Path:
@@ -351,14 +359,17 @@ class RunPlace:
     @property
     def shown_folder(self) -> Path:
         """The run folder for messages: as the user wrote it, unless the working folder has changed."""
-        is_there = is_current(self.home) and not Path(self.logging_dir).is_absolute() and self.folder is None
-        return replace(self, home=Path()).run_folder if is_there else self.run_folder
+        if is_current(self.home) and not Path(self.logging_dir).is_absolute() and self.folder is None:
+            return replace(self, home=Path()).run_folder
+        return self.run_folder
 
 
 def folder_name(name: str) -> str:
     """Return a valid folder name: other characters become `_`, and a long name is cut and gets a digest."""
-    fit = re.sub(r"[^\w.\- ]", "_", name).strip(" .") or "_"
-    if len(fit.encode()) <= _MAX_BYTES:
-        return fit
+    valid = re.sub(r"[^\w.\- ]", "_", name).strip(" .") or "_"
+    if len(valid.encode()) <= _MAX_BYTES:
+        return valid
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    return f"{fit.encode()[: _MAX_BYTES - len(digest) - 1].decode(errors='ignore')}-{digest}"
+    # Ignored: a character of several bytes at the cut.
+    beginning = valid.encode()[: _MAX_BYTES - len(digest) - 1].decode(errors="ignore")
+    return f"{beginning}-{digest}"

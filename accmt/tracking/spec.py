@@ -52,7 +52,9 @@ class Outage:
         self._add(error, 1)
         if self.num_failures == _TRIES_BEFORE_WARNING:
             self._warn()
-        longest = _LONGEST_DELAY_S if time.monotonic() - self._began < _LONG_OUTAGE_S else _LONG_OUTAGE_DELAY_S
+        longest = _LONGEST_DELAY_S
+        if time.monotonic() - self._began >= _LONG_OUTAGE_S:  # it may be down for hours
+            longest = _LONG_OUTAGE_DELAY_S
         return float(min(_FIRST_DELAY_S * 2 ** min(self.num_failures - 1, 10), longest))
 
     def announce(self, error: BaseException) -> None:
@@ -69,7 +71,8 @@ class Outage:
         self.error = None
 
     def _add(self, error: BaseException, count: int) -> None:
-        self._began = self._began if self.num_failures else time.monotonic()
+        if self.num_failures == 0:
+            self._began = time.monotonic()
         self.num_failures += count
         self.error = error
 
@@ -90,7 +93,9 @@ def is_outage(error: BaseException | None) -> bool:
 
 def name_error(error: BaseException | None) -> str:
     """Return a short form of an error: libraries' messages about an unreachable server fill half a screen."""
-    return "no answer" if error is None else shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+    if error is None:
+        return "no answer"
+    return shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
 
 
 # Includes ValueError, because request libraries derive errors for malformed URLs from both.
@@ -255,8 +260,10 @@ class UserTracker(TrackerSpec):
     def __init__(self, tracker: GeneralTracker | type[GeneralTracker]) -> None:
         super().__init__()
         self._tracker = tracker
-        own_name = getattr(tracker, "name", None)
-        self.name = own_name if isinstance(own_name, str) else getattr(tracker, "__name__", type(tracker).__name__)
+        name: Any = getattr(tracker, "name", None)
+        if not isinstance(name, str):  # Accelerate's base class only declares it
+            name = getattr(tracker, "__name__", type(tracker).__name__)
+        self.name = name
 
     def accepted_names(self) -> frozenset[str] | None:
         return parameter_names(self._tracker) if isinstance(self._tracker, type) else frozenset()
@@ -267,8 +274,9 @@ class UserTracker(TrackerSpec):
         place = start.place
         project = dict.fromkeys(("track_name", "project_name", "experiment_name"), place.track_name)
         offered = {**project, "run_name": place.run_name, "logging_dir": str(place.run_folder)}
-        named = inspect.signature(self._tracker).parameters
-        return self._tracker(**{**{name: value for name, value in offered.items() if name in named}, **start.kwargs})
+        parameters = inspect.signature(self._tracker).parameters
+        arguments = {name: value for name, value in offered.items() if name in parameters}
+        return self._tracker(**{**arguments, **start.kwargs})
 
     def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
         for row in rows:
@@ -324,9 +332,11 @@ def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
     """
     specs = find_specs(log_with)
     for spec in specs:
-        found = None if isinstance(spec, UserTracker) else find_spec(spec.name)
+        if isinstance(spec, UserTracker):  # whose name may be that of no module
+            continue
+        module = find_spec(spec.name)
         # Without an origin it is only a folder of that name, such as the `wandb` folder that wandb runs leave.
-        if not isinstance(spec, UserTracker) and (found is None or found.origin is None):
+        if module is None or module.origin is None:
             where, do = f"Trainer(log_with={type(spec).__name__})", f"pip install {spec.package}"
             got = f"the package {spec.package} is not installed"
             raise fail(MissingPackageError, where, got=got, expected="the tracker's package", do=do)
@@ -337,15 +347,15 @@ def find_specs(log_with: Any) -> list[TrackerSpec]:
     """Like `resolve_trackers`, without checking whether packages are installed."""
     if log_with is None or log_with is False:
         return []
-    entries = log_with if isinstance(log_with, list | tuple) else ["tensorboard" if log_with is True else log_with]
-    specs = [_find_spec(entry) for entry in entries]
+    if log_with is True:
+        log_with = "tensorboard"
+    entries = log_with if isinstance(log_with, list | tuple) else [log_with]
+    specs = list(map(_find_spec, entries))
     names = [spec.name for spec in specs if not isinstance(spec, UserTracker)]
     for name in names:
-        if names.count(name) > 1:
-            got = f"{name!r} {names.count(name)} times"
-            raise fail(
-                ArgumentError, "Trainer(log_with=...)", got=got, expected="each tracker once", do=f"keep one {name!r}"
-            )
+        if names.count(name) > 1:  # each row would be in one run twice
+            got, do = f"{name!r} {names.count(name)} times", f"keep one {name!r}"
+            raise fail(ArgumentError, "Trainer(log_with=...)", got=got, expected="each tracker once", do=do)
     return specs
 
 
@@ -354,19 +364,21 @@ def kwargs_of_each(specs: Sequence[TrackerSpec], kwargs: Mapping[str, Any]) -> l
 
     `mlflow={...}` is only for MLflow; any other keyword goes to every tracker that accepts it.
     """
-    own = {spec.name: dict(kwargs[spec.name]) for spec in specs if isinstance(kwargs.get(spec.name), Mapping)}
-    shared = {name: value for name, value in kwargs.items() if name not in own}
+    by_tracker = {spec.name: dict(kwargs[spec.name]) for spec in specs if isinstance(kwargs.get(spec.name), Mapping)}
+    shared = {name: value for name, value in kwargs.items() if name not in by_tracker}
     known: set[str] = set()
-    result = []
+    kwargs_of_specs = []
     for spec in specs:
-        direct = {**spec.init_kwargs, **own.get(spec.name, {})}
+        direct = {**spec.init_kwargs, **by_tracker.get(spec.name, {})}
+        # Without keywords, the class that defines them need not be imported.
         accepted = spec.accepted_names() if shared or direct else None
         _require_accepted(direct, accepted, f"Trainer({spec.name}={{...}})")
-        taken = {name: value for name, value in shared.items() if accepted is None or name in accepted}
-        known |= shared.keys() if accepted is None else accepted
-        result.append({**taken, **direct})
+        if accepted is None:
+            accepted = frozenset(shared)
+        known |= accepted
+        kwargs_of_specs.append({**{name: value for name, value in shared.items() if name in accepted}, **direct})
     _require_accepted(shared, frozenset(known), "Trainer(...)")
-    return result
+    return kwargs_of_specs
 
 
 def _find_spec(entry: Any) -> TrackerSpec:
@@ -381,9 +393,10 @@ def _find_spec(entry: Any) -> TrackerSpec:
     kind = entry if isinstance(entry, type) else type(entry)
     if not issubclass(kind, GeneralTracker):
         _reject_unknown(entry)
-    is_accelerates_own = isinstance(entry, type) and entry.__module__ == GeneralTracker.__module__
-    is_known = is_accelerates_own and is_built_in(GROUP, entry.name)
-    return _find_named(entry.name) if is_known else UserTracker(entry)
+    # Accelerate's class for a service of which accmt has a tracker, which resumes and delivers in the background.
+    if kind is entry and kind.__module__ == GeneralTracker.__module__ and is_built_in(GROUP, kind.name):
+        return _find_named(kind.name)
+    return UserTracker(entry)
 
 
 def _find_named(name: str) -> TrackerSpec:
@@ -396,10 +409,12 @@ def _find_named(name: str) -> TrackerSpec:
 
 def _reject_unknown(entry: Any) -> NoReturn:
     known = names(GROUP)
-    meant = nearest(entry, known, cutoff=0.5)
     got = f"{entry!r} ({type(entry).__name__})"
     expected = f"{', '.join(known)}, a tracker class, any Accelerate GeneralTracker, or a list of these"
-    do = f"did you mean log_with={meant!r}?" if meant else "for example log_with='tensorboard'"
+    do = "for example log_with='tensorboard'"
+    similar = nearest(entry, known, cutoff=0.5)
+    if similar:
+        do = f"did you mean log_with={similar!r}?"
     raise fail(ArgumentError, "Trainer(log_with=...)", got=got, expected=expected, do=do)
 
 
@@ -408,9 +423,9 @@ def _require_accepted(names: Iterable[str], accepted: frozenset[str] | None, whe
         return
     for name in names:
         if name not in accepted:
-            meant = nearest(name, accepted)
-            do = f"did you mean {meant}=...?" if meant else f"leave out {name}"
-            expected = "a keyword of a tracker in log_with" + (f": {', '.join(sorted(accepted))}" if accepted else "")
-            raise fail(
-                UnknownArgumentError, where, got=f"{name}=..., which no tracker accepts", expected=expected, do=do
-            )
+            similar = nearest(name, accepted)
+            do = f"did you mean {similar}=...?" if similar else f"leave out {name}"
+            got, expected = f"{name}=..., which no tracker accepts", "a keyword of a tracker in log_with"
+            if accepted:
+                expected += f": {', '.join(sorted(accepted))}"
+            raise fail(UnknownArgumentError, where, got=got, expected=expected, do=do)

@@ -68,8 +68,10 @@ class Tracking:
         self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, folder, home=home or current_folder())
         self._trackers: dict[str, tuple[TrackerSpec, dict[str, Any]]] = {}  # by unique names
         for spec, kwargs in zip(trackers, kwargs_of_each(trackers, tracker_kwargs), strict=True):
-            number = sum(other.name == spec.name for other, _ in self._trackers.values())
-            self._trackers[f"{spec.name}_{number + 1}" if number else spec.name] = (spec, kwargs)
+            # Two of a user's trackers may have one name.
+            number = 1 + sum(known.name == spec.name for known, _ in self._trackers.values())
+            key = spec.name if number == 1 else f"{spec.name}_{number}"
+            self._trackers[key] = (spec, kwargs)
         self._is_main_process = is_main_process
         self._is_quiet = not verbose
         self._offline = offline
@@ -111,13 +113,17 @@ class Tracking:
     @property
     def run_ids(self) -> dict[str, str]:
         """The id of the run in each service that has one, such as `{"mlflow": "0adacf..."}`; kept after `finish`."""
-        accounts = {} if self._delivery_file is None else self._delivery_file.accounts
+        if self._delivery_file is None:
+            return {}
+        accounts = self._delivery_file.accounts
         return {key: account.run_id for key, account in accounts.items() if account.run_id is not None}
 
     @property
     def media(self) -> Any:
         """Logs images, tables and files; None before `start`, after `finish`, and except on the main process."""
-        return None if self._history is None else addon("media_log")(self._history, self._notify)
+        if self._history is None:
+            return None
+        return addon("media_log")(self._history, self._notify)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state that a resumed run needs to continue this one.
@@ -174,7 +180,7 @@ class Tracking:
             self._delivery_file = self._open_delivery_file(history)
             self._delivery_file.save()
             self._start_trackers(history, self._delivery_file)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the trackers that have started would show a running run
             self.finish("FAILED", flush_s=_FLUSH_AFTER_A_FAILED_START_S)
             raise
         history.add_config(hide(to_plain(config)))
@@ -200,18 +206,17 @@ class Tracking:
             # checkpoint starts over in its folder.
             rows = list(read_rows(history))
             paths = [row["config"].get("model_path") for row in rows if "config" in row]
-            is_other = _came_to_its_end(history) or paths[-1:] != [model_path]
-            is_free = not (is_other and any("step" in row for row in rows))
+            if _came_to_its_end(history) or paths[-1:] != [model_path]:
+                is_free = not any("step" in row for row in rows)  # without a row, there is nothing to keep
         if is_free:
             self._lock = lock
             return True
         if lock is not None:
             lock.release()
-        if self._resumed is not None:
-            got, do = f"another run is writing to it ({holder})", "wait for that run, or stop it"
-            raise fail(
-                SavingError, f"run folder {folder}", got=got, expected="a folder that no other run writes to", do=do
-            )
+        if self._resumed is not None:  # two processes resume one run; with another name, its rows would be elsewhere
+            got, expected = f"another run is writing to it ({holder})", "a folder that no other run writes to"
+            do = "wait for that run, or stop it"
+            raise fail(SavingError, f"run folder {folder}", got=got, expected=expected, do=do)
         return False
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -244,7 +249,7 @@ class Tracking:
         finally:
             for delivery in deliveries:
                 delivery.detach(status)
-            history.close()
+            history.close()  # after the trackers, which read from it
             self._unlock()
         for delivery in deliveries:
             delivery.warn_of_rows_left(flush_s)
@@ -270,20 +275,18 @@ class Tracking:
             return _stand_in()
         keys = [] if self._history is None else list(self._trackers)
         if name not in keys:
-            raise fail(
-                ArgumentError,
-                f"get_tracker({name!r})",
-                got="an unknown tracker",
-                expected=f"one of {keys}",
-                do="add it to log_with",
-            )
+            where, expected = f"get_tracker({name!r})", f"one of {keys}"
+            raise fail(ArgumentError, where, got="an unknown tracker", expected=expected, do="add it to log_with")
         logger = self._logger(name)
         return getattr(logger, "tracker", logger) if unwrap else logger
 
     def dashboard_command(self) -> list[str]:
         """Return the command of the first tracker that can show the runs in a browser, else an empty list."""
-        commands = (spec.dashboard_command(self._place) for spec, _ in self._trackers.values())
-        return next((command for command in commands if command), [])
+        for spec, _ in self._trackers.values():
+            command = spec.dashboard_command(self._place)
+            if command:
+                return command
+        return []
 
     def held_back(self) -> list[str]:
         """Return the trackers whose rows wait for `accmt sync`."""
@@ -294,8 +297,10 @@ class Tracking:
         return [key for key, (spec, kwargs) in self._trackers.items() if spec.is_remote(self._place, kwargs)]
 
     def _logger(self, key: str) -> GeneralTracker:
-        running = (delivery.tracker for delivery in self._deliveries if delivery.key == key)
-        return next(running, None) or _stand_in()
+        for delivery in self._deliveries:
+            if delivery.key == key and delivery.tracker is not None:
+                return delivery.tracker
+        return _stand_in()  # so that a hook that uses it does not stop a run whose server is down
 
     def _notify(self) -> None:
         for delivery in self._deliveries:
@@ -307,10 +312,10 @@ class Tracking:
         before = DeliveryFile.read(self._place.run_folder)
         if before is not None and self._resumed is None:
             for key, account in before.accounts.items():  # which can no longer be delivered
-                left = count_rows_left(history.path, account)
-                if left:
+                num_rows = count_rows_left(history.path, account)
+                if num_rows:
                     folder = history.path.parent
-                    got = f"{left} rows of an earlier run in {folder} were not delivered and no longer will be"
+                    got = f"{num_rows} rows of an earlier run in {folder} were not delivered and no longer will be"
                     do = "resume or `accmt sync` a run before you start another with the same run_name"
                     warn(explain(f"the tracker {key}", got, "one folder per run", do))
             if not _came_to_its_end(history.path):
@@ -342,6 +347,7 @@ class Tracking:
         for key, (spec, kwargs) in self._trackers.items():
             if key in held_back:
                 continue
+            # Here, not in its thread: a missing login ends the program before anything is trained.
             spec.require_access(self._place, kwargs, is_needed=self._offline is False)
             delivery = Delivery(
                 spec,
@@ -354,13 +360,13 @@ class Tracking:
             self._deliveries.append(delivery)
             delivery.begin(_REMOTE_START_S if spec.is_remote(self._place, kwargs) else _START_S)
             error = delivery.start_error
-            if error is None:
+            if error is None:  # started, or retried until its server answers
                 delivery.attach()
                 continue
             self._deliveries.remove(delivery)
             delivery.end("FAILED", 0.0)
             delivery.join(_END_AFTER_A_FAILED_START_S)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception):  # SystemExit of a tracker's library
                 raise error
             where, got = f"the tracker {spec.name}", name_error(error)
             if isinstance(error, ImportError) and not isinstance(spec, UserTracker):
@@ -371,8 +377,11 @@ class Tracking:
 
 
 def _came_to_its_end(history: Path) -> bool:
-    ends = [row.get("status") for row in read_rows(history) if row.keys() & {"status", "config"}]
-    return bool(ends) and ends[-1] == "FINISHED"
+    status = None
+    for row in read_rows(history):
+        if "status" in row or "config" in row:  # a run that is resumed begins with another configuration
+            status = row.get("status")
+    return status == "FINISHED"
 
 
 def _stand_in() -> GeneralTracker:

@@ -33,14 +33,18 @@ Scalar: TypeAlias = str | int | float | bool
 
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
     """Convert one row to plain Python floats; entries that are None are omitted."""
-    numbers = {name: _item(value) for name, value in values.items() if value is not None}
-    for name, number in numbers.items():
+    floats: dict[str, float] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        number = _item(value)
         if not isinstance(number, int | float):
-            got = f"{values[name]!r:.200} ({type(values[name]).__name__})"
+            got = f"{value!r:.200} ({type(value).__name__})"
             expected = "a number: int, float, bool, or a NumPy or torch scalar"
             do = f"log {name!r} as a number, for example its mean"
             raise fail(MetricError, f"the logged value {name!r}", got=got, expected=expected, do=do)
-    return {name: as_float(number) for name, number in numbers.items()}
+        floats[name] = as_float(number)
+    return floats
 
 
 def to_plain(value: Any) -> Any:
@@ -54,8 +58,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, type) or callable(value):
-        return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
     number = _item(value)
     return number if type(number) in (int, float, bool) else str(value)
 
@@ -95,7 +99,7 @@ class CleanNames:
 
     def _add(self, name: str) -> str:
         cleaned = self._clean(name)
-        if cleaned in self._taken:
+        if cleaned in self._taken:  # "a b" and "a_b" would be one curve
             cleaned = f"{cleaned}_{crc32(name.encode()):08x}"
         self._taken.add(cleaned)
         self._cleaned[name] = cleaned
@@ -105,7 +109,7 @@ class CleanNames:
 def _item(value: Any) -> Any:
     """Return the element of a NumPy or torch scalar; return anything else unchanged."""
     if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value
+        return value.item() if value.numel() == 1 else value  # the caller names a value that is no number
     if isinstance(value, np.ndarray | np.generic):
         return value.item() if value.size == 1 else value
     return value
@@ -195,11 +199,6 @@ def import_pillow() -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:
-        raise fail(
-            MissingPackageError,
-            "log_images",
-            got="Pillow is not installed",
-            expected="Pillow, to write images",
-            do="pip install pillow",
-        ) from error
+        got, expected = "Pillow is not installed", "Pillow, to write images"
+        raise fail(MissingPackageError, "log_images", got=got, expected=expected, do="pip install pillow") from error
     return Image

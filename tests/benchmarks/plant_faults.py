@@ -70,7 +70,7 @@ FAULTS = [
     ),
     Fault(
         "state: a sampler draws a resumed epoch from its later state",
-        'self._stateful.load_state_dict(deepcopy(self._saved["drawn"]))',
+        'resumed.load_state_dict(deepcopy(self._saved["drawn"]))',
         "pass",
         "resume/test_attributes.py -k sampler",
     ),
@@ -93,7 +93,7 @@ FAULTS = [
         "resume/test_attributes.py -k evaluation",
     ),
     # Which samples, in which order.
-    Fault("order: a rest is not shared", "min(own, extra)", "0", "unit/test_data_sharding.py"),
+    Fault("order: a rest is not shared", "min(rank, extra)", "0", "unit/test_data_sharding.py"),
     Fault("order: one seed for all purposes", "zlib.crc32(purpose.encode())", "0", "unit/test_data_seeding.py"),
     Fault(
         "order: the same in each epoch",
@@ -137,8 +137,8 @@ FAULTS = [
     ),
     Fault(
         "weights: clipped to twice the value",
-        "nn.utils.clip_grad_value_(of_one, limit)",
-        "nn.utils.clip_grad_value_(of_one, 2 * limit)",
+        "nn.utils.clip_grad_value_(members, limit)",
+        "nn.utils.clip_grad_value_(members, 2 * limit)",
         "unit/test_loop_fit.py unit/test_loop_scaler.py resume/test_resume.py",
     ),
     Fault(
@@ -156,8 +156,8 @@ FAULTS = [
     ),
     Fault(
         "resume: samples are read again",
-        "num_samples=start.consumed + left, first_micro_batch=start.micro_batch, first_sample=start.consumed",
-        "num_samples=start.consumed + left, first_micro_batch=start.micro_batch, first_sample=0",
+        "num_samples=start.consumed + num_left, first_micro_batch=start.micro_batch, first_sample=start.consumed",
+        "num_samples=start.consumed + num_left, first_micro_batch=start.micro_batch, first_sample=0",
         "unit/test_data_position.py",
     ),
     Fault(
@@ -225,8 +225,8 @@ FAULTS = [
     # What is measured.
     Fault(
         "metrics: weights are counted, not used",
-        "pairs = [(v * w, w) for",
-        "pairs = [(v, w) for",
+        "totals.append(value * weight)",
+        "totals.append(value)",
         "unit/test_metrics_running_averages.py",
     ),
     Fault(
@@ -251,8 +251,8 @@ FAULTS = [
     ),
     Fault(
         "best: NaN is better",
-        "            math.isfinite(new[key])\n            and",
-        "            True\n            and",
+        "            if not math.isfinite(value):\n                return False",
+        "            if False:\n                return False",
         "unit/test_saving_selection.py unit/test_saving_rules.py",
     ),
     Fault(

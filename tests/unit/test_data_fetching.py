@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accmt.data import SourceOptions, build_source
-from accmt.data.fetching import BadSample, CollateFetched, Fetched, Kept, SeededDataset
+from accmt.data.fetching import BadSample, CollateFetched, Fetched, ReadableBatch, SeededDataset
 from accmt.data.seeding import BatchIndices
 from accmt.errors import DataError
 from tests.toys import Linear, make_trainer
@@ -265,7 +265,7 @@ def test_an_error_of_a_stream_says_after_what_it_came():
 
 @pytest.mark.parametrize("bad", [(), (BadSample(3, "x"),)])
 def test_what_is_left_of_a_batch_can_be_pinned(bad):
-    batch, found = pin_memory(Kept({"name": "without a tensor, which would need a device"}, bad))
+    batch, found = pin_memory(ReadableBatch({"name": "without a tensor, which would need a device"}, bad))
     assert batch == {"name": "without a tensor, which would need a device"}
     assert tuple(found) == bad
 

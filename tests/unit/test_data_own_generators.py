@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from accmt import Callback
-from accmt.data.seeding import OWN, find_generators, keeping_generators, seed_generators, seed_with_global
+from accmt.data.seeding import USER_GENERATORS, find_generators, keeping_generators, seed_generators, seed_with_global
 from tests.tables import each
 from tests.toys import Linear, make_trainer
 
@@ -68,11 +68,11 @@ def test_they_are_seeded_with_the_global_ones_and_given_back(kind):
     with keeping_generators():
         seed_with_global(holder)
         seed_with_global(holder)
-        assert len(OWN) == 1
+        assert len(USER_GENERATORS) == 1
         for seed in (1, 2, 1):
             seed_generators(seed)
             drawn.append(draw(generator))
-    assert OWN == []
+    assert USER_GENERATORS == []
     assert drawn[0] == drawn[2] != drawn[1]
     if kind not in ("numpy without a seed", "random"):
         assert draw(generator) == draw(untouched)

@@ -50,15 +50,15 @@ def test_evaluations_in_a_row_without_a_better_value_use_patience_up(allowed, ru
         for i, value in enumerate(values):
             patience = continued(patience, allowed, rule, DIRECTIONS) if i == stop else patience
             patience.consider({rule: value})
-            found.append(patience.left)
+            found.append(patience.remaining)
             assert patience.is_exhausted == (left[i] == 0)
         assert found == left
 
 
 def test_all_patience_is_left_before_the_first_evaluation():
     patience = Patience(3, "best_valid_loss", {})
-    assert (patience.left, patience.is_exhausted) == (3, False)
-    assert Patience({"wer": 3}, None, DIRECTIONS).left == {"best_wer": 3}
+    assert (patience.remaining, patience.is_exhausted) == (3, False)
+    assert Patience({"wer": 3}, None, DIRECTIONS).remaining == {"best_wer": 3}
 
 
 def test_a_number_waits_while_any_rule_gets_better():
@@ -66,7 +66,7 @@ def test_a_number_waits_while_any_rule_gets_better():
     left = []
     for loss, accuracy in [(5, 0.5), (6, 0.4), (6, 0.6), (4, 0.6), (4, 0.1), (4, NAN)]:
         patience.consider({"best_valid_loss": loss, "best_accuracy": accuracy})
-        left.append(patience.left)
+        left.append(patience.remaining)
     assert left == [2, 1, 2, 2, 1, 0]
 
 
@@ -75,7 +75,7 @@ def test_a_dict_counts_each_value_for_itself_and_the_first_used_up_ends_it():
     found = []
     for loss, accuracy in [(5, 0.5), (6, 0.6), (7, 0.6), (4, 0.6)]:
         patience.consider({"best_valid_loss": loss, "best_accuracy": accuracy})
-        found.append((patience.left, patience.is_exhausted))
+        found.append((patience.remaining, patience.is_exhausted))
     assert found == [
         ({"best_accuracy": 2, "best_valid_loss": 3}, False),
         ({"best_accuracy": 2, "best_valid_loss": 2}, False),
@@ -88,7 +88,7 @@ def test_a_combined_rule_and_single_sets_can_be_waited_for():
     patience = Patience({"accuracy@en/wer": 2, "wer__de": 1}, None, DIRECTIONS, sets=["en", "de"])
     patience.consider({"best_accuracy__en": 0.5, "best_wer__en": 0.5, "best_wer__de": 0.3})
     patience.consider({"best_accuracy__en": 0.6, "best_wer__en": 0.6, "best_wer__de": 0.2})
-    assert patience.left == {"best_accuracy@en/wer": 1, "best_wer@de": 1}
+    assert patience.remaining == {"best_accuracy@en/wer": 1, "best_wer@de": 1}
 
 
 def test_a_resume_with_more_patience_goes_on_with_the_count():
@@ -97,7 +97,7 @@ def test_a_resume_with_more_patience_goes_on_with_the_count():
         patience.consider({"best_valid_loss": value})
     assert patience.is_exhausted
     again = continued(patience, 5, "best_valid_loss", {})
-    assert (again.left, again.is_exhausted, again.best) == (3, False, {"best_valid_loss": 5})
+    assert (again.remaining, again.is_exhausted, again.best) == (3, False, {"best_valid_loss": 5})
 
 
 def test_a_resume_that_watches_other_values_begins_their_counts_anew():
@@ -105,7 +105,7 @@ def test_a_resume_that_watches_other_values_begins_their_counts_anew():
     for _ in range(2):
         patience.consider({"best_accuracy": 0.5, "best_wer": 0.5})
     again = continued(patience, {"wer": 2, "share": 2}, None, DIRECTIONS)
-    assert again.left == {"best_wer": 1, "best_share": 2}
+    assert again.remaining == {"best_wer": 1, "best_share": 2}
     assert again.best == {"best_wer": 0.5}
 
 
@@ -225,7 +225,7 @@ def test_what_ended_training_is_known_after_a_resume():
     again = Patience({"accuracy": {"stopping_threshold": 0.9}}, None, RISING)
     again.load_state_dict(watcher.state_dict())
     assert again.is_exhausted
-    assert again.left == {}
+    assert again.remaining == {}
     longer = Patience({"accuracy": {"patience": 3, "min_delta": 0.1}}, None, RISING)
     longer.load_state_dict(watcher.state_dict())
     assert not longer.is_exhausted
