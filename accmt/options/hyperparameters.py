@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from accmt.errors import HyperParameterError, fail
-from accmt.libraries.versions import require
-from accmt.options.checks import read_numbers
-from accmt.options.yaml_reader import FIELDS, SECTIONS, Document, Fault
+from accmt.options.checks import KeyFault, read_numbers
+from accmt.options.yaml_reader import FIELDS, SECTIONS, Document
 from accmt.secrets import hide, remember
 
 if TYPE_CHECKING:
@@ -122,13 +121,13 @@ class HyperParameters:
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = [
-            Fault((f"{kind}_kwargs", "type"), "a type", "only arguments", f"pass it as `{kind}=`")
+            KeyFault((f"{kind}_kwargs", "type"), "a type", "only arguments", f"pass it as `{kind}=`")
             for kind, own in (("optim", optim_kwargs), ("optimizer", optimizer_kwargs), ("scheduler", scheduler_kwargs))
             if "type" in (own or {})
         ]
         if optim_kwargs is not None and optimizer_kwargs is not None:
             got = "both `optim_kwargs` and its alias `optimizer_kwargs`"
-            faults.append(Fault(("optimizer_kwargs",), got, "one of the two", "remove `optimizer_kwargs`"))
+            faults.append(KeyFault(("optimizer_kwargs",), got, "one of the two", "remove `optimizer_kwargs`"))
         self._take(Document("HyperParameters", values, faults=tuple(faults)))
 
     @classmethod
@@ -162,8 +161,6 @@ class HyperParameters:
         return hps
 
     def _take(self, document: Document) -> None:
-        for name in ("pydantic", "annotated_types"):
-            require(name)
         from accmt.options.schema import check
 
         remember(document.values)
@@ -273,7 +270,7 @@ class HyperParameters:
         """Return the location of a key for messages: `hps/digits.yaml:7 optim.lr`."""
         return self._document.where(path)
 
-    def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
+    def reject(self, faults: Iterable[KeyFault]) -> HyperParameterError:
         """Return one error that reports all `faults` with their locations."""
         return self._document.reject(faults)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from accmt.errors import ArgumentError, HyperParameterError
 from accmt.files import is_current
-from accmt.options.checks import Options, raise_faults, read_arguments
+from accmt.options.checks import Options, is_off, raise_faults
 from accmt.options.data import DataSettings
 from accmt.options.evaluation import EvaluationSettings
 from accmt.options.failures import Failures, FailureSettings
@@ -78,14 +78,13 @@ class Settings:
             CombinedError: Invalid hyper-parameters and other errors.
         """
         values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
-        every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
-        values = read_arguments(values, every)
         remember(values)
         faults, parts = _Faults(), dict[str, Any]()
         with faults.collecting():
             names = values.keys() - {"tracker_kwargs"}
             if values["tracker_kwargs"]:
-                addon("check_keywords")(values["tracker_kwargs"], names, has_tracker=bool(values["log_with"]))
+                has_tracker = not is_off(values["log_with"])
+                addon("check_keywords")(values["tracker_kwargs"], names, has_tracker=has_tracker)
         for name, group in cls.GROUPS.items():
             with faults.collecting():
                 parts[name] = group(**{each.name: values[each.name] for each in fields(group) if each.name in values})

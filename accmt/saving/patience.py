@@ -114,8 +114,10 @@ class Patience:
 
 def _read_options(patience: Any, value: Any) -> PatienceOptions:
     """Return the early-stopping options for one value: a number of evaluations, or options."""
-    if isinstance(value, Mapping | PatienceOptions):
-        return PatienceOptions.read("patience", value)
+    if isinstance(value, PatienceOptions):
+        return value
+    if isinstance(value, Mapping):
+        return PatienceOptions.read("PatienceOptions", value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
     return PatienceOptions(patience=value)
