@@ -102,10 +102,12 @@ def write_argument(name: str, value: Any) -> str:
             "Failures.spike_guard" for an argument of an options class.
         value: The value.
     """
-    argument, _, key = name.partition(".")
+    argument, *keys = name.split(".")
     if name[0].isupper():
-        return f"{argument}({key}={value})" if key else f"{argument}({value})"
-    return f'{argument}={{"{key}": {value}}}' if key else f"{name}={value}"
+        return f"{argument}({keys[0]}={value})" if keys else f"{argument}({value})"
+    for key in reversed(keys):
+        value = f'{{"{key}": {value}}}'
+    return f"{argument}={value}"
 
 
 def write_place(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from accmt.errors import ArgumentError, fail
-from accmt.options.checks import Expected, Group, Off, Options, Range, raise_wrong_value, write_argument
+from accmt.options.checks import Expected, Group, Off, Options, Range, raise_wrong_value, write_argument, write_place
 from accmt.options.units import read_every
 
 _FRACTION = "or a fraction of them as a float up to 1.0"
@@ -35,7 +35,8 @@ def _require_by_phase(name: str, value: Any) -> None:
     for phase, part in value.items():
         if phase not in ("train", "val"):
             do = f'{name}={{"train": {example}, "val": {example}}}'
-            raise_wrong_value(name, f"the key {phase!r}", 'the keys "train" and "val"', do)
+            expected = 'the keys "train" and "val"'
+            raise fail(ArgumentError, write_place(name), got=f"the key {phase!r}", expected=expected, do=do)
         _require_object(f"{name}.{phase}", part, example)
 
 
@@ -88,8 +89,11 @@ class DataOptions(Options):
     def check(self, name: str) -> None:
         """Reject two orders at once."""
         if self.group_by_length and self.batch_sampler is not None:
-            do = "drop one of them: a batch sampler decides the order"
-            raise_wrong_value(name, "group_by_length and batch_sampler", "one of the two", do)
+            got, do = (
+                "group_by_length and batch_sampler",
+                "leave `group_by_length` out: a batch sampler decides the order",
+            )
+            raise fail(ArgumentError, write_place(name), got=got, expected="one of the two", do=do)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +140,7 @@ class DataSettings(Group):
         if self.sampler_of("train") is not None and (options.group_by_length or options.batch_sampler is not None):
             option = "group_by_length" if options.group_by_length else "batch_sampler"
             where = f'Trainer(sampler=..., data_options={{"{option}": ...}})'
-            do = "drop one of them: both decide the order"
+            do = f"leave `{option}` out: both decide the order"
             raise fail(ArgumentError, where, got="both", expected="one of the two", do=do)
 
     def sampler_of(self, phase: Literal["train", "val"]) -> Any:

@@ -166,7 +166,7 @@ class SavingSettings(Group):
             read = {}
             for name, value in patience.items():
                 if isinstance(value, Mapping) and value:
-                    read[name] = PatienceOptions.read("PatienceOptions", value)
+                    read[name] = PatienceOptions.read(f"patience.{name}", value)
                 elif not is_off(value):
                     read[name] = to_python(value)
             set_field(self, "patience", read)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from accmt.errors import ArgumentFileError, UnknownArgumentError, describe_value, fail, nearest
-from accmt.options.checks import Checked, Expected, Group, Off, Options, Range, raise_wrong_value, require_text
+from accmt.options.checks import Expected, Group, Off, Options, Range, raise_wrong_value, require_text
 from accmt.options.units import read_every
 from accmt.registry import MONITORED_VALUES, names
 
@@ -25,7 +25,7 @@ _CONFIG = Expected("a dict", '{"team": "vision"}')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Monitor(Checked):
+class Monitor(Options):
     """What to measure and log. Each enabled field adds exactly the values listed here to the training rows.
 
     `record_goodput` and `price_per_hour` add none.
@@ -141,7 +141,7 @@ class Monitor(Checked):
                 added.append(name)
             elif is_on is not False:
                 raise_wrong_value(f"monitor.{name}", is_on, "True or False", f'monitor={{"{name}": True}}')
-        return cls(**values, added=tuple(added))
+        return cls.read("monitor", {**values, "added": tuple(added)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ def read_log_interval(name: str, value: Any) -> int:
     """
     if value == -1 and isinstance(value, int):
         return -1
-    interval = read_every(name, value, ("epoch", "step"), plain="step", also="; -1 means each epoch")
+    interval = read_every(name, value, ("step", "epoch"), plain="step", also="; -1 means each epoch")
     if interval.unit == "epoch" and interval.number != 1:
         expected = 'steps, or "epoch" for one row at the end of each epoch'
         raise_wrong_value(name, value, expected, 'log_every="epoch"')

@@ -37,7 +37,7 @@ class Patience:
         *,
         sets: Sequence[str] | None = None,
     ) -> None:
-        quantities = Quantities(directions, sets)
+        quantities = self._quantities = Quantities(directions, sets)
         self._is_by_name = isinstance(patience, Mapping)
         if isinstance(patience, Mapping):
             options = [_read_options(patience, value) for value in patience.values()]
@@ -87,7 +87,7 @@ class Patience:
     def require(self, values: Mapping[str, float]) -> None:
         """Check that all watched values are among the results of an evaluation."""
         for rule in self._rules:
-            rule.require(values, _PATIENCE)
+            rule.require(values, _PATIENCE, self._quantities)
 
     def state_dict(self) -> dict[str, Any]:
         state = {"without_better": dict(self._without_better), "best": dict(self.best)}

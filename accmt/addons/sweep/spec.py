@@ -7,13 +7,13 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from accmt.data.seeding import derive_seed
-from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, describe_value, fail, nearest
+from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, combine, describe_value, fail, nearest
 from accmt.options.changes import RULES
 from accmt.options.checks import KeyFault, KeyPath, is_number, whole
 from accmt.options.optimizer_and_scheduler_arguments import COMPUTED, GROUPING, parameters_of, unknown_argument
@@ -275,12 +275,14 @@ def read_spec(source: str | Path | Mapping[str, Any], *, checks_keys: bool = Tru
         )
     try:
         document = read_document(source)
+        if isinstance(source, Mapping):
+            document = replace(document, name="sweep")
     except HyperParameterError as error:
-        raise ArgumentError(str(error)) from None
+        raise combine(ArgumentError, [error]) from None
     reader = _Reader(document, "sweep" if isinstance(source, Mapping) else Path(source).stem, checks_keys=checks_keys)
     spec = reader.read()
     if reader.faults or spec is None:
-        raise ArgumentError(str(document.reject(reader.faults)).replace("hps_config", "sweep"))
+        raise combine(ArgumentError, [document.reject(reader.faults)])
     return spec
 
 
@@ -502,7 +504,7 @@ class _Reader:
         if len(kinds) != 1 or unknown:
             got = f"the keys {', '.join(map(str, written)) or 'nothing'}"
             do = "write `{log_uniform: [1e-5, 1e-3]}`, or a list of choices"
-            if unknown and (near := nearest(unknown[0], (*_KINDS, *_OPTIONS))):
+            if unknown and (near := nearest(unknown[0], (*_KINDS, *_OPTIONS), cutoff=0.7)):
                 do = f"write `{near}`"
             self._fault(path, got, f"one of {', '.join(_KINDS)}, and step or when", do)
             return nothing
@@ -602,11 +604,14 @@ class _Reader:
         for name, direction in written.items():
             direction = _DIRECTIONS.get(str(direction or direction_of(name)))
             if direction is None:
-                # No direction is suggested: the wrong one would search for the worst trial.
+                # A direction is suggested only if it is meant: the wrong one would search for the worst trial.
                 got = "no direction" if written[name] is None else describe_value(written[name])
                 do = f"write `objective: {{{name}: min}}` if lower is better, `objective: {{{name}: max}}` if higher is"
+                meant = nearest(written[name], _DIRECTIONS) or direction_of(name)
                 if written[name] is None:
                     do = suggest(re.split(r"__|@", name)[0], ["val_loss", *METRIC_NAMES], do)
+                elif meant is not None:
+                    do = f"write `objective: {{{name}: {_DIRECTIONS[meant]}}}`"
                 self._fault(("objective", name), got, "`min` or `max`", do)
                 continue
             found.append(Objective(name, maximizes=direction == "max"))
