@@ -141,8 +141,8 @@ def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
         return changed
     lists = [value for pair in about_groups for value in pair if isinstance(value, list)]
     names = {name for groups in lists for entry in groups if isinstance(entry, Mapping) for name in entry}
-    own = dict.fromkeys({"lr", "weight_decay", "name", *names}, (None, None))
-    return {**own, **{name: pair for name, pair in changed.items() if name not in GROUPING}}
+    of_groups = dict.fromkeys({"lr", "weight_decay", "name", *names}, (None, None))
+    return {**of_groups, **{name: pair for name, pair in changed.items() if name not in GROUPING}}
 
 
 def require_allowed(changes: Iterable[Change], where: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dis
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from inspect import CO_COROUTINE, CO_GENERATOR, Parameter, signature, unwrap
-from itertools import pairwise
+from inspect import Parameter, signature
+from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -540,24 +539,25 @@ def require_text(name: str, value: Any) -> None:
         raise_wrong_value(name, value, "a name", f'{name}="..."')
 
 
-def require_keywords(name: str, value: Any, function: Callable[..., Any], owner: str) -> None:
+def require_keywords(name: str, value: Any, owner: str) -> None:
     """Check that a dict contains only arguments of the function they are passed to.
 
     Args:
         name: The Trainer argument with the dict.
         value: The dict.
-        function: The function to be called with it.
-        owner: The function's name in the message.
+        owner: The import path of the function, which is imported only for this check.
 
     Raises:
         ArgumentError: The function has no such argument; the message names the closest one.
     """
     if not isinstance(value, Mapping):
         raise_wrong_value(name, value, "a dict", write_argument(name, "{}"))
-    known = [name for name, parameter in signature(function).parameters.items() if parameter.kind in _BY_NAME]
+    parameters = signature(resolve_name(owner)).parameters
+    known = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
     for keyword in value:
         if keyword not in known:
-            do = f"did you mean {meant}?" if (meant := nearest(keyword, known)) else f"leave {keyword!r} out"
+            meant = nearest(keyword, known)
+            do = f"leave {keyword!r} out" if meant is None else f"did you mean {meant}?"
             expected = f"an argument of {owner}: {', '.join(known)}"
             raise fail(ArgumentError, write_place(name), got=f"{keyword!r}", expected=expected, do=do)
 
@@ -572,23 +572,3 @@ def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn
         ArgumentError: Always.
     """
     raise fail(ArgumentError, write_place(name), got=describe_value(value), expected=expected, do=do)
-
-
-def find_returns_of_none(function: Callable[..., Any]) -> list[bool]:
-    """Return, for each `return` in a function's source, whether it returns None, also at the end of the function.
-
-    Of a generator, and of a function without Python source, nothing is known: there are none.
-    """
-    code = getattr(unwrap(function), "__code__", None)
-    if code is None or code.co_flags & (CO_GENERATOR | CO_COROUTINE):
-        return []
-    instructions = [step for step in dis.get_instructions(code) if step.opname not in ("NOP", "CACHE")]
-    nones = []
-    for before, step in pairwise(instructions):
-        if step.opname == "RETURN_CONST":
-            nones.append(step.argval is None)
-        elif step.opname == "RETURN_VALUE":
-            nones.append(before.opname == "LOAD_CONST" and before.argval is None)
-            if step.is_jump_target:  # `loss if ... else None`
-                nones.append(False)
-    return nones

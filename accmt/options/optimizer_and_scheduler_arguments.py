@@ -164,26 +164,27 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
     """Return the arguments in the types of the scheduler's signature, warm-up as written, and their errors."""
     path = ("scheduler",)
     about_run: dict[str, Any] = {}
-    others = dict(values)
+    arguments = dict(values)
     if watches_a_result(factory):
         shape = shape_of(_Monitor)
-        about_run = {name: others.pop(name) for name in shape.hints if name in others}
+        about_run = {name: arguments.pop(name) for name in shape.hints if name in arguments}
     else:
         shape = shape_of(_WarmUp)
         for name in shape.hints:
-            steps = whole(others.pop(name, None))
+            steps = whole(arguments.pop(name, None))
+            # 0 means no warm-up; False and True are mistakes.
             if steps not in (None, 0) or isinstance(steps, bool):
                 about_run[name] = steps
         if "num_warmup_steps" not in parameters_of(factory):
-            return _check_call(path, factory, {**others, **about_run})
-    arguments, faults = _check_call(path, factory, others)
+            return _check_call(path, factory, {**arguments, **about_run})
+    arguments, faults = _check_call(path, factory, arguments)
     if len(about_run) == 2:
         got = ", ".join(f"{name} = {value!r}" for name, value in about_run.items())
         do = "keep one: remove `num_warmup_steps` or `warmup_ratio`"
         faults.insert(0, KeyFault((*path, "num_warmup_steps"), got, "one of them", do))
     else:
-        own_faults = find_faults(shape, about_run, lambda name, example: f"write `{name}: {example}`")
-        faults = [replace(fault, path=(*path, *fault.path)) for fault in own_faults] + faults
+        for fault in find_faults(shape, about_run, lambda name, example: f"write `{name}: {example}`"):
+            faults.insert(0, replace(fault, path=(*path, *fault.path)))
     return {**about_run, **arguments}, faults
 
 
@@ -247,9 +248,10 @@ def _check_call(
         at = (*path, name)
         if name not in hints:
             names = sorted({*hints, "warmup_ratio"} if "num_warmup_steps" in hints else hints)
-            beside = GROUPING if path == ("optim",) else SELECTORS if path[0] == "optim" else ()
             expected = f"an argument of {name_of_factory}: {', '.join(names) or 'nothing'}"
-            faults.append(unknown_argument(at, arguments[name], expected, [*names, *beside]))
+            if path[0] == "optim":
+                names += GROUPING if path == ("optim",) else SELECTORS
+            faults.append(unknown_argument(at, arguments[name], expected, names))
         elif fault.got == NOTHING:
             faults.append(KeyFault(at, NOTHING, f"{name_of_factory} needs {name}", fault.do))
         else:

@@ -116,18 +116,20 @@ def scheduler_names() -> list[str]:
 
 def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | KeyFault:
     """Return the optimizer class for a short name, an import path or a class, or the error."""
-    found = _find(value, _OPTIMIZERS)
-    if isinstance(found, KeyFault) or (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        return found
+    optimizer = _find(value, _OPTIMIZERS)
+    if isinstance(optimizer, KeyFault) or (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    ):
+        return optimizer
     return KeyFault(_OPTIMIZERS.path, describe_value(value), "a subclass of torch.optim.Optimizer", "use such a class")
 
 
 def find_scheduler(value: Any) -> SchedulerFactory | KeyFault:
     """Return the class or function of a scheduler for a short name, an import path or itself, or the error."""
-    found = _find(value, _SCHEDULERS)
-    is_class = isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler)
-    if isinstance(found, KeyFault) or is_class or inspect.isfunction(found):
-        factory: SchedulerFactory | KeyFault = found
+    scheduler = _find(value, _SCHEDULERS)
+    is_class = isinstance(scheduler, type) and issubclass(scheduler, lr_scheduler.LRScheduler)
+    if isinstance(scheduler, KeyFault) or is_class or inspect.isfunction(scheduler):
+        factory: SchedulerFactory | KeyFault = scheduler
         return factory
     expected = "a torch.optim.lr_scheduler.LRScheduler, or a function that takes an optimizer and returns one"
     return KeyFault(_SCHEDULERS.path, describe_value(value), expected, _SCHEDULERS.instead)
@@ -152,15 +154,15 @@ def name_of(factory: Callable[..., Any]) -> str:
 
 def _find(value: Any, kind: _Kind) -> Any:
     """Return the object for a name; callables are returned unchanged."""
-    found = _import(value, kind) if isinstance(value, str) else value
-    if not callable(found) and not isinstance(found, KeyFault):
+    factory = _import(value, kind) if isinstance(value, str) else value
+    if not callable(factory) and not isinstance(factory, KeyFault):
         return KeyFault(
             kind.path, describe_value(value), "a name, an import path or a class", f"write `type: {kind.names()[0]}`"
         )
     for name, reason in kind.rejected.items():
-        if found is kind.by_name(name):
+        if factory is kind.by_name(name):
             return KeyFault(kind.path, f"{name}, which {reason}", f"one of {', '.join(kind.names())}", kind.instead)
-    return found
+    return factory
 
 
 def _import(value: str, kind: _Kind) -> Any:

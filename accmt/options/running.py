@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
-
-import torch
 
 from accmt.errors import nearest
 from accmt.options.checks import (
@@ -47,17 +46,6 @@ def require_precision(name: str, value: Any) -> None:
         raise_wrong_value(name, value, "one of " + ", ".join(map(repr, choices)), do)
 
 
-def require_ddp(name: str, value: Any) -> None:
-    """Check arguments of DDP.
-
-    Raises:
-        ArgumentError: It is not a dict with valid arguments.
-    """
-    from accelerate import DistributedDataParallelKwargs
-
-    require_keywords(name, value, DistributedDataParallelKwargs, "accelerate.DistributedDataParallelKwargs")
-
-
 def require_fsdp(name: str, value: Any) -> None:
     """Check arguments of FSDP; imports Accelerate only for a dict.
 
@@ -65,9 +53,7 @@ def require_fsdp(name: str, value: Any) -> None:
         ArgumentError: It is neither True nor a dict with valid arguments.
     """
     if isinstance(value, Mapping):
-        from accelerate import FullyShardedDataParallelPlugin
-
-        require_keywords(name, value, FullyShardedDataParallelPlugin, "accelerate.FullyShardedDataParallelPlugin")
+        require_keywords(name, value, "accelerate.FullyShardedDataParallelPlugin")
     elif value is not True:
         do = f"{write_argument(name, 'True')}, or leave `parallelism` out"
         raise_wrong_value(name, value, "True, or a dict with FSDP2 arguments", do)
@@ -80,9 +66,7 @@ def require_accelerator(name: str, value: Any) -> None:
         ArgumentError: It is neither a dict with valid arguments, nor an object that prepares models.
     """
     if isinstance(value, Mapping):
-        from accelerate import Accelerator
-
-        require_keywords(name, value, Accelerator, "accelerate.Accelerator")
+        require_keywords(name, value, "accelerate.Accelerator")
     elif not hasattr(value, "prepare") or isinstance(value, type):
         do = "leave it out, and choose the hardware at launch: accmt launch -N 2 train.py"
         if value == "cpu":
@@ -120,7 +104,7 @@ def require_compile(name: str, value: Any) -> None:
         do = write_argument("compile.buckets", 64)
         raise_wrong_value("compile.buckets", buckets, "a whole number of at least 1", do)
     require_choice("compile.regional", arguments.pop("regional", False), (False, True))
-    require_keywords(name, arguments, torch.compile, "torch.compile")
+    require_keywords(name, arguments, "torch.compile")
 
 
 def require_max_time(name: str, value: Any) -> None:
@@ -149,6 +133,7 @@ def read_min_length(name: str, value: Any) -> dict[Unit, int]:
 
 PROFILERS = ("simple", "advanced", "pytorch")
 
+_require_ddp = partial(require_keywords, owner="accelerate.DistributedDataParallelKwargs")
 _RECOMPUTATION = Expected("True, False, or a dict with arguments of torch.utils.checkpoint.checkpoint", "True")
 _BATCHES = Expected("True, or a number of batches", "True")
 _DEPTH = Expected("True or False, or a depth from 1; -1 shows all", "True")
@@ -214,7 +199,9 @@ class ParallelismOptions(Options):
     shard: Annotated[Size | None, Off()] = None
     replicate: Annotated[Size | None, Off()] = None
     tp: Annotated[Size | None, Off()] = None
-    ddp: Annotated[Mapping[str, Any] | None, require_ddp] = None
+    ddp: Annotated[
+        Mapping[str, Any] | None, partial(require_keywords, owner="accelerate.DistributedDataParallelKwargs")
+    ] = None
     engine: Annotated[str | None, require_engine, Off()] = None
 
     def check(self, name: str) -> None:
@@ -289,18 +276,21 @@ class RunningSettings(Group):
     @property
     def compile_kwargs(self) -> Mapping[str, Any]:
         """Arguments of `torch.compile`."""
-        compiling = self.compile if isinstance(self.compile, Mapping) else {}
-        return {name: value for name, value in compiling.items() if name not in ("buckets", "regional")}
+        return {name: value for name, value in self._compile_options.items() if name not in ("buckets", "regional")}
 
     @property
     def compile_buckets(self) -> int | None:
         """Batches are padded to multiples of this length; None does not pad."""
-        return self.compile.get("buckets") if isinstance(self.compile, Mapping) else None
+        return self._compile_options.get("buckets")
 
     @property
     def compiles_regions(self) -> bool:
         """Whether only the repeated layers are compiled."""
-        return isinstance(self.compile, Mapping) and bool(self.compile.get("regional"))
+        return bool(self._compile_options.get("regional"))
+
+    @property
+    def _compile_options(self) -> Mapping[str, Any]:
+        return self.compile if isinstance(self.compile, Mapping) else {}
 
     @property
     def compiles(self) -> bool:

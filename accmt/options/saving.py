@@ -185,14 +185,16 @@ class SavingSettings(Group):
     @property
     def rule(self) -> str | Sequence[str | None] | None:
         """`model_saving` without "last"."""
-        if isinstance(self.model_saving, list | tuple):
-            return [rule for rule in self.model_saving if rule != LAST] or None
-        return None if self.model_saving == LAST else self.model_saving
+        if self.model_saving == LAST:
+            return None
+        if isinstance(self.model_saving, str) or self.model_saving is None:
+            return self.model_saving
+        return [rule for rule in self.model_saving if rule != LAST] or None
 
     @property
     def saves_last(self) -> bool:
         """Whether to save the last weights."""
-        return LAST in self.model_saving if isinstance(self.model_saving, list | tuple) else self.model_saving == LAST
+        return self.model_saving is not None and self.rule != self.model_saving
 
     @property
     def patience_evaluations(self) -> Any:

@@ -131,13 +131,13 @@ def check(document: Document) -> Checked:
 def _without_misspelt(faults: Sequence[KeyFault]) -> list[KeyFault]:
     """Leave out missing keys that another error tells to write."""
     advice = " ".join(fault.do for fault in faults if fault.got != NOTHING)
-    kept = []
+    remaining = []
     for fault in faults:
         name = f"`{fault.path[0]}"
         is_key = fault.got == NOTHING and len(fault.path) == 1
         if not is_key or (f"{name}`" not in advice and f"{name}:" not in advice):
-            kept.append(fault)
-    return kept
+            remaining.append(fault)
+    return remaining
 
 
 def _with_primary_spelling(document: Document) -> tuple[Document, list[KeyFault]]:

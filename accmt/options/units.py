@@ -167,8 +167,9 @@ def _read(value: Any) -> float | None:
             return timedelta(**value).total_seconds()
         except TypeError:
             return None
-    forms = [form.fullmatch(value) for form in _WRITTEN] if isinstance(value, str) else []
-    written = next((form for form in forms if form), None)
+    if not isinstance(value, str):
+        return None
+    written = _WRITTEN[0].fullmatch(value) or _WRITTEN[1].fullmatch(value)
     if written is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in written.groups())

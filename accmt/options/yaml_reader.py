@@ -65,8 +65,8 @@ def names_like(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the dotted names most similar to a pattern, or the first ones."""
     parts = {part for name in names for part in (name, *name.split("."))}
     near = difflib.get_close_matches(pattern.replace("\\", ""), sorted(parts), n=1, cutoff=0.6)
-    found = [name for name in names if near and near[0] in name]
-    return (found or list(names))[:_SHOWN]
+    similar = [name for name in names if near and near[0] in name]
+    return (similar or list(names))[:_SHOWN]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _read_file(path: Path) -> Document:
             do="pass a file in it",
         )
     if not path.exists():
-        near = nearest(name, [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES])
+        near = nearest(name, [str(file) for file in path.parent.glob("*") if file.suffix in _SUFFIXES])
         raise fail(
             HyperParameterFileError,
             f"hps_config={name!r}",
@@ -231,8 +231,11 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[KeyFau
     if not isinstance(inner, dict):
         raise fail(HyperParameterError, name, got=describe_value(inner), expected=_LAYOUT, do=f"write {_EXAMPLE}")
     if inner is not root:
-        faults = [replace(fault, path=fault.path[1:] if fault.path[:1] == ("hps",) else fault.path) for fault in faults]
-        for key in (key for key in root if key != "hps"):
+        # Paths begin below `hps`, so that they are the same with and without it.
+        for index, fault in enumerate(faults):
+            if fault.path[:1] == ("hps",):
+                faults[index] = replace(fault, path=fault.path[1:])
+        for key in [key for key in root if key != "hps"]:
             do = addon("hint_for_key")(key, root) or f"indent `{key}` below `hps:`, or remove it"
             faults.append(KeyFault((key,), "a key next to `hps`", "only `hps` at the top level", do, lines.get((key,))))
         lines = {path[1:]: line for path, line in lines.items() if path[:1] == ("hps",)}
