@@ -34,12 +34,13 @@ from tqdm import tqdm
 
 from accmt.callbacks.averaging import using_average
 from accmt.data import preserve_generators
-from accmt.errors import ArgumentError, MissingPackageError, fail, nearest
+from accmt.errors import ArgumentError, MissingPackageError, describe_value, fail, nearest
 from accmt.features.hooks import Feature
 from accmt.loop.evaluation import without_training
 from accmt.messages import say
+from accmt.options.checks import KeyFault
 from accmt.options.units import read_every
-from accmt.options.yaml_reader import Fault, describe, suggest
+from accmt.options.yaml_reader import suggest
 from accmt.processes import broadcast_object, gather_objects, num_processes, process_index
 from accmt.run import EvaluationRun, Run
 from accmt.state import Stage
@@ -95,7 +96,7 @@ class TaskSection:
         return dict(_load(self.names, self.path)[1])
 
 
-def read_tasks(value: Any) -> tuple[TaskSection | None, list[Fault]]:
+def read_tasks(value: Any) -> tuple[TaskSection | None, list[KeyFault]]:
     """Return the tasks and the errors of the key `tasks`; whether the tasks exist is checked later."""
     values = dict(value) if isinstance(value, Mapping) else {"names": value}
     names = values.get("names")
@@ -103,15 +104,17 @@ def read_tasks(value: Any) -> tuple[TaskSection | None, list[Fault]]:
     is_list = isinstance(names, list | tuple) and bool(names) and all(isinstance(name, str) for name in names)
     faults = []
     if not is_list:
-        got = describe(names) if "names" in values else "no `names`"
-        faults.append(Fault(("evaluation", "tasks"), got, "the names of tasks", "write `tasks: [hellaswag]`"))
+        got = describe_value(names) if "names" in values else "no `names`"
+        faults.append(KeyFault(("evaluation", "tasks"), got, "the names of tasks", "write `tasks: [hellaswag]`"))
     for key, entry in values.items():
         expected = _find_expected(key, entry)
         if key not in _EXAMPLES:
-            got, do = f"{key} = {describe(entry)}", suggest(str(key), _EXAMPLES, f"remove `{key}`")
-            faults.append(Fault(("evaluation", "tasks", str(key)), got, f"one of {', '.join(_EXAMPLES)}", do))
+            got, do = f"{key} = {describe_value(entry)}", suggest(str(key), _EXAMPLES, f"remove `{key}`")
+            faults.append(KeyFault(("evaluation", "tasks", str(key)), got, f"one of {', '.join(_EXAMPLES)}", do))
         elif expected is not None:
-            faults.append(Fault(("evaluation", "tasks", key), describe(entry), expected, f"write `{_EXAMPLES[key]}`"))
+            faults.append(
+                KeyFault(("evaluation", "tasks", key), describe_value(entry), expected, f"write `{_EXAMPLES[key]}`")
+            )
     if faults:
         return None, faults
     own = ("names", "path", "every")

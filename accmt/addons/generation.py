@@ -21,12 +21,12 @@ import torch
 from accmt.addons.benchmark_tasks import TaskSection, find_tokenizer, read_tasks
 from accmt.addons.text_metrics import TextMetric
 from accmt.data import MicroBatch
-from accmt.errors import ArgumentError, HyperParameterError, fail, nearest
+from accmt.errors import ArgumentError, HyperParameterError, describe_value, fail, nearest
 from accmt.features.hooks import Feature
 from accmt.messages import warn_once
 from accmt.metrics.accuracy import IGNORED
-from accmt.options.checks import is_off
-from accmt.options.yaml_reader import Fault, describe, suggest
+from accmt.options.checks import KeyFault, is_off
+from accmt.options.yaml_reader import suggest
 from accmt.processes import data_index, gather_from_data, run_on_main_process
 from accmt.run import EvaluationRun, Run
 
@@ -64,13 +64,13 @@ class EvaluationSection:
         return {} if self.tasks is None else self.tasks.directions()
 
 
-def read_evaluation_section(value: Any) -> tuple[EvaluationSection | None, list[Fault]]:
+def read_evaluation_section(value: Any) -> tuple[EvaluationSection | None, list[KeyFault]]:
     """Return the section and its errors; arguments of `generate` are checked when the model is there."""
     if not isinstance(value, Mapping):
         do = f"write `evaluation: {{{_EXAMPLES['generate']}}}`"
-        return None, [Fault(("evaluation",), describe(value), "a mapping with `generate` or `tasks`", do)]
+        return None, [KeyFault(("evaluation",), describe_value(value), "a mapping with `generate` or `tasks`", do)]
     values = {str(name): entry for name, entry in value.items() if not is_off(entry) or isinstance(entry, Mapping)}
-    faults: list[Fault] = []
+    faults: list[KeyFault] = []
     if "tasks" in values:
         values["tasks"], faults = read_tasks(values["tasks"])
     for name, entry in values.items():
@@ -82,13 +82,13 @@ def read_evaluation_section(value: Any) -> tuple[EvaluationSection | None, list[
         )
         if name not in _EXAMPLES:
             do = suggest(name, _EXAMPLES, f"remove `{name}`")
-            got = f"{name} = {describe(entry)}"
-            faults.append(Fault(("evaluation", name), got, f"one of {', '.join(_EXAMPLES)}", do))
+            got = f"{name} = {describe_value(entry)}"
+            faults.append(KeyFault(("evaluation", name), got, f"one of {', '.join(_EXAMPLES)}", do))
             continue
         if name == "table_rows":
             is_right, expected = type(entry) is int and entry >= 0, "a whole number of at least 0"
         if not is_right:
-            faults.append(Fault(("evaluation", name), describe(entry), expected, f"write `{_EXAMPLES[name]}`"))
+            faults.append(KeyFault(("evaluation", name), describe_value(entry), expected, f"write `{_EXAMPLES[name]}`"))
     if faults:
         return None, faults
     if values.get("generate") is True:
@@ -321,7 +321,7 @@ def _check_options(run: EvaluationRun, options: Mapping[str, Any]) -> None:
             )
         value = options[name]
         if name in _COUNTS and value is not None and (type(value) is not int or value < 1):
-            got, do = f"{name} = {describe(value)}", f"write `{name}: 4`"
+            got, do = f"{name} = {describe_value(value)}", f"write `{name}: 4`"
             raise fail(HyperParameterError, where, got=got, expected="a whole number of at least 1", do=do)
     try:
         GenerationConfig.from_dict(dict(options)).validate()

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from accmt.options.yaml_reader import KEYS, SECTIONS, Document, Fault, KeyPath, describe
+from accmt.errors import describe_value
+from accmt.options.checks import KeyFault, KeyPath
+from accmt.options.yaml_reader import KEYS, SECTIONS, Document
 
 PREFIX = "--hps."
 _SHORT = {
@@ -79,21 +81,21 @@ def _path(key: str, values: Mapping[str, Any]) -> KeyPath:
     return (first, *(int(part) if part.isdecimal() else part for part in others))
 
 
-def _set(values: dict[str, Any], path: KeyPath, value: Any) -> Fault | None:
+def _set(values: dict[str, Any], path: KeyPath, value: Any) -> KeyFault | None:
     """Set a value at a path through mappings and lists; create missing mappings on the way."""
     current: Any = values  # a dict or a list
     for position, part in enumerate(path):
         is_index = isinstance(current, list) and isinstance(part, int) and part < len(current)
         if not (is_index or isinstance(current, dict)):
             inside = ".".join(map(str, path[:position]))
-            got = f"{inside} = {describe(current)}"
+            got = f"{inside} = {describe_value(current)}"
             if not isinstance(current, list):
                 do = f"write {PREFIX}{inside} with a value, or correct the flag"
-                return Fault(path, got, f"a mapping at {inside}", do)
+                return KeyFault(path, got, f"a mapping at {inside}", do)
             last = len(current) - 1
             expected = f"an index of the list {inside}, from 0 to {last}" if current else "a list with entries"
             do = f"to add entries, write {PREFIX}{inside} with the whole list in brackets"
-            return Fault(path, got, expected, do)
+            return KeyFault(path, got, expected, do)
         if position == len(path) - 1:
             _put(current, part, value)
             return None

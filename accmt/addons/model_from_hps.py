@@ -22,7 +22,15 @@ from torch import nn
 from accmt.addons.parameter_groups import read_patterns
 from accmt.addons.peft_adapters import read_base_name
 from accmt.engine.meta_device import building_for
-from accmt.errors import AccmtError, ArgumentFileError, HyperParameterError, MissingPackageError, fail, nearest
+from accmt.errors import (
+    AccmtError,
+    ArgumentFileError,
+    HyperParameterError,
+    MissingPackageError,
+    describe_value,
+    fail,
+    nearest,
+)
 from accmt.huggingface.pretrained import (
     find_model_class,
     load_pretrained,
@@ -30,9 +38,9 @@ from accmt.huggingface.pretrained import (
 )
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
-from accmt.options.checks import is_empty, is_off
+from accmt.options.checks import KeyFault, KeyPath, is_empty, is_off
 from accmt.options.optimizer_and_scheduler_arguments import annotation_of
-from accmt.options.yaml_reader import Fault, KeyPath, describe, names_like, suggest
+from accmt.options.yaml_reader import names_like, suggest
 from accmt.saving.weights import ADAPTER_CONFIG
 
 # ---- Reading the section
@@ -95,12 +103,12 @@ class ModelSection:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
+def read_model_section(value: Any) -> tuple[ModelSection | None, list[KeyFault]]:
     """Return the section and its errors; arguments are checked later, by the functions that take them."""
     values = {"path": value} if isinstance(value, str) else value
     if not isinstance(values, Mapping):
-        got, do = describe(value), f"write `model: {{{_EXAMPLES['path']}}}`"
-        return None, [Fault(("model",), got, "a path, or a mapping with `path`", do)]
+        got, do = describe_value(value), f"write `model: {{{_EXAMPLES['path']}}}`"
+        return None, [KeyFault(("model",), got, "a path, or a mapping with `path`", do)]
     off = ("quantization", "adapter", "lora", "freeze", "kernels")
     values = {
         str(name): entry
@@ -123,58 +131,60 @@ def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
     return (None if faults else section), faults
 
 
-def _faults(values: Mapping[str, Any]) -> list[Fault]:
+def _faults(values: Mapping[str, Any]) -> list[KeyFault]:
     found = []
     if "path" not in values:
         near = [name for name in values if name not in _NAMES]
         meant = nearest("path", near)
         do = f"write `path` instead of `{meant}`" if meant else f"write `{_EXAMPLES['path']}`"
-        found.append(Fault(("model",), "no `path`", "a model folder, or a model name on the Hub", do))
+        found.append(KeyFault(("model",), "no `path`", "a model folder, or a model name on the Hub", do))
     for name in _TEXTS:
         if name in values and not isinstance(values[name], str):
-            found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
+            found.append(
+                KeyFault(("model", name), describe_value(values[name]), "a name", f"write `{_EXAMPLES[name]}`")
+            )
     dtype = values.get("dtype")
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         short = dtype.removeprefix("torch.")
         do = suggest(short, _DTYPES.values(), f"write `{_EXAMPLES['dtype']}`")
         do = f"write `dtype: {_DTYPES[short]}`" if short in _DTYPES else do
         expected = "auto, or a torch dtype: bfloat16, float16, float32"
-        found.append(Fault(("model", "dtype"), describe(dtype), expected, do))
+        found.append(KeyFault(("model", "dtype"), describe_value(dtype), expected, do))
     if "gradient_checkpointing" in values:
         do = "write Trainer(gradient_checkpointing=True), or `accmt sft ... --gradient_checkpointing true`"
         place = ("model", "gradient_checkpointing")
-        found.append(Fault(place, "an argument of the Trainer", "keys that describe the model", do))
+        found.append(KeyFault(place, "an argument of the Trainer", "keys that describe the model", do))
     if "lora" in values and "adapter" in values:
-        found.append(Fault(("model", "lora"), "both `lora` and `adapter`", "one adapter", "remove one of them"))
+        found.append(KeyFault(("model", "lora"), "both `lora` and `adapter`", "one adapter", "remove one of them"))
     kernels = values.get("kernels")
     kernels = kernels.get("type") if isinstance(kernels, Mapping) else kernels
     if isinstance(kernels, str) and kernels != "liger":
-        found.append(Fault(("model", "kernels"), describe(kernels), "liger", "write `kernels: liger`"))
+        found.append(KeyFault(("model", "kernels"), describe_value(kernels), "liger", "write `kernels: liger`"))
     kind = values.get("quantization")
     kind = kind.get("type") if isinstance(kind, Mapping) else kind
     if isinstance(kind, str) and kind not in _QUANTIZATIONS and not kind.startswith("torchao:"):
         expected = f"one of {', '.join(_QUANTIZATIONS)}, or `torchao:` followed by the name of its configuration"
         do = suggest(kind, _QUANTIZATIONS, "write `quantization: nf4`")
-        found.append(Fault(("model", "quantization"), describe(kind), expected, do))
+        found.append(KeyFault(("model", "quantization"), describe_value(kind), expected, do))
     return found
 
 
-def _lora(value: Any, faults: list[Fault]) -> dict[str, Any]:
+def _lora(value: Any, faults: list[KeyFault]) -> dict[str, Any]:
     """Return a LoRA adapter; `alpha`, `targets` and `dropout` are short for PEFT's names."""
     if not isinstance(value, Mapping):
         do = f"write `{_EXAMPLES['lora']}`"
-        faults.append(Fault(("model", "lora"), describe(value), "a mapping with arguments", do))
+        faults.append(KeyFault(("model", "lora"), describe_value(value), "a mapping with arguments", do))
         return {}
     for short, name in _SHORT.items():
         if short in value and name in value:
             do = f"remove `{short}`, or `{name}`"
             faults.append(
-                Fault(("model", "lora", name), f"both `{name}` and its short form `{short}`", "one of them", do)
+                KeyFault(("model", "lora", name), f"both `{name}` and its short form `{short}`", "one of them", do)
             )
     return {"type": "Lora", **{_SHORT.get(str(name), str(name)): entry for name, entry in value.items()}}
 
 
-def _with_type(value: Any, key: str, faults: list[Fault]) -> dict[str, Any]:
+def _with_type(value: Any, key: str, faults: list[KeyFault]) -> dict[str, Any]:
     """Return a mapping with a `type`; a plain name is the type."""
     if isinstance(value, str):
         return {"type": value}
@@ -182,7 +192,7 @@ def _with_type(value: Any, key: str, faults: list[Fault]) -> dict[str, Any]:
         return {str(name): entry for name, entry in value.items()}
     if value is not None:
         do = f"write `{_EXAMPLES[key]}`"
-        faults.append(Fault(("model", key), describe(value), "a name, or a mapping with `type`", do))
+        faults.append(KeyFault(("model", key), describe_value(value), "a name, or a mapping with `type`", do))
     return {}
 
 
@@ -391,7 +401,7 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, confi
             near = nearest(targets, [*layers, _ALL])
             got = f"{targets!r}: a string is a regular expression that must match a layer's full name"
             do = f"write `{near if near == _ALL else f'{path[-1]}: [{near}]'}`; " if near else ""
-            faults.append(Fault(path, got, _PARTS, f"{do}the model's layers: {', '.join(layers)}"))
+            faults.append(KeyFault(path, got, _PARTS, f"{do}the model's layers: {', '.join(layers)}"))
     else:
         lacking = [part for part in targets if not any(f".{name}".endswith(f".{part}") for name in every)]
         faults += [_no_such_part(path, part, _layers(model)) for part in lacking]
@@ -413,10 +423,10 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, confi
         raise fail(HyperParameterError, hps.where(*where), got=got, expected=expected, do=do) from error
 
 
-def _no_such_part(path: KeyPath, part: str, names: Sequence[str]) -> Fault:
+def _no_such_part(path: KeyPath, part: str, names: Sequence[str]) -> KeyFault:
     near = nearest(str(part), names)
     do = f"{f'write `{near}`; ' if near else ''}some of the model's layers: {', '.join(names[:12])}"
-    return Fault(path, f"{part!r}, which matches no layer of the model", _PARTS, do)
+    return KeyFault(path, f"{part!r}, which matches no layer of the model", _PARTS, do)
 
 
 def _layers(model: nn.Module) -> list[str]:
@@ -488,10 +498,10 @@ def _call(
                 _advise_name(name, [*(_SHORT if where[-1] == "lora" else ()), *names]),
                 f"an argument of {takes}",
             )
-            faults.append(Fault((*where, name), f"{name} = {describe(value)}", expected, do))
+            faults.append(KeyFault((*where, name), f"{name} = {describe_value(value)}", expected, do))
         elif not _fits_as_written(value, annotation := types.get(name) or annotation_of(parameters[name])):
             expected = f"{inspect.formatannotation(annotation)} ({takes}'s signature)"
-            faults.append(Fault((*where, written), describe(value), expected, f"correct `{written}`"))
+            faults.append(KeyFault((*where, written), describe_value(value), expected, f"correct `{written}`"))
     if faults:
         raise hps.reject(faults)
     try:

@@ -136,7 +136,7 @@ def _warn_of_other_losses(model: Any, named: Mapping[str, Any]) -> None:
     over = do = ""
     if named.get("sampled_negative_indices") is not None:
         over = "masked frames"
-        do = 'return {"loss": loss / number, "weight": number} with number = mask_time_indices.sum()'
+        do = 'return {"loss": outputs.loss / number, "weight": number}, with number = mask_time_indices.sum()'
     elif getattr(model.config, "ctc_loss_reduction", None) == "sum":
         over, do = "samples", "set model.config.ctc_loss_reduction = 'mean'"
     if over:

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accmt.errors import HyperParameterError, fail
+from accmt.errors import HyperParameterError, describe_value, fail
 from accmt.messages import warn_once
 from accmt.optimization.optimizers import AsTrained, ChainedOptimizer, make_optimizer
 from accmt.options import HyperParameters
+from accmt.options.checks import KeyFault, KeyPath
 from accmt.options.optimizer_and_scheduler_arguments import (
     SELECTORS,
     check_arguments,
@@ -22,7 +23,7 @@ from accmt.options.optimizer_and_scheduler_arguments import (
     split_grouping,
 )
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, name_of
-from accmt.options.yaml_reader import Fault, KeyPath, describe, names_like, suggest
+from accmt.options.yaml_reader import names_like, suggest
 
 # ---- Reading the keys
 
@@ -69,53 +70,55 @@ class Grouping:
         return self != Grouping()
 
 
-def read_kinds(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, ...]:
+def read_kinds(path: KeyPath, value: Any, faults: list[KeyFault]) -> tuple[str, ...]:
     """Return the kinds in a string or list."""
     kinds = _words(value)
     for kind in kinds if kinds is not None else [value]:
         if kind not in KINDS:
             do = suggest(str(kind), KINDS, "name one of them, or write a regular expression as `match`")
-            faults.append(Fault(path, describe(kind), f"one of {', '.join(KINDS)}, or a list of them", do))
+            faults.append(KeyFault(path, describe_value(kind), f"one of {', '.join(KINDS)}, or a list of them", do))
     return tuple(kinds or ())
 
 
-def read_patterns(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, ...]:
+def read_patterns(path: KeyPath, value: Any, faults: list[KeyFault]) -> tuple[str, ...]:
     """Return the regular expressions in a string or list."""
     patterns = _words(value)
     if patterns is None:
         expected = "a regular expression that is searched in parameter names, or a list of them"
-        faults.append(Fault(path, describe(value), expected, rf"write `{path[-1]}: classifier\.`"))
+        faults.append(KeyFault(path, describe_value(value), expected, rf"write `{path[-1]}: classifier\.`"))
     for pattern in patterns or ():
         try:
             re.compile(pattern)
         except re.error as error:
             expected = "a regular expression"
-            faults.append(Fault(path, f"{pattern!r}: {error}", expected, r"put a backslash before . ( ) [ ] * + ?"))
+            faults.append(KeyFault(path, f"{pattern!r}: {error}", expected, r"put a backslash before . ( ) [ ] * + ?"))
     return tuple(patterns or ())
 
 
-def read_layer_decay(path: KeyPath, value: Any, faults: list[Fault]) -> float:
+def read_layer_decay(path: KeyPath, value: Any, faults: list[KeyFault]) -> float:
     """Return the factor between the learning rates of adjacent layers."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        faults.append(Fault(path, describe(value), "a number above 0, up to 1", "write `layer_decay: 0.9`"))
+        faults.append(KeyFault(path, describe_value(value), "a number above 0, up to 1", "write `layer_decay: 0.9`"))
         return 1.0
     return float(value)
 
 
-def group_entries(path: KeyPath, value: Any, faults: list[Fault]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+def group_entries(path: KeyPath, value: Any, faults: list[KeyFault]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
     """Yield each valid entry of `groups` with its path; invalid ones are added to `faults`."""
     if isinstance(value, Mapping):  # a single group
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, str):
-        faults.append(Fault(path, describe(value), "a list of groups", f"write `{_EXAMPLE}`"))
+        faults.append(KeyFault(path, describe_value(value), "a list of groups", f"write `{_EXAMPLE}`"))
         return
     for number, entry in enumerate(value):
         at = (*path, number)
         if not isinstance(entry, Mapping) or not {"match", "kind"} & entry.keys():
-            faults.append(Fault(at, describe(entry), _GROUP, f"write `{_EXAMPLE}`"))
+            faults.append(KeyFault(at, describe_value(entry), _GROUP, f"write `{_EXAMPLE}`"))
         elif not entry.keys() - {"match", "kind"}:
             expected = "an optimizer argument, or a `type`"
-            faults.append(Fault(at, describe(dict(entry)), expected, "add one, such as `lr`, or remove the group"))
+            faults.append(
+                KeyFault(at, describe_value(dict(entry)), expected, "add one, such as `lr`, or remove the group")
+            )
         else:
             yield at, {str(key): item for key, item in entry.items()}
 
@@ -126,10 +129,10 @@ def _words(value: Any) -> list[str] | None:
     return list(items) if is_list else None
 
 
-def read_grouping(optimizer_class: type[Optimizer], values: Mapping[str, Any]) -> tuple[Grouping, list[Fault]]:
+def read_grouping(optimizer_class: type[Optimizer], values: Mapping[str, Any]) -> tuple[Grouping, list[KeyFault]]:
     """Return the parameter grouping by `groups`, `no_decay` and `layer_decay`, and its errors."""
     defaults, about_groups = split_grouping(values)
-    faults: list[Fault] = []
+    faults: list[KeyFault] = []
     read: dict[str, Any] = {}
     if "groups" in about_groups:
         entries = group_entries(("optim", "groups"), about_groups["groups"], faults)
@@ -151,7 +154,7 @@ def _read_group(
     entry: Mapping[str, Any],
     default_class: type[Optimizer],
     defaults: Mapping[str, Any],
-    faults: list[Fault],
+    faults: list[KeyFault],
 ) -> Group:
     """Return one entry of `groups`; without a `type`, its arguments are for the optimizer of the other parameters."""
     match = read_patterns((*path, "match"), entry["match"], faults) if "match" in entry else ()
@@ -162,8 +165,8 @@ def _read_group(
         faults += wrong
         return Group(match, kinds, None, arguments)
     found = find_optimizer(entry["type"])
-    if isinstance(found, Fault):
-        faults.append(Fault((*path, "type"), found.got, found.expected, found.do))
+    if isinstance(found, KeyFault):
+        faults.append(KeyFault((*path, "type"), found.got, found.expected, found.do))
         return Group(match, kinds, None, own)
     arguments, wrong = check_arguments(path, found, own)
     faults += wrong
@@ -359,7 +362,7 @@ def _unused(
     chosen: Mapping[nn.Parameter, int],
     names: Mapping[nn.Parameter, list[str]],
     grouping: Grouping,
-) -> Iterator[Fault]:
+) -> Iterator[KeyFault]:
     """Yield an error for each unused pattern and group."""
     every = [name for several in names.values() for name in several]
     for number, group in enumerate(grouping.groups):
@@ -368,11 +371,11 @@ def _unused(
         for pattern in unknown:
             do = f"correct it; similar names: {', '.join(names_like(pattern, every))}"
             got = f"{pattern!r}, which matches no parameter name"
-            yield Fault((*place, "match"), got, "part of a parameter name of the model", do)
+            yield KeyFault((*place, "match"), got, "part of a parameter name of the model", do)
         if not unknown and number + 1 not in chosen.values():
             got = f"{_label(group)}: no parameter of the model that an earlier group does not have"
             do = "remove the group, or move it up: the first group that matches a parameter gets it"
-            yield Fault(place, got, "a group with at least one parameter", do)
+            yield KeyFault(place, got, "a group with at least one parameter", do)
 
 
 def _label(group: Group) -> str:

@@ -327,6 +327,6 @@ def build_callbacks(value: Any) -> list[Any]:
             from accmt.registry import addon
 
             expected = "an accmt.Callback, or a list of them"
-            do = addon("hint_for_callback")(callback) or "class MyCallback(Callback): ..."
+            do = addon("hint_for_callback")(callback) or "callbacks=MyCallback(), with class MyCallback(Callback): ..."
             raise fail(ModuleContractError, "Trainer(callbacks=...)", got=repr(callback), expected=expected, do=do)
     return callbacks

@@ -222,7 +222,8 @@ def _advise(column: str, value: Any) -> str:
         return f"return {column!r} as a number or tensor, leave it out, or pass a collate_fn for it"
     if column in ("label", "labels", "target", "targets"):
         return f"map {column!r} to numbers; with `datasets`: dataset.class_encode_column({column!r})"
-    return f"remove {column!r} from the dataset; with `datasets`: dataset.remove_columns([{column!r}])"
+    do = f"remove {column!r} from the dataset; with `datasets`: dataset.remove_columns([{column!r}])"
+    return f"{do}; or map it to numbers if it is the label"
 
 
 def _is_of_no_sample(error: Exception) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import CO_COROUTINE, CO_GENERATOR, unwrap
+from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,7 +15,7 @@ import torch
 from accmt.errors import ModuleContractError, fail
 from accmt.metrics.averages import Weight
 from accmt.module import AcceleratorModule, defines
-from accmt.options.checks import as_float, find_returns_of_none
+from accmt.options.checks import as_float
 
 _TRAINING_EXPECTED = 'the mean loss as a tensor of shape [], or a dict with it under "loss"'
 
@@ -64,8 +67,28 @@ def may_return_none(module: AcceleratorModule) -> bool:
     beforehand. A step that never returns a loss is not such a step: its `return` is missing.
     """
     step = module.training_step if defines(module, "training_step") else module.step
-    nones = find_returns_of_none(step)
+    nones = _find_returns_of_none(step)
     return any(nones) and not all(nones)
+
+
+def _find_returns_of_none(function: Callable[..., Any]) -> list[bool]:
+    """Return, for each `return` in a function's source, whether it returns None, also at the end of the function.
+
+    Of a generator, and of a function without Python source, nothing is known: there are none.
+    """
+    code = getattr(unwrap(function), "__code__", None)
+    if code is None or code.co_flags & (CO_GENERATOR | CO_COROUTINE):
+        return []
+    instructions = [step for step in dis.get_instructions(code) if step.opname not in ("NOP", "CACHE")]
+    nones = []
+    for before, step in pairwise(instructions):
+        if step.opname == "RETURN_CONST":
+            nones.append(step.argval is None)
+        elif step.opname == "RETURN_VALUE":
+            nones.append(before.opname == "LOAD_CONST" and before.argval is None)
+            if step.is_jump_target:  # `loss if ... else None`
+                nones.append(False)
+    return nones
 
 
 def _require_trainable(loss: torch.Tensor) -> torch.Tensor:

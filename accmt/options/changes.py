@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from accmt.errors import HyperParameterError, fail
+from accmt.options.checks import KeyFault
 from accmt.options.hyperparameters import HyperParameters
 from accmt.options.optimizer_and_scheduler_arguments import GROUPING, optimizer_arguments, parameters_of
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
-from accmt.options.yaml_reader import SECTIONS, Fault
+from accmt.options.yaml_reader import SECTIONS
 
 Rule = Literal["apply", "keep", "reject"]
 
@@ -140,8 +141,8 @@ def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
         return changed
     lists = [value for pair in about_groups for value in pair if isinstance(value, list)]
     names = {name for groups in lists for entry in groups if isinstance(entry, Mapping) for name in entry}
-    own = dict.fromkeys({"lr", "weight_decay", "name", *names}, (None, None))
-    return {**own, **{name: pair for name, pair in changed.items() if name not in GROUPING}}
+    of_groups = dict.fromkeys({"lr", "weight_decay", "name", *names}, (None, None))
+    return {**of_groups, **{name: pair for name, pair in changed.items() if name not in GROUPING}}
 
 
 def require_allowed(changes: Iterable[Change], where: str) -> None:
@@ -201,7 +202,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _with_defaults(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in a class's defaults. Only for classes that this run uses: others from the checkpoint are not imported."""
     factory = _FINDERS[component](values["type"])
-    if isinstance(factory, Fault):  # a class passed as an object, without an import path
+    if isinstance(factory, KeyFault):  # a class passed as an object, without an import path
         return dict(values)
     parameters = parameters_of(factory)
     defaults = {name: _listed(item.default) for name, item in parameters.items() if item.default is not item.empty}

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import dis
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
-from inspect import CO_COROUTINE, CO_GENERATOR, Parameter, signature, unwrap
-from itertools import pairwise
-from math import inf
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from inspect import Parameter, signature
+from pkgutil import resolve_name
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -25,6 +36,7 @@ from accmt.errors import (
     fail,
     nearest,
 )
+from accmt.libraries.versions import require
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -89,10 +101,12 @@ def write_argument(name: str, value: Any) -> str:
             "Failures.spike_guard" for an argument of an options class.
         value: The value.
     """
-    argument, _, key = name.partition(".")
+    argument, *keys = name.split(".")
     if name[0].isupper():
-        return f"{argument}({key}={value})" if key else f"{argument}({value})"
-    return f'{argument}={{"{key}": {value}}}' if key else f"{name}={value}"
+        return f"{argument}({keys[0]}={value})" if keys else f"{argument}({value})"
+    for key in reversed(keys):
+        value = f'{{"{key}": {value}}}'
+    return f"{argument}={value}"
 
 
 def write_place(name: str) -> str:
@@ -100,71 +114,187 @@ def write_place(name: str) -> str:
     return write_argument(name, "...") if name[0].isupper() else f"Trainer({write_argument(name, '...')})"
 
 
-@dataclass(frozen=True)
-class Options:
-    """Base class of structured Trainer arguments: frozen, and checked on creation.
+# ---- The validator: classes declare the types and ranges of their fields, and pydantic checks them.
 
-    `bool`, `Literal` and None fields are checked by annotation; `Annotated[kind, check]` fields by `check(name,
-    value)` unless None. Override `check` for everything else.
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class KeyFault:
+    """One error at one key.
+
+    Attributes:
+        path: The path of keys, `("optim", "lr")`.
+        got: The value found.
+        expected: The valid values.
+        do: What to write instead.
+        line: Its line, if different from the line of `path`.
+    """
+
+    path: KeyPath
+    got: str
+    expected: str
+    do: str
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """In an annotation: the valid values in words, and the code of a valid one; otherwise both follow from the type."""
+
+    text: str
+    example: str
+
+
+@dataclass(frozen=True)
+class Off:
+    """In an annotation: the value that False stands for; if it is None, `is_off` says what else does.
+
+    Attributes:
+        value: The value that means off.
+        is_zero: Whether 0 means off too.
+    """
+
+    value: Any = None
+    is_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Range:
+    """In an annotation: the bounds of a number; `annotated_types` has them too, but importing accmt must not load it.
+
+    Attributes:
+        ge: The smallest valid number.
+        gt: A number that valid ones are greater than.
+        le: The largest valid number.
+        lt: A number that valid ones are less than.
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Add the bounds to pydantic's schema of the number."""
+        bounds = {name: bound for name, bound in vars(self).items() if bound is not None}
+        return handler(source) | bounds
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Base class of the Trainer's arguments: frozen, and checked on creation.
+
+    Annotations declare what is valid: types, `Literal`, `Range`, `Off`, `Expected`, and
+    functions `check(name, value)` for what types cannot express. Override `check` for what concerns several fields.
     """
 
     def __post_init__(self) -> None:
-        self._require(type(self).__name__)
+        self._validate(f"{type(self).__name__}.")
 
     def check(self, name: str) -> None:
-        """Check what annotations cannot express; `name` is the argument's name in messages."""
+        """Check several fields together; `name` is the argument's name in messages."""
 
-    def _require(self, name: str, faults: Sequence[ArgumentError] = ()) -> None:
-        hints = get_type_hints(type(self), include_extras=True)
-        found = list(faults)
+    def _validate(self, prefix: str, unknown: Mapping[str, Any] | None = None) -> None:
+        """Check all fields and report all errors at once.
+
+        Args:
+            prefix: What stands before the name of a field in messages, as in `write_argument`.
+            unknown: Entries that are not fields, to be reported.
+        """
+        declared: Any = type(self)
+        hints = hints_of(declared)
+        errors: list[ArgumentError] = []
+        values = dict(unknown or {})
         for field in fields(self):
-            value = _read_unusual(getattr(self, field.name), hints[field.name], field.default)
-            set_field(self, field.name, value)
+            name, hint = f"{prefix}{field.name}", hints[field.name]
+            value = read_unusual(getattr(self, field.name), hint, field.default)
             try:
-                _require_kind(f"{name}.{field.name}", value, hints[field.name])
+                value = _read_options(name, value, hint)
+                for check in _metadata(hint):
+                    if callable(check) and value is not None:
+                        check(name, value)
             except ArgumentError as error:
-                found.append(error)
-        if not found:
-            self.check(name)
-        raise_faults(found)
+                errors.append(error)
+            else:
+                set_field(self, field.name, value)
+                # Defaults are valid, and pydantic costs time in every process.
+                if value is not field.default:
+                    values[field.name] = value
+
+        def write(key: str, example: str) -> str:
+            return write_argument(f"{prefix}{key}", example)
+
+        for fault in find_faults(shape_of(declared), values, write) if values else []:
+            where = write_place(f"{prefix}{fault.path[0]}")
+            errors.append(fail(ArgumentError, where, got=fault.got, expected=fault.expected, do=fault.do))
+        if not errors:
+            self.check(prefix.rstrip("."))
+        raise_faults(errors)
+
+
+@dataclass(frozen=True)
+class Options(Checked):
+    """Base class of structured Trainer arguments, which may also be written as a dict."""
 
     @classmethod
-    def read(cls, argument: str, value: Any, also: str = "") -> Self:
-        """Return options from an object or a dict; None means all defaults.
+    def read(cls, argument: str, values: Mapping[str, Any]) -> Self:
+        """Return options from a dict.
 
         Args:
             argument: The Trainer argument.
-            value: Its value.
-            also: Other valid values, for the message.
+            values: The dict.
 
         Raises:
             ArgumentError: Anything is invalid; one error lists everything, with the closest name for unknown keys.
         """
-        if isinstance(value, cls):
-            return value
-        known = [field.name for field in fields(cls)]
-        if value is not None and not isinstance(value, Mapping):
-            expected = f"{cls.__name__}(...), or a dict with any of {', '.join(known)}{also}"
-            raise_wrong_value(argument, value, expected, f"{argument}={cls.__name__}({known[0]}=...)")
-        made, faults = object.__new__(cls), []
+        options = object.__new__(cls)
+        unknown = dict(values)
         for field in fields(cls):
-            object.__setattr__(made, field.name, field.default)
-        for key, part in (value or {}).items():
-            if key in known:
-                object.__setattr__(made, key, part)
-                continue
-            do = f"did you mean {nearest(key, known, cutoff=0)}?"
-            expected = f"any of {', '.join(known)}"
-            faults.append(
-                fail(ArgumentError, write_place(f"{argument}.{key}"), got=f"the key {key!r}", expected=expected, do=do)
-            )
-        made._require(argument, faults)
-        return made
+            set_field(options, field.name, unknown.pop(field.name, field.default))
+        options._validate(f"{argument}.", unknown)
+        return options
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that differ from their defaults as a dict; 1 differs from 1.0."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return {name: now for name, (now, default) in values.items() if (type(now), now) != (type(default), default)}
+        changed = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not type(field.default) or value != field.default:
+                changed[field.name] = value
+        return changed
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Accept only objects of the class, which are checked already."""
+        from pydantic_core import core_schema
+
+        return core_schema.is_instance_schema(cls)
+
+
+class Group(Checked):
+    """Base class of a group of Trainer arguments."""
+
+    def __post_init__(self) -> None:
+        self._validate("")
+
+
+def _read_options(name: str, value: Any, hint: Any) -> Any:
+    """Return options in place of their dict, and default options in place of None where None is not valid."""
+    members = _members(hint)
+    for member in members:
+        kind = _bare(member)
+        if _is_options(kind):
+            if isinstance(value, Mapping):
+                return kind.read(name, value)
+            if value is None and NoneType not in members:
+                return kind()
+    return value
+
+
+def _is_options(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Options)
 
 
 def set_field(frozen: DataclassInstance, name: str, value: Any) -> None:
@@ -172,45 +302,204 @@ def set_field(frozen: DataclassInstance, name: str, value: Any) -> None:
     object.__setattr__(frozen, name, value)
 
 
+@cache
+def hints_of(declared: Any) -> dict[str, Any]:
+    """Return the annotation of each field of a class, including what `Annotated` adds."""
+    return get_type_hints(declared, include_extras=True)
+
+
+def _metadata(hint: Any) -> tuple[Any, ...]:
+    return getattr(hint, "__metadata__", ())
+
+
 def _members(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    """Return the members of a union, or the only type."""
+    bare = _bare(hint)
+    return get_args(bare) if get_origin(bare) in (UnionType, Union) else (hint,)
 
 
-def _read_unusual(value: Any, hint: Any, default: Any) -> Any:
-    """Return None for False, or for 0 of a positive number, if None is off; and the default for None if it is not."""
-    members = _members(hint)
-    if NoneType not in members:
-        return default if value is None and Any not in members else value
-    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
-    if value is False and bool not in members and False not in choices:
-        return None
-    is_positive = any(require_positive in getattr(member, "__metadata__", ()) for member in members)
-    return None if is_positive and is_number(value) and value == 0 else value
+def _bare(hint: Any) -> Any:
+    """Return a type without what `Annotated` adds to it."""
+    return hint.__origin__ if get_origin(hint) is Annotated else hint
 
 
-def _require_kind(name: str, value: Any, hint: Any) -> None:
-    """Check a value against its annotation, if the annotation is one that can be checked."""
-    members = _members(hint)
+def is_off(value: Any) -> bool:
+    """Return whether a value means off where off is possible: None, False, "none", or an empty list or dict."""
+    is_word = isinstance(value, str) and value.lower() == "none"
+    return value is None or value is False or is_word or is_empty(value)
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a value is a list, tuple, set or dict without entries."""
+    return isinstance(value, list | tuple | set | Mapping) and not value
+
+
+def read_unusual(value: Any, hint: Any, default: Any) -> Any:
+    """Return a value as it is usually written.
+
+    A NumPy scalar is its Python number, 0 and 1 are False and True where neither a number nor a string is valid, and
+    None is the default where None is not valid. Where the annotation has `Off`, False and the like are its value, and
+    a list has no None and no entry twice.
+    """
+    value = to_python(value)
+    for off in _metadata(hint):
+        if isinstance(off, Off):
+            if isinstance(value, list | tuple):
+                value = _without_repetition(value)
+            is_zero = off.is_zero and is_number(value) and value == 0
+            if value is False or is_zero or (off.value is None and is_off(value)):
+                return off.value
+    kinds = {_bare(member) for member in _members(hint)}
+    if value is None and not {NoneType, Any} & kinds and default is not MISSING:
+        return default
+    is_binary = type(value) is int and value in (0, 1)
+    return bool(value) if is_binary and bool in kinds and not {int, float, str} & kinds else value
+
+
+def to_python(value: Any) -> Any:
+    """Return a NumPy scalar, such as the result of a computation, as a Python number, and other values unchanged."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _without_repetition(values: Iterable[Any]) -> list[Any]:
+    """Return a list without None and without names and classes that it contains already."""
+    unique: list[Any] = []
+    for value in values:
+        is_repeated = isinstance(value, str | type) and value in unique
+        if value is not None and not is_repeated:
+            unique.append(value)
+    return unique
+
+
+class Shape(NamedTuple):
+    """The keys that are valid, with their annotations, and pydantic's model of them."""
+
+    hints: Mapping[str, Any]
+    model: Any
+
+
+def make_shape(name: str, hints: Mapping[str, Any], defaults: Mapping[str, Any], *, is_open: bool = False) -> Shape:
+    """Return the shape of values.
+
+    Args:
+        name: The name of the class or function that takes the values.
+        hints: The annotation of each key.
+        defaults: The default of each optional key.
+        is_open: Whether other keys are valid too.
+    """
+    require("pydantic")
+    from pydantic import ConfigDict, create_model  # not at the top: it takes 0.1 s
+
+    extra: Literal["allow", "forbid"] = "allow" if is_open else "forbid"
+    config = ConfigDict(strict=True, extra=extra, arbitrary_types_allowed=True, protected_namespaces=())
+    entries: dict[str, Any] = {}
+    for key, hint in hints.items():
+        entries[key] = (hint, defaults.get(key, ...))
+    return Shape(hints, create_model(name, __config__=config, **entries))
+
+
+@cache
+def shape_of(declared: Any) -> Shape:
+    """Return the shape that the annotations of a dataclass declare."""
+    hints = hints_of(declared)
+    defaults = {field.name: field.default for field in fields(declared) if field.default is not MISSING}
+    return make_shape(declared.__name__, {field.name: hints[field.name] for field in fields(declared)}, defaults)
+
+
+def find_faults(
+    shape: Shape,
+    values: Mapping[str, Any],
+    write: Callable[[str, str], str],
+    about_unknown: Callable[[str], str | None] = lambda key: None,
+) -> list[KeyFault]:
+    """Return what pydantic finds wrong in values, one error per key.
+
+    Args:
+        shape: The valid keys and values.
+        values: The values by key.
+        write: Returns what to do, from a key and the code of a valid value.
+        about_unknown: Returns what to do about an unknown key; None suggests the closest name.
+    """
+    faults = []
+    for key, kind in _errors_in(shape, values).items():
+        value = values.get(key)
+        if kind == "extra_forbidden":
+            got = f"{key} = {describe_value(value)}"
+            do = about_unknown(key) or f"did you mean {nearest(key, shape.hints, cutoff=0)}?"
+            faults.append(KeyFault((key,), got, f"one of {', '.join(shape.hints)}", do))
+            continue
+        got = NOTHING if kind == "missing" else describe_value(value)
+        expected = _describe(shape.hints[key], value, shape.model.model_fields[key].default)
+        number = whole(read_numbers(value))
+        is_meant = is_number(number) and number is not value and key not in _errors_in(shape, {key: number})
+        faults.append(KeyFault((key,), got, expected.text, write(key, repr(number) if is_meant else expected.example)))
+    return faults
+
+
+NOTHING = "nothing"
+"""The value shown for a missing key."""
+
+
+def _errors_in(shape: Shape, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the kind of pydantic's error for each wrong key."""
+    from pydantic import ValidationError
+
+    try:
+        shape.model.model_validate(dict(values))
+    except ValidationError as error:
+        # What is deeper than a key, such as a tuple with too few entries, is an error of the key's value.
+        items = error.errors(include_url=False, include_context=False)
+        return {str(item["loc"][0]): item["type"] if len(item["loc"]) == 1 else "" for item in items}
+    return {}
+
+
+def _describe(hint: Any, value: Any, default: Any) -> Expected:
+    """Return what an annotation accepts, with the valid choice closest to a value, or an example."""
+    for note in _metadata(hint):
+        if isinstance(note, Expected):
+            return note
     choices: list[Any] = []
-    checks: list[Callable[[str, Any], None]] = []
-    for member in members:
-        if member is NoneType:
+    expected: list[Expected] = []
+    for member in _members(hint):
+        kind = _bare(member)
+        if kind is NoneType:
             choices.append(None)
-        elif member is bool:
+        elif kind is bool:
             choices += [True, False]
-        elif get_origin(member) is Literal:
-            choices += get_args(member)
-        elif get_origin(member) is Annotated:
-            checks.append(member.__metadata__[0])
-        else:
-            return
-    if checks:
-        if not any(value is choice for choice in choices):
-            checks[0](name, value)
-    elif choices == [True, False]:
-        require_flag(name, value, default=None)
-    else:
-        require_choice(name, value, choices)
+        elif get_origin(kind) is Literal:
+            choices += get_args(kind)
+        elif kind in (int, float):
+            expected.append(_describe_number(member))
+        elif _is_options(kind):
+            known = fields(kind)
+            text = f"{kind.__name__}(...), or a dict with any of {', '.join(field.name for field in known)}"
+            expected.append(Expected(text, f"{kind.__name__}({known[0].name}={known[0].default!r})"))
+    if choices == [True, False]:
+        expected.append(Expected("True or False", repr(bool(default))))
+    elif choices and choices != [None]:
+        expected.append(Expected("one of " + ", ".join(map(repr, choices)), closest(value, choices)))
+    return Expected(", or ".join(item.text for item in expected), expected[0].example)
+
+
+def _describe_number(hint: Any) -> Expected:
+    """Return what a number accepts, and the smallest valid one."""
+    text = "a whole number" if _bare(hint) is int else "a number"
+    for bounds in _metadata(hint):
+        if not isinstance(bounds, Range):
+            continue
+        if bounds.gt is not None:
+            return Expected(f"{text} above {bounds.gt}", str(bounds.gt + 1))
+        if bounds.le is not None:
+            return Expected(f"{text} from {bounds.ge} to {bounds.le}", str(bounds.ge))
+        return Expected(f"{text} of at least {bounds.ge}", str(bounds.ge))
+    return Expected(text, "1")
+
+
+def closest(value: Any, choices: Sequence[Any]) -> str:
+    """Return the code of the choice most similar to a value, or of the first string."""
+    codes = [repr(choice) for choice in choices]
+    names = [repr(choice) for choice in choices if isinstance(choice, str)]
+    return nearest(repr(value), codes) or [*names, *codes][0]
 
 
 def raise_faults(errors: Sequence[AccmtError]) -> None:
@@ -229,83 +518,6 @@ def raise_faults(errors: Sequence[AccmtError]) -> None:
         raise combine(kind, errors, "several errors")
 
 
-def require_flags(settings: DataclassInstance) -> None:
-    """Check every field annotated as `bool`: the strings "no" and "false" would otherwise be truthy.
-
-    Raises:
-        ArgumentError: One of them is neither True nor False.
-    """
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if field.type == "bool":
-            require_flag(field.name, value, default=bool(field.default))
-
-
-def require_flag(name: str, value: Any, *, default: bool | None) -> None:
-    """Check True or False.
-
-    Raises:
-        ArgumentError: It is neither.
-    """
-    if not isinstance(value, bool):
-        raise_wrong_value(name, value, "True or False", write_argument(name, default is None or default))
-
-
-def require_int(name: str, value: Any, *, at_least: int, at_most: float = inf, also: str = "") -> None:
-    """Check an integer.
-
-    Args:
-        name: The argument.
-        value: Its value.
-        at_least: The smallest valid number.
-        at_most: The largest.
-        also: Other valid values, for the message.
-
-    Raises:
-        ArgumentError: `value` is not an int, or out of range.
-    """
-
-    def is_right(number: Any) -> bool:
-        return isinstance(number, int) and not isinstance(number, bool) and at_least <= number <= at_most
-
-    if not is_right(value):
-        right = meant(value, is_right, at_least)
-        bounds = f"of at least {at_least}" if at_most == inf else f"from {at_least} to {at_most}"
-        raise_wrong_value(name, value, f"a whole number {bounds}{also}", write_argument(name, right))
-
-
-def require_positive(name: str, value: Any) -> None:
-    """Check a positive number.
-
-    Raises:
-        ArgumentError: `value` is not a positive number.
-    """
-
-    def is_right(number: Any) -> bool:
-        return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
-
-    if not is_right(value):
-        right = meant(value, is_right, None)
-        do = (
-            f"a positive number, or leave {name.rpartition('.')[2]} out"
-            if right is None
-            else write_argument(name, right)
-        )
-        raise_wrong_value(name, value, "a number above 0", do)
-
-
-def meant(value: Any, is_right: Callable[[Any], bool], otherwise: Any) -> Any:
-    """Return the number that an invalid value represents (the string "4", or 4.0), if that number is valid.
-
-    Args:
-        value: The value.
-        is_right: Returns whether a number is valid.
-        otherwise: Returned if it is not.
-    """
-    number = whole(read_numbers(value))
-    return number if is_right(number) else otherwise
-
-
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Check that a value is one of `choices`.
 
@@ -313,10 +525,8 @@ def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         ArgumentError: It is not; the message names the closest choice.
     """
     if value not in choices:
-        written = [repr(choice) for choice in choices]
-        named = [one for one, choice in zip(written, choices, strict=True) if isinstance(choice, str)]
-        meant = nearest(repr(value), written) or [*named, *written][0]
-        raise_wrong_value(name, value, "one of " + ", ".join(written), write_argument(name, meant) + "?")
+        expected = "one of " + ", ".join(map(repr, choices))
+        raise_wrong_value(name, value, expected, write_argument(name, closest(value, choices)))
 
 
 def require_text(name: str, value: Any) -> None:
@@ -329,32 +539,25 @@ def require_text(name: str, value: Any) -> None:
         raise_wrong_value(name, value, "a name", f'{name}="..."')
 
 
-def require_mapping(name: str, value: Any) -> None:
-    """Check an optional dict.
-
-    Raises:
-        ArgumentError: `value` is neither None nor a mapping.
-    """
-    if value is not None and not isinstance(value, Mapping):
-        raise_wrong_value(name, value, "a dict", write_argument(name, "{...}"))
-
-
-def require_keywords(name: str, value: Mapping[str, Any] | None, function: Callable[..., Any], owner: str) -> None:
+def require_keywords(name: str, value: Any, owner: str) -> None:
     """Check that a dict contains only arguments of the function they are passed to.
 
     Args:
         name: The Trainer argument with the dict.
-        value: The dict, or None.
-        function: The function to be called with it.
-        owner: The function's name in the message.
+        value: The dict.
+        owner: The import path of the function, which is imported only for this check.
 
     Raises:
         ArgumentError: The function has no such argument; the message names the closest one.
     """
-    known = [name for name, parameter in signature(function).parameters.items() if parameter.kind in _BY_NAME]
-    for keyword in value or {}:
+    if not isinstance(value, Mapping):
+        raise_wrong_value(name, value, "a dict", write_argument(name, "{}"))
+    parameters = signature(resolve_name(owner)).parameters
+    known = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
+    for keyword in value:
         if keyword not in known:
-            do = f"did you mean {meant}?" if (meant := nearest(keyword, known)) else f"leave {keyword!r} out"
+            meant = nearest(keyword, known)
+            do = f"leave {keyword!r} out" if meant is None else f"did you mean {meant}?"
             expected = f"an argument of {owner}: {', '.join(known)}"
             raise fail(ArgumentError, write_place(name), got=f"{keyword!r}", expected=expected, do=do)
 
@@ -369,99 +572,3 @@ def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn
         ArgumentError: Always.
     """
     raise fail(ArgumentError, write_place(name), got=describe_value(value), expected=expected, do=do)
-
-
-def find_returns_of_none(function: Callable[..., Any]) -> list[bool]:
-    """Return, for each `return` in a function's source, whether it returns None, also at the end of the function.
-
-    Of a generator, and of a function without Python source, nothing is known: there are none.
-    """
-    code = getattr(unwrap(function), "__code__", None)
-    if code is None or code.co_flags & (CO_GENERATOR | CO_COROUTINE):
-        return []
-    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "CACHE")]
-    nones = []
-    for before, one in pairwise(instructions):
-        if one.opname == "RETURN_CONST":
-            nones.append(one.argval is None)
-        elif one.opname == "RETURN_VALUE":
-            nones.append(before.opname == "LOAD_CONST" and before.argval is None)
-            nones += [False] if one.is_jump_target else []  # `loss if ... else None`
-    return nones
-
-
-# ---- Unusual ways to write a setting, where the meaning is clear: False, [] or "none" for off, None for the default.
-
-
-_OFF: Mapping[str, Any] = {
-    **dict.fromkeys(
-        (
-            *("accelerator", "callbacks", "checkpoint_every", "checkpoint_options"),
-            "checkpointer",
-            *("clip_grad", "collate_fn", "data_options"),
-            *("grad_accumulation_steps", "handlers", "log_with", "max_time", "metric_options", "metrics"),
-            *("min_length", "model_saving", "model_saving_above", "model_saving_below"),
-            *("parallelism", "patience", "profiler", "torch_flags", "tracker_options"),
-        )
-    ),
-    "mixed_precision": "no",
-    "limit_batches": 1.0,
-    "num_sanity_val_steps": 0,
-    "overfit_batches": 0,
-    "reload_dataloaders_every_n_epochs": 0,
-}
-"""Arguments that can be off, and the value that means off."""
-
-_COUNTS = ("enable_model_summary", "fast_dev_run", "resume")
-"""Flags that may also be a number, or for which a number could mean something else."""
-
-_LISTS = ("callbacks", "collate_fn", "handlers", "log_with", "metrics", "model_saving")
-
-
-def is_off(value: Any) -> bool:
-    """Return whether a value means off where off is possible: None, False, "none", or an empty list or dict."""
-    is_word = isinstance(value, str) and value.lower() == "none"
-    return value is None or value is False or is_word or is_empty(value)
-
-
-def is_empty(value: Any) -> bool:
-    """Return whether a value is a list, tuple, set or dict without entries."""
-    return isinstance(value, list | tuple | set | Mapping) and not value
-
-
-def read_arguments(arguments: Mapping[str, Any], arguments_fields: Iterable[Field[Any]]) -> dict[str, Any]:
-    """Return the Trainer's arguments with unusual values replaced by the usual ones.
-
-    None stands for the default of an argument for which None has no meaning of its own. Values with more than one
-    possible meaning, such as `log_every=0`, stay as they are, and are rejected by the checks.
-    """
-    read = {name: _read(name, value) for name, value in arguments.items()}
-    for field in arguments_fields:
-        value, kind = read.get(field.name), str(field.type)
-        if value is None and field.default not in (MISSING, None) and "None" not in kind:
-            read[field.name] = field.default
-        elif kind.startswith("bool") and field.name not in _COUNTS and type(value) is int and value in (0, 1):
-            read[field.name] = bool(value)
-    return read
-
-
-def _read(name: str, value: Any) -> Any:
-    value = to_python(value)
-    if name in _LISTS and isinstance(value, list | tuple):
-        kept: list[Any] = []
-        for one in value:
-            is_repeated = isinstance(one, str | type) and one in kept
-            if one is not None and not is_repeated:
-                kept.append(one)
-        value = kept
-    elif name == "patience" and isinstance(value, Mapping):
-        value = {watched: to_python(one) for watched, one in value.items() if not is_off(one)}
-    elif name == "parallelism" and isinstance(value, Mapping) and all(map(is_off, value.values())):
-        value = None
-    is_written_off = name in _OFF and (value is False or (_OFF[name] is None and is_off(value)))
-    return _OFF[name] if is_written_off else value
-
-
-def to_python(value: Any) -> Any:
-    """Return a NumPy scalar, such as the result of a computation, as a Python number, and other values unchanged."""
-    return value.item() if isinstance(value, np.generic) else value

@@ -4,27 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from accmt.errors import ArgumentError, fail
-from accmt.options.checks import (
-    Options,
-    raise_wrong_value,
-    require_flags,
-    require_int,
-    set_field,
-    write_argument,
-)
+from accmt.options.checks import Expected, Group, Off, Options, Range, raise_wrong_value, write_argument, write_place
 from accmt.options.units import read_every
 
+_FRACTION = "or a fraction of them as a float up to 1.0"
+_AT_LEAST_1 = Expected(f"a whole number of batches, at least 1, {_FRACTION}", "1.0")
+_AT_LEAST_0 = Expected(f"a whole number of batches, at least 0, {_FRACTION}", "1.0")
 
-def require_limit(name: str, value: Any, at_least: int = 0) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and (value > 0.0 or at_least == 0)
-    if not (is_count or is_fraction):
-        expected = f"a whole number of batches, at least {at_least}, or a fraction of them as a float up to 1.0"
-        raise_wrong_value(name, value, expected, f"{write_argument(name, '1.0')} for all")
+Limit: TypeAlias = Annotated[int, Range(ge=0)] | Annotated[float, Range(ge=0, le=1)]
+"""A number of batches, or a fraction of them; 0 is none."""
+
+PositiveLimit: TypeAlias = Annotated[int, Range(ge=1)] | Annotated[float, Range(gt=0, le=1)]
+"""A number of batches, or a fraction of them."""
+
+
+def _require_object(name: str, value: Any, example: str = "my_sampler") -> None:
+    """Reject names: no sampler and no function is found by name."""
+    if isinstance(value, str | bool | int | float):
+        raise_wrong_value(name, value, "a Python object, not a name", write_argument(name, example))
+
+
+def _require_by_phase(name: str, value: Any) -> None:
+    example = "my_function" if name == "collate_fn" else "my_sampler"
+    if not isinstance(value, Mapping):
+        _require_object(name, value, example)
+        return
+    for phase, part in value.items():
+        if phase not in ("train", "val"):
+            do = f'{name}={{"train": {example}, "val": {example}}}'
+            expected = 'the keys "train" and "val"'
+            raise fail(ArgumentError, write_place(name), got=f"the key {phase!r}", expected=expected, do=do)
+        _require_object(f"{name}.{phase}", part, example)
+
+
+def _read_reload(name: str, value: Any) -> int:
+    """Return the number of epochs between rebuilds of the loaders; 0 is never."""
+    return 0 if value == 0 else int(read_every(name, value, ["epoch"], plain="epoch", also="; 0 means never").number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +56,10 @@ class Limits(Options):
         predict: Batches per prediction set.
     """
 
-    train: Annotated[int | float, partial(require_limit, at_least=1)] = 1.0
-    val: Annotated[int | float, require_limit] = 1.0
-    test: Annotated[int | float, require_limit] = 1.0
-    predict: Annotated[int | float, require_limit] = 1.0
+    train: Annotated[PositiveLimit, _AT_LEAST_1] = 1.0
+    val: Annotated[Limit, _AT_LEAST_0] = 1.0
+    test: Annotated[Limit, _AT_LEAST_0] = 1.0
+    predict: Annotated[Limit, _AT_LEAST_0] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +79,7 @@ class DataOptions(Options):
         device_placement: Whether to move batches to the device before a step.
     """
 
-    batch_sampler: Any = None
+    batch_sampler: Annotated[Any, _require_object] = None
     group_by_length: bool = False
     drop_last: bool = False
     persistent_workers: bool = False
@@ -69,20 +87,17 @@ class DataOptions(Options):
     device_placement: bool = True
 
     def check(self, name: str) -> None:
-        """Check the batch sampler."""
-        _require_object(f"{name}.batch_sampler", self.batch_sampler, "my_sampler")
+        """Reject two orders at once."""
         if self.group_by_length and self.batch_sampler is not None:
-            do = "drop one of them: a batch sampler decides the order"
-            raise_wrong_value(name, "group_by_length and batch_sampler", "one of the two", do)
-
-
-def _require_object(name: str, value: Any, example: str) -> None:
-    if isinstance(value, str | bool | int | float):
-        raise_wrong_value(name, value, "a Python object, not a name", write_argument(name, example))
+            got, do = (
+                "group_by_length and batch_sampler",
+                "leave `group_by_length` out: a batch sampler decides the order",
+            )
+            raise fail(ArgumentError, write_place(name), got=got, expected="one of the two", do=do)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSettings:
+class DataSettings(Group):
     """Data loading and batching.
 
     Args:
@@ -110,46 +125,23 @@ class DataSettings:
 
     shuffle_train: bool = True
     shuffle_validation: bool = False
-    sampler: Any = None
-    collate_fn: Any = None
+    sampler: Annotated[Any, _require_by_phase] = None
+    collate_fn: Annotated[Any, _require_by_phase, Off()] = None
     dataloader_pin_memory: bool = True
-    dataloader_num_workers: int = 0
-    data_options: DataOptions = None  # type: ignore[assignment]  # set in __post_init__
-    reload_dataloaders_every_n_epochs: int | str = 0
-    limit_batches: int | float | Limits | Mapping[str, int | float] = 1.0
-    overfit_batches: int | float = 0.0
+    dataloader_num_workers: Annotated[int, Range(ge=0)] = 0
+    data_options: Annotated[DataOptions, Off()] = None  # type: ignore[assignment]  # set in __post_init__
+    reload_dataloaders_every_n_epochs: Annotated[int | str, _read_reload, Off(0)] = 0
+    limit_batches: Annotated[PositiveLimit | Limits | Mapping[str, int | float], _AT_LEAST_1, Off(1.0)] = 1.0
+    overfit_batches: Annotated[Limit, _AT_LEAST_0, Off(0)] = 0.0
 
-    def __post_init__(self) -> None:
-        require_flags(self)
-        require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
-        self.reload_epochs  # noqa: B018 - raises if invalid
-        require_limit("overfit_batches", self.overfit_batches)
-        if isinstance(self.limit_batches, Mapping | Limits):
-            set_field(self, "limit_batches", Limits.read("limit_batches", self.limit_batches))
-        else:
-            require_limit("limit_batches", self.limit_batches, at_least=1)
-        set_field(self, "data_options", DataOptions.read("data_options", self.data_options))
-        for name, example in (("sampler", "my_sampler"), ("collate_fn", "my_function")):
-            value = getattr(self, name)
-            if not isinstance(value, Mapping):
-                _require_object(name, value, example)
-                continue
-            for phase, one in value.items():
-                if phase not in ("train", "val"):
-                    do = f'{name}={{"train": {example}, "val": {example}}}'
-                    raise_wrong_value(name, f"the key {phase!r}", 'the keys "train" and "val"', do)
-                _require_object(f"{name}.{phase}", one, example)
+    def check(self, name: str) -> None:
+        """Reject two orders at once."""
         options = self.data_options
         if self.sampler_of("train") is not None and (options.group_by_length or options.batch_sampler is not None):
-            other = "group_by_length" if options.group_by_length else "batch_sampler"
-            where = f'Trainer(sampler=..., data_options={{"{other}": ...}})'
-            raise fail(
-                ArgumentError,
-                where,
-                got="both",
-                expected="one of the two",
-                do="drop one of them: both decide the order",
-            )
+            option = "group_by_length" if options.group_by_length else "batch_sampler"
+            where = f'Trainer(sampler=..., data_options={{"{option}": ...}})'
+            do = f"leave `{option}` out: both decide the order"
+            raise fail(ArgumentError, where, got="both", expected="one of the two", do=do)
 
     def sampler_of(self, phase: Literal["train", "val"]) -> Any:
         """Return the order of the samples of a phase; one that is not in a dict is that of training."""
@@ -163,11 +155,7 @@ class DataSettings:
     @property
     def reload_epochs(self) -> int:
         """Epochs between rebuilds of the loaders; 0 means never."""
-        every = self.reload_dataloaders_every_n_epochs
-        if every == 0 and not isinstance(every, bool):
-            return 0
-        name, also = "reload_dataloaders_every_n_epochs", "; 0 means never"
-        return int(read_every(name, every, ["epoch"], plain="epoch", also=also).number)
+        return _read_reload("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs)
 
     @property
     def limits(self) -> Limits:

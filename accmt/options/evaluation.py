@@ -7,22 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
-from accmt.options.checks import (
-    Options,
-    raise_wrong_value,
-    require_flags,
-    require_int,
-    require_mapping,
-    set_field,
-)
+from accmt.options.checks import Expected, Group, Off, Options, Range, raise_wrong_value, write_argument
 from accmt.options.units import Every, read_every, read_size
 
 Choice: TypeAlias = Callable[[str], bool] | Sequence[str]
 """Results to average: a function of a result's name, or a list of names."""
 
 
-def _require_size(name: str, value: Any) -> None:
-    read_size(name, value)
+_AVERAGES = Expected(
+    "a dict from names of averages to functions of a result's name, or lists of names",
+    '{"mean_accuracy": ["accuracy"]}',
+)
+_DERIVED = Expected('a function of the values of "averages"', "my_function")
+
+
+def _read_interval(name: str, value: Any) -> Every:
+    """Return the interval between evaluations; "never" is longer than any run."""
+    if value == "never":
+        return Every(sys.maxsize, "step")
+    also = '; None means every epoch, and "never" not at all'
+    return read_every(name, value, ("epoch", "step"), plain="step", fractions=True, also=also)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +45,25 @@ class MetricOptions(Options):
             or `predict` needs them there: bytes, or a string such as "32MB". None sends everything in one chunk.
     """
 
-    averages: Mapping[str, Choice] | None = None
-    derived: Callable[[dict[str, list[float]]], dict[str, float]] | None = None
+    averages: Annotated[Mapping[str, Choice] | None, _AVERAGES, Off()] = None
+    derived: Annotated[Callable[[dict[str, list[float]]], dict[str, float]] | None, _DERIVED, Off()] = None
     report_all: bool = False
-    gather_chunk_size: Annotated[int | str, _require_size] | None = "32MB"
+    gather_chunk_size: Annotated[int | str | None, read_size, Off()] = "32MB"
 
     def check(self, name: str) -> None:
         """Check the names of averages and the results they select."""
-        require_mapping(f"{name}.averages", self.averages)
         for mean, choice in (self.averages or {}).items():
-            if not isinstance(mean, str) or not mean or any(mark in mean for mark in ("__", "@", "/")):
+            if not mean or any(mark in mean for mark in ("__", "@", "/")):
                 expected = "a name without '__', '@' and '/', which separate the names of metrics and sets"
-                raise_wrong_value(f"{name}.averages", mean, expected, 'MetricOptions(averages={"mean_accuracy": ...})')
-            is_list = isinstance(choice, Sequence) and not isinstance(choice, str) and len(choice) > 0
-            if not (callable(choice) or (is_list and all(isinstance(one, str) for one in choice))):
-                expected = "a function of a result's name, or a list of names"
-                do = f'{{{mean!r}: lambda name: name.startswith("accuracy")}}'
-                raise_wrong_value(f"{name}.averages", choice, expected, do)
-        if self.derived is not None and not (callable(self.derived) and self.averages):
+                do = write_argument(f"{name}.averages", '{"mean_accuracy": ["accuracy"]}')
+                raise_wrong_value(f"{name}.averages", mean, expected, do)
+            if not choice:
+                do = write_argument(f"{name}.averages", f'{{{mean!r}: lambda name: name.startswith("accuracy")}}')
+                raise_wrong_value(f"{name}.averages", choice, "a function of a result's name, or a list of names", do)
+        if self.derived is not None and not self.averages:
             expected = 'a function of the values of "averages", and "averages" itself'
-            raise_wrong_value(f"{name}.derived", self.derived, expected, "MetricOptions(averages={...}) too")
+            do = write_argument(f"{name}.averages", '{"mean_accuracy": ["accuracy"]}') + " too"
+            raise_wrong_value(f"{name}.derived", self.derived, expected, do)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -70,7 +73,7 @@ class MetricOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
+class EvaluationSettings(Group):
     """Evaluation on validation data.
 
     Args:
@@ -92,20 +95,14 @@ class EvaluationSettings:
             dict of its arguments.
     """
 
-    evaluate_every_n_steps: int | float | str | None = None
+    evaluate_every_n_steps: Annotated[int | float | str | None, _read_interval] = None
     eval_when_finish: bool = True
     eval_when_start: bool = False
-    num_sanity_val_steps: int = 2
+    num_sanity_val_steps: Annotated[int, Range(ge=-1), Off(0)] = 2
     inference_mode: bool = True
     report_loss_after_eval: bool = True
-    metrics: Any = None
-    metric_options: MetricOptions = None  # type: ignore[assignment]  # set in __post_init__
-
-    def __post_init__(self) -> None:
-        require_flags(self)
-        set_field(self, "metric_options", MetricOptions.read("metric_options", self.metric_options))
-        require_int("num_sanity_val_steps", self.num_sanity_val_steps, at_least=-1)
-        self.every  # noqa: B018 - raises if invalid
+    metrics: Annotated[Any, Off()] = None
+    metric_options: Annotated[MetricOptions, Off()] = None  # type: ignore[assignment]  # set in __post_init__
 
     @property
     def is_off(self) -> bool:
@@ -116,9 +113,4 @@ class EvaluationSettings:
     def every(self) -> Every:
         """The interval between evaluations."""
         steps = self.evaluate_every_n_steps
-        if steps is None:
-            return Every(1, "epoch")
-        if self.is_off:
-            return Every(sys.maxsize, "step")
-        also = '; None means every epoch, and "never" not at all'
-        return read_every("evaluate_every_n_steps", steps, ("epoch", "step"), plain="step", fractions=True, also=also)
+        return Every(1, "epoch") if steps is None else _read_interval("evaluate_every_n_steps", steps)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from accmt.messages import warn
-from accmt.options.checks import Options, raise_wrong_value, require_int, require_positive, set_field
+from accmt.options.checks import Group, Off, Options, Range, raise_wrong_value, set_field
 
 
 class Handler(Enum):
@@ -28,27 +27,33 @@ class Handler(Enum):
     ALL = 4
 
 
-def read_handlers(value: Any) -> frozenset[Handler]:
+def read_handlers(name: str, value: Any) -> frozenset[Handler]:
     """Return the kinds of errors in `Trainer(handlers=...)`, without `ALL`.
 
     Args:
+        name: The argument.
         value: None, a `Handler`, its name in any case, or a list of these.
 
     Raises:
         ArgumentError: Something else.
     """
-    values = [] if value is None else value if isinstance(value, list | tuple | set | frozenset) else [value]
+    if value is None:
+        return frozenset()
+    values = value if isinstance(value, list | tuple | set | frozenset) else [value]
     handlers = set()
-    for one in values:
-        name = one.name if isinstance(one, Handler) else one.upper() if isinstance(one, str) else ""
-        if name not in Handler.__members__:
+    for handler in values:
+        kind = handler.name if isinstance(handler, Handler) else str(handler).upper()
+        if kind not in Handler.__members__:
             names = ", ".join(f"Handler.{known}" for known in Handler.__members__)
             expected = f"{names}, one of their names, or a list of them"
-            raise_wrong_value("handlers", one, expected, "handlers=Handler.ALL")
-        handlers.add(Handler[name])
+            raise_wrong_value(name, handler, expected, "handlers=Handler.ALL")
+        handlers.add(Handler[kind])
     if Handler.ALL in handlers:
         handlers = set(Handler)
     return frozenset(handlers - {Handler.ALL})
+
+
+Positive: TypeAlias = Annotated[float, Range(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +85,13 @@ class Failures(Options):
             SGD.
     """
 
-    on_nonfinite: Literal["stop", "skip", "rollback"] | None = "stop"
-    spike_guard: Annotated[float, require_positive] | None = None
+    on_nonfinite: Annotated[Literal["stop", "skip", "rollback"] | None, Off()] = "stop"
+    spike_guard: Annotated[Positive | None, Off(is_zero=True)] = None
     on_bad_sample: Literal["raise", "skip"] = "raise"
     on_long_sample: Literal["warn", "raise"] = "warn"
-    hang_timeout_s: Annotated[float, require_positive] | None = None
-    machine_timeout_s: Annotated[float, require_positive] | None = 120.0
-    preempt_exit_code: Annotated[int, partial(require_int, at_least=0, at_most=255)] = 143
+    hang_timeout_s: Annotated[Positive | None, Off(is_zero=True)] = None
+    machine_timeout_s: Annotated[Positive | None, Off(is_zero=True)] = 120.0
+    preempt_exit_code: Annotated[int, Range(ge=0, le=255)] = 143
     preflight: bool = True
     try_longest: bool | None = None
     compare_replicas: bool = True
@@ -99,7 +104,7 @@ class Failures(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureSettings:
+class FailureSettings(Group):
     """Failures.
 
     Args:
@@ -109,14 +114,10 @@ class FailureSettings:
             `Failures(on_nonfinite="skip")`, or a dict of its arguments.
     """
 
-    handlers: Handler | str | Iterable[Handler | str] | None = None
+    handlers: Annotated[Handler | str | Iterable[Handler | str] | None, read_handlers, Off()] = None
     failures: Failures = None  # type: ignore[assignment]  # set in __post_init__
-
-    def __post_init__(self) -> None:
-        set_field(self, "failures", Failures.read("failures", self.failures))
-        read_handlers(self.handlers)
 
     @property
     def kinds(self) -> frozenset[Handler]:
         """The kinds of errors at which a safe checkpoint is taken."""
-        return read_handlers(self.handlers)
+        return read_handlers("handlers", self.handlers)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from accmt.errors import HyperParameterError, fail
-from accmt.libraries.versions import require
-from accmt.options.checks import read_numbers
-from accmt.options.yaml_reader import FIELDS, SECTIONS, Document, Fault
+from accmt.options.checks import KeyFault, read_numbers
+from accmt.options.yaml_reader import FIELDS, Document
 from accmt.secrets import hide, remember
 
 if TYPE_CHECKING:
@@ -121,14 +120,16 @@ class HyperParameters:
             "evaluation": evaluation,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
-        faults = [
-            Fault((f"{kind}_kwargs", "type"), "a type", "only arguments", f"pass it as `{kind}=`")
-            for kind, own in (("optim", optim_kwargs), ("optimizer", optimizer_kwargs), ("scheduler", scheduler_kwargs))
-            if "type" in (own or {})
-        ]
+        faults = []
+        arguments = {"optim": optim_kwargs, "optimizer": optimizer_kwargs, "scheduler": scheduler_kwargs}
+        for kind, kind_kwargs in arguments.items():
+            # A type among the arguments would replace the one that the class or name stands for.
+            if kind_kwargs is not None and "type" in kind_kwargs:
+                do = f"pass it as `{kind}=`"
+                faults.append(KeyFault((f"{kind}_kwargs", "type"), "a type", "only arguments", do))
         if optim_kwargs is not None and optimizer_kwargs is not None:
             got = "both `optim_kwargs` and its alias `optimizer_kwargs`"
-            faults.append(Fault(("optimizer_kwargs",), got, "one of the two", "remove `optimizer_kwargs`"))
+            faults.append(KeyFault(("optimizer_kwargs",), got, "one of the two", "remove `optimizer_kwargs`"))
         self._take(Document("HyperParameters", values, faults=tuple(faults)))
 
     @classmethod
@@ -162,8 +163,6 @@ class HyperParameters:
         return hps
 
     def _take(self, document: Document) -> None:
-        for name in ("pydantic", "annotated_types"):
-            require(name)
         from accmt.options.schema import check
 
         remember(document.values)
@@ -249,8 +248,11 @@ class HyperParameters:
 
             kwargs["groups"] = [dict(group) for group in kwargs["groups"]]
             for group in kwargs["groups"]:
-                own = group.get("lr", standard_rate(find_optimizer(group["type"])) if "type" in group else None)
-                group |= {} if own is None else {"lr": own * (rate / before)}
+                group_rate = group.get("lr")
+                if "lr" not in group and "type" in group:
+                    group_rate = standard_rate(find_optimizer(group["type"]))
+                if group_rate is not None:
+                    group["lr"] = group_rate * (rate / before)
         self.optim_kwargs = {**kwargs, "lr": rate}
 
     @property
@@ -273,7 +275,7 @@ class HyperParameters:
         """Return the location of a key for messages: `hps/digits.yaml:7 optim.lr`."""
         return self._document.where(path)
 
-    def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
+    def reject(self, faults: Iterable[KeyFault]) -> HyperParameterError:
         """Return one error that reports all `faults` with their locations."""
         return self._document.reject(faults)
 
@@ -285,27 +287,13 @@ class HyperParameters:
         """Return the content of an equivalent YAML file, with names instead of classes, for `from_config`."""
         from accmt.options.optimizer_and_scheduler_names import name_of
 
-        optim = scheduler = None
+        values = {name: _plain(self[name]) for name in FIELDS if not name.endswith("_kwargs")}
+        values["packing"] = self.packing or None  # like all unset values
         if self.optim is not None:
-            optim = {"type": name_of(self.optimizer_class), **_plain(self.optim_kwargs)}
+            values["optim"] = {"type": name_of(self.optimizer_class), **_plain(self.optim_kwargs)}
         if self.scheduler_class is not None:
-            scheduler = {"type": name_of(self.scheduler_class), **_plain(self.scheduler_kwargs)}
-        return {
-            "hps": {
-                "epochs": self.epochs,
-                "batch_size": _plain(self.batch_size),
-                "optim": optim,
-                "scheduler": scheduler,
-                "max_steps": self.max_steps,
-                "max_samples": self.max_samples,
-                "max_target_tokens": self.max_target_tokens,
-                "step_scheduler_per_epoch": self.step_scheduler_per_epoch,
-                "max_micro_batch_size": self.max_micro_batch_size,
-                "max_tokens": self.max_tokens,
-                "packing": self.packing or None,  # like all unset values
-                **{name: _plain(self[name]) for name in SECTIONS},
-            }
-        }
+            values["scheduler"] = {"type": name_of(self.scheduler_class), **_plain(self.scheduler_kwargs)}
+        return {"hps": values}
 
     def get_config(self, replaced: Mapping[str, Any] | None = None) -> dict[str, int | float | bool | str]:
         """Return a flat dict for trackers: `optim.lr` for nested keys, lists as strings, without None.
@@ -322,10 +310,10 @@ class HyperParameters:
             raise KeyError(f"{key!r} is not one of {', '.join(FIELDS)}")
         return getattr(self, key)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, HyperParameters):
+    def __eq__(self, value: object) -> bool:
+        if not isinstance(value, HyperParameters):
             return NotImplemented
-        return self.to_dict() == other.to_dict()
+        return self.to_dict() == value.to_dict()
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
@@ -348,7 +336,9 @@ def _plain(value: Any) -> Any:
         return name_of(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from accmt.options.checks import (
+    Expected,
+    Group,
+    Off,
     Options,
+    Range,
     raise_wrong_value,
     require_choice,
-    require_flags,
-    require_int,
-    require_positive,
-    set_field,
+    write_argument,
 )
 from accmt.registry import names
 
+_ACCUMULATION = Expected(
+    "a whole number of at least 1, or {epoch: number} with epochs of at least 0 and numbers of at least 1", "2"
+)
+_LIMIT = Expected("a number above 0", "1.0")
 
-def require_clipping(name: str, value: Any) -> None:
-    """Check a gradient limit; 0 and None are off.
+Limit: TypeAlias = Annotated[float, Range(ge=0)]
+"""A limit of the gradient; 0 is off."""
 
-    Raises:
-        ArgumentError: It is not a number, or below 0.
-    """
-    if value is not None and (value != 0 or isinstance(value, bool)):
-        require_positive(name, value)
+
+def _require_window_maker(name: str, value: Any) -> None:
+    """Look up a name only if there are any: otherwise a string is a number in quotes."""
+    if not isinstance(value, str):
+        return
+    makers = names("accmt.window_makers")
+    if makers:
+        require_choice(name, value, makers)
+    else:
+        number = int(value) if value.isdecimal() else 0
+        raise_wrong_value(name, value, _ACCUMULATION.text, write_argument(name, number or 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +48,8 @@ class Clipping(Options):
         value: Maximum absolute value of each entry; larger entries are clamped.
     """
 
-    norm: Annotated[float, require_clipping] | None = None
-    value: Annotated[float, require_clipping] | None = None
+    norm: Annotated[Limit | None, _LIMIT, Off()] = None
+    value: Annotated[Limit | None, _LIMIT, Off()] = None
 
     def check(self, name: str) -> None:
         """Reject both at once; neither is off."""
@@ -47,7 +58,7 @@ class Clipping(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizationSettings:
+class OptimizationSettings(Group):
     """Gradient accumulation and clipping.
 
     Args:
@@ -60,25 +71,14 @@ class OptimizationSettings:
         set_to_none: Whether to free gradients after a step instead of setting them to zero.
     """
 
-    grad_accumulation_steps: int | Mapping[int, int] | str | None = None
-    clip_grad: float | Clipping | Mapping[str, float] | None = None
+    grad_accumulation_steps: Annotated[
+        Annotated[int, Range(ge=1)] | Mapping[Annotated[int, Range(ge=0)], Annotated[int, Range(ge=1)]] | str | None,
+        _ACCUMULATION,
+        _require_window_maker,
+        Off(),
+    ] = None
+    clip_grad: Annotated[Limit | Clipping | Mapping[str, float] | None, _LIMIT, Off()] = None
     set_to_none: bool = True
-
-    def __post_init__(self) -> None:
-        require_flags(self)
-        if isinstance(self.clip_grad, Mapping):
-            set_field(self, "clip_grad", Clipping.read("clip_grad", self.clip_grad))
-        elif not isinstance(self.clip_grad, Clipping):
-            require_clipping("clip_grad", self.clip_grad)
-        steps = self.grad_accumulation_steps
-        if isinstance(steps, Mapping):
-            for epoch, number in steps.items():
-                require_int("grad_accumulation_steps (epoch)", epoch, at_least=0)
-                require_int(f"grad_accumulation_steps[{epoch}]", number, at_least=1)
-        elif isinstance(steps, str) and (makers := names("accmt.window_makers")):
-            require_choice("grad_accumulation_steps", steps, makers)
-        elif steps is not None:
-            require_int("grad_accumulation_steps", steps, at_least=1, also=", or {epoch: number}")
 
     @property
     def clip_type(self) -> Literal["norm", "value"]:

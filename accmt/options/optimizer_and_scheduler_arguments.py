@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_origin
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, get_args, get_origin
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accmt.errors import nearest
+from accmt.errors import describe_value, nearest
 from accmt.libraries.versions import without_tensors
-from accmt.options.checks import is_number, is_off, whole
+from accmt.options.checks import (
+    NOTHING,
+    Expected,
+    KeyFault,
+    KeyPath,
+    Range,
+    find_faults,
+    is_off,
+    make_shape,
+    shape_of,
+    whole,
+)
 from accmt.options.optimizer_and_scheduler_names import is_listed, name_of
-from accmt.options.yaml_reader import Fault, KeyPath, describe
 from accmt.registry import addon
 
 GROUPING = ("groups", "no_decay", "layer_decay")
@@ -28,7 +40,6 @@ COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs
 FILLED_IF_MISSING = frozenset({"num_warmup_steps", "T_max"})
 """Scheduler arguments that accmt sets if the user does not."""
 
-_WARM_UP = ("warmup_ratio", "num_warmup_steps")
 _SYNONYMS = {"learning_rate": "lr"}
 
 
@@ -89,7 +100,7 @@ def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Ma
 
 def check_optimizer(
     optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[Fault]]:
+) -> tuple[dict[str, Any], list[KeyFault]]:
     """Return the arguments, including groups, in the types of the optimizer's signature, and their errors."""
     plain, about_groups = split_grouping(values)
     arguments, faults = check_arguments(("optim",), optimizer_class, plain)
@@ -111,60 +122,75 @@ def check_arguments(
     optimizer_class: type[torch.optim.Optimizer],
     values: Mapping[str, Any],
     beside: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], list[Fault]]:
+) -> tuple[dict[str, Any], list[KeyFault]]:
     """Return arguments in the types of the signature, and their errors; `beside` are further arguments of the call."""
     beside = beside or {}
-    arguments, faults = _Call(path, optimizer_class).check(values, known=beside)
+    arguments, faults = _check_call(path, optimizer_class, values, known=beside)
     if faults or not is_listed(optimizer_class):
         return arguments, faults
     # Build the optimizer for one weight, to find values that it rejects.
     refusal = _refusal(optimizer_class, {**beside, **arguments})
     if refusal is None or (beside and _refusal(optimizer_class, beside) is not None):  # then the error is in those
         return arguments, []
-    got, do = describe(dict(arguments)), f"correct `{'.'.join(map(str, path))}`"
+    name_of_class = name_of(optimizer_class)
+    expected = f"a value that {name_of_class} accepts: {refusal}"
     for name, value in arguments.items():
-        rest = {key: arguments[key] for key in arguments if key != name}
-        if _refusal(optimizer_class, {**beside, **rest}) is None:
-            path, got, do = (*path, name), describe(value), f"correct `{name}`"
-            break
-    return arguments, [Fault(path, got, f"a value that {name_of(optimizer_class)} accepts: {refusal}", do)]
+        remaining = {key: arguments[key] for key in arguments if key != name}
+        if _refusal(optimizer_class, {**beside, **remaining}) is None:
+            do = _advise(name, parameters_of(optimizer_class)[name].default)
+            return arguments, [KeyFault((*path, name), describe_value(value), expected, do)]
+    do = f"begin with `type: {name_of_class}` alone, and add arguments"
+    return arguments, [KeyFault(path, describe_value(dict(arguments)), expected, do)]
 
 
-def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+@dataclass(frozen=True)
+class _WarmUp:
+    """The arguments about warm-up; accmt computes the number of steps from the ratio."""
+
+    warmup_ratio: Annotated[
+        Annotated[float, Range(ge=0, le=1)], Expected("a number from 0 to 1, the fraction of all steps", "0.1")
+    ] = 0
+    num_warmup_steps: Annotated[
+        Annotated[int, Range(ge=0)] | Annotated[float, Range(gt=0, lt=1)],
+        Expected("a whole number of steps, at least 0", "100"),
+    ] = 0
+
+
+@dataclass(frozen=True)
+class _Monitor:
+    """The argument of a scheduler that watches an evaluation result."""
+
+    monitor: Annotated[
+        str, Expected("the name of a metric, as in model_saving but without best_, or valid_loss", "accuracy")
+    ] = ""
+
+
+def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[KeyFault]]:
     """Return the arguments in the types of the scheduler's signature, warm-up as written, and their errors."""
-    call = _Call(("scheduler",), factory)
+    path = ("scheduler",)
+    about_run: dict[str, Any] = {}
+    arguments = dict(values)
     if watches_a_result(factory):
-        return _check_plateau(call, values)
-    warmup = {name: whole(values[name]) for name in _WARM_UP if values.get(name) not in (None, 0)}
-    others = {name: value for name, value in values.items() if name not in _WARM_UP}
-    if "num_warmup_steps" not in call.parameters:
-        return call.check({**others, **warmup})
-    arguments, faults = call.check(others)
-    if len(warmup) == len(_WARM_UP):
-        got = ", ".join(f"{name} = {value!r}" for name, value in warmup.items())
+        shape = shape_of(_Monitor)
+        about_run = {name: arguments.pop(name) for name in shape.hints if name in arguments}
+    else:
+        shape = shape_of(_WarmUp)
+        for name in shape.hints:
+            steps = whole(arguments.pop(name, None))
+            # 0 means no warm-up; False and True are mistakes.
+            if steps not in (None, 0) or isinstance(steps, bool):
+                about_run[name] = steps
+        if "num_warmup_steps" not in parameters_of(factory):
+            return _check_call(path, factory, {**arguments, **about_run})
+    arguments, faults = _check_call(path, factory, arguments)
+    if len(about_run) == 2:
+        got = ", ".join(f"{name} = {value!r}" for name, value in about_run.items())
         do = "keep one: remove `num_warmup_steps` or `warmup_ratio`"
-        faults.insert(0, Fault(("scheduler", "num_warmup_steps"), got, "one of them", do))
-        return {**warmup, **arguments}, faults
-    for name, value in warmup.items():
-        is_positive = is_number(value) and value > 0
-        if name == "warmup_ratio" and not (is_positive and value <= 1):
-            expected, do = "a number from 0 to 1, the fraction of all steps", "write `warmup_ratio: 0.1`"
-            faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
-        elif name == "num_warmup_steps" and not (is_positive and (isinstance(value, int) or value < 1)):
-            expected, do = "a whole number of steps, at least 0", "write `num_warmup_steps: 100`"
-            faults.insert(0, Fault(("scheduler", name), describe(value), expected, do))
-    return {**warmup, **arguments}, faults
-
-
-def _check_plateau(call: _Call, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    arguments, faults = call.check({name: value for name, value in values.items() if name != "monitor"})
-    if "monitor" not in values:
-        return arguments, faults
-    monitor = values["monitor"]
-    if not isinstance(monitor, str) or not monitor:
-        expected = "the name of a metric, as in model_saving but without best_, or valid_loss"
-        faults.append(Fault(("scheduler", "monitor"), describe(monitor), expected, "write `monitor: accuracy`"))
-    return {"monitor": monitor, **arguments}, faults
+        faults.insert(0, KeyFault((*path, "num_warmup_steps"), got, "one of them", do))
+    else:
+        for fault in find_faults(shape, about_run, lambda name, example: f"write `{name}: {example}`"):
+            faults.insert(0, replace(fault, path=(*path, *fault.path)))
+    return {**about_run, **arguments}, faults
 
 
 def watches_a_result(factory: Any) -> bool:
@@ -172,65 +198,90 @@ def watches_a_result(factory: Any) -> bool:
     return isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau)
 
 
-def unknown_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str]) -> Fault:
+def unknown_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str]) -> KeyFault:
     """Return the error about an argument that is not among `names`, with the nearest of them."""
     name = str(path[-1])
     synonym = _SYNONYMS.get(name)
     meant = synonym if synonym in names else nearest(name, names)
     do = f"write `{meant}`" if meant else f"remove `{name}`"
-    return Fault(path, f"{name} = {describe(value)}", expected, do)
+    return KeyFault(path, f"{name} = {describe_value(value)}", expected, do)
 
 
-class _Call:
-    """A future call of an optimizer or scheduler with the user's arguments."""
+def _check_call(
+    path: KeyPath, factory: Callable[..., Any], values: Mapping[str, Any], known: Iterable[str] = ()
+) -> tuple[dict[str, Any], list[KeyFault]]:
+    """Check the arguments of a future call.
 
-    def __init__(self, path: KeyPath, factory: Callable[..., Any]) -> None:
-        self.path = path
-        self.name = name_of(factory)
-        parameters = parameters_of(factory)
-        kinds = {parameter.kind for parameter in parameters.values()}
-        self.takes_anything = inspect.Parameter.VAR_KEYWORD in kinds
-        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        self.parameters = {name: item for name, item in parameters.items() if item.kind not in variadic}
-        extra = {"warmup_ratio"} if "num_warmup_steps" in parameters else set()
-        self.names = sorted((set(self.parameters) | extra) - COMPUTED)
+    Args:
+        path: Where the arguments are.
+        factory: The optimizer or scheduler.
+        values: The arguments.
+        known: Further arguments of the call.
 
-    def check(self, values: Mapping[str, Any], known: Iterable[str] = ()) -> tuple[dict[str, Any], list[Fault]]:
-        """Return `values` in the types of the signature, and an error for each invalid or missing argument."""
-        arguments = {}
-        for name, value in values.items():
-            annotation = annotation_of(self.parameters.get(name))
-            if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
-                arguments[name] = tuple(value)
-            elif isinstance(value, float) and not _fits(value, annotation) and _fits(whole(value), annotation):
-                arguments[name] = whole(value)
-            else:
-                arguments[name] = value
-        faults = [fault for name, value in arguments.items() if (fault := self._fault(name, value)) is not None]
-        filled = {*values, *known, *COMPUTED, *FILLED_IF_MISSING}
-        for name, parameter in self.parameters.items():
-            if parameter.default is parameter.empty and name not in filled:
-                do = f"add `{name}:` to {'.'.join(map(str, self.path))}"
-                faults.append(Fault((*self.path, name), "nothing", f"{self.name} needs {name}", do))
-        return arguments, faults
+    Returns:
+        `values` in the types of the signature, and an error for each invalid or missing argument.
+    """
+    name_of_factory, parameters = name_of(factory), parameters_of(factory)
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments, faults = dict(values), []
+    hints, defaults = {}, {}
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        hint = annotation_of(parameter)
+        if name in COMPUTED:
+            if name in values:
+                got, expected = describe_value(arguments.pop(name)), "no value: accmt computes it from the run"
+                faults.append(KeyFault((*path, name), got, expected, f"remove `{name}`"))
+            continue
+        if name in arguments:
+            arguments[name] = _as_annotated(arguments[name], hint)
+        text = f"{without_tensors(inspect.formatannotation(hint))} ({name_of_factory}'s signature)"
+        hints[name] = Annotated[hint, Expected(text, "")]
+        if parameter.default is not parameter.empty or name in {*known, *FILLED_IF_MISSING}:
+            defaults[name] = parameter.default
 
-    def _fault(self, name: str, value: Any) -> Fault | None:
-        path = (*self.path, name)
-        if name in COMPUTED and name in self.parameters:
-            return Fault(path, describe(value), "no value: accmt computes it from the run", f"remove `{name}`")
-        if name not in self.parameters and self.takes_anything:
-            return None
-        if name not in self.parameters:
-            beside = GROUPING if self.path == ("optim",) else SELECTORS if self.path[0] == "optim" else ()
-            expected = f"an argument of {self.name}: {', '.join(self.names) or 'nothing'}"
-            return unknown_argument(path, value, expected, [*self.names, *beside])
-        annotation = annotation_of(self.parameters[name])
-        if _fits(value, annotation):
-            return None
-        expected = without_tensors(inspect.formatannotation(annotation))
-        is_list = isinstance(value, str) and get_origin(annotation) is tuple
-        do = f"write `{name}: [{value}]`" if is_list else f"correct `{name}`"
-        return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", do)
+    def advise(name: str, example: str) -> str:
+        value = arguments.get(name)
+        if isinstance(value, str) and "," in value:  # a flag such as --hps.optim.betas=0.8,0.9
+            return f"write `{name}: [{value}]`"
+        return _advise(name, parameters[name].default)
+
+    shape = make_shape(name_of_factory, hints, defaults, is_open=is_open)
+    for fault in find_faults(shape, arguments, advise, str):
+        name = str(fault.path[0])
+        at = (*path, name)
+        if name not in hints:
+            names = sorted({*hints, "warmup_ratio"} if "num_warmup_steps" in hints else hints)
+            expected = f"an argument of {name_of_factory}: {', '.join(names) or 'nothing'}"
+            if path[0] == "optim":
+                names += GROUPING if path == ("optim",) else SELECTORS
+            faults.append(unknown_argument(at, arguments[name], expected, names))
+        elif fault.got == NOTHING:
+            faults.append(KeyFault(at, NOTHING, f"{name_of_factory} needs {name}", fault.do))
+        else:
+            faults.append(replace(fault, path=at))
+    return {name: arguments.get(name, value) for name, value in values.items()}, faults
+
+
+def _as_annotated(value: Any, annotation: Any) -> Any:
+    """Return a list as a tuple, and a float without a fraction as an int, where the annotation asks for those."""
+    if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
+        return tuple(value)
+    takes_float = annotation is float or float in get_args(annotation)
+    return value if takes_float else whole(value)
+
+
+_EXAMPLES = {"step_size": 10, "milestones": [10, 20], "gamma": 0.9, "base_lr": 1e-4, "max_lr": 1e-3, "T_0": 10}
+"""Values of arguments that have no default."""
+
+
+def _advise(name: str, default: Any) -> str:
+    """Return what to do about a wrong or missing argument: write its default, or an example."""
+    example = _EXAMPLES.get(name) if default is inspect.Parameter.empty else default
+    if isinstance(example, bool | int | float | str | list | tuple):
+        return f"write `{name}: {json.dumps(example)}`"
+    return f"remove `{name}`" if example is None else f"correct `{name}`"
 
 
 def annotation_of(parameter: inspect.Parameter | None) -> Any:
@@ -243,17 +294,6 @@ def annotation_of(parameter: inspect.Parameter | None) -> Any:
         return float | None
     default_type = type(parameter.default)
     return {int: float}.get(default_type, default_type) if default_type in (int, float, bool, tuple) else Any
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-    try:
-        TypeAdapter(annotation, config=config).validate_python(value)
-    except ValidationError:
-        return False
-    return True
 
 
 def _refusal(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str | None:

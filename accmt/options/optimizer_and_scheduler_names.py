@@ -13,8 +13,10 @@ import torch
 from torch.optim import lr_scheduler
 
 from accmt import registry
+from accmt.errors import describe_value
 from accmt.libraries.versions import FLOORS, require
-from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
+from accmt.options.checks import KeyFault, KeyPath
+from accmt.options.yaml_reader import suggest
 
 SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
 
@@ -112,23 +114,25 @@ def scheduler_names() -> list[str]:
     return _SCHEDULERS.names()
 
 
-def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | Fault:
+def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | KeyFault:
     """Return the optimizer class for a short name, an import path or a class, or the error."""
-    found = _find(value, _OPTIMIZERS)
-    if isinstance(found, Fault) or (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        return found
-    return Fault(_OPTIMIZERS.path, describe(value), "a subclass of torch.optim.Optimizer", "use such a class")
+    optimizer = _find(value, _OPTIMIZERS)
+    if isinstance(optimizer, KeyFault) or (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    ):
+        return optimizer
+    return KeyFault(_OPTIMIZERS.path, describe_value(value), "a subclass of torch.optim.Optimizer", "use such a class")
 
 
-def find_scheduler(value: Any) -> SchedulerFactory | Fault:
+def find_scheduler(value: Any) -> SchedulerFactory | KeyFault:
     """Return the class or function of a scheduler for a short name, an import path or itself, or the error."""
-    found = _find(value, _SCHEDULERS)
-    is_class = isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler)
-    if isinstance(found, Fault) or is_class or inspect.isfunction(found):
-        factory: SchedulerFactory | Fault = found
+    scheduler = _find(value, _SCHEDULERS)
+    is_class = isinstance(scheduler, type) and issubclass(scheduler, lr_scheduler.LRScheduler)
+    if isinstance(scheduler, KeyFault) or is_class or inspect.isfunction(scheduler):
+        factory: SchedulerFactory | KeyFault = scheduler
         return factory
     expected = "a torch.optim.lr_scheduler.LRScheduler, or a function that takes an optimizer and returns one"
-    return Fault(_SCHEDULERS.path, describe(value), expected, _SCHEDULERS.instead)
+    return KeyFault(_SCHEDULERS.path, describe_value(value), expected, _SCHEDULERS.instead)
 
 
 def is_listed(factory: Callable[..., Any]) -> bool:
@@ -150,15 +154,15 @@ def name_of(factory: Callable[..., Any]) -> str:
 
 def _find(value: Any, kind: _Kind) -> Any:
     """Return the object for a name; callables are returned unchanged."""
-    found = _import(value, kind) if isinstance(value, str) else value
-    if not callable(found) and not isinstance(found, Fault):
-        return Fault(
-            kind.path, describe(value), "a name, an import path or a class", f"write `type: {kind.names()[0]}`"
+    factory = _import(value, kind) if isinstance(value, str) else value
+    if not callable(factory) and not isinstance(factory, KeyFault):
+        return KeyFault(
+            kind.path, describe_value(value), "a name, an import path or a class", f"write `type: {kind.names()[0]}`"
         )
     for name, reason in kind.rejected.items():
-        if found is kind.by_name(name):
-            return Fault(kind.path, f"{name}, which {reason}", f"one of {', '.join(kind.names())}", kind.instead)
-    return found
+        if factory is kind.by_name(name):
+            return KeyFault(kind.path, f"{name}, which {reason}", f"one of {', '.join(kind.names())}", kind.instead)
+    return factory
 
 
 def _import(value: str, kind: _Kind) -> Any:
@@ -175,17 +179,17 @@ def _import(value: str, kind: _Kind) -> Any:
         expected = f"one of {', '.join(names)}, or an import path"
         name_here = registry.addon("hint_for_component")(kind.path[0], value)
         do = f"write `{name_here}`" if name_here else suggest(value, names, "choose one of these names")
-        return Fault(kind.path, describe(value), expected, do)
+        return KeyFault(kind.path, describe_value(value), expected, do)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         package = module_name.partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == package and package in FLOORS
         do = f'pip install "{package}>={FLOORS[package]}"' if is_missing else "correct the path, or install it"
-        return Fault(kind.path, f"{value!r}: {error}", "the import path of a class", do)
+        return KeyFault(kind.path, f"{value!r}: {error}", "the import path of a class", do)
     if not hasattr(module, attribute):
         name_here = registry.addon("hint_for_component")(kind.path[0], attribute)
         is_hint = name_here is not None and name_here != value
         do = f"write `{name_here}`" if is_hint else suggest(attribute, vars(module), "correct the path")
-        return Fault(kind.path, f"{value!r}: {module_name} has no {attribute}", "the import path of a class", do)
+        return KeyFault(kind.path, f"{value!r}: {module_name} has no {attribute}", "the import path of a class", do)
     return getattr(module, attribute)

@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-import torch
-
-from accmt.errors import ArgumentError, fail, nearest
+from accmt.errors import nearest
 from accmt.options.checks import (
+    Expected,
+    Group,
+    Off,
     Options,
+    Range,
+    is_off,
     raise_wrong_value,
     require_choice,
-    require_flags,
-    require_int,
     require_keywords,
-    require_mapping,
     set_field,
-    write_place,
+    write_argument,
 )
 from accmt.options.units import Unit, read_every, read_max_time
 from accmt.precision import PRECISIONS
@@ -29,35 +29,21 @@ from accmt.registry import addon, names
 # ---- Checks of arguments about device and precision.
 
 
-def require_precision(value: Any) -> None:
+def require_precision(name: str, value: Any) -> None:
     """Check `mixed_precision`.
 
     Raises:
         ArgumentError: No such precision; the message translates the values of other trainers.
     """
-    choices = (None, *PRECISIONS, *(() if value in (None, *PRECISIONS) else names("accmt.precisions")))
+    choices = [None, *PRECISIONS]
     if value in choices:
         return
+    choices += names("accmt.precisions")
     do = addon("hint_for_precision")(value)
-    if do is None:
-        require_choice("mixed_precision", value, choices)
-        return
-    expected = "one of " + ", ".join(map(repr, choices))
-    where, got = "Trainer(mixed_precision=...)", f"{value!r} ({type(value).__name__})"
-    raise fail(ArgumentError, where, got=got, expected=expected, do=do)
-
-
-def require_ddp(name: str, value: Any) -> None:
-    """Check arguments of DDP; imports Accelerate only for a dict.
-
-    Raises:
-        ArgumentError: It is neither None nor a dict with valid arguments.
-    """
-    require_mapping(name, value)
-    if value:
-        from accelerate import DistributedDataParallelKwargs
-
-        require_keywords(name, value, DistributedDataParallelKwargs, "accelerate.DistributedDataParallelKwargs")
+    if do is None or value in choices:
+        require_choice(name, value, choices)
+    else:
+        raise_wrong_value(name, value, "one of " + ", ".join(map(repr, choices)), do)
 
 
 def require_fsdp(name: str, value: Any) -> None:
@@ -67,37 +53,110 @@ def require_fsdp(name: str, value: Any) -> None:
         ArgumentError: It is neither True nor a dict with valid arguments.
     """
     if isinstance(value, Mapping):
-        from accelerate import FullyShardedDataParallelPlugin
-
-        require_keywords(name, value, FullyShardedDataParallelPlugin, "accelerate.FullyShardedDataParallelPlugin")
+        require_keywords(name, value, "accelerate.FullyShardedDataParallelPlugin")
     elif value is not True:
-        expected, do = "True, or a dict with FSDP2 arguments", 'parallelism={"fsdp": True}, or leave `parallelism` out'
-        raise fail(ArgumentError, write_place(name), got=repr(value), expected=expected, do=do)
+        do = f"{write_argument(name, 'True')}, or leave `parallelism` out"
+        raise_wrong_value(name, value, "True, or a dict with FSDP2 arguments", do)
 
 
-def require_accelerator(value: Any) -> None:
+def require_accelerator(name: str, value: Any) -> None:
     """Check `accelerator`; imports Accelerate only for a dict.
 
     Raises:
-        ArgumentError: It is neither None, a dict with valid arguments, nor an object that prepares models.
+        ArgumentError: It is neither a dict with valid arguments, nor an object that prepares models.
     """
-    if isinstance(value, Mapping) and value:
-        from accelerate import Accelerator
+    if isinstance(value, Mapping):
+        require_keywords(name, value, "accelerate.Accelerator")
+    elif not hasattr(value, "prepare") or isinstance(value, type):
+        do = "leave it out, and choose the hardware at launch: accmt launch -N 2 train.py"
+        if value == "cpu":
+            do = 'accelerator={"cpu": True}'
+        elif isinstance(value, type):
+            do = f"accelerator={value.__name__}()"
+        raise_wrong_value(name, value, "an accelerate.Accelerator, or a dict with its arguments", do)
 
-        require_keywords("accelerator", value, Accelerator, "accelerate.Accelerator")
-    is_object = hasattr(value, "prepare") and not isinstance(value, type)
-    if value is None or isinstance(value, Mapping) or is_object:
+
+def require_engine(name: str, value: Any) -> None:
+    """Check the name of an engine.
+
+    Raises:
+        ArgumentError: No package adds an engine of this name.
+    """
+    known = names("accmt.engines")
+    if not known:
+        raise_wrong_value(name, value, "an engine of an installed package; there is none", "leave `engine` out")
+    require_choice(name, value, known)
+
+
+def require_compile(name: str, value: Any) -> None:
+    """Check `compile`.
+
+    Raises:
+        ArgumentError: It is neither True, False nor a dict with valid arguments.
+    """
+    if isinstance(value, bool):
         return
-    got, expected = f"{value!r} ({type(value).__name__})", "an accelerate.Accelerator, or a dict with its arguments"
-    do = "leave it out, and choose the hardware at launch: accmt launch -N 2 train.py"
-    if value == "cpu":
-        do = 'accelerator={"cpu": True}'
-    elif isinstance(value, type):
-        do = f"accelerator={value.__name__}()"
-    raise fail(ArgumentError, "Trainer(accelerator=...)", got=got, expected=expected, do=do)
+    if not isinstance(value, Mapping):
+        raise_wrong_value(name, value, "True, False, or a dict with arguments of torch.compile", "compile=True")
+    arguments = dict(value)
+    buckets = arguments.pop("buckets", 1)
+    if type(buckets) is not int or buckets < 1:
+        do = write_argument("compile.buckets", 64)
+        raise_wrong_value("compile.buckets", buckets, "a whole number of at least 1", do)
+    require_choice("compile.regional", arguments.pop("regional", False), (False, True))
+    require_keywords(name, arguments, "torch.compile")
+
+
+def require_max_time(name: str, value: Any) -> None:
+    """Check `max_time`.
+
+    Raises:
+        ArgumentError: It is not a time above 0.
+    """
+    read_max_time(value)
+
+
+def read_min_length(name: str, value: Any) -> dict[Unit, int]:
+    """Return the minimum number of each unit.
+
+    Raises:
+        ArgumentError: It is neither a number with a unit, nor a list of two with different units.
+    """
+    lengths: dict[Unit, int] = {}
+    for text in value if isinstance(value, list | tuple) else [value]:
+        length = read_every(name, text, ("epoch", "step"), also=", or a list of both")
+        if length.unit in lengths:
+            raise_wrong_value(name, value, "each unit once", 'min_length=["2 epochs", "500 steps"]')
+        lengths[length.unit] = int(length.number)
+    return lengths
 
 
 PROFILERS = ("simple", "advanced", "pytorch")
+
+_require_ddp = partial(require_keywords, owner="accelerate.DistributedDataParallelKwargs")
+_RECOMPUTATION = Expected("True, False, or a dict with arguments of torch.utils.checkpoint.checkpoint", "True")
+_BATCHES = Expected("True, or a number of batches", "True")
+_DEPTH = Expected("True or False, or a depth from 1; -1 shows all", "True")
+
+
+def require_profiler(name: str, value: Any) -> None:
+    """Check `profiler`.
+
+    Raises:
+        ArgumentError: `value` is neither one of `PROFILERS`, an `accelerate.utils.ProfileKwargs` nor a
+            `torch.profiler.profile`.
+    """
+    if value in PROFILERS:
+        return
+    if not isinstance(value, str):
+        from accelerate.utils import ProfileKwargs
+        from torch.profiler import profile
+
+        if isinstance(value, ProfileKwargs | profile):
+            return
+    quoted = ", ".join(f'"{profiler}"' for profiler in PROFILERS)
+    expected = f"{quoted}, an accelerate.utils.ProfileKwargs or a torch.profiler.profile object, or None"
+    raise_wrong_value(name, value, expected, f'profiler="{nearest(value, PROFILERS, cutoff=0)}"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +175,10 @@ class TorchFlags(Options):
     detect_anomaly: bool = False
 
 
+Size: TypeAlias = Annotated[int, Range(ge=1)]
+"""A number of processes or replicas."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelismOptions(Options):
     """How the model is distributed over processes. The product of the sizes is the number of processes.
@@ -132,28 +195,26 @@ class ParallelismOptions(Options):
             options.
     """
 
-    fsdp: bool | Mapping[str, Any] = True
-    shard: Annotated[int, partial(require_int, at_least=1)] | None = None
-    replicate: Annotated[int, partial(require_int, at_least=1)] | None = None
-    tp: Annotated[int, partial(require_int, at_least=1)] | None = None
-    ddp: Mapping[str, Any] | None = None
-    engine: str | None = None
+    fsdp: Annotated[bool | Mapping[str, Any], require_fsdp] = True
+    shard: Annotated[Size | None, Off()] = None
+    replicate: Annotated[Size | None, Off()] = None
+    tp: Annotated[Size | None, Off()] = None
+    ddp: Annotated[
+        Mapping[str, Any] | None, partial(require_keywords, owner="accelerate.DistributedDataParallelKwargs")
+    ] = None
+    engine: Annotated[str | None, require_engine, Off()] = None
 
     def check(self, name: str) -> None:
-        """Check arguments of FSDP and DDP; imports Accelerate only for a dict."""
-        require_fsdp(f"{name}.fsdp", self.fsdp)
-        require_ddp(f"{name}.ddp", self.ddp)
-        if self.engine is not None:
-            require_choice(f"{name}.engine", self.engine, names("accmt.engines"))
-            if (self.shard, self.replicate, self.tp, self.ddp) != (None, None, None, None):
-                raise_wrong_value(name, self.to_dict(), "only `engine`", f'parallelism={{"engine": {self.engine!r}}}')
+        """Reject two ways to distribute the model at once."""
+        if self.engine is not None and (self.shard, self.replicate, self.tp, self.ddp) != (None, None, None, None):
+            raise_wrong_value(name, self.to_dict(), "only `engine`", f'parallelism={{"engine": {self.engine!r}}}')
         if self.ddp is not None and (self.fsdp, self.shard, self.replicate, self.tp) != (True, None, None, None):
             do = f'parallelism={{"ddp": {dict(self.ddp)!r}}}, or leave "ddp" out to shard the model'
             raise_wrong_value(name, self.to_dict(), "`ddp`, or how the model is sharded", do)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningSettings:
+class RunningSettings(Group):
     """Device, precision, seed, run length and output.
 
     Args:
@@ -188,72 +249,48 @@ class RunningSettings:
             True means 1, and -1 shows all levels.
     """
 
-    accelerator: Any = None
-    mixed_precision: str | None = None
-    parallelism: ParallelismOptions | None = None
-    compile: bool | Mapping[str, Any] = False
-    seed: int | None = None
-    torch_flags: TorchFlags = None  # type: ignore[assignment]  # set in __post_init__
-    gradient_checkpointing: bool | Mapping[str, Any] = False
+    accelerator: Annotated[Any, require_accelerator, Off()] = None
+    mixed_precision: Annotated[str | None, require_precision, Off("no")] = None
+    parallelism: Annotated[ParallelismOptions | None, Off()] = None
+    compile: Annotated[bool | Mapping[str, Any], require_compile] = False
+    seed: Annotated[int, Range(ge=0)] | None = None
+    torch_flags: Annotated[TorchFlags, Off()] = None  # type: ignore[assignment]  # set in __post_init__
+    gradient_checkpointing: Annotated[bool | Mapping[str, Any], _RECOMPUTATION] = False
     sync_batchnorm: bool = False
-    fast_dev_run: bool | int = False
-    profiler: Any = None
-    min_length: str | Sequence[str] | None = None
-    max_time: str | timedelta | Mapping[str, float] | None = None
-    callbacks: Any = None
+    fast_dev_run: Annotated[bool | Annotated[int, Range(ge=0)], _BATCHES] = False
+    profiler: Annotated[Any, require_profiler, Off()] = None
+    min_length: Annotated[str | Sequence[str] | None, read_min_length, Off()] = None
+    max_time: Annotated[str | timedelta | Mapping[str, float] | None, require_max_time, Off()] = None
+    callbacks: Annotated[Any, Off()] = None
     verbose: bool = True
     enable_progress_bar: bool | None = None
-    enable_model_summary: bool | int = False
+    enable_model_summary: Annotated[bool | Annotated[int, Range(ge=-1)], _DEPTH] = False
 
     def __post_init__(self) -> None:
-        require_flags(self)
-        require_precision(self.mixed_precision)
-        require_accelerator(self.accelerator)
-        if self.seed is not None:
-            require_int("seed", self.seed, at_least=0)
-        if not isinstance(self.fast_dev_run, int) or self.fast_dev_run < 0:
-            raise_wrong_value("fast_dev_run", self.fast_dev_run, "True, or a number of batches", "fast_dev_run=True")
-        if not isinstance(self.enable_model_summary, int) or self.enable_model_summary < -1:
-            expected = "True or False, or a depth from 1; -1 shows all"
-            raise_wrong_value("enable_model_summary", self.enable_model_summary, expected, "enable_model_summary=True")
-        set_field(self, "torch_flags", TorchFlags.read("torch_flags", self.torch_flags))
-        self._least  # noqa: B018 - raises if invalid
-        require_profiler(self.profiler)
-        read_max_time(self.max_time)
-        compiling: Any = self.compile
-        if not isinstance(compiling, bool | Mapping):
-            raise_wrong_value(
-                "compile", compiling, "True, False, or a dict with arguments of torch.compile", "compile=True"
-            )
-        require_keywords("compile", self.compile_kwargs, torch.compile, "torch.compile")
-        if self.compile_buckets is not None:
-            require_int("compile.buckets", self.compile_buckets, at_least=1)
-        if isinstance(self.compile, Mapping):
-            require_choice("compile.regional", self.compile.get("regional", False), (False, True))
-        asked: Any = self.parallelism
-        set_field(
-            self, "parallelism", None if asked is None or asked == {} else ParallelismOptions.read("parallelism", asked)
-        )
-        value: Any = self.gradient_checkpointing
-        if not isinstance(value, bool | Mapping):
-            expected = "True, False, or a dict with arguments of torch.utils.checkpoint.checkpoint"
-            raise_wrong_value("gradient_checkpointing", value, expected, "gradient_checkpointing=True")
+        # `{"fsdp": False}` asks for no sharding, although options without `fsdp` shard.
+        parallelism: Any = self.parallelism
+        if isinstance(parallelism, Mapping) and all(map(is_off, parallelism.values())):
+            set_field(self, "parallelism", None)
+        super().__post_init__()
 
     @property
     def compile_kwargs(self) -> Mapping[str, Any]:
         """Arguments of `torch.compile`."""
-        compiling = self.compile if isinstance(self.compile, Mapping) else {}
-        return {name: value for name, value in compiling.items() if name not in ("buckets", "regional")}
+        return {name: value for name, value in self._compile_options.items() if name not in ("buckets", "regional")}
 
     @property
     def compile_buckets(self) -> int | None:
         """Batches are padded to multiples of this length; None does not pad."""
-        return self.compile.get("buckets") if isinstance(self.compile, Mapping) else None
+        return self._compile_options.get("buckets")
 
     @property
     def compiles_regions(self) -> bool:
         """Whether only the repeated layers are compiled."""
-        return isinstance(self.compile, Mapping) and bool(self.compile.get("regional"))
+        return bool(self._compile_options.get("regional"))
+
+    @property
+    def _compile_options(self) -> Mapping[str, Any]:
+        return self.compile if isinstance(self.compile, Mapping) else {}
 
     @property
     def compiles(self) -> bool:
@@ -272,30 +309,4 @@ class RunningSettings:
 
     @property
     def _least(self) -> dict[Unit, int]:
-        written: Any = [] if self.min_length is None else self.min_length
-        written = written if isinstance(written, list | tuple) else [written]
-        lengths = [read_every("min_length", text, ("epoch", "step"), also=", or a list of both") for text in written]
-        if len({length.unit for length in lengths}) < len(lengths):
-            do = 'min_length=["2 epochs", "500 steps"]'
-            raise_wrong_value("min_length", self.min_length, "each unit once", do)
-        return {length.unit: int(length.number) for length in lengths}
-
-
-def require_profiler(value: Any) -> None:
-    """Check `profiler`.
-
-    Raises:
-        ArgumentError: `value` is neither None, one of `PROFILERS`, an `accelerate.utils.ProfileKwargs` nor a
-            `torch.profiler.profile`.
-    """
-    if value is None or (isinstance(value, str) and value in PROFILERS):
-        return
-    if not isinstance(value, str):
-        from accelerate.utils import ProfileKwargs
-        from torch.profiler import profile
-
-        if isinstance(value, ProfileKwargs | profile):
-            return
-    names = ", ".join(f'"{name}"' for name in PROFILERS)
-    expected = f"{names}, an accelerate.utils.ProfileKwargs or a torch.profiler.profile object, or None"
-    raise_wrong_value("profiler", value, expected, f'profiler="{nearest(value, PROFILERS, cutoff=0)}"?')
+        return {} if self.min_length is None else read_min_length("min_length", self.min_length)

@@ -6,22 +6,24 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite
+from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias, runtime_checkable
 
 from accmt.errors import nearest
 from accmt.options.checks import (
+    Expected,
+    Group,
+    Off,
     Options,
-    is_number,
+    Range,
+    is_off,
     raise_wrong_value,
-    require_flags,
-    require_int,
     set_field,
-    write_argument,
+    to_python,
 )
-from accmt.options.units import Every, Unit, read_every, read_size
+from accmt.options.units import Every, read_every, read_size
 from accmt.registry import addon, find, names
 
 _RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "auto": "auto"}
@@ -41,6 +43,7 @@ class RegisteredSaving:
     above: float | Mapping[str, float] | None = None
 
 
+@runtime_checkable
 class Checkpointer(Protocol):
     """Custom checkpoint storage: `Trainer(checkpointer=...)` accepts any object with these two methods.
 
@@ -54,14 +57,24 @@ class Checkpointer(Protocol):
         """Return a folder with the files of the checkpoint to resume from; None if there is none."""
 
 
-def _require_evaluations(name: str, value: Any) -> None:
-    read_every(name, value, ["eval"], plain="eval")
+_read_evaluations = partial(read_every, units=["eval"], plain="eval")
+_read_steps_or_epochs = partial(read_every, units=["epoch", "step"], plain="step")
+_read_checkpoint_interval = partial(
+    read_every, units=("epoch", "step", "eval", "second", "auto"), plain="step", fractions=True
+)
+_PATH = Expected("a folder path", '"out/my_model"')
+_FORK = Expected("a run folder, @ and a step", '"logs/news/run-a@1200"')
+_DELTA = Expected("a number from 0", "0.01")
+_THRESHOLD = Expected("a number", "0.01")
+_THRESHOLDS = Expected("a number, or a dict of numbers by name", "0.5")
+_PATIENCE = Expected("a whole number of evaluations from 1, such as 3 or '3 evals', or a dict of them by value", "3")
+_RULES = Expected(
+    '"best_valid_loss", "best_train_loss", "best_<metric>", "always", "last", a list of them, or None',
+    '"best_valid_loss"',
+)
 
-
-def _require_finite(name: str, value: Any, least: float = -inf) -> None:
-    if not is_number(value) or not isfinite(value) or value < least:
-        expected = "a number from 0" if least == 0 else "a number"
-        raise_wrong_value(name, value, expected, write_argument(name, 0.01))
+Evaluations: TypeAlias = Annotated[int, Range(ge=1)] | str
+"""A number of evaluations, or a number with a unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +88,9 @@ class PatienceOptions(Options):
         check_finite: Whether training ends as soon as the value is NaN or infinite.
     """
 
-    patience: Annotated[int | str, _require_evaluations] | None = None
-    min_delta: Annotated[float, partial(_require_finite, least=0)] = 0.0
-    stopping_threshold: Annotated[float, _require_finite] | None = None
+    patience: Annotated[int | str | None, _read_evaluations, Off()] = None
+    min_delta: Annotated[float, Range(ge=0, lt=inf), _DELTA] = 0.0
+    stopping_threshold: Annotated[Annotated[float, Range(gt=-inf, lt=inf)] | None, _THRESHOLD, Off()] = None
     check_finite: bool = False
 
     def check(self, name: str) -> None:
@@ -95,8 +108,7 @@ class PatienceOptions(Options):
     @property
     def evaluations(self) -> int | None:
         """`patience` as a number."""
-        every = self.patience
-        return None if every is None else int(read_every("patience", every, ["eval"], plain="eval").number)
+        return None if self.patience is None else int(_read_evaluations("patience", self.patience).number)
 
 
 def _name_of_url(url: str) -> str:
@@ -105,8 +117,20 @@ def _name_of_url(url: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
+def _require_model_path(name: str, value: Any) -> None:
+    """Reject what `Path` would take for another folder than the user means."""
+    if not str(value).strip():
+        raise_wrong_value(name, value, _PATH.text, f"model_path={_PATH.example}")
+    if _URL.match(str(value)) and not (isinstance(value, str) and _name_of_url(value)):
+        do = 'model_path="s3://bucket/models/news"'
+        raise_wrong_value(name, value, "a local folder, or a URL as a string that ends in a name", do)
+    if str(value).startswith("hf://"):
+        do = 'pass a local `model_path`, and callbacks=PushToHub("user/name")'
+        raise_wrong_value(name, value, "a local folder, or the URL of object storage", do)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SavingSettings:
+class SavingSettings(Group):
     """Saving the model.
 
     Args:
@@ -126,40 +150,27 @@ class SavingSettings:
             takes precedence.
     """
 
-    model_path: str | PathLike[str]
-    model_saving: str | Sequence[str | None] | None = "best_valid_loss"
-    model_saving_below: float | Mapping[str, float] | None = None
-    model_saving_above: float | Mapping[str, float] | None = None
-    max_shard_size: int | str = "10GB"
+    model_path: Annotated[str | PathLike[str], _PATH, _require_model_path]
+    model_saving: Annotated[str | Sequence[str | None] | None, _RULES, Off()] = "best_valid_loss"
+    model_saving_below: Annotated[float | Mapping[str, float] | None, _THRESHOLDS, Off()] = None
+    model_saving_above: Annotated[float | Mapping[str, float] | None, _THRESHOLDS, Off()] = None
+    max_shard_size: Annotated[int | str, read_size] = "10GB"
     safe_serialization: bool = True
-    patience: int | str | Mapping[str, int | str | PatienceOptions | Mapping[str, Any]] | None = None
+    patience: Annotated[
+        Evaluations | Mapping[str, Evaluations | PatienceOptions | Mapping[str, Any]] | None, _PATIENCE, Off()
+    ] = None
 
     def __post_init__(self) -> None:
-        require_flags(self)
-        path = self.model_path
-        if not isinstance(path, str | PathLike) or not str(path).strip():
-            raise_wrong_value("model_path", path, "a folder path", 'model_path="out/my_model"')
-        if _URL.match(str(path)) and not (isinstance(path, str) and _name_of_url(path)):
-            do = 'model_path="s3://bucket/models/news"'
-            raise_wrong_value("model_path", path, "a local folder, or a URL as a string that ends in a name", do)
-        if str(path).startswith("hf://"):
-            do = 'pass a local `model_path`, and callbacks=PushToHub("user/name")'
-            raise_wrong_value("model_path", path, "a local folder, or the URL of object storage", do)
-        read_size("max_shard_size", self.max_shard_size)
-        if isinstance(self.patience, Mapping):
-            items = self.patience.items()
-            read = {
-                name: PatienceOptions.read("patience", one) if isinstance(one, Mapping) else one for name, one in items
-            }
+        patience: Any = self.patience
+        if isinstance(patience, Mapping):
+            read = {}
+            for name, value in patience.items():
+                if isinstance(value, Mapping) and value:
+                    read[name] = PatienceOptions.read(f"patience.{name}", value)
+                elif not is_off(value):
+                    read[name] = to_python(value)
             set_field(self, "patience", read)
-        saving: Any = self.model_saving
-        rules = saving if isinstance(saving, list | tuple) else [saving]
-        if not all(rule is None or isinstance(rule, str) for rule in rules):
-            do = "model_saving=None" if saving is False else 'model_saving="best_valid_loss"'
-            expected = (
-                '"best_valid_loss", "best_train_loss", "best_<metric>", "always", "last", a list of them, or None'
-            )
-            raise_wrong_value("model_saving", saving, expected, do)
+        super().__post_init__()
 
     @property
     def model_url(self) -> str | None:
@@ -174,29 +185,58 @@ class SavingSettings:
     @property
     def rule(self) -> str | Sequence[str | None] | None:
         """`model_saving` without "last"."""
-        if isinstance(self.model_saving, list | tuple):
-            return [rule for rule in self.model_saving if rule != LAST] or None
-        return None if self.model_saving == LAST else self.model_saving
+        if self.model_saving == LAST:
+            return None
+        if isinstance(self.model_saving, str) or self.model_saving is None:
+            return self.model_saving
+        return [rule for rule in self.model_saving if rule != LAST] or None
 
     @property
     def saves_last(self) -> bool:
         """Whether to save the last weights."""
-        return LAST in self.model_saving if isinstance(self.model_saving, list | tuple) else self.model_saving == LAST
+        return self.model_saving is not None and self.rule != self.model_saving
 
     @property
     def patience_evaluations(self) -> Any:
         """`patience` with numbers in place of strings such as "3 evals"."""
-
-        def read(value: Any) -> Any:
-            is_text = isinstance(value, str)
-            return int(read_every("patience", value, ["eval"], plain="eval").number) if is_text else value
-
         patience = self.patience
-        return {n: read(v) for n, v in patience.items()} if isinstance(patience, Mapping) else read(patience)
+        if isinstance(patience, Mapping):
+            return {name: _count_evaluations(value) for name, value in patience.items()}
+        return _count_evaluations(patience)
 
 
-def _require_steps_or_epochs(name: str, value: Any) -> Every:
-    return read_every(name, value, ["epoch", "step"], plain="step")
+def _count_evaluations(patience: Any) -> Any:
+    """Return the number in a string such as "3 evals", and any other value unchanged."""
+    return int(_read_evaluations("patience", patience).number) if isinstance(patience, str) else patience
+
+
+def _require_folder(name: str, value: Any) -> None:
+    if not isinstance(value, str | PathLike) or not str(value).strip():
+        raise_wrong_value(name, value, "a folder", f'{name}="out/checkpoint"')
+    if _URL.match(str(value)) and not (isinstance(value, str) and "://" in value):
+        raise_wrong_value(name, value, "a local folder, or a URL as a string", f'{name}="s3://bucket/run"')
+
+
+def _require_resume(name: str, value: Any) -> None:
+    if value is True or value is False or value == "auto":
+        return
+    expected = 'True, False, "auto", None, or the path of a checkpoint'
+    if not isinstance(value, str | PathLike) or not str(value).strip():
+        raise_wrong_value(name, value, expected, "resume=True")
+    # Reject strings such as "true" that are not paths, and misspelled ones unless such a path exists.
+    word = nearest(value, _RESUME_WORDS, cutoff=0.7)
+    if word and (str(value).lower() in _RESUME_WORDS or not Path(value).exists()):
+        meant = _RESUME_WORDS[word]
+        quotes = "" if meant == "auto" else ", without quotes"
+        raise_wrong_value(name, value, expected, f"resume={meant!r}{quotes}")
+    _require_folder(name, value)
+
+
+def _require_checkpointer(name: str, value: Any) -> None:
+    # A class has the methods too, but they could not be called.
+    if isinstance(value, type) or not isinstance(value, Checkpointer):
+        expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
+        raise_wrong_value(name, value, expected, "checkpointer=None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,20 +254,20 @@ class CheckpointOptions(Options):
         reset_optimizer_on_resume: Whether to start optimizer and scheduler from scratch when resuming.
     """
 
-    max_checkpoints: Annotated[int, partial(require_int, at_least=1)] | None = None
-    keep_every: Annotated[int | str, _require_steps_or_epochs] | None = None
-    max_previous_runs: Annotated[int, partial(require_int, at_least=0)] | None = 3
+    max_checkpoints: Annotated[int, Range(ge=1)] | None = None
+    keep_every: Annotated[int | str | None, _read_steps_or_epochs, Off()] = None
+    max_previous_runs: Annotated[int, Range(ge=0)] | None = 3
     async_checkpointing: bool = True
     reset_optimizer_on_resume: bool = False
 
     @property
     def keeps(self) -> Every | None:
         """`keep_every` as an interval."""
-        return None if self.keep_every is None else _require_steps_or_epochs("keep_every", self.keep_every)
+        return None if self.keep_every is None else _read_steps_or_epochs("keep_every", self.keep_every)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSettings:
+class CheckpointSettings(Group):
     """Checkpoints and resuming.
 
     Args:
@@ -250,47 +290,28 @@ class CheckpointSettings:
             with its own name, folders and settings. Started again, it resumes.
     """
 
-    checkpoint: str | PathLike[str] | None = None
-    resume: bool | str | PathLike[str] | None = False
-    checkpoint_every: int | float | str | None = "epoch"
-    checkpoint_options: CheckpointOptions = None  # type: ignore[assignment]  # set in __post_init__
-    checkpointer: Checkpointer | None = None
-    fork: str | None = None
+    checkpoint: Annotated[str | PathLike[str] | None, _require_folder] = None
+    resume: Annotated[bool | str | PathLike[str] | None, _require_resume] = False
+    checkpoint_every: Annotated[int | float | str | None, _read_checkpoint_interval, Off()] = "epoch"
+    checkpoint_options: Annotated[CheckpointOptions, Off()] = None  # type: ignore[assignment]  # set in __post_init__
+    checkpointer: Annotated[Checkpointer | None, _require_checkpointer, Off()] = None
+    fork: Annotated[str | None, _FORK] = None
 
     def __post_init__(self) -> None:
-        self.every  # noqa: B018 - raises if invalid
-        options = CheckpointOptions.read("checkpoint_options", self.checkpoint_options)
-        set_field(self, "checkpoint_options", options)
-        if isinstance(self.resume, str) and self.resume != "auto":
-            # Reject strings such as "true" that are not paths, and misspelled ones unless such a path exists.
-            word = nearest(self.resume, _RESUME_WORDS, cutoff=0.7)
-            if word and (self.resume.lower() in _RESUME_WORDS or not Path(self.resume).exists()):
-                meant = _RESUME_WORDS[word]
-                do = f"resume={meant!r}" + ("" if meant == "auto" else ", without quotes")
-                raise_wrong_value("resume", self.resume, 'True, False, "auto", None, or the path of a checkpoint', do)
-        for name in ("checkpoint", "resume"):
-            path = getattr(self, name)
-            if path is None or isinstance(path, bool) and name == "resume":
-                continue
-            if not isinstance(path, str | PathLike) or not str(path).strip():
-                expected = 'False, True, "auto", None, or the path of a checkpoint' if name == "resume" else "a folder"
-                raise_wrong_value(name, path, expected, "resume=True" if name == "resume" else 'checkpoint="out/ck"')
-            if _URL.match(str(path)) and not (isinstance(path, str) and "://" in path):
-                raise_wrong_value(name, path, "a local folder, or a URL as a string", f'{name}="s3://bucket/run"')
-        given: Any = self.checkpointer
-        if isinstance(given, str):
+        checkpointer: Any = self.checkpointer
+        if isinstance(checkpointer, str) and not is_off(checkpointer):
             try:
-                kind: Callable[[], Checkpointer] = find("accmt.checkpointers", given)
+                kind: Callable[[], Checkpointer] = find("accmt.checkpointers", checkpointer)
             except KeyError:
                 known = names("accmt.checkpointers")
                 expected = f"an object with the methods of accmt.Checkpointer, or one of {known} from other packages"
-                raise_wrong_value("checkpointer", given, expected, f"checkpointer={nearest(given, known)!r}")
-            object.__setattr__(self, "checkpointer", kind())
-        methods = [getattr(self.checkpointer, name, None) for name in ("save", "load")]
-        can_store = not isinstance(self.checkpointer, type) and all(map(callable, methods))
-        if self.checkpointer is not None and not can_store:
-            expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
-            raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
+                do = f"checkpointer={nearest(checkpointer, known)!r}"
+                raise_wrong_value("checkpointer", checkpointer, expected, do)
+            set_field(self, "checkpointer", kind())
+        super().__post_init__()
+
+    def check(self, name: str) -> None:
+        """Check the run and the step of a fork."""
         if self.fork is not None:
             addon("check_fork")(self)
 
@@ -313,7 +334,5 @@ class CheckpointSettings:
     @property
     def every(self) -> Every | None:
         """How often to write a checkpoint; None is never."""
-        if self.checkpoint_every is None:
-            return None
-        units: tuple[Unit, ...] = ("epoch", "step", "eval", "second", "auto")
-        return read_every("checkpoint_every", self.checkpoint_every, units, plain="step", fractions=True)
+        interval = self.checkpoint_every
+        return None if interval is None else _read_checkpoint_interval("checkpoint_every", interval)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accmt.errors import ArgumentError, HyperParameterError
 from accmt.files import is_current
-from accmt.options.checks import Options, raise_faults, read_arguments
+from accmt.options.checks import Options, hints_of, is_off, raise_faults
 from accmt.options.data import DataSettings
 from accmt.options.evaluation import EvaluationSettings
 from accmt.options.failures import Failures, FailureSettings
@@ -77,21 +77,30 @@ class Settings:
             HyperParameterError: Invalid hyper-parameters.
             CombinedError: Invalid hyper-parameters and other errors.
         """
-        values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
-        every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
-        values = read_arguments(values, every)
+        values = dict(arguments)
+        for name, value in arguments.items():
+            if isinstance(value, PathLike):
+                values[name] = fspath(value)
         remember(values)
-        faults, parts = _Faults(), dict[str, Any]()
-        with faults.collecting():
-            names = values.keys() - {"tracker_kwargs"}
-            if values["tracker_kwargs"]:
-                addon("check_keywords")(values["tracker_kwargs"], names, has_tracker=bool(values["log_with"]))
+        makers: dict[str, Callable[[], Any]] = {}
         for name, group in cls.GROUPS.items():
-            with faults.collecting():
-                parts[name] = group(**{each.name: values[each.name] for each in fields(group) if each.name in values})
-        with faults.collecting():
-            parts["hps"] = HyperParameters.from_config(arguments["hps_config"])
-        raise_faults(faults.errors)
+            makers[name] = partial(group, **{key: values[key] for key in hints_of(group) if key in values})
+        makers["hps"] = partial(HyperParameters.from_config, arguments["hps_config"])
+        errors: list[ArgumentError | HyperParameterError] = []
+        if values["tracker_kwargs"]:
+            has_tracker = not is_off(values["log_with"])
+            try:
+                names = values.keys() - {"tracker_kwargs"}
+                addon("check_keywords")(values["tracker_kwargs"], names, has_tracker=has_tracker)
+            except ArgumentError as error:
+                errors.append(error)
+        parts = {}
+        for name, make in makers.items():
+            try:
+                parts[name] = make()
+            except (ArgumentError, HyperParameterError) as error:
+                errors.append(error)
+        raise_faults(errors)
         return cls(**parts)
 
     @property
@@ -101,7 +110,8 @@ class Settings:
 
     def is_set(self, argument: str) -> bool:
         """Return whether a setting, a hyper-parameter or an argument of the Trainer, is neither None nor False."""
-        values = (getattr(owner, argument, None) for owner in (self.hps, *(getattr(self, g) for g in self.GROUPS)))
+        owners = [self.hps, *(getattr(self, name) for name in self.GROUPS)]
+        values = [getattr(owner, argument, None) for owner in owners]
         return any(value is not None and value is not False for value in values)
 
     def samples_per_step(self, num_parts: int, epoch: int = 0) -> int | None:
@@ -140,39 +150,34 @@ class Settings:
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Return the default of each argument that has one, by name."""
-        every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
-        return {each.name: each.default for each in every if each.default is not MISSING}
+        defaults = {}
+        for group in cls.GROUPS.values():
+            for setting in fields(group):
+                if setting.default is not MISSING:
+                    defaults[setting.name] = setting.default
+        return defaults
 
     def to_arguments(self) -> dict[str, Any]:
         """Return the arguments that recreate these settings, without those at their default."""
         arguments: dict[str, Any] = {"hps_config": self.hps.to_dict()}
         for name in self.GROUPS:
             group = getattr(self, name)
-            for each in fields(group):
-                value = getattr(group, each.name)
-                if isinstance(value, Options) and not (value := value.to_dict()):
-                    continue
+            for setting in fields(group):
+                value = getattr(group, setting.name)
+                if isinstance(value, Options):
+                    value = value.to_dict() or setting.default
                 if isinstance(value, Mapping):
-                    value = {key: one.to_dict() if isinstance(one, Options) else one for key, one in value.items()}
-                if type(value) is not type(each.default) or value != each.default:  # a limit of 1 differs from 1.0
-                    arguments[each.name] = value
+                    value = {key: _to_plain(entry) for key, entry in value.items()}
+                # 1 is one batch and 1.0 all, so that values of another type differ.
+                if type(value) is not type(setting.default) or value != setting.default:
+                    arguments[setting.name] = value
         arguments.update(arguments.pop("tracker_kwargs"))
         return arguments
 
 
-class _Faults:
-    """Collects the errors of several checks, to report them together."""
-
-    def __init__(self) -> None:
-        self.errors: list[ArgumentError | HyperParameterError] = []
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Collect an error about arguments or hyper-parameters."""
-        try:
-            yield
-        except (ArgumentError, HyperParameterError) as error:
-            self.errors.append(error)
+def _to_plain(value: Any) -> Any:
+    """Return options as a dict, and any other value unchanged."""
+    return value.to_dict() if isinstance(value, Options) else value
 
 
 # ---- Trial runs: `fast_dev_run` saves nothing, `overfit_batches` trains and validates on the same data.

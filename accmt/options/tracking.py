@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-from accmt.errors import ArgumentError, ArgumentFileError, UnknownArgumentError, fail, nearest
-from accmt.options.checks import (
-    Options,
-    is_number,
-    raise_wrong_value,
-    require_mapping,
-    require_text,
-    set_field,
-    write_argument,
-)
+from accmt.errors import ArgumentFileError, UnknownArgumentError, describe_value, fail, nearest
+from accmt.options.checks import Expected, Group, Off, Options, Range, raise_wrong_value, require_text
 from accmt.options.units import read_every
 from accmt.registry import MONITORED_VALUES, names
+
+_NORM = Expected('True or False, a number above 0, or "inf"', "True")
+_PEAK = Expected("True or False, or operations per second such as 312e12", "True")
+_PRICE = Expected("a number from 0, or None", "2.5")
+_SECONDS = Expected("a number of seconds from 0", "30")
+_CONFIG = Expected("a dict", '{"team": "vision"}')
 
 # ---- What a run measures and logs in addition to losses and metrics.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Monitor:
+class Monitor(Options):
     """What to measure and log. Each enabled field adds exactly the values listed here to the training rows.
 
     `record_goodput` and `price_per_hour` add none.
@@ -73,32 +70,18 @@ class Monitor:
     validation_loss: bool = True
     additional_metrics: bool = True
     learning_rate: bool = False
-    grad_norm: bool | float | str = False
+    grad_norm: Annotated[bool | Annotated[float, Range(gt=0)] | Literal["inf"], _NORM] = False
     epoch: bool = False
     throughput: bool = False
     time_split: bool = False
     cpu_utilization: bool = False
     gpu_utilization: bool = False
-    mfu: bool | float = False
+    mfu: Annotated[bool | Annotated[float, Range(gt=0, lt=math.inf)], _PEAK] = False
     goodput: bool = False
     record_goodput: bool = False
-    price_per_hour: float | None = None
+    price_per_hour: Annotated[Annotated[float, Range(ge=0, lt=math.inf)] | None, _PRICE] = None
     checkpoint: bool = False
     added: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if setting.type == "bool" and not isinstance(value, bool):
-                _reject(setting.name, value, "True or False")
-        if not isinstance(self.grad_norm, bool) and _to_positive(self.grad_norm) is None:
-            _reject("grad_norm", self.grad_norm, 'True or False, a number above 0, or "inf"')
-        peak = _to_positive(self.mfu)
-        if not isinstance(self.mfu, bool) and (peak is None or math.isinf(peak)):
-            _reject("mfu", self.mfu, "True or False, or operations per second such as 312e12")
-        price = self.price_per_hour
-        if price is not None and not (is_number(price) and 0 <= price < math.inf):
-            _reject("price_per_hour", price, "a number from 0, or None", example=2.5)
 
     @property
     def has_measurements(self) -> bool:
@@ -127,7 +110,7 @@ class Monitor:
             ArgumentError: `config` is something else, or a value is invalid.
             ArgumentFileError: There is no such file.
         """
-        if isinstance(config, str | os.PathLike):
+        if isinstance(config, str | PathLike):
             import yaml
 
             if not Path(config).is_file():
@@ -142,46 +125,23 @@ class Monitor:
         if isinstance(config, list | tuple | set):
             config = dict.fromkeys(config, True)
         if not isinstance(config, Mapping):
-            got, do = f"{config!r} ({type(config).__name__})", 'monitor=["learning_rate", "grad_norm"]'
-            raise fail(
-                ArgumentError,
-                "Trainer(monitor=...)",
-                got=got,
-                expected="a Monitor, a dict, a list of names, or a path",
-                do=do,
-            )
+            do = 'monitor=["learning_rate", "grad_norm"]'
+            raise_wrong_value("monitor", config, "a Monitor, a dict, a list of names, or a path", do)
+        values = dict(config)
+        added = list(values.pop("added", ()))
         known = [field.name for field in fields(cls)]
-        others = {name: is_on for name, is_on in config.items() if name not in known}
-        added = names(MONITORED_VALUES) if others else []
-        for name, is_on in others.items():
-            if name not in added:
-                every = [*known, *added]
-                do = f"did you mean {nearest(name, every, cutoff=0)}?"
-                raise fail(
-                    UnknownArgumentError, "Trainer(monitor=...)", got=f"{name!r}", expected=f"one of {every}", do=do
-                )
-            if not isinstance(is_on, bool):
-                _reject(name, is_on, "True or False")
-        own = {name: value for name, value in config.items() if name in known}
-        return cls(**own | {"added": (*own.get("added", ()), *(name for name, is_on in others.items() if is_on))})
-
-
-def _to_positive(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if number > 0 else None
-
-
-def _reject(name: str, value: Any, expected: str, *, example: bool | float = True) -> NoReturn:
-    got = f"{value!r} ({type(value).__name__})"
-    raise fail(ArgumentError, f"Monitor({name}=...)", got=got, expected=expected, do=f"Monitor({name}={example})")
-
-
-def _require_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise_wrong_value(name, value, "a number of seconds from 0", write_argument(name, 30))
+        for name in [name for name in values if name not in known]:
+            is_on = values.pop(name)
+            available = [*known, *names(MONITORED_VALUES)]
+            if name not in available:
+                got, expected = describe_value(name), f"one of {available}"
+                do = f"did you mean {nearest(name, available, cutoff=0)}?"
+                raise fail(UnknownArgumentError, "Trainer(monitor=...)", got=got, expected=expected, do=do)
+            if is_on is True:
+                added.append(name)
+            elif is_on is not False:
+                raise_wrong_value(f"monitor.{name}", is_on, "True or False", f'monitor={{"{name}": True}}')
+        return cls.read("monitor", {**values, "added": tuple(added)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,13 +155,12 @@ class TrackerOptions(Options):
         flush_s: Seconds to wait for trackers at the end of a run; `accmt sync` delivers the rest.
     """
 
-    config: Annotated[Mapping[str, Any], require_mapping] | None = None
+    config: Annotated[Mapping[str, Any] | None, _CONFIG, Off()] = None
     offline: bool | Literal["auto"] = "auto"
-    flush_s: Annotated[float, _require_seconds] = 30
+    flush_s: Annotated[float, Range(ge=0, lt=math.inf), _SECONDS] = 30
 
 
-def _require_steps(name: str, value: Any) -> None:
-    read_every(name, value, ("step",), plain="step")
+_read_steps = partial(read_every, units=("step",), plain="step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,17 +174,36 @@ class Ledger(Options):
             settings and hardware have not changed: "stop" raises an error, "warn" continues.
     """
 
-    every: Annotated[int | str, _require_steps] | None = "1000 steps"
+    every: Annotated[int | str | None, _read_steps, Off()] = "1000 steps"
     on_difference: Literal["stop", "warn"] = "stop"
 
     @property
     def steps(self) -> int | None:
         """`every` as a number of optimizer steps."""
-        return None if self.every is None else int(read_every("every", self.every, ("step",), plain="step").number)
+        return None if self.every is None else int(_read_steps("every", self.every).number)
+
+
+def _require_monitor(name: str, value: Any) -> None:
+    Monitor.from_config(value)
+
+
+def read_log_interval(name: str, value: Any) -> int:
+    """Return the optimizer steps between rows; -1 is one row at the end of each epoch.
+
+    Raises:
+        ArgumentError: It is neither a number of steps nor "epoch".
+    """
+    if value == -1 and isinstance(value, int):
+        return -1
+    interval = read_every(name, value, ("step", "epoch"), plain="step", also="; -1 means each epoch")
+    if interval.unit == "epoch" and interval.number != 1:
+        expected = 'steps, or "epoch" for one row at the end of each epoch'
+        raise_wrong_value(name, value, expected, 'log_every="epoch"')
+    return -1 if interval.unit == "epoch" else int(interval.number)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingSettings:
+class TrackingSettings(Group):
     """Logging and trackers.
 
     Args:
@@ -248,15 +226,15 @@ class TrackingSettings:
             them to one tracker only.
     """
 
-    track_name: str | None = None
-    run_name: str | None = None
+    track_name: Annotated[str | None, require_text] = None
+    run_name: Annotated[str | None, require_text] = None
     logging_dir: str | PathLike[str] = "logs"
-    log_with: Any = None
-    log_every: int | str = 1
-    train_loss_metric_name: str = "train_loss"
-    val_loss_metric_name: str = "val_loss"
-    monitor: Any = None
-    tracker_options: TrackerOptions = None  # type: ignore[assignment]  # set in __post_init__
+    log_with: Annotated[Any, Off()] = None
+    log_every: Annotated[int | str, read_log_interval] = 1
+    train_loss_metric_name: Annotated[str, require_text] = "train_loss"
+    val_loss_metric_name: Annotated[str, require_text] = "val_loss"
+    monitor: Annotated[Any, _require_monitor] = None
+    tracker_options: Annotated[TrackerOptions, Off()] = None  # type: ignore[assignment]  # set in __post_init__
     ledger: bool | Ledger | Mapping[str, Any] = False
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -265,34 +243,14 @@ class TrackingSettings:
         """The values to measure and log."""
         return Monitor.from_config(self.monitor)
 
-    def __post_init__(self) -> None:
-        self.monitored  # noqa: B018 - raises if invalid
-        for name in ("train_loss_metric_name", "val_loss_metric_name"):
-            require_text(name, getattr(self, name))
-        for name in ("track_name", "run_name"):
-            if getattr(self, name) is not None:
-                require_text(name, getattr(self, name))
-        set_field(self, "tracker_options", TrackerOptions.read("tracker_options", self.tracker_options))
-        if not isinstance(self.ledger, bool):
-            set_field(self, "ledger", Ledger.read("ledger", self.ledger, ", or True or False"))
-        self.log_steps  # noqa: B018 - raises if invalid
-
     @property
     def ledger_options(self) -> Ledger | None:
         """The options of the ledger; None if it is off."""
-        return (
-            (Ledger() if self.ledger else None) if isinstance(self.ledger, bool) else Ledger.read("ledger", self.ledger)
-        )
+        if isinstance(self.ledger, Ledger):
+            return self.ledger
+        return Ledger() if self.ledger else None
 
     @property
     def log_steps(self) -> int:
         """Optimizer steps between rows; -1 is one row at the end of each epoch."""
-        every = self.log_every
-        if every == -1 and isinstance(every, int):
-            return -1
-        read = read_every("log_every", every, ("epoch", "step"), plain="step", also="; -1 means each epoch")
-        if read.unit == "epoch" and read.number != 1:
-            raise_wrong_value(
-                "log_every", every, 'steps, or "epoch" for one row at the end of each epoch', 'log_every="epoch"'
-            )
-        return -1 if read.unit == "epoch" else int(read.number)
+        return read_log_interval("log_every", self.log_every)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
 from accmt.errors import nearest
-from accmt.options.checks import raise_wrong_value, read_numbers, require_int, whole, write_argument
+from accmt.options.checks import raise_wrong_value, read_numbers, whole, write_argument
 
 Unit = Literal["epoch", "step", "eval", "second", "auto"]
 
@@ -167,8 +167,9 @@ def _read(value: Any) -> float | None:
             return timedelta(**value).total_seconds()
         except TypeError:
             return None
-    forms = [form.fullmatch(value) for form in _WRITTEN] if isinstance(value, str) else []
-    written = next((form for form in forms if form), None)
+    if not isinstance(value, str):
+        return None
+    written = _WRITTEN[0].fullmatch(value) or _WRITTEN[1].fullmatch(value)
     if written is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in written.groups())
@@ -188,10 +189,10 @@ def read_size(name: str, value: int | str) -> int:
     Raises:
         ArgumentError: It is something else.
     """
-    if not isinstance(value, str):
-        require_int(name, value, at_least=1)
+    if type(value) is int and value >= 1:
         return value
-    found = _SIZE.fullmatch(value)
-    if found is None:
-        raise_wrong_value(name, value, "a number of bytes, or a number with KB, MB, GB or TB", f'{name}="5GB"')
-    return int(float(found[1]) * 1000 ** ("KMGT".index(found[2].upper()) + 1))
+    size = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if size is None:
+        expected = "a whole number of at least 1, in bytes, or a number with KB, MB, GB or TB"
+        raise_wrong_value(name, value, expected, write_argument(name, '"5GB"'))
+    return int(float(size[1]) * 1000 ** ("KMGT".index(size[2].upper()) + 1))

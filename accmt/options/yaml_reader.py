@@ -19,7 +19,7 @@ from accmt.errors import (
     fail,
     nearest,
 )
-from accmt.options.checks import number_in, read_numbers
+from accmt.options.checks import KeyFault, KeyPath, number_in, read_numbers
 from accmt.registry import addon
 
 if TYPE_CHECKING:
@@ -52,33 +52,7 @@ FIELDS = (
 KEYS = frozenset({*FIELDS, "optimizer"} - {"optim_kwargs", "scheduler_kwargs"})
 """The valid keys of a file; a key without a value is treated as unset."""
 
-KeyPath = tuple[str | int, ...]
-
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One error at one key.
-
-    Attributes:
-        path: The path of keys, `("optim", "lr")`.
-        got: The value found.
-        expected: The valid values.
-        do: What to write instead.
-        line: Its line, if different from the line of `path`.
-    """
-
-    path: KeyPath
-    got: str
-    expected: str
-    do: str
-    line: int | None = None
-
-
-def describe(value: Any) -> str:
-    """Return a value and its type for a message."""
-    return f"{value!r} ({type(value).__name__})"
 
 
 def suggest(name: str, names: Iterable[str], otherwise: str) -> str:
@@ -91,8 +65,8 @@ def names_like(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the dotted names most similar to a pattern, or the first ones."""
     parts = {part for name in names for part in (name, *name.split("."))}
     near = difflib.get_close_matches(pattern.replace("\\", ""), sorted(parts), n=1, cutoff=0.6)
-    found = [name for name in names if near and near[0] in name]
-    return (found or list(names))[:_SHOWN]
+    similar = [name for name in names if near and near[0] in name]
+    return (similar or list(names))[:_SHOWN]
 
 
 @dataclass(frozen=True)
@@ -110,14 +84,14 @@ class Document:
     name: str
     values: Mapping[str, Any]
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[KeyFault, ...] = ()
     flags: frozenset[KeyPath] = frozenset()
 
     def where(self, path: KeyPath) -> str:
         """Return the location of a key for messages: `hps/digits.yaml:7 optim.lr`."""
         return self._place(path, self._line(path))
 
-    def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
+    def reject(self, faults: Iterable[KeyFault]) -> HyperParameterError:
         """Return one error that reports all `faults`, in the order of their lines."""
         placed = sorted(((fault.line or self._line(fault.path), fault) for fault in faults), key=lambda pair: pair[0])
         errors = [
@@ -188,7 +162,7 @@ def _read_file(path: Path) -> Document:
             do="pass a file in it",
         )
     if not path.exists():
-        near = nearest(name, [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES])
+        near = nearest(name, [str(file) for file in path.parent.glob("*") if file.suffix in _SUFFIXES])
         raise fail(
             HyperParameterFileError,
             f"hps_config={name!r}",
@@ -248,19 +222,22 @@ def _unreadable(name: str, error: Exception) -> HyperParameterError:
     return fail(HyperParameterError, f"{name}{line}", got=got, expected="valid YAML", do=do)
 
 
-def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]) -> Document:
+def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[KeyFault]) -> Document:
     inner = root.get("hps", root) if isinstance(root, dict) else root
     if inner is None and isinstance(root, dict) and (unindented := [key for key in root if key in KEYS]):
         got, do = f"`hps:` without content, next to {', '.join(unindented)}", "indent these keys below `hps:`"
         where = f"{name}:{lines['hps',]}" if ("hps",) in lines else name
         raise fail(HyperParameterError, where, got=got, expected=_LAYOUT, do=do)
     if not isinstance(inner, dict):
-        raise fail(HyperParameterError, name, got=describe(inner), expected=_LAYOUT, do=f"write {_EXAMPLE}")
+        raise fail(HyperParameterError, name, got=describe_value(inner), expected=_LAYOUT, do=f"write {_EXAMPLE}")
     if inner is not root:
-        faults = [replace(fault, path=fault.path[1:] if fault.path[:1] == ("hps",) else fault.path) for fault in faults]
-        for key in (key for key in root if key != "hps"):
+        # Paths begin below `hps`, so that they are the same with and without it.
+        for index, fault in enumerate(faults):
+            if fault.path[:1] == ("hps",):
+                faults[index] = replace(fault, path=fault.path[1:])
+        for key in [key for key in root if key != "hps"]:
             do = addon("hint_for_key")(key, root) or f"indent `{key}` below `hps:`, or remove it"
-            faults.append(Fault((key,), "a key next to `hps`", "only `hps` at the top level", do, lines.get((key,))))
+            faults.append(KeyFault((key,), "a key next to `hps`", "only `hps` at the top level", do, lines.get((key,))))
         lines = {path[1:]: line for path, line in lines.items() if path[:1] == ("hps",)}
     values = {str(key): value for key, value in inner.items() if value is not None or str(key) not in KEYS}
     return Document(name, values, lines, tuple(faults))
@@ -271,7 +248,7 @@ class _NodeReader:
 
     def __init__(self, text: str) -> None:
         self.lines: dict[KeyPath, int] = {}
-        self.faults: list[Fault] = []
+        self.faults: list[KeyFault] = []
         self._text = text
         self._flattened: set[int] = set()
 
@@ -307,7 +284,7 @@ class _NodeReader:
                 key, line = str(key_node.value), _line(key_node)
                 if key in first:
                     got = f"`{key}` on line {first[key]} and again on line {line}"
-                    self.faults.append(Fault((*path, key), got, "each key once", "remove one of them", line))
+                    self.faults.append(KeyFault((*path, key), got, "each key once", "remove one of them", line))
                 first.setdefault(key, line)
             self._loader.flatten_mapping(node)
         values = {}

@@ -38,7 +38,7 @@ class Patience:
         *,
         sets: Sequence[str] | None = None,
     ) -> None:
-        quantities = Quantities(directions, sets)
+        quantities = self._quantities = Quantities(directions, sets)
         self._is_by_name = isinstance(patience, Mapping)
         if isinstance(patience, Mapping):
             options = [_read_options(patience, value) for value in patience.values()]
@@ -97,7 +97,7 @@ class Patience:
     def require(self, values: Mapping[str, float]) -> None:
         """Check that all watched values are among the results of an evaluation."""
         for rule in self._rules:
-            rule.require(values, _PATIENCE)
+            rule.require(values, _PATIENCE, self._quantities)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"without_better": dict(self._without_better), "best": dict(self.best)}
@@ -131,8 +131,10 @@ class Patience:
 
 def _read_options(patience: Any, value: Any) -> PatienceOptions:
     """Return the early-stopping options for one value: a number of evaluations, or options."""
-    if isinstance(value, Mapping | PatienceOptions):
-        return PatienceOptions.read("patience", value)
+    if isinstance(value, PatienceOptions):
+        return value
+    if isinstance(value, Mapping):
+        return PatienceOptions.read("PatienceOptions", value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # True is an int
         _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
     return PatienceOptions(patience=value)

@@ -32,7 +32,7 @@ METRIC_NAMES = (
     *("rmse", "rouge", "sacrebleu", "wer"),
 )
 """Metrics that a Trainer creates from their names."""
-_SIMILARITY = 0.5
+_SIMILARITY = 0.52  # "acc" is like "accuracy", "iou" is not like "rouge"
 _LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name in (VALID_LOSS, TRAIN_LOSS)}
 
 
@@ -115,13 +115,15 @@ class Rule:
         best.update(new)
         return True
 
-    def require(self, values: Mapping[str, float], argument: Argument) -> None:
-        """Check that an evaluation has all values that the rule compares."""
+    def require(self, values: Mapping[str, float], argument: Argument, quantities: Quantities) -> None:
+        """Check that an evaluation has all values that the rule compares; `quantities` are those that rules can use."""
         for quantity in self.quantities:
             if quantity.is_in(values):
                 continue
             # Without an error, the run would end without a saved model.
-            do = f"return it from validation_step, or choose one of {sorted(values)}"
+            # A step may also report values without a direction, which no rule accepts.
+            choices = [name for name in sorted(values) if quantities.find_quantity(name) is not None]
+            do = f"return it from validation_step, or choose one of {choices}"
             if quantity.key.startswith(VALID_LOSS):
                 do = f'return {{"loss": loss}} from validation_step, or choose another {argument.name}'
                 do += "; an evaluation whose weights are all 0 has no loss"
@@ -240,6 +242,11 @@ class Quantities:
         unknown = next((part for part in parts if self._find(part) is None), None)
         if unknown is None:
             return f"did you mean {prefix + '/'.join(parts)!r}?"
+        known = [*self.directions, *METRIC_NAMES]
+        if len(parts) > 1 and not any(self._find(part) or nearest(part, known, _SIMILARITY) for part in parts):
+            # One name with a slash, as in TensorBoard: a metric for a part of it would be refused again.
+            unknown = "/".join(parts)
+            parts = [unknown]
         metric = _OTHER_TRAINERS_PREFIX.sub("", unknown.partition("@")[0], count=1)
         rules = names if len(parts) == 1 else names.keys() - {ALWAYS, LAST}
         meant = nearest(unknown, rules) or nearest(metric, self.directions, _SIMILARITY)
@@ -249,7 +256,7 @@ class Quantities:
         where = "where a step, self.log or a hook reports it"
         reported = f'metrics={{"{metric}": "min"}}, or "max" if higher is better, {where}'
         builtin = nearest(metric, METRIC_NAMES, _SIMILARITY)
-        if builtin is None:
+        if builtin is None or "/" in unknown:
             return f"{reported}; or metrics=[MyMetric({metric!r})], a Metric named {metric!r}"
         return f'write {prefix + builtin!r}, with "{builtin}" among metrics=[...]; {reported}'
 
@@ -409,7 +416,7 @@ class Selection:
     def require(self, values: Mapping[str, float]) -> None:
         """Check that an evaluation has all required values."""
         for saving in self._savings:
-            saving.rule.require(values, _MODEL_SAVING)
+            saving.rule.require(values, _MODEL_SAVING, self._quantities)
 
     def explain_unsaved(self) -> list[str]:
         """Return, for each rule that has saved nothing since the start of the run, the reason."""
@@ -470,7 +477,8 @@ class Selection:
         for label in lower.keys() & upper.keys():
             if lower[label] >= upper[label]:  # swapped; nothing would ever be saved
                 got = f"{label} above {lower[label]} and below {upper[label]}"
-                argument.reject(got, "a lower bound below the upper one", "swap them, or leave one out")
+                wrong = replace(argument, name=f"{argument.name}_above")
+                wrong.reject(got, "a lower bound below the upper one", f"leave `{wrong.name}` out, or swap the two")
         self._savings += [_Saving(rule, lower, upper) for rule in rules]
 
     def _read_limit(self, limit: Limit, rules: list[Rule], argument: Argument) -> dict[str, float]:

@@ -47,19 +47,19 @@ def reports_at_call(init: Init) -> Init:
         if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or a subclass
             args, kwargs = (), {**dict(zip(("args", "model_path"), args, strict=False)), **kwargs}
         missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
-        others: list[AccmtError] = []
+        errors: list[AccmtError] = []
         try:
             init(self, *args, **kwargs, **{name: _STAND_INS[name] for name in missing})
         except AccmtError as error:
             if not missing:
                 raise error.with_traceback(None) from error.__cause__
-            others = [error]
+            errors.append(error)
         if missing:  # reported together with all other errors
             do = 'Trainer({"epochs": 3, "batch_size": 16, "optim": {"type": "AdamW", "lr": 1e-4}}, "out/model"), or '
             do += "the path of a YAML file in place of the dict"
             got = f"no {' and no '.join(missing)}"
             absent = fail(MissingArgumentError, "Trainer", got=got, expected=_EXPECTED, do=do)
-            raise combine(MissingArgumentError, [absent, *others])
+            raise combine(MissingArgumentError, [absent, *errors])
 
     return cast(Init, checked)
 
@@ -116,12 +116,12 @@ def _shorten(error: BaseException, traceback: TracebackType | None) -> None:
     if not frames or (_is_own(frames[-1]) and not isinstance(error, AccmtError)):
         return
     following = [*map(_is_own, frames[1:]), False]
-    kept = [
+    shown = [
         frame
         for frame, is_own_next in zip(frames, following, strict=True)
         if frame is frames[0] or not _is_own(frame) or not is_own_next
     ]
-    for frame, after in zip(kept, [*kept[1:], None], strict=True):
+    for frame, after in zip(shown, [*shown[1:], None], strict=True):
         frame.tb_next = after
 
 

@@ -243,13 +243,13 @@ class TrainerProperties:
             CallbackNotFoundError: There is none, and there is no default.
         """
         callbacks = self._own_callbacks()
-        found = next((callback for callback in callbacks if isinstance(callback, cls)), default)
-        if found is RAISE:
+        chosen = next((callback for callback in callbacks if isinstance(callback, cls)), default)
+        if chosen is RAISE:
             where = f"get_callback({cls.__name__})"
             expected = "one of: " + (", ".join(type(callback).__name__ for callback in callbacks) or "no callbacks")
             do = f"Trainer(callbacks={cls.__name__}(...)), or get_callback({cls.__name__}, default=None)"
             raise fail(CallbackNotFoundError, where, got="no callback of that class", expected=expected, do=do)
-        return found
+        return chosen
 
     def describe_callbacks(self) -> str:
         """Return the callbacks at each hook, in order, as a Markdown table; also logged unless `verbose=False`.

@@ -83,13 +83,13 @@ def using_weights(
         return
     model = module.unwrapped_model
     folder = _find(settings, ckpt_path, function)
-    own = {name: _copy(value) for name, value in model.state_dict().items()}
+    trained = {name: _copy(value) for name, value in model.state_dict().items()}
     try:
         _load(module, model, folder)
         say(f"{function}: using the weights in {folder}")
         yield
     finally:
-        model.load_state_dict(own)
+        model.load_state_dict(trained)
 
 
 def _copy(value: Any) -> Any:
@@ -134,7 +134,9 @@ def _reject_path(where: str, folder: Path) -> NoReturn:
     Raises:
         NoCheckpointError: Always.
     """
-    subfolders = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    subfolders = []
+    if folder.is_dir():
+        subfolders = [path for path in folder.iterdir() if path.is_dir()]
     near = sorted(str(entry.parent) for entry in map(find_entry, subfolders) if entry is not None)
     do = f"ckpt_path={' or '.join(map(repr, near[:_SHOWN]))}" if near else "check the path, and model_saving"
     raise fail(
@@ -302,14 +304,14 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
 @contextmanager
 def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
     """Set the state for an evaluation, and restore the training state afterwards."""
-    now, counters = dict(vars(state.now)), state.state_dict()
+    status, counters = dict(vars(state.now)), state.state_dict()
     state.now.fn, state.now.status = function, "running"
     state.num_processes = num_processes()
     state.begin_evaluation()
     try:
         yield
     finally:
-        vars(state.now).update(now)
+        vars(state.now).update(status)
         state.load_state_dict(counters)
 
 

@@ -629,9 +629,9 @@ class Trainer(TrainerProperties):
         from accmt.checkpoint.store import CheckpointStore
         from accmt.recovery.resume import find_checkpoint
 
-        found = CheckpointStore(self.checkpoint_path).newest() if path is None else find_checkpoint(Path(path))
-        self.chosen_checkpoint = None if found is None else found.folder
-        return found
+        checkpoint = CheckpointStore(self.checkpoint_path).newest() if path is None else find_checkpoint(Path(path))
+        self.chosen_checkpoint = None if checkpoint is None else checkpoint.folder
+        return checkpoint
 
     def check_resume(
         self, module: AcceleratorModule, train_dataset: Data | None, val_dataset: Data | None = None

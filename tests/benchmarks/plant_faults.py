@@ -324,8 +324,8 @@ FAULTS = [
     # Options.
     Fault(
         "options: true is a number",
-        "return isinstance(number, int) and not isinstance(number, bool) and at_least",
-        "return isinstance(number, int) and at_least",
+        "config = ConfigDict(strict=True, extra=extra",
+        "config = ConfigDict(strict=False, extra=extra",
         "unit/test_options_checks.py unit/test_options_settings.py",
     ),
     Fault(

@@ -201,8 +201,7 @@ def early_imports(tree: ast.Module) -> list[ast.stmt]:
 
 def heavy_imports(path: Path) -> set[str]:
     modules = imported_modules(ast.Module(early_imports(parse(path)), []))
-    allowed = {"pydantic"} if name_of(path) == "options/schema.py" else set()  # which is itself imported late
-    return {module.split(".")[0] for module in modules} & HEAVY - allowed
+    return {module.split(".")[0] for module in modules} & HEAVY
 
 
 def test_heavy_libraries_are_imported_only_where_they_are_used() -> None:

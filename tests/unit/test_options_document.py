@@ -1,5 +1,6 @@
 from accmt.errors import HyperParameterError
-from accmt.options.yaml_reader import Document, Fault
+from accmt.options.checks import KeyFault
+from accmt.options.yaml_reader import Document
 from tests.tables import each
 
 LINES = {(): 1, ("epochs",): 2, ("optim",): 4, ("optim", "lr"): 6, ("optim", "betas", 1): 7}
@@ -7,7 +8,7 @@ DOCUMENT = Document("hps/x.yaml", {}, LINES)
 
 
 def fault(*path, line=None):
-    return Fault(path, "g", "e", "d", line)
+    return KeyFault(path, "g", "e", "d", line)
 
 
 @each(

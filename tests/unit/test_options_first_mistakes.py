@@ -16,7 +16,7 @@ from tests.toys import Linear, make_points, make_trainer
         ({"data_options": {"batch_sampler": 8}}, ArgumentError, "got: 8 (int)"),
         ({"collate_fn": {"val": "pad"}}, ArgumentError, 'do: collate_fn={"val": my_function}'),
         ({"max_time": "1 moon"}, ArgumentError, 'do: max_time="1h"'),
-        ({"failures": {"on_nonfinite": True}}, ArgumentError, """do: failures={"on_nonfinite": 'stop'}?"""),
+        ({"failures": {"on_nonfinite": True}}, ArgumentError, """do: failures={"on_nonfinite": 'stop'}"""),
         ({"early_stopping": 3}, UnknownArgumentError, "do: write Trainer(patience=3)"),
         ({"ckpt_path": "x"}, UnknownArgumentError, "do: write Trainer(resume="),
     ],

@@ -1,5 +1,5 @@
-from accmt.errors import nearest
-from accmt.options.yaml_reader import describe, suggest
+from accmt.errors import describe_value, nearest
+from accmt.options.yaml_reader import suggest
 from tests.tables import each
 
 NAMES = ["weight_decay", "betas", "lr", "AdamW", "LinearWithWarmup"]
@@ -27,5 +27,5 @@ def test_a_name_that_is_near_to_none_gets_the_other_advice():
 
 
 def test_a_value_is_shown_with_its_type():
-    assert describe("1") == "'1' (str)"
-    assert describe(True) == "True (bool)"
+    assert describe_value("1") == "'1' (str)"
+    assert describe_value(True) == "True (bool)"

@@ -59,12 +59,12 @@ def test_values_come_in_the_types_of_the_signature():
         ("Adam", {"learning_rate": 0.5}, "learning_rate", "0.5 (float)", "an argument of Adam:", "write `lr`"),
         ("SGD", {"zzzzzz": 1}, "zzzzzz", "1 (int)", "an argument of SGD:", "remove `zzzzzz`"),
         ("SGD", {"params": []}, "params", "[] (list)", "an argument of SGD:", "remove `params`"),
-        ("SGD", {"lr": True}, "lr", "True (bool)", "float (SGD's signature)", "correct `lr`"),
-        ("SGD", {"lr": "fast"}, "lr", "'fast' (str)", "float (SGD's signature)", "correct `lr`"),
-        ("SGD", {"nesterov": 1}, "nesterov", "1 (int)", "bool (SGD's signature)", "correct `nesterov`"),
-        ("AdamW", {"betas": [0.9]}, "betas", "(0.9,) (tuple)", "tuple[float, float]", "correct `betas`"),
-        ("Adafactor", {"lr": "fast"}, "lr", "'fast' (str)", "float | None", "correct `lr`"),
-        ("Adafactor", {"decay_rate": "x"}, "decay_rate", "'x' (str)", "float", "correct `decay_rate`"),
+        ("SGD", {"lr": True}, "lr", "True (bool)", "float (SGD's signature)", "write `lr: 0.001`"),
+        ("SGD", {"lr": "fast"}, "lr", "'fast' (str)", "float (SGD's signature)", "write `lr: 0.001`"),
+        ("SGD", {"nesterov": 1}, "nesterov", "1 (int)", "bool (SGD's signature)", "write `nesterov: false`"),
+        ("AdamW", {"betas": [0.9]}, "betas", "(0.9,) (tuple)", "tuple[float, float]", "write `betas: [0.9, 0.999]`"),
+        ("Adafactor", {"lr": "fast"}, "lr", "'fast' (str)", "float | None", "remove `lr`"),
+        ("Adafactor", {"decay_rate": "x"}, "decay_rate", "'x' (str)", "float", "write `decay_rate: -0.8`"),
     ],
 )
 def test_each_wrong_argument_of_an_optimizer_is_a_fault(name, given, key, got, expected, do):
@@ -135,11 +135,8 @@ def test_each_wrong_argument_of_a_schedule_is_a_fault(name, given, key, got, exp
 
 
 def test_all_faults_of_one_component_are_found_together():
-    assert [path for path, *_ in optimizer_faults("AdamW", weigth_decay=0.1, lr="x", beta=1)] == [
-        ("weigth_decay",),
-        ("lr",),
-        ("beta",),
-    ]
+    paths = {path for path, *_ in optimizer_faults("AdamW", weigth_decay=0.1, lr="x", beta=1)}
+    assert paths == {("weigth_decay",), ("lr",), ("beta",)}
 
 
 @each("given", [{"warmup_ratio": 0}, {"warmup_ratio": 1.0}, {"num_warmup_steps": 1e2}, {"num_warmup_steps": 0.1}, {}])

@@ -3,6 +3,7 @@ import torch
 from torch.optim import lr_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
+from accmt.options.checks import KeyFault
 from accmt.options.optimizer_and_scheduler_names import (
     find_optimizer,
     find_scheduler,
@@ -10,7 +11,6 @@ from accmt.options.optimizer_and_scheduler_names import (
     optimizer_names,
     scheduler_names,
 )
-from accmt.options.yaml_reader import Fault
 from tests.tables import each
 
 OPTIMIZERS = [
@@ -124,6 +124,6 @@ def test_import_paths_and_classes_are_found():
 )
 def test_a_wrong_name_is_a_fault_that_says_what_to_write(find, given, got, do):
     fault = find(given)
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, KeyFault)
     assert got in fault.got
     assert do in fault.do

@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from accmt.errors import HyperParameterError
-from accmt.options.checks import read_numbers
+from accmt.options.checks import Expected, hints_of, read_numbers
 from accmt.options.schema import Schema, check
 from accmt.options.yaml_reader import Document
 from tests.tables import each
@@ -10,15 +10,19 @@ from tests.tables import each
 RIGHT = {"epochs": 2, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
 
+def expected_of(name):
+    return next(note for note in hints_of(Schema)[name].__metadata__ if isinstance(note, Expected))
+
+
 def test_every_field_says_what_is_expected_and_shows_what_to_write():
-    for name, info in Schema.model_fields.items():
-        assert info.description, name
-        assert info.examples[0].startswith(f"{name}: "), name
+    for name in hints_of(Schema):
+        assert expected_of(name).text, name
+        assert expected_of(name).example.startswith(f"{name}: "), name
 
 
-@each("name", list(Schema.model_fields))
+@each("name", list(hints_of(Schema)))
 def test_what_an_error_tells_to_write_is_accepted(name):
-    advice = read_numbers(yaml.safe_load(Schema.model_fields[name].examples[0]))
+    advice = read_numbers(yaml.safe_load(expected_of(name).example))
     assert getattr(check(Document("x", {**RIGHT, "max_tokens": 8, **advice})).schema, name) not in (None, -1, False)
 
 

@@ -238,7 +238,7 @@ def test_what_ended_training_is_known_after_a_resume():
         ({"patience": 0}, "a whole number of evals from 1"),
         ({"patience": 3, "min_delta": -0.1}, "expected: a number from 0"),
         ({"stopping_threshold": "high"}, "got: 'high' (str)"),
-        ({"check_finite": 1}, "expected: True or False"),
+        ({"check_finite": "yes"}, "expected: True or False"),
         ({"patience": 3, "mindelta": 0.1}, "did you mean min_delta?"),
     ],
 )

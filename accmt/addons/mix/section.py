@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from accmt.options.yaml_reader import Fault, describe, suggest
+from accmt.errors import describe_value
+from accmt.options.checks import KeyFault
+from accmt.options.yaml_reader import suggest
 
 STOPS = ("first", "last", "repeat")
 UNITS = ("samples", "tokens")
@@ -43,13 +45,15 @@ class MixSection:
         return list(self.stages[0][1])
 
 
-def read_data_section(value: Any) -> tuple[MixSection | None, list[Fault]]:
+def read_data_section(value: Any) -> tuple[MixSection | None, list[KeyFault]]:
     """Return the section and its errors."""
     if not isinstance(value, Mapping) or not isinstance(value.get("mix"), Mapping) or not value["mix"]:
-        got = describe(value["mix"]) if isinstance(value, Mapping) and "mix" in value else describe(value)
-        return None, [Fault(("data",), got, "a mapping with `mix`: each source with its weight", f"write `{_EXAMPLE}`")]
+        got = describe_value(value["mix"]) if isinstance(value, Mapping) and "mix" in value else describe_value(value)
+        return None, [
+            KeyFault(("data",), got, "a mapping with `mix`: each source with its weight", f"write `{_EXAMPLE}`")
+        ]
     faults = [
-        Fault(("data", str(name)), f"{name} = {describe(entry)}", f"one of {', '.join(_NAMES)}",
+        KeyFault(("data", str(name)), f"{name} = {describe_value(entry)}", f"one of {', '.join(_NAMES)}",
               suggest(str(name), _NAMES, f"remove `{name}`"))
         for name, entry in value.items()
         if name not in _NAMES
@@ -57,7 +61,7 @@ def read_data_section(value: Any) -> tuple[MixSection | None, list[Fault]]:
     for name, choices in (("stop", STOPS), ("unit", UNITS)):
         if value.get(name, choices[0]) not in choices:
             do = suggest(str(value[name]), choices, f"write `{name}: {choices[0]}`")
-            faults.append(Fault(("data", name), describe(value[name]), f"one of {', '.join(choices)}", do))
+            faults.append(KeyFault(("data", name), describe_value(value[name]), f"one of {', '.join(choices)}", do))
     weights: dict[str, Any] = {}
     epochs: dict[str, int] = {}
     for name, entry in value["mix"].items():
@@ -70,29 +74,31 @@ def read_data_section(value: Any) -> tuple[MixSection | None, list[Fault]]:
     stop = value.get("stop", "repeat" if len(stages) > 1 else "first")
     if len(stages) > 1 and stop != "repeat":
         expected = "`repeat`, because weights change at steps: the whole run is one epoch"
-        return None, [Fault(("data", "stop"), describe(stop), expected, "write `stop: repeat`, and set max_steps")]
+        return None, [
+            KeyFault(("data", "stop"), describe_value(stop), expected, "write `stop: repeat`, and set max_steps")
+        ]
     return MixSection(stages, epochs, stop, value.get("unit", "samples")), []
 
 
-def _read_source(name: Any, entry: Any, weights: dict[str, Any], epochs: dict[str, int]) -> Iterator[Fault]:
+def _read_source(name: Any, entry: Any, weights: dict[str, Any], epochs: dict[str, int]) -> Iterator[KeyFault]:
     """Read one source into `weights` and `epochs`, and yield its errors."""
     place = ("data", "mix", str(name))
     if not isinstance(name, str) or not name or any(mark in name for mark in _MARKS):
         expected = "a name without '__', '@' and '/', which separate it from the names of values"
-        yield Fault(place, describe(name), expected, "rename it")
+        yield KeyFault(place, describe_value(name), expected, "rename it")
         return
     is_source = isinstance(entry, Mapping) and any(isinstance(key, str) and not key.isdigit() for key in entry)
     values = entry if is_source else {"weight": entry}
     for key in values:
         if key not in ("weight", "epochs"):
             do = suggest(str(key), ("weight", "epochs"), f"remove `{key}`")
-            yield Fault((*place, str(key)), describe(values[key]), "`weight`, and `epochs` if needed", do)
+            yield KeyFault((*place, str(key)), describe_value(values[key]), "`weight`, and `epochs` if needed", do)
     if "epochs" in values:
         if type(values["epochs"]) is int and values["epochs"] >= 1:
             epochs[name] = values["epochs"]
         else:
             expected = "the largest number of passes, a whole number from 1"
-            yield Fault((*place, "epochs"), describe(values["epochs"]), expected, "write `epochs: 2`")
+            yield KeyFault((*place, "epochs"), describe_value(values["epochs"]), expected, "write `epochs: 2`")
     # `rest`, or fractions by the step from which they apply; None if it is invalid.
     weight = values.get("weight")
     if isinstance(weight, Mapping):
@@ -103,8 +109,8 @@ def _read_source(name: Any, entry: Any, weights: dict[str, Any], epochs: dict[st
         fraction = _read_number(weight)
         weight = None if fraction is None else {0: fraction}
     if weight is None:
-        got = describe(values["weight"]) if "weight" in values else "no `weight`"
-        yield Fault(place, got, _WEIGHT, "write for example `0.5`, or `{0: 0.5, 1000: 0.2}`")
+        got = describe_value(values["weight"]) if "weight" in values else "no `weight`"
+        yield KeyFault(place, got, _WEIGHT, "write for example `0.5`, or `{0: 0.5, 1000: 0.2}`")
     else:
         weights[name] = weight
 
@@ -114,10 +120,10 @@ def _read_number(value: Any) -> Fraction | None:
     return Fraction(str(value)) if is_number else None  # of the digits that were written, not of the binary number
 
 
-def _faults_of_sums(weights: Mapping[str, Any]) -> Iterator[Fault]:
+def _faults_of_sums(weights: Mapping[str, Any]) -> Iterator[KeyFault]:
     place, rests = ("data", "mix"), [name for name, weight in weights.items() if weight == _REST]
     if len(rests) > 1:
-        yield Fault(
+        yield KeyFault(
             place, f"`rest` for {' and '.join(rests)}", "`rest` for one source", "write a number for the others"
         )
         return
@@ -130,10 +136,10 @@ def _faults_of_sums(weights: Mapping[str, Any]) -> Iterator[Fault]:
             do = "reduce them; or write a number in place of `rest`: weights are relative to their sum"
             if weight > 1:
                 do = f"write `{name}: {float(weight) / 100:g}` for {float(weight):g} %, or a number in place of `rest`"
-            yield Fault(place, f"weights that sum to {others:g}{when}, and `rest`", "a sum below 1", do)
+            yield KeyFault(place, f"weights that sum to {others:g}{when}, and `rest`", "a sum below 1", do)
         elif not any(at.values()):
             do = f"write a number above 0 for {' or '.join(f'`{name}`' for name in weights)}"
-            yield Fault(place, f"weights that sum to 0{when}", "at least one weight above 0", do)
+            yield KeyFault(place, f"weights that sum to 0{when}", "at least one weight above 0", do)
 
 
 def _steps(weights: Mapping[str, Any]) -> list[int]:

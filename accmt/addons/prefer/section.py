@@ -9,7 +9,8 @@ from typing import Any
 
 from accmt.addons.prefer.losses import LOSSES, Objective, ObjectiveError
 from accmt.addons.sft.section import DATA_KEYS, DataSection, Key, flag_key, path_key, read_keys
-from accmt.options.yaml_reader import Fault, describe
+from accmt.errors import describe_value
+from accmt.options.checks import KeyFault
 
 REWARD, DISTILLATION = "reward", "distillation"
 _NAMES = (*LOSSES, REWARD, DISTILLATION)
@@ -66,7 +67,7 @@ class PreferSection(DataSection):
     options: dict[str, float] = field(default_factory=dict)
 
 
-def read_prefer_section(value: Any) -> tuple[PreferSection | None, list[Fault]]:
+def read_prefer_section(value: Any) -> tuple[PreferSection | None, list[KeyFault]]:
     """Return the section and its errors; a plain path is the path of the data."""
     values, faults = read_keys("prefer", value, _KEYS)
     if faults:
@@ -76,23 +77,23 @@ def read_prefer_section(value: Any) -> tuple[PreferSection | None, list[Fault]]:
     for name, entry in options.items():
         if name not in _OPTIONS[loss]:
             expected = f"an option of {loss}: {', '.join(_OPTIONS[loss])}"
-            faults.append(Fault(("prefer", name), f"{name} = {describe(entry)}", expected, f"remove `{name}`"))
+            faults.append(KeyFault(("prefer", name), f"{name} = {describe_value(entry)}", expected, f"remove `{name}`"))
     if (loss == DISTILLATION) != ("teacher" in values):
         got = "no teacher" if loss == DISTILLATION else "a teacher"
         do = "write `teacher: ./larger-model`" if loss == DISTILLATION else "write `loss: distillation`, or remove it"
-        faults.append(Fault(("prefer", "teacher"), got, f"a teacher with `loss: {DISTILLATION}` only", do))
+        faults.append(KeyFault(("prefer", "teacher"), got, f"a teacher with `loss: {DISTILLATION}` only", do))
     needs_reference = loss in LOSSES and LOSSES[loss].needs_reference
     for name in ("reference", "reference_folder"):
         if name in values and not needs_reference:
             expected = "no reference: this loss needs none"
-            faults.append(Fault(("prefer", name), f"a reference with {loss}", expected, f"remove `{name}`"))
+            faults.append(KeyFault(("prefer", name), f"a reference with {loss}", expected, f"remove `{name}`"))
     if {"reference", "reference_folder"} <= values.keys() and values["reference"] != "auto":
         expected = "one of them: the folder is for the reference that `auto` selects"
         got = f"reference = {values['reference']} and a folder"
-        faults.append(Fault(("prefer", "reference_folder"), got, expected, "remove `reference`"))
+        faults.append(KeyFault(("prefer", "reference_folder"), got, expected, "remove `reference`"))
     if not faults and loss in LOSSES:
         try:
             Objective(loss, **options)
         except ObjectiveError as error:
-            faults.append(Fault(("prefer", error.name), error.got, error.expected, error.do))
+            faults.append(KeyFault(("prefer", error.name), error.got, error.expected, error.do))
     return (None if faults else PreferSection(**values, options=options)), faults

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from accmt.options.checks import is_off
-from accmt.options.yaml_reader import Fault, describe, suggest
+from accmt.errors import describe_value
+from accmt.options.checks import KeyFault, is_off
+from accmt.options.yaml_reader import suggest
 
 
 class Key(NamedTuple):
@@ -103,13 +104,13 @@ class SFTSection(DataSection):
 _KEYS = {**DATA_KEYS, "per_turn": flag_key("per_turn"), "merge": flag_key("merge")}
 
 
-def read_sft_section(value: Any) -> tuple[SFTSection | None, list[Fault]]:
+def read_sft_section(value: Any) -> tuple[SFTSection | None, list[KeyFault]]:
     """Return the section and its errors; a plain path is the path of the data."""
     values, faults = read_keys("sft", value, _KEYS)
     return None if faults else SFTSection(**values), faults
 
 
-def read_keys(section: str, value: Any, keys: Mapping[str, Key]) -> tuple[dict[str, Any], list[Fault]]:
+def read_keys(section: str, value: Any, keys: Mapping[str, Key]) -> tuple[dict[str, Any], list[KeyFault]]:
     """Return the values of a section, paths of data as tuples, and its errors.
 
     Args:
@@ -120,16 +121,18 @@ def read_keys(section: str, value: Any, keys: Mapping[str, Key]) -> tuple[dict[s
     values = {"data": value} if isinstance(value, str | list) else value
     if not isinstance(values, Mapping):
         expected, do = "a path, or a mapping with `data`", f"write `{section}: {{{keys['data'].example}}}`"
-        return {}, [Fault((section,), describe(value), expected, do)]
+        return {}, [KeyFault((section,), describe_value(value), expected, do)]
     values = {str(name): entry for name, entry in values.items() if not is_off(entry)}  # as unset: each default is off
     faults = []
     for name, entry in values.items():
         if name not in keys:
             do = suggest(name, keys, f"remove `{name}`")
-            faults.append(Fault((section, name), f"{name} = {describe(entry)}", f"one of {', '.join(keys)}", do))
+            faults.append(
+                KeyFault((section, name), f"{name} = {describe_value(entry)}", f"one of {', '.join(keys)}", do)
+            )
         elif not keys[name].is_right(entry):
             do = f"write `{keys[name].example}`"
-            faults.append(Fault((section, name), describe(entry), keys[name].expected, do))
+            faults.append(KeyFault((section, name), describe_value(entry), keys[name].expected, do))
     paths = ("data", "validation")
     return {name: _read_paths(entry) if name in paths else entry for name, entry in values.items()}, faults
 

@@ -7,15 +7,15 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from accmt.data.seeding import derive_seed
-from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, fail, nearest
+from accmt.errors import ArgumentError, HyperParameterError, MissingPackageError, combine, describe_value, fail, nearest
 from accmt.options.changes import RULES
-from accmt.options.checks import is_number, whole
+from accmt.options.checks import KeyFault, KeyPath, is_number, whole
 from accmt.options.optimizer_and_scheduler_arguments import COMPUTED, GROUPING, parameters_of, unknown_argument
 from accmt.options.optimizer_and_scheduler_names import (
     find_optimizer,
@@ -24,7 +24,7 @@ from accmt.options.optimizer_and_scheduler_names import (
     scheduler_names,
 )
 from accmt.options.settings import Settings
-from accmt.options.yaml_reader import KEYS, Document, Fault, KeyPath, describe, read_document, suggest
+from accmt.options.yaml_reader import KEYS, Document, read_document, suggest
 from accmt.registry import find
 from accmt.saving.selection import METRIC_NAMES
 
@@ -275,12 +275,14 @@ def read_spec(source: str | Path | Mapping[str, Any], *, checks_keys: bool = Tru
         )
     try:
         document = read_document(source)
+        if isinstance(source, Mapping):
+            document = replace(document, name="sweep")
     except HyperParameterError as error:
-        raise ArgumentError(str(error)) from None
+        raise combine(ArgumentError, [error]) from None
     reader = _Reader(document, "sweep" if isinstance(source, Mapping) else Path(source).stem, checks_keys=checks_keys)
     spec = reader.read()
     if reader.faults or spec is None:
-        raise ArgumentError(str(document.reject(reader.faults)).replace("hps_config", "sweep"))
+        raise combine(ArgumentError, [document.reject(reader.faults)])
     return spec
 
 
@@ -292,7 +294,7 @@ class _Reader:
         self._name = name
 
     def _fault(self, path: KeyPath, got: str, expected: str, do: str) -> None:
-        self.faults.append(Fault(path, got, expected, do))
+        self.faults.append(KeyFault(path, got, expected, do))
 
     def read(self) -> SweepSpec | None:
         values = self._values
@@ -308,7 +310,7 @@ class _Reader:
         takes = values.get("take", "best" if len(objectives) == 1 else "last")
         if takes not in ("best", "last") or (takes == "best" and len(objectives) > 1):
             expected = '"last" with several objectives' if len(objectives) > 1 else '"best" or "last"'
-            self._fault(("take",), describe(takes), expected, "write `take: last`")
+            self._fault(("take",), describe_value(takes), expected, "write `take: last`")
         sampler = self._read_class("sampler", optuna.samplers, _SAMPLERS, "tpe")
         pruner = self._read_class("pruner", optuna.pruners, _PRUNERS, "none")
         if pruner[0] != "NopPruner" and len(objectives) > 1:
@@ -324,7 +326,7 @@ class _Reader:
             for key in ("trials", "max_steps", "max_hours"):
                 if values.get(key) not in (None, population.members if key == "trials" else None):
                     expected = "no other budget than the members, rounds and steps of a population"
-                    self._fault((key,), describe(values[key]), expected, f"remove `{key}`")
+                    self._fault((key,), describe_value(values[key]), expected, f"remove `{key}`")
             trials = population.members
         if sampler[0] == "GridSampler":
             trials = self._count_grid(parameters, trials)
@@ -337,14 +339,16 @@ class _Reader:
             self._fault(("trials",), "nothing", "a limit: trials, max_steps or max_hours", "write `trials: 20`")
         seed = values.get("seed", 0)
         if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            self._fault(("seed",), describe(seed), "a whole number from 0", "write `seed: 0`")
+            self._fault(("seed",), describe_value(seed), "a whole number from 0", "write `seed: 0`")
         storage = values.get("storage")
         if storage is not None and not str(storage).startswith(("postgresql://", "postgresql+psycopg://")):
             expected = "the URL of a PostgreSQL database; without it, the study is a file in the sweep's folder"
-            self._fault(("storage",), describe(storage), expected, "write `storage: postgresql://user@host/database`")
+            self._fault(
+                ("storage",), describe_value(storage), expected, "write `storage: postgresql://user@host/database`"
+            )
         name = str(values.get("name", self._name))
         if not re.fullmatch(r"[\w.-]+", name):
-            self._fault(("name",), describe(name), "letters, digits, `.`, `_` and `-`", "write `name: my-sweep`")
+            self._fault(("name",), describe_value(name), "letters, digits, `.`, `_` and `-`", "write `name: my-sweep`")
         if self.faults:
             return None
         others = {
@@ -380,7 +384,7 @@ class _Reader:
         if value is None or (is_number(value) and value > 0 and (of is float or isinstance(value, int))):
             return value
         kind = "a whole number from 1" if of is int else "a number above 0"
-        self._fault(path, describe(value), kind, f"write `{path[-1]}: {20 if of is int else 1.5}`")
+        self._fault(path, describe_value(value), kind, f"write `{path[-1]}: {20 if of is int else 1.5}`")
         return None
 
     def _read_halving(self) -> Halving | None:
@@ -392,11 +396,11 @@ class _Reader:
         steps = [whole(step) for step in steps] if isinstance(steps, list) else []
         is_right = bool(steps) and all(isinstance(step, int) and step > 0 for step in steps)
         if not is_right or sorted(set(steps)) != steps or written.keys() - {"steps", "keep"}:
-            self._fault(("halving",), describe(written), "ascending steps, and keep", example)
+            self._fault(("halving",), describe_value(written), "ascending steps, and keep", example)
             return None
         keep = whole(written.get("keep", 3))
         if not isinstance(keep, int) or keep < 2:
-            self._fault(("halving", "keep"), describe(keep), "a whole number from 2", example)
+            self._fault(("halving", "keep"), describe_value(keep), "a whole number from 2", example)
             return None
         return Halving(tuple(steps), keep)
 
@@ -408,12 +412,14 @@ class _Reader:
         known = [each.name for each in fields(Population)]
         needed = ("members", "every", "rounds")
         if not isinstance(written, dict) or written.keys() - set(known) or set(needed) - written.keys():
-            self._fault(("population",), describe(written), f"a mapping with {', '.join(known)}", example)
+            self._fault(("population",), describe_value(written), f"a mapping with {', '.join(known)}", example)
             return None
         numbers = {key: self._number(("population", key), written[key], of=int) for key in needed}
         replace = written.get("replace", 0.25)
         if not is_number(replace) or not 0 < replace <= 0.5:
-            self._fault(("population", "replace"), describe(replace), "a fraction up to 0.5", "write `replace: 0.25`")
+            self._fault(
+                ("population", "replace"), describe_value(replace), "a fraction up to 0.5", "write `replace: 0.25`"
+            )
         elif numbers["members"] is not None and numbers["members"] < 2:
             self._fault(("population", "members"), "1", "at least 2 members", "write `members: 4`")
         for one in parameters:
@@ -432,7 +438,7 @@ class _Reader:
     def _read_space(self, listed: list[Any]) -> tuple[list[Parameter], dict[str, Any]]:
         space = self._values.get("space", {} if listed else None)
         if not isinstance(space, dict) or (listed and space):
-            got = "nothing" if space is None else "`space` and a list of trials" if listed else describe(space)
+            got = "nothing" if space is None else "`space` and a list of trials" if listed else describe_value(space)
             do = "write `space: {optim.lr: {log_uniform: [1e-5, 1e-3]}}`"
             self._fault(("space",), got, "a mapping of dotted keys, or a list as `trials`", do)
             return [], {}
@@ -458,7 +464,7 @@ class _Reader:
                     if possible is not None and one not in possible:
                         expected = f"a value of {other}: {', '.join(map(str, possible))}"
                         do = suggest(str(one), [str(each) for each in possible], f"write `{possible[0]}`")
-                        self._fault((*path, "when", other), describe(one), expected, do)
+                        self._fault((*path, "when", other), describe_value(one), expected, do)
             parameters.append(read)
         if not parameters and not self.faults:
             self._fault(("space",), "only fixed values", "a key with several values", "write `batch_size: [16, 32]`")
@@ -470,7 +476,7 @@ class _Reader:
         for index, trial in enumerate(listed):
             if not isinstance(trial, dict) or not trial:
                 self._fault(
-                    ("trials", index), describe(trial), "a mapping of dotted keys", "write `- {optim.lr: 1e-3}`"
+                    ("trials", index), describe_value(trial), "a mapping of dotted keys", "write `- {optim.lr: 1e-3}`"
                 )
                 continue
             for key, value in trial.items():
@@ -479,7 +485,7 @@ class _Reader:
                 if not same:
                     values[key].append(value)
                 elif isinstance(same[0], bool) != isinstance(value, bool):  # which Optuna does not tell apart
-                    got = f"{describe(value)}, and {describe(same[0])} in another trial"
+                    got = f"{describe_value(value)}, and {describe_value(same[0])} in another trial"
                     self._fault(("trials", index, key), got, "values of one kind", f"write `{key}: {same[0]}`")
         return [
             Parameter(key, CategoricalDistribution([_label(one) for one in every]), tuple(every))
@@ -498,7 +504,7 @@ class _Reader:
         if len(kinds) != 1 or unknown:
             got = f"the keys {', '.join(map(str, written)) or 'nothing'}"
             do = "write `{log_uniform: [1e-5, 1e-3]}`, or a list of choices"
-            if unknown and (near := nearest(unknown[0], (*_KINDS, *_OPTIONS))):
+            if unknown and (near := nearest(unknown[0], (*_KINDS, *_OPTIONS), cutoff=0.7)):
                 do = f"write `{near}`"
             self._fault(path, got, f"one of {', '.join(_KINDS)}, and step or when", do)
             return nothing
@@ -510,7 +516,7 @@ class _Reader:
         if kind == "choice":
             choices = written[kind]
             if not isinstance(choices, list) or not choices or len(set(map(_label, choices))) < len(choices):
-                self._fault(path, describe(choices), "a list of different values", "write `[16, 32]`")
+                self._fault(path, describe_value(choices), "a list of different values", "write `[16, 32]`")
                 return nothing
             return Parameter(key, CategoricalDistribution([_label(one) for one in choices]), tuple(choices), when)
         bounds, step = written[kind], written.get("step")
@@ -522,11 +528,11 @@ class _Reader:
         if not is_right:
             expected = f"two {'whole ' if is_int else ''}numbers, the lower one first" + (", above 0" if is_log else "")
             example = {"int": [1, 8], "log_int": [8, 512], "uniform": [0.0, 0.5], "log_uniform": [1e-05, 1e-03]}[kind]
-            self._fault((*path, kind), describe(bounds), expected, f"write `{kind}: {example}`")
+            self._fault((*path, kind), describe_value(bounds), expected, f"write `{kind}: {example}`")
             return nothing
         if step is not None and (is_log or not is_number(step) or step <= 0 or (is_int and not isinstance(step, int))):
             expected = "no step with a logarithmic range" if is_log else "a number above 0"
-            self._fault((*path, "step"), describe(step), expected, "remove `step`")
+            self._fault((*path, "step"), describe_value(step), expected, "remove `step`")
             return nothing
         low, high = bounds
         if is_int:
@@ -590,7 +596,7 @@ class _Reader:
         if isinstance(written, list):
             written = dict.fromkeys(map(str, written))
         if not isinstance(written, dict) or not written:
-            got = "nothing" if written is None else describe(written)
+            got = "nothing" if written is None else describe_value(written)
             expected = "the name of a logged value, with its direction if it is not a metric of accmt"
             self._fault(("objective",), got, expected, "write `objective: accuracy`, or `objective: {reward: max}`")
             return []
@@ -598,11 +604,14 @@ class _Reader:
         for name, direction in written.items():
             direction = _DIRECTIONS.get(str(direction or direction_of(name)))
             if direction is None:
-                # No direction is suggested: the wrong one would search for the worst trial.
-                got = "no direction" if written[name] is None else describe(written[name])
+                # A direction is suggested only if it is meant: the wrong one would search for the worst trial.
+                got = "no direction" if written[name] is None else describe_value(written[name])
                 do = f"write `objective: {{{name}: min}}` if lower is better, `objective: {{{name}: max}}` if higher is"
+                meant = nearest(written[name], _DIRECTIONS) or direction_of(name)
                 if written[name] is None:
                     do = suggest(re.split(r"__|@", name)[0], ["val_loss", *METRIC_NAMES], do)
+                elif meant is not None:
+                    do = f"write `objective: {{{name}: {_DIRECTIONS[meant]}}}`"
                 self._fault(("objective", name), got, "`min` or `max`", do)
                 continue
             found.append(Objective(name, maximizes=direction == "max"))
@@ -619,7 +628,7 @@ class _Reader:
         if not isinstance(getattr(module, name, None), type) or name == base:
             known = [*short, *(each for each in module.__all__ if each not in (base, *short.values()))]
             do = suggest(str(kind), known, f"write `{key}: {default}`")
-            self._fault((key,), describe(kind), f"one of {', '.join(known)}", do)
+            self._fault((key,), describe_value(kind), f"one of {', '.join(known)}", do)
             return short[default], {}
         factory: Callable[..., Any] = getattr(module, name)
         accepted = [each for each in inspect.signature(factory).parameters if each != "seed"]
