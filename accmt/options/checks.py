@@ -210,6 +210,7 @@ class Checked:
         for field in fields(self):
             name, hint = f"{prefix}{field.name}", hints[field.name]
             value = read_unusual(getattr(self, field.name), hint, field.default)
+            # An error about one field must not hide those about others.
             try:
                 value = _read_options(name, value, hint)
                 for check in _metadata(hint):
@@ -261,6 +262,7 @@ class Options(Checked):
         changed = {}
         for field in fields(self):
             value = getattr(self, field.name)
+            # 1 batch is not 1.0, which is all of them, although Python says that they are equal.
             if type(value) is not type(field.default) or value != field.default:
                 changed[field.name] = value
         return changed
@@ -430,6 +432,7 @@ def find_faults(
             continue
         got = NOTHING if kind == "missing" else describe_value(value)
         expected = _describe(shape.hints[key], value, shape.model.model_fields[key].default)
+        # "3" and 3.0 are most often the number 3 in quotes, or from a computation.
         number = whole(read_numbers(value))
         is_meant = is_number(number) and number is not value and key not in _errors_in(shape, {key: number})
         faults.append(KeyFault((key,), got, expected.text, write(key, repr(number) if is_meant else expected.example)))
@@ -455,6 +458,7 @@ def _errors_in(shape: Shape, values: Mapping[str, Any]) -> dict[str, str]:
 
 def _describe(hint: Any, value: Any, default: Any) -> Expected:
     """Return what an annotation accepts, with the valid choice closest to a value, or an example."""
+    # Words that a person wrote are clearer than those that follow from the type.
     for note in _metadata(hint):
         if isinstance(note, Expected):
             return note
@@ -535,6 +539,7 @@ def require_text(name: str, value: Any) -> None:
     Raises:
         ArgumentError: `value` is not a string, or empty.
     """
+    # A blank name would be a blank title in every tracker.
     if not isinstance(value, str) or not value.strip():
         raise_wrong_value(name, value, "a name", f'{name}="..."')
 
@@ -550,6 +555,7 @@ def require_keywords(name: str, value: Any, owner: str) -> None:
     Raises:
         ArgumentError: The function has no such argument; the message names the closest one.
     """
+    # The entries of a list would be taken for keywords.
     if not isinstance(value, Mapping):
         raise_wrong_value(name, value, "a dict", write_argument(name, "{}"))
     parameters = signature(resolve_name(owner)).parameters

@@ -33,6 +33,7 @@ def _require_by_phase(name: str, value: Any) -> None:
         _require_object(name, value, example)
         return
     for phase, part in value.items():
+        # Test and prediction data use the value of "val": a key "test" would be ignored.
         if phase not in ("train", "val"):
             do = f'{name}={{"train": {example}, "val": {example}}}'
             expected = 'the keys "train" and "val"'
@@ -88,6 +89,7 @@ class DataOptions(Options):
 
     def check(self, name: str) -> None:
         """Reject two orders at once."""
+        # Both decide the order, and one of them would be ignored.
         if self.group_by_length and self.batch_sampler is not None:
             got, do = (
                 "group_by_length and batch_sampler",

@@ -53,10 +53,12 @@ class MetricOptions(Options):
     def check(self, name: str) -> None:
         """Check the names of averages and the results they select."""
         for mean, choice in (self.averages or {}).items():
+            # With a separator in its name, an average could not be told from the result of a validation set.
             if not mean or any(mark in mean for mark in ("__", "@", "/")):
                 expected = "a name without '__', '@' and '/', which separate the names of metrics and sets"
                 do = write_argument(f"{name}.averages", '{"mean_accuracy": ["accuracy"]}')
                 raise_wrong_value(f"{name}.averages", mean, expected, do)
+            # An empty list selects no result.
             if not choice:
                 do = write_argument(f"{name}.averages", f'{{{mean!r}: lambda name: name.startswith("accuracy")}}')
                 raise_wrong_value(f"{name}.averages", choice, "a function of a result's name, or a list of names", do)

@@ -98,6 +98,7 @@ class Failures(Options):
 
     def check(self, name: str) -> None:
         """Warn about a spike guard without effect."""
+        # Without a reaction to losses that are not finite, there is none to a spike either.
         if self.spike_guard is not None and self.on_nonfinite is None:
             set_field(self, "spike_guard", None)
             warn(f"{name}.spike_guard has no effect with on_nonfinite=None")

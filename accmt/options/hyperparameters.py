@@ -202,6 +202,7 @@ class HyperParameters:
         Raises:
             HyperParameterError: `optim` is missing, and the module does not define `get_optimizer`.
         """
+        # It is looked up only if no module defines one.
         if self._optimizer_class is None:
             do = "write `optim: {type: AdamW, lr: 1e-4}`, or def get_optimizer(self) in the module"
             raise fail(HyperParameterError, self.where("optim"), got="nothing", expected="an optimizer", do=do)

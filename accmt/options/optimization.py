@@ -53,6 +53,7 @@ class Clipping(Options):
 
     def check(self, name: str) -> None:
         """Reject both at once; neither is off."""
+        # A step clips once: one of the two would be ignored.
         if self.norm is not None and self.value is not None:
             raise_wrong_value(name, self.to_dict(), "either norm or value", "clip_grad=Clipping(value=0.5)")
 

@@ -126,6 +126,7 @@ def check_arguments(
     """Return arguments in the types of the signature, and their errors; `beside` are further arguments of the call."""
     beside = beside or {}
     arguments, faults = _check_call(path, optimizer_class, values, known=beside)
+    # A class of the user's may do anything when it is built, such as open a file.
     if faults or not is_listed(optimizer_class):
         return arguments, faults
     # Build the optimizer for one weight, to find values that it rejects.
@@ -229,6 +230,7 @@ def _check_call(
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         hint = annotation_of(parameter)
+        # The run knows its number of steps, also after a resume with other settings.
         if name in COMPUTED:
             if name in values:
                 got, expected = describe_value(arguments.pop(name)), "no value: accmt computes it from the run"

@@ -34,6 +34,7 @@ class _Kind:
     torch_module: ModuleType
     from_transformers: Mapping[str, str]
     rejected: Mapping[str, str]
+    expected: str
     instead: str
 
     def names(self) -> list[str]:
@@ -59,7 +60,8 @@ _OPTIMIZERS = _Kind(
     torch_module=torch.optim,
     from_transformers={"Adafactor": "Adafactor"},
     rejected={"LBFGS": "evaluates the loss several times per step (it needs a closure)"},
-    instead="use AdamW or SGD",
+    expected="a subclass of torch.optim.Optimizer",
+    instead="write `type: AdamW`",
 )
 _SCHEDULERS = _Kind(
     path=("scheduler", "type"),
@@ -76,6 +78,7 @@ _SCHEDULERS = _Kind(
         "PolynomialDecayWithWarmup": "get_polynomial_decay_schedule_with_warmup",
     },
     rejected=dict.fromkeys(["LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"], _NEEDS_OBJECTS),
+    expected="a torch.optim.lr_scheduler.LRScheduler, or a function that takes an optimizer and returns one",
     instead="return it from get_scheduler in your module",
 )
 
@@ -116,23 +119,14 @@ def scheduler_names() -> list[str]:
 
 def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | KeyFault:
     """Return the optimizer class for a short name, an import path or a class, or the error."""
-    optimizer = _find(value, _OPTIMIZERS)
-    if isinstance(optimizer, KeyFault) or (
-        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
-    ):
-        return optimizer
-    return KeyFault(_OPTIMIZERS.path, describe_value(value), "a subclass of torch.optim.Optimizer", "use such a class")
+    factory: type[torch.optim.Optimizer] | KeyFault = _find(value, _OPTIMIZERS)
+    return factory
 
 
 def find_scheduler(value: Any) -> SchedulerFactory | KeyFault:
     """Return the class or function of a scheduler for a short name, an import path or itself, or the error."""
-    scheduler = _find(value, _SCHEDULERS)
-    is_class = isinstance(scheduler, type) and issubclass(scheduler, lr_scheduler.LRScheduler)
-    if isinstance(scheduler, KeyFault) or is_class or inspect.isfunction(scheduler):
-        factory: SchedulerFactory | KeyFault = scheduler
-        return factory
-    expected = "a torch.optim.lr_scheduler.LRScheduler, or a function that takes an optimizer and returns one"
-    return KeyFault(_SCHEDULERS.path, describe_value(value), expected, _SCHEDULERS.instead)
+    factory: SchedulerFactory | KeyFault = _find(value, _SCHEDULERS)
+    return factory
 
 
 def is_listed(factory: Callable[..., Any]) -> bool:
@@ -155,13 +149,19 @@ def name_of(factory: Callable[..., Any]) -> str:
 def _find(value: Any, kind: _Kind) -> Any:
     """Return the object for a name; callables are returned unchanged."""
     factory = _import(value, kind) if isinstance(value, str) else value
-    if not callable(factory) and not isinstance(factory, KeyFault):
-        return KeyFault(
-            kind.path, describe_value(value), "a name, an import path or a class", f"write `type: {kind.names()[0]}`"
-        )
+    if isinstance(factory, KeyFault):
+        return factory
+    got = describe_value(value)
+    if not callable(factory):
+        do = f"write `type: {kind.names()[0]}`"
+        return KeyFault(kind.path, got, "a name, an import path or a class", do)
     for name, reason in kind.rejected.items():
         if factory is kind.by_name(name):
             return KeyFault(kind.path, f"{name}, which {reason}", f"one of {', '.join(kind.names())}", kind.instead)
+    is_class = isinstance(factory, type) and issubclass(factory, kind.base)
+    # transformers has functions that build schedulers; an optimizer is built from its class, also for each group.
+    if not is_class and not (kind is _SCHEDULERS and inspect.isfunction(factory)):
+        return KeyFault(kind.path, got, kind.expected, kind.instead)
     return factory
 
 

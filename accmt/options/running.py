@@ -55,6 +55,7 @@ def require_fsdp(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         require_keywords(name, value, "accelerate.FullyShardedDataParallelPlugin")
     elif value is not True:
+        # `fsdp: False` beside other sizes asks for shards and for none.
         do = f"{write_argument(name, 'True')}, or leave `parallelism` out"
         raise_wrong_value(name, value, "True, or a dict with FSDP2 arguments", do)
 
@@ -67,6 +68,7 @@ def require_accelerator(name: str, value: Any) -> None:
     """
     if isinstance(value, Mapping):
         require_keywords(name, value, "accelerate.Accelerator")
+    # Other trainers take the name or the number of devices here, which accmt gets from the launcher.
     elif not hasattr(value, "prepare") or isinstance(value, type):
         do = "leave it out, and choose the hardware at launch: accmt launch -N 2 train.py"
         if value == "cpu":
@@ -83,6 +85,7 @@ def require_engine(name: str, value: Any) -> None:
         ArgumentError: No package adds an engine of this name.
     """
     known = names("accmt.engines")
+    # Without any, there would be no name to suggest.
     if not known:
         raise_wrong_value(name, value, "an engine of an installed package; there is none", "leave `engine` out")
     require_choice(name, value, known)
@@ -100,6 +103,7 @@ def require_compile(name: str, value: Any) -> None:
         raise_wrong_value(name, value, "True, False, or a dict with arguments of torch.compile", "compile=True")
     arguments = dict(value)
     buckets = arguments.pop("buckets", 1)
+    # True is 1, and multiples of 1 compile a graph for each length.
     if type(buckets) is not int or buckets < 1:
         do = write_argument("compile.buckets", 64)
         raise_wrong_value("compile.buckets", buckets, "a whole number of at least 1", do)
@@ -125,6 +129,7 @@ def read_min_length(name: str, value: Any) -> dict[Unit, int]:
     lengths: dict[Unit, int] = {}
     for text in value if isinstance(value, list | tuple) else [value]:
         length = read_every(name, text, ("epoch", "step"), also=", or a list of both")
+        # Of two numbers of epochs, it would be unclear whether the smaller or the larger one counts.
         if length.unit in lengths:
             raise_wrong_value(name, value, "each unit once", 'min_length=["2 epochs", "500 steps"]')
         lengths[length.unit] = int(length.number)

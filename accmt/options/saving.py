@@ -95,6 +95,7 @@ class PatienceOptions(Options):
 
     def check(self, name: str) -> None:
         """Reject options that would never end training."""
+        # Such options look like early stopping, but would never stop.
         if self.patience is None and not self.may_end:
             expected = "patience, stopping_threshold or check_finite"
             do = 'for example patience={"valid_loss": PatienceOptions(patience=3, min_delta=0.01)}'
@@ -124,6 +125,7 @@ def _require_model_path(name: str, value: Any) -> None:
     if _URL.match(str(value)) and not (isinstance(value, str) and _name_of_url(value)):
         do = 'model_path="s3://bucket/models/news"'
         raise_wrong_value(name, value, "a local folder, or a URL as a string that ends in a name", do)
+    # A callback writes to the Hub, not the uploads to object storage.
     if str(value).startswith("hf://"):
         do = 'pass a local `model_path`, and callbacks=PushToHub("user/name")'
         raise_wrong_value(name, value, "a local folder, or the URL of object storage", do)
@@ -211,6 +213,7 @@ def _count_evaluations(patience: Any) -> Any:
 
 
 def _require_folder(name: str, value: Any) -> None:
+    # An empty path is the working folder.
     if not isinstance(value, str | PathLike) or not str(value).strip():
         raise_wrong_value(name, value, "a folder", f'{name}="out/checkpoint"')
     if _URL.match(str(value)) and not (isinstance(value, str) and "://" in value):
@@ -300,6 +303,7 @@ class CheckpointSettings(Group):
     def __post_init__(self) -> None:
         checkpointer: Any = self.checkpointer
         if isinstance(checkpointer, str) and not is_off(checkpointer):
+            # A name is that of a class in another package, created for this run.
             try:
                 kind: Callable[[], Checkpointer] = find("accmt.checkpointers", checkpointer)
             except KeyError:

@@ -112,6 +112,7 @@ def check(document: Document) -> Checked:
         got = "-1 without max_steps" if "epochs" in document.values else NOTHING
         expected = "a whole number of at least 1, or max_steps"
         faults.append(KeyFault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`"))
+    # A row has max_tokens tokens: without it, its length is unknown.
     if document.values.get("packing") is True and document.values.get("max_tokens") is None:
         expected = "packing together with max_tokens, the length of a row"
         do = "add for example `max_tokens: 4096`"
@@ -170,6 +171,7 @@ def _check_component(
         check_arguments: Returns the arguments in the types of the class's signature, and their errors.
     """
     value = document.values.get(key)
+    # The module may define its optimizer, and a run needs no scheduler.
     if value is None:
         return Component(), []
     arguments = {"type": value} if isinstance(value, str) or callable(value) else value

@@ -79,6 +79,7 @@ class Settings:
         """
         values = dict(arguments)
         for name, value in arguments.items():
+            # Settings are stored in YAML and JSON, which have no paths.
             if isinstance(value, PathLike):
                 values[name] = fspath(value)
         remember(values)

@@ -127,6 +127,7 @@ class Monitor(Options):
         if not isinstance(config, Mapping):
             do = 'monitor=["learning_rate", "grad_norm"]'
             raise_wrong_value("monitor", config, "a Monitor, a dict, a list of names, or a path", do)
+        # Names of other packages' measurements may stand among the fields.
         values = dict(config)
         added = list(values.pop("added", ()))
         known = [field.name for field in fields(cls)]
@@ -196,6 +197,7 @@ def read_log_interval(name: str, value: Any) -> int:
     if value == -1 and isinstance(value, int):
         return -1
     interval = read_every(name, value, ("step", "epoch"), plain="step", also="; -1 means each epoch")
+    # The loop knows only one row for each epoch.
     if interval.unit == "epoch" and interval.number != 1:
         expected = 'steps, or "epoch" for one row at the end of each epoch'
         raise_wrong_value(name, value, expected, 'log_every="epoch"')

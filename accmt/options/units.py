@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from accmt.errors import nearest
-from accmt.options.checks import raise_wrong_value, read_numbers, whole, write_argument
+from accmt.errors import ArgumentError, describe_value, fail, nearest
+from accmt.options.checks import raise_wrong_value, read_numbers, whole, write_argument, write_place
 
 Unit = Literal["epoch", "step", "eval", "second", "auto"]
 
@@ -67,43 +67,33 @@ def read_every(
     Raises:
         ArgumentError: Something else, a number of 0, or an unknown unit; the message lists the valid forms.
     """
-    if plain is not None and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    # True is an int too, but an interval of True is a mistake.
+    if plain is not None and type(value) is int and value >= 1:
         return Every(value, plain)
     if fractions and isinstance(value, float) and 0 < value <= 1:
         return Every(value, "epoch")
-    seconds = _read(value) if "second" in units and isinstance(value, str) else None
+    text = value if isinstance(value, str) else ""
+    seconds = _read(text) if "second" in units else None
     if seconds:
         return Every(seconds, "second")
-    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
-    digits, word = match.groups() if match else ("", "")
-    unit = _SPELLINGS.get(word.lower())
-    number = _read_number(digits)
-    is_fraction = isinstance(number, float)
-    is_counted = unit == "auto" and digits != ""
-    if (
-        unit not in units
-        or not unit
-        or is_counted
-        or not number
-        or (is_fraction and not (fractions and unit == "epoch"))
-    ):
-        _reject(name, value, units, plain, fractions, also)
-    return Every(number, unit)
-
-
-def _reject(
-    name: str,
-    value: object,
-    units: Sequence[Unit],
-    plain: Unit | None,
-    fractions: bool,  # noqa: FBT001
-    also: str,
-) -> NoReturn:
-    forms = [f"a whole number of {plain}s from 1"] if plain else []
-    forms += ["a float fraction of an epoch up to 1.0"] if fractions else []
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    if match is not None:
+        digits, word = match.groups()
+        unit, number = _SPELLINGS.get(word.lower()), _read_number(digits)
+        is_whole = isinstance(number, int) or (fractions and unit == "epoch")
+        # "2 auto" would say nothing: the run measures this interval.
+        is_counted = unit == "auto" and digits != ""
+        if unit in units and unit is not None and number and is_whole and not is_counted:
+            return Every(number, unit)
+    forms = []
+    if plain:
+        forms.append(f"a whole number of {plain}s from 1")
+    if fractions:
+        forms.append("a float fraction of an epoch up to 1.0")
     examples = " or ".join(f'"{_EXAMPLES[unit]}"' for unit in units)
     forms.append(f"a number from 1 and a unit, such as {examples}")
-    raise_wrong_value(name, value, ", or ".join(forms) + also, write_argument(name, _suggest(value, units, plain)))
+    do = write_argument(name, _suggest(value, units, plain))
+    raise fail(ArgumentError, write_place(name), got=describe_value(value), expected=", or ".join(forms) + also, do=do)
 
 
 def _read_number(digits: str) -> int | float | None:
@@ -112,14 +102,16 @@ def _read_number(digits: str) -> int | float | None:
         number = float(digits or 1)
     except ValueError:
         return None
-    if number >= 1:
-        return int(number) if number == int(number) else None
-    return number if number > 0 else None
+    if number < 1:
+        return number if number > 0 else None
+    # "2.5 epochs" would end between two steps.
+    return int(number) if number == int(number) else None
 
 
 def _suggest(value: object, units: Sequence[Unit], plain: Unit | None) -> str:
     """Return the number in a value with the closest unit, or an example of an interval."""
     number = whole(read_numbers(value))
+    # 1 is left out: it is what True and 1.0 are taken for.
     if plain is not None and isinstance(number, int) and number > 1:
         return str(number)
     match = _WHOLE_AND_WORD.search(str(value).lower())

@@ -303,6 +303,8 @@ YAML: list[dict[str, Any]] = [
     {"optim": 3},
     {"optim": {"lr": 0.1}},
     {"optim": "AdamV"},
+    {"optim": "LBFGS"},
+    {"optim": "torch.nn.Linear"},
     {"optim": {"type": "SGD", "learning_rate": 0.1}},
     {"optim": {"type": "SGD", "lr": "fast"}},
     {"optim": {"type": "SGD", "lr": True}},
