@@ -118,6 +118,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "torch_metric": "accmt.addons.torch_metrics:TorchMetric",
         "try_quantized_layers": "accmt.addons.quantized_layers:try_quantized_layers",
         "tune": "accmt.addons.tuning:tune",
+        "write_card": "accmt.addons.model_card:write_card",
         "window_function": "accmt.addons.window_function:ByFunction",
         "without_bad_samples": "accmt.addons.bad_samples:without_bad_samples",
     },

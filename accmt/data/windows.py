@@ -85,7 +85,7 @@ class Loader:
         Processes: collective in a micro-batch that does not reach all of them.
         """
         windows = self.maker.windows(self.source, epoch, first)
-        if num_processes() == 1:  # there is nobody to lend to
+        if num_processes() == 1:  # no other process borrows
             return windows
         return (window._replace(units=lend_batches(window.units)) for window in windows)
 

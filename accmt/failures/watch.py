@@ -147,10 +147,12 @@ def _list(doing: Mapping[int, str]) -> str:
 _POLL_S = 0.1
 _BEAT_S = 0.5
 _CENSUS_S = 1.0
-_STUCK_S = 6.0  # a main thread that waits longer for a failed process will never return
 _BUSY_S = 60.0  # a computing main thread reaches the end of its step, and writes its checkpoint there
 _COMPUTING = 0.2  # share of one processor's time: a backward that uses more is not waiting for others
 _LEAVE_S = 8.0
+# A main thread that waits longer for a failed process will never return. It is later than that process exits, which
+# ends the collective with an error: on a machine with load 20, a waiting process ended before, without a checkpoint.
+_STUCK_S = _LEAVE_S + 4.0
 _PROCESS = "process"
 _COLLECTIVES = ("torch/distributed/", "accmt/processes.py")
 _WRAPPER = "torch/nn/parallel/distributed.py"

@@ -8,8 +8,6 @@ from accmt.huggingface.folder import save_model as save_model
 from accmt.huggingface.folder import to_saved_format as to_saved_format
 from accmt.huggingface.folder import try_model_files as try_model_files
 from accmt.huggingface.model_kinds import advise_wrapping as advise_wrapping
-from accmt.huggingface.model_kinds import base_model_of as base_model_of
-from accmt.huggingface.model_kinds import describe_model as describe_model
 from accmt.huggingface.model_kinds import is_peft_model as is_peft_model
 from accmt.huggingface.model_kinds import is_transformers_model as is_transformers_model
 from accmt.huggingface.model_kinds import reject_injected_adapters as reject_injected_adapters

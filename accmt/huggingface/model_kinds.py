@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
@@ -129,41 +128,3 @@ def reject_injected_adapters(model: object) -> None:
         got = "a transformers model with an adapter inside (`add_adapter`, or `from_pretrained` of an adapter's name)"
         do = "self.model = get_peft_model(model, LoraConfig(...)), or PeftModel.from_pretrained(model, adapter)"
         raise fail(ModuleContractError, "self.model", got=got, expected="a model that PEFT wraps", do=do)
-
-
-def describe_model(model: Any) -> dict[str, str]:
-    """Return the library of a model, without wrappers, its task and its base model, for a model card's metadata.
-
-    A model that was built from a local folder has no `base_model`: nobody else could find it.
-    """
-    if not is_peft_model(model) and not is_transformers_model(model):
-        return {"library_name": "pytorch"}
-    library = "peft" if is_peft_model(model) else "transformers"
-    from transformers.modelcard import TASK_MAPPING
-
-    description = {"library_name": library}
-    name = type(without_adapter(model)).__name__
-    classes: Mapping[str, Any] = TASK_MAPPING
-    for task, models in classes.items():
-        if name in models.values():
-            description["pipeline_tag"] = task
-            break
-    base = base_model_of(model)
-    if base is None:
-        return description
-    is_of_hub = not base.startswith((".", "/", "~")) and base.count("/") <= 1
-    if is_of_hub and not Path(base).exists():
-        description["base_model"] = base
-    return description
-
-
-def base_model_of(model: Any) -> str | None:
-    """Return the name or path that a model was loaded from by `from_pretrained`, or None."""
-    if is_peft_model(model):
-        name: str | None = model.active_peft_config.base_model_name_or_path
-        model = model.get_base_model()
-        if name:
-            return name
-    if not is_transformers_model(model):
-        return None
-    return model.name_or_path or None  # "" for a model that was built from a configuration

@@ -29,11 +29,9 @@ import numpy as np
 from accmt.errors import (
     AccmtError,
     ArgumentError,
-    CombinedError,
-    HyperParameterError,
-    combine,
     describe_value,
     fail,
+    join_errors,
     nearest,
 )
 from accmt.libraries.versions import require
@@ -510,16 +508,11 @@ def raise_faults(errors: Sequence[AccmtError]) -> None:
     """Raise the collected errors as one, if there are any.
 
     Raises:
-        ArgumentError: All are about arguments.
-        HyperParameterError: The only one is about hyper-parameters.
-        CombinedError: Some are about arguments, some about hyper-parameters.
+        AccmtError: Of the class of all of them.
+        CombinedError: They have several classes.
     """
-    if len(errors) == 1:
-        raise errors[0]
     if errors:
-        is_mixed = any(isinstance(error, HyperParameterError) for error in errors)
-        kind = CombinedError if is_mixed else ArgumentError
-        raise combine(kind, errors, "several errors")
+        raise join_errors(errors)
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

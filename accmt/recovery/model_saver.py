@@ -6,7 +6,6 @@ import inspect
 import math
 import operator
 import os
-import re
 import secrets
 import sys
 from collections.abc import Mapping
@@ -15,11 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from accmt import huggingface
 from accmt.callbacks import Callback
-from accmt.data.base import length_of
 from accmt.errors import AccmtError, SavingError, fail
 from accmt.files import current_folder
 from accmt.messages import say, warn
@@ -27,7 +23,7 @@ from accmt.metrics import Metric, ReportedValue
 from accmt.options import Settings
 from accmt.options.saving import LAST
 from accmt.processes import run_on_main_process
-from accmt.registry import find
+from accmt.registry import addon, find
 from accmt.run import Run
 from accmt.saving import (
     RUN_KEY,
@@ -39,21 +35,13 @@ from accmt.saving import (
     name_by_rules,
     remove_surplus,
     write_hps,
-    write_model_card,
     write_status,
     write_trainer_config,
 )
 from accmt.saving.selection import METRIC_NAMES
 from accmt.saving.weights import ShardedState
-from accmt.secrets import write_command
-from accmt.sharded_tensors import class_of
 from accmt.tracking import resolve_trackers
 from accmt.tracking.spec import UserTracker
-from accmt.version import __version__
-
-_SAYS_NOTHING = re.compile(r"(best|checkpoint|final|last|model|out|output|pretrained|save|step|weights)([-_+.].*)?|\d+")
-_READERS = ("arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text")
-"""Names of `datasets` for data loaded from files, which are no data sets on a hub."""
 
 
 class _NotSavedError(Exception):
@@ -273,7 +261,7 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedSta
     size = {"batch_size": replaced["batch_size"]} if replaced.get("batch_size") else {}
     write_hps(folder, {"hps": {**run.settings.hps.to_dict()["hps"], **left_out, **size}})
     write_trainer_config(folder, describe_trainer(run.settings))
-    write_card(run, folder)
+    addon("write_card")(run, folder)
 
 
 def _keep_previous(run: Run, folder: Path) -> None:
@@ -290,42 +278,6 @@ def _keep_previous(run: Run, folder: Path) -> None:
         say(f"the model of an earlier run in {folder} was moved to {previous}")
     for place in removed:
         say(f"deleted the model of an earlier run in {place} (max_previous_runs={keep})")
-
-
-def write_card(run: Run, folder: Path) -> None:
-    """Write `README.md` into a model folder, unless there is one by the user.
-
-    Processes: main only.
-    """
-    state, model = run.state, run.unwrapped_model
-    # Data sets and metrics have names on a hub.
-    read = [loader.source.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
-    infos = [getattr(getattr(data, "dataset", data), "info", None) for data in read]
-    names = {str(name) for info in infos if (name := getattr(info, "dataset_name", None)) and name not in _READERS}
-    metrics = sorted({name.split("__")[0] for name in state.metrics} & set(METRIC_NAMES))
-    on_hub = {key: values for key, values in (("datasets", sorted(names)), ("metrics", metrics)) if values}
-    loss = run.running_averages.epoch_loss
-    losses = {} if loss is None else {run.settings.tracking.train_loss_metric_name: loss}
-    base = huggingface.base_model_of(model)
-    known: dict[str, Any] = {}
-    if base is not None:
-        known["base model"] = _name_of_path(Path(base)) if Path(base).exists() else base
-    write_model_card(
-        folder,
-        head={**huggingface.describe_model(model), "tags": ["accmt"], **on_hub},
-        sections={
-            "Results": {**losses, **state.metrics, **state.best},
-            "Model": {
-                "model": class_of(model).__name__,
-                **known,
-                "parameters": sum(p.numel() for p in model.parameters()),
-            },
-            "Samples": _count_samples(run),
-            "Hyper-parameters": run.settings.hps.get_config(run.replaced_hps()),
-            "Training": _describe_training(run),
-            "Command": write_command(["python", *sys.argv]),
-        },
-    )
 
 
 def describe_trainer(settings: Settings) -> dict[str, Any]:
@@ -356,38 +308,3 @@ def _name_metrics(metrics: Any) -> Any:
     kind: Any = find("accmt.metrics", metrics.name)
     has_plain_name = kind is type(metrics) and list(inspect.signature(kind).parameters) == ["name"]
     return metrics.name if has_plain_name else metrics
-
-
-def _count_samples(run: Run) -> dict[str, Any]:
-    loaders = {"training": run.train_loader}
-    loaders |= {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
-    counted = {name: length_of(loader.source.dataloader.dataset) for name, loader in loaders.items()}
-    return {name: number for name, number in counted.items() if number is not None}
-
-
-def _name_of_path(path: Path) -> str:
-    """Return a folder's name, including its parents if the name alone is generic, such as "model"."""
-    parts = path.resolve().parts
-    in_cache = [part for part in parts if part.startswith("models--")]  # of the hub's cache: models--<owner>--<name>
-    if in_cache:
-        return in_cache[-1].removeprefix("models--").replace("--", "/")
-    first = next((index for index in reversed(range(len(parts))) if not _SAYS_NOTHING.fullmatch(parts[index])), 0)
-    return "/".join(parts[first:])
-
-
-def _describe_training(run: Run) -> dict[str, Any]:
-    state, settings = run.state, run.settings
-    samples = run.samples_per_step(state.epoch)
-    unknown = f"decided by {settings.optimization.window_maker or 'the DataLoader'}"
-    return {
-        "steps": state.global_step,
-        # An evaluation at the end of an epoch happens before the epoch is counted.
-        "epochs finished": state.epoch + int(state.train_step > 0 and state.is_last_training_batch),
-        "training samples seen": state.samples_seen,
-        "samples of a step": unknown if samples is None else samples,
-        "processes": state.num_processes,
-        "mixed precision": str(run.accelerator.mixed_precision),
-        "seed": run.seed,
-        "accmt": __version__,
-        "torch": torch.__version__,
-    }

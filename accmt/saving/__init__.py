@@ -9,7 +9,6 @@ from accmt.saving.model_folder import (
     read_status,
     remove_surplus,
     write_hps,
-    write_model_card,
     write_status,
     write_trainer_config,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "save_weights",
     "without_validation",
     "write_hps",
-    "write_model_card",
     "write_status",
     "write_trainer_config",
 ]

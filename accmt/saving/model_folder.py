@@ -29,7 +29,7 @@ from accmt.files import (
 )
 from accmt.options.tracking import Monitor
 from accmt.saving.weights import find_entry, stays_inside, weight_files_in
-from accmt.secrets import hide, hide_text
+from accmt.secrets import hide
 
 STATUS_NAME = "status.json"
 STATUS_VERSION = 1
@@ -211,22 +211,6 @@ HPS_MARK = "# accmt writes this file again at each save; without this line it is
 TRAINER_MARK = '"hps_config":'
 
 
-def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any] | str]) -> bool:
-    """Write `README.md`, unless there is one that accmt did not write.
-
-    Args:
-        head: Metadata for the hub, as YAML at the top, such as `library_name` and `base_model`.
-        sections: By heading: a table of names and values, or a command. Empty sections are omitted.
-
-    Processes: main only.
-    """
-    import yaml
-
-    parts = [f"---\n{yaml.safe_dump(hide(dict(head)), sort_keys=False)}---", CARD_MARK, f"# {folder.resolve().name}"]
-    parts += [f"## {heading}\n\n{_write_section(hide(content))}" for heading, content in sections.items() if content]
-    return _replace_own(folder / CARD_NAME, CARD_MARK, hide_text("\n\n".join(parts) + "\n"))
-
-
 def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
     """Write `hps.yaml` for `Trainer(hps_config=...)`, unless there is one that accmt did not write.
 
@@ -237,7 +221,7 @@ def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
     import yaml
 
     text = yaml.safe_dump(hide(dict(hps), leave_out=True), sort_keys=False)
-    return _replace_own(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{text}")
+    return replace_own_file(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{text}")
 
 
 def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
@@ -257,7 +241,7 @@ def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
         elif name != "hps_config" and _can_be_written(value):
             config[name] = value
     config["hps_config"] = hide(arguments["hps_config"], leave_out=True)
-    return _replace_own(folder / TRAINER_NAME, TRAINER_MARK, dumps(config, indent=2) + "\n")
+    return replace_own_file(folder / TRAINER_NAME, TRAINER_MARK, dumps(config, indent=2) + "\n")
 
 
 def _to_plain(value: Any) -> Any:
@@ -283,23 +267,8 @@ def _can_be_written(value: Any) -> bool:
         return False
 
 
-def _write_section(content: Mapping[str, Any] | str) -> str:
-    if isinstance(content, str):
-        return f"```bash\n{content}\n```"
-    rows = [f"| {_write_cell(name)} | {_write_cell(value)} |" for name, value in content.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])
-
-
-def _write_cell(value: Any) -> str:
-    text = str(value)
-    if isinstance(value, float):
-        text = f"{value:.6g}"
-    elif type(value) is int:
-        text = f"{value:,}"
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _replace_own(path: Path, mark: str, text: str) -> bool:
+def replace_own_file(path: Path, mark: str, text: str) -> bool:
+    """Write a file that accmt writes again at each save, and return whether it is accmt's, by its mark."""
     # A card or a config that came with a pretrained model, or that the user has edited.
     if path.is_file() and mark not in path.read_text(encoding="utf-8", errors="replace"):
         return False

@@ -60,7 +60,7 @@ def calls(trainer):
 
 @pytest.mark.feature("L54")
 def test_every_second_is_that_of_the_phase_it_was_spent_in(clock, monkeypatch):
-    monkeypatch.setattr("accmt.recovery.model_saver.write_card", lambda *_: setattr(clock, "now", clock.now + 16))
+    monkeypatch.setattr("accmt.addons.model_card.write_card", lambda *_: setattr(clock, "now", clock.now + 16))
     trainer = SlowTrainer(
         {**HPS, "epochs": 2},
         "out/model",

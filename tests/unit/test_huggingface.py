@@ -28,10 +28,10 @@ from transformers import (
 )
 
 from accmt import AcceleratorModule
+from accmt.addons.model_card import describe_model
 from accmt.errors import ArgumentError, ModuleContractError, SavingError, WeightsError
 from accmt.huggingface import (
     advise_wrapping,
-    describe_model,
     is_transformers_model,
     load_model_weights,
     load_pretrained,

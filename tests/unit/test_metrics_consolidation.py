@@ -172,10 +172,10 @@ def test_what_has_no_direction_cannot_decide():
     ("settings", "message"),
     [
         ({"metric_options": {"averages": "mean"}}, "a dict"),
-        ({"metric_options": {"averages": {"average": "mean"}}}, "a function of a result's name, or a list of names"),
+        ({"metric_options": {"averages": {"average": "mean"}}}, "functions of a result's name, or lists of names"),
         ({"metric_options": {"averages": {"average": []}}}, "a function of a result's name, or a list of names"),
         ({"metric_options": {"averages": {"a__b": ["mean"]}}}, "a name without"),
-        ({"metric_options": {"averages": {3: ["mean"]}}}, "a name without"),
+        ({"metric_options": {"averages": {3: ["mean"]}}}, "a dict from names of averages"),
         ({"metric_options": {"derived": max}}, r"a function of the values of"),
         ({"metric_options": {"derived": 3, "averages": {"a": ["b"]}}}, "a function of the values"),
         ({"metric_options": {"gather_chunk_size": "32"}}, "bytes, or a number with KB, MB, GB or TB"),

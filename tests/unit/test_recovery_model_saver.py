@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accmt import Callback, Trainer
-from accmt.recovery.model_saver import _name_of_path
+from accmt.addons.model_card import _name_of_path
 from tests.toys import Linear, Numbers, Recorder, Scripted, make_points, make_trainer
 
 

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from accmt import HyperParameters
-from accmt.saving.model_folder import CARD_MARK, TRAINER_NAME, write_hps, write_model_card, write_trainer_config
+from accmt.addons.model_card import write_model_card
+from accmt.saving.model_folder import CARD_MARK, TRAINER_NAME, write_hps, write_trainer_config
 
 
 def read(folder):
