@@ -270,8 +270,8 @@ def _as_annotated(value: Any, annotation: Any) -> Any:
     """Return a list as a tuple, and a float without a fraction as an int, where the annotation asks for those."""
     if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
         return tuple(value)
-    takes_float = annotation is float or float in get_args(annotation)
-    return value if takes_float else whole(value)
+    kinds = get_args(annotation) or (annotation,)
+    return whole(value) if int in kinds and float not in kinds else value
 
 
 _EXAMPLES = {"step_size": 10, "milestones": [10, 20], "gamma": 0.9, "base_lr": 1e-4, "max_lr": 1e-3, "T_0": 10}
