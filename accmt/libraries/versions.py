@@ -25,7 +25,6 @@ FLOORS: Mapping[str, str] = {
     "huggingface_hub": "1.0",
     "safetensors": "0.8",
     "pydantic": "2.11",
-    "annotated_types": "0.6",
     "peft": "0.19",
     "bitsandbytes": "0.50",
     "torchao": "0.18",

@@ -75,9 +75,9 @@ def test_a_version_at_or_above_the_floor_is_taken(monkeypatch, version):
 
 
 def test_a_package_that_nobody_knows_the_version_of_is_taken(monkeypatch):
-    install(monkeypatch, "annotated_types", None)
+    install(monkeypatch, "torchmetrics", None)
     monkeypatch.setattr("importlib.metadata.version", lambda name: require_metadata(name))
-    require("annotated_types")
+    require("torchmetrics")
 
 
 def require_metadata(name):
@@ -85,10 +85,10 @@ def require_metadata(name):
 
 
 def test_metadata_say_the_version_where_the_package_does_not(monkeypatch):
-    install(monkeypatch, "annotated_types", None)
+    install(monkeypatch, "torchmetrics", None)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5")
-    with pytest.raises(MissingPackageError, match=r"got: annotated_types 0\.5"):
-        require("annotated_types")
+    with pytest.raises(MissingPackageError, match=r"got: torchmetrics 0\.5"):
+        require("torchmetrics")
 
 
 def test_an_older_version_is_an_error_with_the_line_for_pip(monkeypatch):
