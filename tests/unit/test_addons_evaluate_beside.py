@@ -35,6 +35,7 @@ from accmt.tracking import read_history
 from accmt.tracking.history import EVALUATIONS_FOLDER
 from accmt.tracking.trackers.tensorboard import TensorBoard
 from tests.launching import ROOT
+from tests.raising import raises_at
 
 HPS = {"epochs": 3, "batch_size": 8, "optim": {"type": "AdamW", "lr": 0.05}}
 OFF = {"evaluate_every_n_steps": "never", "model_saving": None}
@@ -271,7 +272,7 @@ def test_mlflow_gets_the_rows_in_the_run_of_the_training(project: Path) -> None:
 
 def test_a_rule_that_does_not_exist_is_an_error_with_the_nearest_one(project: Path) -> None:
     train("off")
-    with pytest.raises(ArgumentError, match="did you mean 'best_accuracy'"):
+    with raises_at(ArgumentError, "Trainer(model_saving=...)"):
         evaluate("off", rule="best_acuracy")
 
 
@@ -293,7 +294,7 @@ def test_after_ctrl_c_the_same_command_continues(project: Path, capsys: pytest.C
 
 def test_a_program_without_validation_data_is_an_error(project: Path) -> None:
     train("off")
-    with pytest.raises(ArgumentError, match="passes no validation data to `fit`"):
+    with raises_at(ArgumentError, "evaluation of "):
         evaluate("off", val_data=None)
 
 
@@ -312,7 +313,7 @@ def test_a_run_that_never_evaluates_rejects_what_waits_for_evaluations(arguments
 
 
 def test_a_run_that_never_evaluates_rejects_a_scheduler_that_monitors_a_result() -> None:
-    with pytest.raises(ArgumentError, match="a scheduler that monitors a result"):
+    with raises_at(ArgumentError, 'Trainer(evaluate_every_n_steps="never")'):
         Trainer({**HPS, "scheduler": {"type": "ReduceLROnPlateau"}}, "out/never", **OFF)
 
 

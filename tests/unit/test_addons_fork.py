@@ -19,6 +19,7 @@ from accmt.addons.launches import read_launches
 from accmt.checkpoint.retention import list_published
 from accmt.errors import AccmtError, StepDiffersError
 from accmt.tracking import read_history
+from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
 HPS = {"epochs": 2, "batch_size": 2, "optim": {"type": "AdamW", "lr": 0.1}}
@@ -314,7 +315,7 @@ def test_what_only_tries_a_training_makes_no_fork(parent: Path) -> None:
 
 
 def test_no_such_run(tmp_path: Path) -> None:
-    with pytest.raises(AccmtError, match=r"fork of .*nowhere at step 3\n  got: no such folder; you are in"):
+    with raises_at(AccmtError, "fork of "):
         train(tmp_path, fork=f"{tmp_path / 'nowhere'}@3")
 
 

@@ -22,6 +22,7 @@ from accmt.tracking.history import read_history
 from accmt.tracking.values import Media
 from tests import conversations
 from tests.conversations import make_tokenizer
+from tests.raising import raises_at
 
 WORDS = ["red", "green", "blue", "one", "two", "three", "four"]
 ROWS = [
@@ -204,9 +205,9 @@ def test_what_cannot_be_is_an_error_before_training(make: Any, evaluation: Any, 
 
 
 def test_a_metric_of_texts_without_texts_and_texts_without_words_are_errors_in_the_trial() -> None:
-    with pytest.raises(MetricError, match="evaluation: {generate"):
+    with raises_at(MetricError, "metric 'rouge'"):
         train(make_module(), metrics="rouge", evaluation=None)
-    with pytest.raises(MetricError, match="remove such rows"):
+    with raises_at(MetricError, "metric 'wer'"):
         train(make_module(), val_rows=[{"prompt": "say", "completion": " "}], metrics="wer")
 
 
@@ -229,14 +230,14 @@ def test_a_function_of_texts_is_a_metric_by_its_name() -> None:
     trainer = train(make_module(), metrics=f"{__name__}:count_words")
     assert trainer.state.metrics["count_words"] == 10
     assert trainer.state.metrics["expected_words"] == 20
-    with pytest.raises(MetricError, match="a module and a function in it"):
+    with raises_at(MetricError, "Trainer(metrics=...)"):
         train(make_module(), metrics="no_such_module:score")
-    with pytest.raises(MetricError, match="a function of two lists of strings"):
+    with raises_at(MetricError, "Trainer(metrics=...)"):
         train(make_module(), metrics=f"{__name__}:make_module")
 
 
 def test_texts_that_are_not_as_many_as_expected_are_an_error() -> None:
-    with pytest.raises(MetricError, match="got: 1 written and 2 expected texts"):
+    with raises_at(MetricError, "metric 'exact_match'"):
         ExactMatch().compute(["a"], ["a", "b"])
 
 

@@ -29,6 +29,7 @@ from tests.pictures import (
     make_processor,
     plain_gradient,
 )
+from tests.raising import raises_at
 
 pytestmark = pytest.mark.feature("N97")
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 1.0}}
@@ -293,7 +294,7 @@ def test_tokens_around_one_image_are_followed_and_unclear_ones_are_not():
 def test_generation_in_evaluations_rejects_images(tmp_path: Path):
     hps = {**HPS, "evaluation": {"generate": {"max_new_tokens": 2}}}
     module = SFTModule(make_image_model(), make_processor())
-    with pytest.raises(AccmtError, match="pixel_values"):
+    with raises_at(AccmtError, "evaluation.generate"):
         Trainer(hps, tmp_path, verbose=False, metrics=["exact_match"]).fit(module, drawn(4), drawn(4))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from accmt import EMA, Callback
 from accmt.errors import ArgumentError
+from tests.raising import raises_at
 from tests.resume.unbroken import Fragile, assert_same, state_of, train
 from tests.toys import Linear, make_points, make_trainer
 
@@ -174,10 +175,10 @@ class TestAverage:
 
     @pytest.mark.parametrize("decay", [0, 1, -0.5, 1.5, True, "0.9", float("nan")])
     def test_a_decay_that_cannot_be_is_refused(self, decay):
-        with pytest.raises(ArgumentError, match="decay"):
+        with raises_at(ArgumentError, "EMA(decay=...)"):
             EMA(decay)
 
     @pytest.mark.parametrize("warmup", [None, 100, "yes"])
     def test_a_warmup_that_is_no_boolean_is_refused(self, warmup):
-        with pytest.raises(ArgumentError, match="warmup"):
+        with raises_at(ArgumentError, "EMA(warmup=...)"):
             EMA(warmup=warmup)

@@ -7,6 +7,7 @@ from accmt import AcceleratorModule
 from accmt.callbacks import HOOKS, Callback, Hooks, LambdaCallback, MainProcessCallback, build_callbacks, find_hooks
 from accmt.compat import OtherHookNames
 from accmt.errors import ModuleContractError
+from tests.raising import raises_at
 from tests.tables import each
 
 
@@ -107,7 +108,7 @@ def test_a_parameter_that_nothing_fills_is_an_error_that_shows_the_line_to_write
 
 
 def test_a_hook_without_keywords_says_so():
-    with pytest.raises(ModuleContractError, match=r"expected: any of: no parameters\n  do: def on_epoch_end\(self\)"):
+    with raises_at(ModuleContractError, "Made.on_epoch_end"):
         Hooks([make_callback(on_epoch_end=lambda self, epoch: None)])
 
 
@@ -194,7 +195,5 @@ def test_one_callback_several_or_none_may_be_given():
 @pytest.mark.feature("T06")
 @pytest.mark.parametrize("value", [MainProcessCallback, [Callback(), MainProcessCallback]])
 def test_a_class_in_the_place_of_a_callback_is_an_error(value):
-    with pytest.raises(
-        ModuleContractError, match="the class MainProcessCallback(.|\n)*callbacks=MainProcessCallback()"
-    ):
+    with raises_at(ModuleContractError, "Trainer(callbacks=...)"):
         build_callbacks(value)

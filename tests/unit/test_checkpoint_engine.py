@@ -23,6 +23,7 @@ from accmt.checkpoint.contents import STATE_FILE, HostSnapshot, StateCollector, 
 from accmt.checkpoint.state_dicts import split_tensors
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError
 from tests.checkpoints import save_state
+from tests.raising import raises_at
 
 OPTIMIZERS = {
     "AdamW": lambda parameters: AdamW(parameters, lr=0.05, fused=False),
@@ -290,7 +291,7 @@ def test_what_cannot_be_stored_is_named_before_a_file_is_written(tmp_path):
 def test_an_optimizer_of_parameters_outside_the_model_is_refused(tmp_path):
     model, _ = build()
     optimizer = SGD([*model.parameters(), nn.Parameter(torch.ones(2, 3))], lr=0.1)
-    with pytest.raises(ModuleContractError, match=r"SGD \(optimizer 0\), param_groups\[0\]\n.*\(2, 3\)"):
+    with raises_at(ModuleContractError, "SGD (optimizer 0), param_groups[0]"):
         save_state(model, [optimizer], {}, tmp_path)
 
 

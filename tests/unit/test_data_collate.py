@@ -9,6 +9,7 @@ from accmt import AcceleratorModule
 from accmt.data import DataCollatorForLongestSequence, build_collate
 from accmt.data.collate import collate_or_explain, stack_tuples
 from accmt.errors import ArgumentError, DataError
+from tests.raising import raises_at
 from tests.tables import each
 from tests.toys import make_trainer
 
@@ -52,7 +53,7 @@ def test_a_chain_travels_to_loader_workers():
 @pytest.mark.feature("A33", "A35")
 @each("value", ["pad", 3, [], (), [double, 3], [double, None]])
 def test_what_cannot_be_called_is_rejected_by_the_name_of_its_argument(value):
-    with pytest.raises(ArgumentError, match=r"Trainer\(collate_fn=\.\.\.\)(.|\n)*collate_fn=my_function"):
+    with raises_at(ArgumentError, "Trainer(collate_fn=...)"):
         build_collate(value)
 
 

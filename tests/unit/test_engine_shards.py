@@ -21,6 +21,7 @@ from accmt import ChainedOptimizer
 from accmt.engine.shards import _embeddings_for_themselves, try_steps_of_shards
 from accmt.errors import ModuleContractError
 from accmt.optimization.stepper import Stepper
+from tests.raising import raises_at
 from tests.schedule_free import FreeSGD
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 8}
@@ -46,7 +47,7 @@ def test_what_needs_no_change_stays_as_it_is() -> None:
 
 
 def test_a_layer_with_embeddings_that_is_asked_for_is_an_error() -> None:
-    with pytest.raises(ModuleContractError, match="BertEmbeddings, which contains the embeddings"):
+    with raises_at(ModuleContractError, "the model, sharded by FSDP2"):
         layers_of(BertModel(BertConfig(**SIZES)), ["BertEmbeddings", "BertLayer"])
 
 
@@ -66,7 +67,7 @@ def test_an_optimizer_that_cannot_step_shards_is_an_error_before_the_first_step(
         assert not one.state
     assert torch.equal(shard.full_tensor(), torch.ones(4, 3))
     for kind in (torch.optim.Adafactor, torch.optim.Rprop, transformers.Adafactor):
-        with pytest.raises(ModuleContractError, match=f"got: {kind.__name__}, whose step torch cannot compute"):
+        with raises_at(ModuleContractError, "the optimizer"):
             try_steps_of_shards(kind([shard]))
     other = nn.Parameter(torch.ones(2))
     chained = ChainedOptimizer([torch.optim.Adafactor([other]), torch.optim.SGD([shard])])
@@ -79,5 +80,5 @@ def test_a_gradient_of_a_gradient_with_freed_shards_is_explained(shard: nn.Param
     stepper = Stepper(Accelerator(cpu=True), torch.optim.SGD(model.parameters(), lr=0.1))
     inputs = torch.ones(3, 2, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-    with pytest.raises(ModuleContractError, match="FSDP2 frees the gathered weights after it"):
+    with raises_at(ModuleContractError, "the backward of a model that FSDP2 shards"):
         stepper.backward(gradient.square().sum())

@@ -10,6 +10,7 @@ from torch import nn
 
 from accmt import AcceleratorModule, ChainedOptimizer, ExtendedAcceleratorModule, ModuleContractError
 from accmt.errors import CheckpointError
+from tests.raising import raises_at
 from tests.toys import Linear, Recorder, logged, make_points, make_trainer
 
 HPS = {"epochs": 2, "batch_size": 3, "optim": {"type": "AdamW", "lr": 0.05}, "scheduler": {"type": "CosineAnnealingLR"}}
@@ -104,7 +105,7 @@ def test_step_is_no_shared_logic_of_a_manual_module():
         def __init__(self):
             self.model = nn.Linear(1, 1)
 
-    with pytest.raises(TypeError, match="neither training_step nor step"):
+    with raises_at(TypeError, "Incomplete"):
         make_trainer().fit(Incomplete(), make_points())
 
 
@@ -227,7 +228,7 @@ def test_an_optimizer_that_the_run_does_not_have_is_refused():
         def training_step(self, batch):
             self.step_optimizer(torch.optim.SGD(self.model.parameters(), lr=1.0))
 
-    with pytest.raises(ModuleContractError, match=r"self\.optimizers\(\)"):
+    with raises_at(ModuleContractError, "an optimizer"):
         make_trainer({"batch_size": 4}).fit(Foreign(), make_points(4))
 
 
@@ -417,7 +418,7 @@ def test_a_scheduler_that_the_module_begins_to_advance_late_is_refused():
                 self.scheduler.step()
             return super().training_step(batch)
 
-    with pytest.raises(ModuleContractError, match="although accmt has advanced"):
+    with raises_at(ModuleContractError, "training_step"):
         make_trainer(HPS).fit(Late(), make_points(9))
 
     class Always(AsInTorch):
@@ -612,7 +613,7 @@ def test_lbfgs_without_its_closure_is_explained():
             self.backward(self.loss(batch))
             self.step()
 
-    with pytest.raises(ModuleContractError, match=r"self\.optimizer\.step\(closure\)"):
+    with raises_at(ModuleContractError, "self.step_optimizer"):
         make_trainer({"epochs": 1, "batch_size": 4}).fit(Plain(), make_points(8))
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, ModuleContractError
+from tests.raising import raises_at
 from tests.toys import make_trainer
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
@@ -60,7 +61,7 @@ class ZeroFirst(Classifier):
 @pytest.mark.feature("N77")
 @pytest.mark.parametrize("kind", [Detached, Copied, DetachedByHand])
 def test_a_loss_that_does_not_reach_the_model_is_an_error(kind):
-    with pytest.raises(ModuleContractError, match=r"(?s)none of its 4 trained parameters has a gradient.*\.tolist\(\)"):
+    with raises_at(ModuleContractError, "training_step"):
         make_trainer(HPS).fit(kind(), DATA)
 
 

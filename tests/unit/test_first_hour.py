@@ -14,6 +14,7 @@ import torch
 import accmt
 from accmt import AcceleratorModule, HyperParameters, Metric, MetricError, TrainingState
 from accmt.engine import accelerator
+from tests.raising import raises_at
 from tests.tables import each
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
@@ -131,7 +132,7 @@ def test_a_function_among_the_metrics_is_told_with_what_to_write():
     def compute_metrics(prediction):
         return {"accuracy": 1.0}
 
-    with pytest.raises(MetricError, match=r"the function compute_metrics(.|\n)*class Mine\(Metric\)"):
+    with raises_at(MetricError, "Trainer(metrics=...)"):
         make_trainer(metrics=compute_metrics)
 
 
@@ -161,7 +162,7 @@ def test_a_logged_loss_is_told_to_be_returned():
         def validation_step(self, batch):
             self.log("val_loss", batch.mean())
 
-    with pytest.raises(accmt.ModuleContractError, match=r'return \{"loss": loss\} from the step'):
+    with raises_at(accmt.ModuleContractError, "log('val_loss', ...)"):
         make_trainer().fit(Logging(), Numbers(2), Numbers(2))
 
 
@@ -277,7 +278,7 @@ def test_a_learning_rate_that_nobody_chose_is_named(hps, is_told, caplog):
 
 def test_without_any_optimizer_the_run_ends_before_its_first_step():
     trainer = accmt.Trainer({"epochs": 1, "batch_size": 2}, "out/model", verbose=False)
-    with pytest.raises(accmt.HyperParameterError, match=r"hps_config optim\n  got: nothing(.|\n)*def get_optimizer"):
+    with raises_at(accmt.HyperParameterError, "hps_config optim"):
         trainer.fit(Linear(), make_points())
     assert trainer.state.train_step == 0
 
@@ -375,7 +376,7 @@ def test_a_callback_of_another_trainer_is_told_with_what_replaces_it():
     class EarlyStoppingCallback:
         pass
 
-    with pytest.raises(accmt.ModuleContractError, match=r"write Trainer\(patience=3\)"):
+    with raises_at(accmt.ModuleContractError, "Trainer(callbacks=...)"):
         make_trainer(callbacks=[EarlyStoppingCallback()])
 
 
@@ -386,7 +387,7 @@ def test_a_monitor_that_get_scheduler_sets_is_not_blamed_on_the_hyper_parameters
             scheduler.monitor = "acc"
             return scheduler
 
-    with pytest.raises(accmt.ArgumentError, match=r"^scheduler\.monitor, set in get_scheduler"):
+    with raises_at(accmt.ArgumentError, "scheduler.monitor, set in get_scheduler"):
         make_trainer().fit(Watching(), make_points(), make_points())
 
 

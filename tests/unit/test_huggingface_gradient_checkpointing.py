@@ -6,6 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from accmt.errors import ArgumentError
 from accmt.huggingface import enable_gradient_checkpointing
+from tests.raising import raises_at
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -57,12 +58,12 @@ def test_recomputation_is_not_reentrant_unless_asked_for(kwargs, expected):
 
 
 def test_a_model_without_layers_that_can_be_recomputed_is_rejected():
-    with pytest.raises(ArgumentError, match="with Linear\n  got: no method `activation_checkpointing_enable`"):
+    with raises_at(ArgumentError, "Trainer(gradient_checkpointing=...) with Linear"):
         enable_gradient_checkpointing(nn.Linear(1, 1))
 
 
 def test_a_transformers_model_that_does_not_support_it_is_rejected():
     model = build()
     model.supports_gradient_checkpointing = False
-    with pytest.raises(ArgumentError, match="GPT2LMHeadModel does not support"):
+    with raises_at(ArgumentError, "Trainer(gradient_checkpointing=...) with GPT2LMHeadModel"):
         enable_gradient_checkpointing(model)

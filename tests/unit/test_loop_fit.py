@@ -11,6 +11,7 @@ from torch import nn
 
 from accmt import AcceleratorModule, Callback, read_history
 from accmt.errors import ModuleContractError
+from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
 
 UPDATE = [
@@ -274,7 +275,7 @@ def test_subclasses_replace_backward_step_and_zero_grad():
         checkpoint_every=None,
         verbose=False,
     )
-    with pytest.raises(ModuleContractError, match="all 4 optimizer steps were skipped"):
+    with raises_at(ModuleContractError, "training"):
         trainer.fit(module, make_points())
     state = trainer.state
     assert (trainer.backwards, trainer.zeroed, state.global_step, state.skipped_steps) == (4, 4, 0, 4)
@@ -313,7 +314,7 @@ def test_an_accelerator_that_accumulates_itself_is_refused():
     from accelerate import Accelerator
 
     trainer = make_trainer(accelerator=Accelerator(cpu=True, gradient_accumulation_steps=4))
-    with pytest.raises(ValueError, match="grad_accumulation_steps: .* in the Trainer"):
+    with raises_at(ValueError, "Trainer(accelerator=...)"):
         trainer.fit(Linear(), make_points())
 
 
@@ -348,7 +349,7 @@ def test_bf16_runs_the_training_step_in_autocast_and_keeps_weights_in_fp32():
 
 @pytest.mark.feature("L49", "P09")
 def test_fp16_on_a_cpu_is_refused():
-    with pytest.raises(ValueError, match="fp16 on a CPU"):
+    with raises_at(ValueError, "mixed_precision"):
         make_trainer(mixed_precision="fp16").fit(Linear(), make_points())
 
 
@@ -412,7 +413,7 @@ def test_a_schedule_over_an_unknown_length_is_refused_at_the_start():
             raise AssertionError("nothing may be read before the schedule is known")
 
     trainer = make_trainer({"scheduler": {"type": "LinearWithWarmup", "warmup_ratio": 0.1}})
-    with pytest.raises(ValueError, match="max_steps"):
+    with raises_at(ValueError, "hps_config scheduler"):
         trainer.fit(Linear(), Stream())
 
 
@@ -535,7 +536,7 @@ def test_a_teacher_that_has_weights_of_the_student_is_refused_unless_they_are_fr
         def training_step(self, batch):
             return nn.functional.mse_loss(self.model(batch[0]), self.teacher(batch[0]))
 
-    with pytest.raises(ModuleContractError, match="a teacher is frozen"):
+    with raises_at(ModuleContractError, "Tied"):
         make_trainer().fit(Tied(is_frozen=False), make_points())
     assert make_trainer().fit(Tied(is_frozen=True), make_points()).finished
 
@@ -633,7 +634,7 @@ def test_limits_of_batches(limit, batches: int):
 def test_an_untrained_argument_is_named():
     with pytest.raises(TypeError, match="the keywords \\['num_labels'\\]"):
         make_trainer().fit(Linear(), make_points(), num_labels=3)
-    with pytest.raises(TypeError, match=r"trainer\.fit\(Linear\(\.\.\.\), \.\.\.\)"):
+    with raises_at(TypeError, "fit(module)"):
         make_trainer().fit(Linear, make_points())
     assert not hasattr(Linear, "trainer")
     assert not hasattr(Linear, "state")
@@ -657,7 +658,7 @@ def test_a_wrong_training_output_stops_the_run_with_the_line_to_write(output, ma
 
 @pytest.mark.feature("T06")
 def test_a_callback_that_is_none_is_refused_at_once():
-    with pytest.raises(TypeError, match=r"an accmt\.Callback, or a list of them"):
+    with raises_at(TypeError, "Trainer(callbacks=...)"):
         make_trainer(callbacks=5)
 
 
@@ -683,7 +684,7 @@ def test_a_fraction_of_an_unknown_epoch_is_refused():
         def __iter__(self):
             return iter(make_points(7))
 
-    with pytest.raises(ValueError, match="a fraction of an epoch whose length is unknown"):
+    with raises_at(ValueError, "Trainer(evaluate_every_n_steps=...)"):
         make_trainer(evaluate_every_n_steps=0.5).fit(Linear(), Stream(), make_points(2))
 
 
@@ -702,9 +703,9 @@ def test_an_entry_with_the_name_of_the_loss_does_not_replace_it():
 def test_two_metrics_with_one_name_are_refused():
     from accmt import Accuracy
 
-    with pytest.raises(ValueError, match="unique names"):
+    with raises_at(ValueError, "Trainer(metrics=...)"):
         make_trainer(metrics=[Accuracy(), Accuracy()]).fit(Linear(), make_points(), make_points())
-    with pytest.raises(ValueError, match=r"metrics=\[Accuracy\(\)\]"):
+    with raises_at(ValueError, "Trainer(metrics=...)"):
         make_trainer(metrics=Accuracy).fit(Linear(), make_points(), make_points())
 
 
@@ -740,7 +741,7 @@ def test_launch_settings_that_change_batches_are_refused(setting: str):
     from accelerate.utils import DataLoaderConfiguration
 
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**{setting: True}))
-    with pytest.raises(ValueError, match=f"{setting}: .* in the Trainer"):
+    with raises_at(ValueError, "Trainer(accelerator=...)"):
         make_trainer(accelerator=accelerator).fit(Linear(), make_points())
 
 

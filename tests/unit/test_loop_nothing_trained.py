@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from accmt import DataError, ModuleContractError
+from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -64,7 +65,7 @@ class WithoutWeight(Linear):
 )
 def test_a_run_that_skipped_all_steps_is_an_error(module, why):
     trainer = make_trainer({"epochs": 1, "batch_size": 2}, model_saving="last")
-    with pytest.raises(ModuleContractError, match=rf"(?s)all 4 optimizer steps were skipped.*{why}"):
+    with raises_at(ModuleContractError, "training"):
         trainer.fit(module, make_points(8))
     assert trainer.state.status == "failed"
     assert not trainer.settings.model_folder.joinpath("pytorch_model.safetensors").exists()

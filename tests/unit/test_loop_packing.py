@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from accmt import AcceleratorModule, Callback, HyperParameters, Trainer, read_history
 from accmt.errors import ArgumentError, DataError, HyperParameterError
 from accmt.module import HuggingFaceModule
+from tests.raising import raises_at
 from tests.unit.test_huggingface_isolation import ISOLATED, build
 
 NUMBER, BATCH, TOKENS = 30, 8, 32
@@ -243,7 +244,7 @@ def test_a_data_loader_that_makes_batches_in_its_own_way_is_an_error(tmp_path: P
         def __iter__(self) -> Any:
             return iter([])
 
-    with pytest.raises(ArgumentError, match="packing in the hyper-parameters\n  got: together with a DataLoader"):
+    with raises_at(ArgumentError, "packing in the hyper-parameters"):
         run(tmp_path, Own(), data=Ready(Texts(), batch_size=2))
 
 

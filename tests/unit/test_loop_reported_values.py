@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt import ArgumentError, Callback, HyperParameterError, LambdaCallback, Metric, MetricError, ModuleContractError
 from accmt.metrics import TorchMetric, build_metrics
+from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
 
 
@@ -69,16 +70,16 @@ def test_a_module_derives_a_value_without_a_metric_or_a_callback(tmp_path):
 
 
 def test_a_value_that_no_step_reports_is_an_error_before_training_where_no_hook_may_add_it():
-    with pytest.raises(ModuleContractError, match="best_mine"):
+    with raises_at(ModuleContractError, "Trainer(model_saving='best_mine')"):
         fit(metrics={"mine": "min"}, model_saving="best_mine")
     idle = LambdaCallback(on_evaluation_end=lambda metrics: None)
-    with pytest.raises(ModuleContractError, match=r"got: an evaluation with \['best_train_loss', 'best_valid_loss'\]"):
+    with raises_at(ModuleContractError, "Trainer(model_saving='best_mine')"):
         fit(idle, metrics={"mine": "min"}, model_saving="best_mine")
 
 
 def test_what_is_added_has_to_be_a_number():
     add = LambdaCallback(on_evaluation_end=lambda metrics: metrics.update(mine=[1.0]))
-    with pytest.raises(ModuleContractError, match=r"metrics\['mine'\] = \[1\.0\] \(list\)"):
+    with raises_at(ModuleContractError, "on_evaluation_end"):
         fit(add)
 
 
@@ -142,7 +143,7 @@ def test_a_scheduler_of_the_module_names_what_it_watches():
     make_trainer({"epochs": 3}, **ACC).fit(module, Numbers(2), Numbers(2))
     assert module.rates == pytest.approx([0.1, 0.1, 0.01])
     for wrong in (lambda optimizer: build(optimizer, "min"), lambda optimizer: ReduceLROnPlateau(optimizer, "max")):
-        with pytest.raises(ArgumentError, match="mode: "):
+        with raises_at(ArgumentError, "hps_config scheduler.mode"):
             make_trainer({"epochs": 3}, **ACC).fit(RatesOfOwnScheduler([1], [1], wrong), Numbers(2), Numbers(2))
 
 
@@ -223,10 +224,10 @@ def test_advice_about_a_direction_is_what_works():
             return {"loss": self.step(batch), "pearson": (self.model(batch[0]), batch[1])}
 
     points = make_points(4), make_points(6)
-    with pytest.raises(MetricError, match=r"do: TorchMetric\(metric, 'pearson', greater_is_better=True\)"):
+    with raises_at(MetricError, "metric 'pearson'"):
         make_trainer(metrics={"pearson": PearsonCorrCoef()}, model_saving="best_pearson").fit(Correlated(), *points)
     unnamed = TorchMetric(PearsonCorrCoef(), greater_is_better=True)
-    with pytest.raises(MetricError, match=r"do: TorchMetric\(..., name='pearson'\)"):
+    with raises_at(MetricError, "Trainer(metrics=...)"):
         make_trainer(metrics={"pearson": unnamed})
     named = TorchMetric(PearsonCorrCoef(), "pearson", greater_is_better=True)
     state = make_trainer(metrics={"pearson": named}, model_saving="best_pearson").fit(Correlated(), *points)
@@ -268,7 +269,7 @@ def test_metrics_of_evaluate_are_taken_as_they_are(modules):
     )
     (metric,) = build_metrics({"b": combined()})
     assert metric.compute(None, None) == {"a": 1.0, "b": 2.0}
-    with pytest.raises(MetricError, match=r"the entries \['a', 'b'\]"):
+    with raises_at(MetricError, "metric 'c'"):
         build_metrics({"c": combined()})[0].compute(None, None)
 
 

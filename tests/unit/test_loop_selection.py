@@ -13,6 +13,7 @@ from torch import nn
 from accmt import AcceleratorModule, Accuracy, Callback, Metric
 from accmt.errors import ArgumentError, DataError, ModuleContractError
 from tests.checkpoints import names_in
+from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
 
 
@@ -161,12 +162,12 @@ class TestPatience:
     def test_a_value_that_never_comes_is_told_before_training(self):
         trainer = make_trainer(patience={"f1": 2}, metrics=[Mean("f1")])
         recorder = Recorder()
-        with pytest.raises((ModuleContractError, ValueError), match="f1"):
+        with raises_at((ModuleContractError, ValueError), "metric 'f1'"):
             trainer.fit(Scripted([1.0]), Numbers(4), Numbers(2))
         assert recorder.calls == []
 
     def test_without_validation_there_is_nothing_to_wait_for(self):
-        with pytest.raises(ArgumentError, match="validation data"):
+        with raises_at(ArgumentError, "Trainer(patience={'valid_loss': 2})"):
             make_trainer(patience={"valid_loss": 2}).fit(Linear(), make_points())
 
 
@@ -221,7 +222,7 @@ class TestSeveralSets:
         trainer = make_trainer(metrics={"en": [Mean()]})
         trainer.fit(OnlyOne(), Numbers(4), {"en": Numbers([1, 2, 3]), "de": Numbers([5, 7])})
         assert set(trainer.state.metrics) == {"val_loss__en", "val_loss__de", "mean__en"}
-        with pytest.raises(ArgumentError, match="metrics for 'fr'"):
+        with raises_at(ArgumentError, "Trainer(metrics=...)"):
             make_trainer(metrics={"fr": [Mean()]}).fit(OnlyOne(), Numbers(4), {"en": Numbers(2)})
 
     @pytest.mark.parametrize("name", ["a__b", "a@b", "a/b", "", 3])
@@ -278,7 +279,7 @@ def test_batches_with_and_without_a_weight_cannot_be_averaged():
             output = {"loss": batch.mean()}
             return output | ({"weight": 2.0} if batch[0] > 1 else {})
 
-    with pytest.raises(ModuleContractError, match="tokens and samples cannot be added"):
+    with raises_at(ModuleContractError, "validation_step"):
         make_trainer().fit(Mixed(), Numbers(4), Numbers(4))
 
 
@@ -317,6 +318,6 @@ class TestRegisteredRules:
     )
     def test_what_cannot_be_registered_is_refused_and_changes_nothing(self, arguments):
         trainer = make_trainer(model_saving="best_valid_loss")
-        with pytest.raises(ArgumentError, match="register_model_saving"):
+        with raises_at(ArgumentError, "register_model_saving("):
             trainer.register_model_saving(*arguments)
         assert trainer.registered_savings == []

@@ -12,6 +12,7 @@ import torch
 from accmt import AcceleratorModule
 from accmt.errors import ModuleContractError
 from accmt.loop.step_outputs import may_return_none, read_training_output, read_validation_output
+from tests.raising import raises_at
 
 PARAMETER = torch.nn.Parameter(torch.tensor(2.0))
 
@@ -86,9 +87,9 @@ def test_a_weight_on_a_device_is_not_waited_for():
     "weight", [-1, math.nan, math.inf, torch.tensor(-2.0), torch.ones(2), [1], "3", (1, 2)], ids=str
 )
 def test_a_wrong_weight_is_refused(weight):
-    with pytest.raises(ModuleContractError, match=r'training_step\n  got: "weight".*\n  expected: a finite number'):
+    with raises_at(ModuleContractError, "training_step"):
         read_training_output({"loss": loss(), "weight": weight})
-    with pytest.raises(ModuleContractError, match='validation_step\n  got: "weight"'):
+    with raises_at(ModuleContractError, "validation_step"):
         read_weight_of_validation(weight)
 
 
@@ -161,7 +162,7 @@ def test_a_validation_step_may_return_the_loss_alone(tensor):
     ],
 )
 def test_other_outputs_of_a_validation_step_are_refused(output, got):
-    with pytest.raises(ModuleContractError, match=rf'validation_step\n  got: {got}[\s\S]*return \{{"loss": loss\}}'):
+    with raises_at(ModuleContractError, "validation_step"):
         read_validation_output(output, "val_loss")
 
 

@@ -17,6 +17,7 @@ from accmt.addons.token_batches.budget import TokenBudget
 from accmt.addons.token_batches.windows import ByTokens, keep_samples
 from accmt.data import ByCount, Loader, SourceOptions, build_source
 from accmt.errors import ArgumentError, DataError
+from tests.raising import raises_at
 from tests.toys import Record
 
 NUMBER = 45
@@ -382,7 +383,7 @@ class Manual(ExtendedAcceleratorModule):
     ("hps", "module"), [({"max_micro_batch_size": "auto"}, None), ({}, Manual())], ids=["auto", "manual"]
 )
 def test_what_decides_on_micro_batches_too_is_rejected(tmp_path: Path, hps: Any, module: Any) -> None:
-    with pytest.raises(ArgumentError, match="max_tokens in the hyper-parameters"):
+    with raises_at(ArgumentError, "max_tokens in the hyper-parameters"):
         run(tmp_path, module=module, hps=hps)
 
 

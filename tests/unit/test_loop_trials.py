@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accmt import HyperParameters, Trainer
 from accmt.errors import ArgumentError
+from tests.raising import raises_at
 from tests.toys import HPS, Linear, Numbers, Recorder, Scripted, make_points, make_trainer
 
 
@@ -75,7 +76,7 @@ def test_an_error_in_a_trial_run_leaves_nothing_either(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("value", [-1, "yes", 1.5])
 def test_a_trial_run_of_something_else_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="fast_dev_run"):
+    with raises_at(ArgumentError, "Trainer(fast_dev_run=...)"):
         make_trainer(fast_dev_run=value)
 
 
@@ -187,5 +188,5 @@ def test_the_operation_that_made_a_nan_is_found() -> None:
 
 @pytest.mark.parametrize("value", ["yes", 2])
 def test_a_wrong_choice_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="deterministic"):
+    with raises_at(ArgumentError, 'Trainer(torch_flags={"deterministic": ...})'):
         make_trainer(torch_flags={"deterministic": value})

@@ -11,6 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from accmt import AcceleratorModule
 from accmt.errors import DataError, ModuleContractError
 from accmt.module import HuggingFaceModule
+from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -84,7 +85,7 @@ def test_every_run_begins_with_the_optimizer_as_it_was_given():
 def test_a_function_that_takes_something_else_is_refused_by_its_own_error():
     with pytest.raises(TypeError, match="positional argument"):
         fit(AcceleratorModule.from_functions(make_model(), lambda batch: None))
-    with pytest.raises(ModuleContractError, match="validation_step\n  got: None"):
+    with raises_at(ModuleContractError, "validation_step"):
         fit(AcceleratorModule.from_functions(make_model(), lambda batch, trainer: None))
 
 

@@ -10,6 +10,7 @@ from accmt.optimization.stepper import clip_gradients
 from accmt.options import HyperParameters
 from accmt.options.optimizer_and_scheduler_names import optimizer_names
 from accmt.sharded_tensors import total_norm
+from tests.raising import raises_at
 
 
 class Picky(torch.optim.SGD):
@@ -140,7 +141,7 @@ def test_a_frozen_parameter_is_trained_once_it_is_thawed():
 
 @pytest.mark.parametrize("parameters", [[], [weights().requires_grad_(False)]])
 def test_nothing_to_train_is_a_contract_error(parameters):
-    with pytest.raises(ModuleContractError, match=f"{len(parameters)} parameters, none with requires_grad=True"):
+    with raises_at(ModuleContractError, "the parameters to optimize"):
         build_optimizer(HyperParameters(), nn.ParameterList(parameters))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from accmt import Monitor
 from accmt.errors import ArgumentError, UnknownArgumentError
+from tests.raising import raises_at
 from tests.toys import make_trainer
 
 
@@ -39,14 +40,14 @@ def test_none_is_losses_and_metrics_only():
 
 @pytest.mark.parametrize("given", [{"learning_rates": True}, ["learning_rates"]])
 def test_an_unknown_field_is_an_error_with_the_nearest(given):
-    with pytest.raises(UnknownArgumentError, match="(?s)learning_rates.*did you mean learning_rate"):
+    with raises_at(UnknownArgumentError, "Trainer(monitor=...)"):
         make_trainer(monitor=given)
     with pytest.raises(TypeError):
         make_trainer(monitor=given)
 
 
 def test_something_else_is_refused():
-    with pytest.raises(ArgumentError, match="(?s)monitor.*3 .int.*a list of names"):
+    with raises_at(ArgumentError, "Trainer(monitor=...)"):
         make_trainer(monitor=3)
 
 

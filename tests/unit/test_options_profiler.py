@@ -8,6 +8,7 @@ from accelerate.utils import ProfileKwargs
 
 from accmt import Trainer
 from accmt.errors import ArgumentError
+from tests.raising import raises_at
 from tests.toys import make_trainer
 
 
@@ -30,6 +31,6 @@ def test_objects_of_accelerate_and_torch_are_kept():
     [("Simple", "simple"), ("pytorchh", "pytorch"), (True, ""), (ProfileKwargs, ""), (["simple"], "simple")],
 )
 def test_anything_else_is_refused_with_the_choices(given, nearest):
-    with pytest.raises(ArgumentError, match=r'"simple", "advanced", "pytorch", an accelerate.utils.ProfileKwargs') as e:
+    with raises_at(ArgumentError, "Trainer(profiler=...)") as e:
         make_trainer(profiler=given)
     assert f'profiler="{nearest}' in str(e.value)

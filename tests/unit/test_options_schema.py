@@ -5,6 +5,7 @@ from accmt.errors import HyperParameterError
 from accmt.options.checks import Expected, hints_of, read_numbers
 from accmt.options.schema import Schema, check
 from accmt.options.yaml_reader import Document
+from tests.raising import raises_at
 from tests.tables import each
 
 RIGHT = {"epochs": 2, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
@@ -54,7 +55,7 @@ def test_a_missing_argument_is_not_hidden_by_a_line_about_its_optimizer():
     document = Document(
         "x", {**RIGHT, "learning_rate": 0.1, "scheduler": {"type": "StepLR"}, "lr_scheduler_type": "linear"}
     )
-    with pytest.raises(HyperParameterError, match=r"StepLR needs step_size"):
+    with raises_at(HyperParameterError, "x scheduler.step_size"):
         check(document)
 
 

@@ -17,6 +17,7 @@ from accmt.metrics import F1, MSE, build_metrics
 from accmt.options import Settings
 from accmt.recovery.model_saver import describe_trainer
 from accmt.saving import write_trainer_config
+from tests.raising import raises_at
 
 HPS = {"epochs": 2, "batch_size": [4, 8], "optim": {"type": "AdamW", "lr": 0.1, "betas": [0.9, 0.99]}}
 GROUPS = list(Settings.GROUPS.values())
@@ -103,7 +104,7 @@ def test_a_json_file_of_arguments_is_read_too(tmp_path):
 def test_a_file_without_arguments_by_name_is_refused(tmp_path, text):
     file = tmp_path / "trainer.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match="argument names"):
+    with raises_at(ValueError, "Trainer.from_config(PosixPath('"):
         Trainer.from_config(file)
 
 
@@ -145,7 +146,7 @@ def kinds_of(metrics):
 
 @pytest.mark.feature("D31")
 def test_a_misspelt_argument_in_a_file_is_named_with_the_nearest():
-    with pytest.raises(TypeError, match="did you mean log_every"):
+    with raises_at(TypeError, "Trainer(log_evry=...)"):
         Trainer.from_config({"hps_config": HPS, "model_path": "out", "log_evry": 5})
 
 

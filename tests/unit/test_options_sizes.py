@@ -7,6 +7,7 @@ import pytest
 from accmt import Trainer
 from accmt.errors import ArgumentError
 from accmt.options.units import read_size
+from tests.raising import raises_at
 from tests.toys import HPS
 
 
@@ -27,7 +28,7 @@ def test_sizes_are_bytes_or_text_with_a_unit(written, size):
 
 @pytest.mark.parametrize("written", [0, -1, True, 1.5, None, "", "5", "5 G", "GB", "-1GB", "1e3KB", "5 GiB"])
 def test_everything_else_is_refused_with_the_name_of_the_argument(written):
-    with pytest.raises(ArgumentError, match=r"Trainer\(gather_chunk_size=\.\.\.\)"):
+    with raises_at(ArgumentError, "Trainer(gather_chunk_size=...)"):
         read_size("gather_chunk_size", written)
 
 

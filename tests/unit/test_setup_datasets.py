@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accmt import ExtendedAcceleratorModule, RangeCurriculum, RatioCurriculum, StepsCurriculum
 from accmt.errors import ArgumentError
+from tests.raising import raises_at
 from tests.resume.unbroken import Augmented, assert_same, state_of, train
 from tests.toys import Numbers, Scripted, make_trainer
 
@@ -168,7 +169,7 @@ class ByHand(ExtendedAcceleratorModule):
 def test_what_does_not_go_with_a_curriculum_is_refused(got, data, settings):
     settings = {"hps": {"max_steps": 10, "epochs": -1}, "module": Scripted, **settings}
     module = settings.pop("module")()
-    with pytest.raises(ArgumentError, match=f"training on a curriculum\n  got: {got}"):
+    with raises_at(ArgumentError, "training on a curriculum"):
         make_trainer(settings.pop("hps"), **settings).fit(module, data)
 
 

@@ -20,6 +20,7 @@ from accmt.errors import (
     UnknownArgumentError,
 )
 from accmt.tracking import Tracking, read_history, resolve_trackers
+from tests.raising import raises_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
 
@@ -309,12 +310,12 @@ def test_an_interrupted_start_ends_what_was_started(tmp_path):
 @pytest.mark.feature("A15")
 @pytest.mark.parametrize("log_with", [None, TensorBoard, Recorder])
 def test_a_url_without_a_tracker_that_can_use_it_is_an_error(log_with):
-    with pytest.raises(ArgumentError, match="logging_dir"):
+    with raises_at(ArgumentError, "Trainer(logging_dir=...)"):
         make(log_with, "http://localhost:5000")
 
 
 def test_a_keyword_that_no_tracker_takes_is_an_error_on_every_process(tmp_path):
-    with pytest.raises(UnknownArgumentError, match="colour"):
+    with raises_at(UnknownArgumentError, "Trainer(...)"):
         make(TensorBoard, tmp_path, kwargs={"colour": "red"}, is_main_process=False)
 
 
@@ -327,7 +328,7 @@ def test_a_logging_dir_below_a_file_is_an_error(tmp_path):
 def test_a_value_that_is_no_number_is_an_error(tmp_path):
     tracking = make(None, tmp_path)
     tracking.start({})
-    with pytest.raises(MetricError, match="'text'"):
+    with raises_at(MetricError, "the logged value 'text'"):
         tracking.log({"text": "hello"}, 1)
     tracking.finish("FAILED")
 
@@ -350,7 +351,7 @@ def test_trackers_are_found_by_name_and_unwrapped(tmp_path):
     assert tracking.get_tracker("recorder") is recorder
     assert tracking.get_tracker("recorder", unwrap=True) is recorder.calls
     assert isinstance(tracking.get_tracker("tensorboard", unwrap=True), SummaryWriter)
-    with pytest.raises(ArgumentError, match=r"get_tracker\('wandb'\)"):
+    with raises_at(ArgumentError, "get_tracker('wandb')"):
         tracking.get_tracker("wandb")
     tracking.finish("FINISHED")
 

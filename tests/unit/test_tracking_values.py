@@ -8,6 +8,7 @@ import torch
 
 from accmt.errors import MetricError
 from accmt.tracking.values import CleanNames, flatten, to_floats, to_plain
+from tests.raising import raises_at
 
 
 class Colour(Enum):
@@ -52,7 +53,7 @@ def test_non_finite_values_go_through():
 
 @pytest.mark.parametrize("value", ["1.0", [1.0], {"a": 1}, torch.ones(2), np.ones(3), object()])
 def test_what_is_not_one_number_is_an_error_that_names_it(value):
-    with pytest.raises(MetricError, match="val_f1"):
+    with raises_at(MetricError, "the logged value 'val_f1'"):
         to_floats({"val_f1": value})
 
 
