@@ -115,12 +115,13 @@ class Waits:
         if self._board.index == 0:
             self._warn_of_long_wait(time_s, doing)
         if not self._has_noted:
+            self._apart = []
             return None
         apart_before, self._apart = self._apart, []
         for index, note in waiting.items():
             if index != self._board.index and stand.can_never_meet(Stand(**note["stand"])):
                 self._apart.append(index)
-        # Twice, because a message may be a second older than what it is compared with.
+        # Twice in a row, because a message may be a second older than what it is compared with.
         if not apart_before or not self._apart:
             return None
         return ModuleContractError(explain_apart(doing))

@@ -27,7 +27,6 @@ from typing import (
 import numpy as np
 
 from accmt.errors import (
-    AccmtError,
     ArgumentError,
     describe_value,
     fail,
@@ -230,7 +229,8 @@ class Checked:
             errors.append(fail(ArgumentError, where, got=fault.got, expected=fault.expected, do=fault.do))
         if not errors:
             self.check(prefix.rstrip("."))
-        raise_faults(errors)
+        if errors:
+            raise join_errors(errors)
 
 
 @dataclass(frozen=True)
@@ -502,17 +502,6 @@ def closest(value: Any, choices: Sequence[Any]) -> str:
     codes = [repr(choice) for choice in choices]
     names = [repr(choice) for choice in choices if isinstance(choice, str)]
     return nearest(repr(value), codes) or [*names, *codes][0]
-
-
-def raise_faults(errors: Sequence[AccmtError]) -> None:
-    """Raise the collected errors as one, if there are any.
-
-    Raises:
-        AccmtError: Of the class of all of them.
-        CombinedError: They have several classes.
-    """
-    if errors:
-        raise join_errors(errors)
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

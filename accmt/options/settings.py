@@ -10,9 +10,9 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accmt.errors import ArgumentError, HyperParameterError
+from accmt.errors import ArgumentError, HyperParameterError, join_errors
 from accmt.files import is_current
-from accmt.options.checks import Options, hints_of, is_off, raise_faults
+from accmt.options.checks import Options, hints_of, is_off
 from accmt.options.data import DataSettings
 from accmt.options.evaluation import EvaluationSettings
 from accmt.options.failures import Failures, FailureSettings
@@ -101,7 +101,8 @@ class Settings:
                 parts[name] = make()
             except (ArgumentError, HyperParameterError) as error:
                 errors.append(error)
-        raise_faults(errors)
+        if errors:
+            raise join_errors(errors)
         return cls(**parts)
 
     @property

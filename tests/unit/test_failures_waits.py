@@ -46,6 +46,16 @@ def test_two_that_are_ahead_of_one_another_are_an_error_that_says_what_both_do()
     assert processes.now <= 8
 
 
+def test_what_was_seen_before_a_process_went_on_does_not_count() -> None:
+    processes = Processes()
+    assert processes.pass_time(12, IN_CALL, IN_STEP)
+    seconds = processes.now - 1
+    again = Processes()
+    assert again.pass_time(seconds, IN_CALL, IN_STEP) == ""
+    assert again.pass_time(3, IN_CALL, COMPUTING) == ""
+    assert again.pass_time(seconds, IN_CALL, IN_STEP) == ""
+
+
 @pytest.mark.parametrize("other", [COMPUTING, BEHIND, IN_STEP])
 def test_one_that_may_still_come_is_waited_for(other: Stand) -> None:
     assert Processes().pass_time(4000, IN_STEP, other) == ""
