@@ -510,6 +510,7 @@ class AcceleratorModule(LogsValues):
         """Raise an error that suggests what to use in place of an attribute of another trainer's module."""
         if hasattr(super(), "__getattr__"):  # nn.Module's, if the user derives from both
             return super().__getattr__(name)  # type: ignore[misc]
+        # A module is usable before a run, for example in a notebook: these attributes come with the run.
         if name in OF_RUN or name == "device":
             do = "use it in a step or a hook such as on_fit_start; accmt moves model and batches to the device"
             got, expected = "no run has started, for example in __init__", "access to it only during a run"
@@ -522,6 +523,7 @@ class AcceleratorModule(LogsValues):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the module's state without its run, so that loader processes and copies do not include the run."""
+        # A Trainer holds threads and file handles that cannot be pickled.
         return {name: value for name, value in self.__dict__.items() if name not in OF_RUN}
 
     def forget_run(self) -> None:

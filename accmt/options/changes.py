@@ -114,12 +114,14 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, resets_optimizer:
     # an older accmt may have written the checkpoint without keys that exist now: those have their defaults
     defaults = {key: value for key, value in HyperParameters().to_dict()["hps"].items() if key not in _FINDERS}
     sides = [{**defaults, **side.get("hps", side)} for side in (old, new)]
+    # A default that is written out is no change, but only the same class has the same defaults.
     same_kind = {name for name in _FINDERS if _kind(sides[0], name) == _kind(sides[1], name) is not None}
     was, is_now = (_flat(side, same_kind) for side in sides)
     changes = []
     for key in dict.fromkeys([*is_now, *was]):
         if not _is_same(key, was.get(key), is_now.get(key)):
             patterns = (item for item in RULES if fnmatchcase(key, item.pattern) or key.startswith(f"{item.pattern}."))
+            # The last pattern matches every key.
             rule = next(patterns).rule
             rule = "apply" if rule == "reject" and resets_optimizer else rule
             changes.append(Change(key, was.get(key), is_now.get(key), rule))
@@ -137,6 +139,7 @@ def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
         if change.key.startswith("optim.") and change.rule == "apply"
     }
     about_groups = [pair for name, pair in changed.items() if name in GROUPING]
+    # Without groups, each argument has one old and one new value; groups may set it differently.
     if not about_groups:
         return changed
     lists = [value for pair in about_groups for value in pair if isinstance(value, list)]
@@ -157,6 +160,7 @@ def require_allowed(changes: Iterable[Change], where: str) -> None:
     """
     wrong = [change for change in changes if change.rule == "reject"]
     rejected = [f"{change.key}: {_show(change.old)} -> {_show(change.new)}" for change in wrong]
+    # All at once: with the first alone, a user would correct and start again for each of them.
     if rejected:
         expected = "the checkpoint's values, which match the saved optimizer and scheduler state"
         do = (
@@ -206,6 +210,7 @@ def _with_defaults(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     parameters = parameters_of(factory)
     defaults = {name: _listed(item.default) for name, item in parameters.items() if item.default is not item.empty}
+    # No warm-up, a ratio of 0 and 0 steps are the same schedule.
     if "num_warmup_steps" in parameters:
         defaults |= {"num_warmup_steps": 0, "warmup_ratio": 0}
     return {**values, **defaults, **(optimizer_arguments(factory, values) if component == "optim" else values)}
@@ -214,6 +219,7 @@ def _with_defaults(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _is_same(key: str, old: Any, new: Any) -> bool:
     if key == "batch_size":
         return _three_sizes(old) == _three_sizes(new)
+    # A checkpoint is JSON, which turns the betas of Adam into a list.
     return bool(_listed(old) == _listed(new))
 
 

@@ -127,6 +127,7 @@ class HyperParameters:
             if kind_kwargs is not None and "type" in kind_kwargs:
                 do = f"pass it as `{kind}=`"
                 faults.append(KeyFault((f"{kind}_kwargs", "type"), "a type", "only arguments", do))
+        # One would win without a word.
         if optim_kwargs is not None and optimizer_kwargs is not None:
             got = "both `optim_kwargs` and its alias `optimizer_kwargs`"
             faults.append(KeyFault(("optimizer_kwargs",), got, "one of the two", "remove `optimizer_kwargs`"))
@@ -165,6 +166,7 @@ class HyperParameters:
     def _take(self, document: Document) -> None:
         from accmt.options.schema import check
 
+        # Before anything is checked: a message about an invalid value must not show a token.
         remember(document.values)
         checked = check(document)
         schema, optim, scheduler = checked.schema, checked.optim, checked.scheduler
@@ -243,6 +245,7 @@ class HyperParameters:
     def set_learning_rate(self, rate: float) -> None:
         """Change the learning rate; those of groups keep their proportion to it."""
         before, kwargs = self.learning_rate, dict(self.optim_kwargs)
+        # `tune` changes the rate: a group with a tenth of it keeps its tenth.
         if before and kwargs.get("groups"):
             from accmt.options.optimizer_and_scheduler_arguments import standard_rate
             from accmt.options.optimizer_and_scheduler_names import find_optimizer
@@ -307,6 +310,7 @@ class HyperParameters:
         return dict(_flat(hide({**self.to_dict()["hps"], **(replaced or {})}), ""))
 
     def __getitem__(self, key: str) -> Any:
+        # Methods are attributes too: `hps["where"]` would return one.
         if key not in FIELDS:
             raise KeyError(f"{key!r} is not one of {', '.join(FIELDS)}")
         return getattr(self, key)

@@ -104,6 +104,7 @@ def check_optimizer(
     """Return the arguments, including groups, in the types of the optimizer's signature, and their errors."""
     plain, about_groups = split_grouping(values)
     arguments, faults = check_arguments(("optim",), optimizer_class, plain)
+    # Groups and their patterns are an add-on, which most runs do not load.
     if about_groups:
         _, group_faults = addon("read_grouping")(optimizer_class, values)
         faults += group_faults
@@ -181,9 +182,11 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
             # 0 means no warm-up; False and True are mistakes.
             if steps not in (None, 0) or isinstance(steps, bool):
                 about_run[name] = steps
+        # CosineAnnealingLR and others of torch know no warm-up: the arguments are reported as unknown.
         if "num_warmup_steps" not in parameters_of(factory):
             return _check_call(path, factory, {**arguments, **about_run})
     arguments, faults = _check_call(path, factory, arguments)
+    # Either alone decides the length of the warm-up.
     if len(about_run) == 2:
         got = ", ".join(f"{name} = {value!r}" for name, value in about_run.items())
         do = "keep one: remove `num_warmup_steps` or `warmup_ratio`"
@@ -223,6 +226,7 @@ def _check_call(
         `values` in the types of the signature, and an error for each invalid or missing argument.
     """
     name_of_factory, parameters = name_of(factory), parameters_of(factory)
+    # A class that takes **kwargs may pass them on: nothing is unknown to it.
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments, faults = dict(values), []
     hints, defaults = {}, {}
@@ -268,6 +272,7 @@ def _check_call(
 
 def _as_annotated(value: Any, annotation: Any) -> Any:
     """Return a list as a tuple, and a float without a fraction as an int, where the annotation asks for those."""
+    # YAML has no tuples, and the signatures of torch ask for them.
     if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
         return tuple(value)
     kinds = get_args(annotation) or (annotation,)
@@ -288,10 +293,12 @@ def _advise(name: str, default: Any) -> str:
 
 def annotation_of(parameter: inspect.Parameter | None) -> Any:
     """Return the annotated type of an argument, or the type of its default."""
+    # An annotation for type checkers alone cannot be checked.
     if parameter is None or isinstance(parameter.annotation, str):
         return Any
     if parameter.annotation is not parameter.empty:
         return parameter.annotation
+    # torch annotates it differently in its classes, and an int is a valid rate.
     if parameter.name == "lr":
         return float | None
     default_type = type(parameter.default)
@@ -302,6 +309,7 @@ def _refusal(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[st
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     try:
         optimizer_class([weight], **optimizer_arguments(optimizer_class, arguments))
+    # What the constructors of torch's optimizers raise for values out of range.
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         return str(error)
     return None

@@ -90,6 +90,7 @@ class Names:
         self._kind = kind
 
     def __getattr__(self, name: str) -> str:
+        # copy and pickle ask for names with underscores, which must not look like optimizers.
         if name.startswith("_") or name not in self._kind.names():
             do = suggest(name, self._kind.names(), f"choose one of {', '.join(self._kind.names())}")
             message = f"there is no {self._kind.path[0]} named {name!r}: {do}"
@@ -139,6 +140,7 @@ def name_of(factory: Callable[..., Any]) -> str:
     module, name = factory.__module__, factory.__name__
     for kind in (_OPTIMIZERS, _SCHEDULERS):
         for short, attribute in kind.from_transformers.items():
+            # Functions of transformers have long names, which nobody writes into a YAML.
             if (module, name) == (_TRANSFORMERS, attribute):
                 return short
         if name in kind.names() and name not in kind.from_transformers and kind.by_name(name) is factory:
@@ -152,10 +154,12 @@ def _find(value: Any, kind: _Kind) -> Any:
     if isinstance(factory, KeyFault):
         return factory
     got = describe_value(value)
+    # A number or a list, from a YAML with a missing colon.
     if not callable(factory):
         do = f"write `type: {kind.names()[0]}`"
         return KeyFault(kind.path, got, "a name, an import path or a class", do)
     for name, reason in kind.rejected.items():
+        # Also where the class itself was passed, which passes every other check.
         if factory is kind.by_name(name):
             return KeyFault(kind.path, f"{name}, which {reason}", f"one of {', '.join(kind.names())}", kind.instead)
     is_class = isinstance(factory, type) and issubclass(factory, kind.base)
@@ -167,9 +171,11 @@ def _find(value: Any, kind: _Kind) -> Any:
 
 def _import(value: str, kind: _Kind) -> Any:
     names = kind.names()
+    # Rejected ones are found too, so that the message says why and not that they do not exist.
     if value in names or value in kind.rejected:
         return kind.by_name(value)
     module_name, _, attribute = value.rpartition(".")
+    # Entry points are read only for names without a dot: reading them takes time in each start.
     if not module_name:
         group = kind.group
         added = registry.names(group)
@@ -187,6 +193,7 @@ def _import(value: str, kind: _Kind) -> Any:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == package and package in FLOORS
         do = f'pip install "{package}>={FLOORS[package]}"' if is_missing else "correct the path, or install it"
         return KeyFault(kind.path, f"{value!r}: {error}", "the import path of a class", do)
+    # A typo in the class, or a name from another trainer behind a correct module.
     if not hasattr(module, attribute):
         name_here = registry.addon("hint_for_component")(kind.path[0], attribute)
         is_hint = name_here is not None and name_here != value

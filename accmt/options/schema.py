@@ -89,10 +89,12 @@ def check(document: Document) -> Checked:
     """
     values = {}
     for key, value in document.values.items():
+        # `scheduler: none` and `max_samples: -1` are ways to write that a key is not set.
         is_unset = (key in _MAPPINGS and is_off(value)) or (key in _LIMITS and (is_off(value) or value == -1))
         if not is_unset:
             values[key] = whole(value) if key in _COUNTS else value
     sizes = values.get("batch_size")
+    # `[16, null]` of a template sets the first size alone.
     if isinstance(sizes, list | tuple):
         values["batch_size"] = tuple(whole(size) for size in sizes if size is not None)
     elif sizes is not None:
@@ -108,6 +110,7 @@ def check(document: Document) -> Checked:
     faults += document.faults
     faults += find_faults(shape_of(Schema), document.values, lambda key, example: f"write `{example}`", suggest_key)
     has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
+    # Without any limit, the run would never end.
     if document.values.get("epochs", -1) == document.values.get("max_steps", -1) == -1 and not has_budget:
         got = "-1 without max_steps" if "epochs" in document.values else NOTHING
         expected = "a whole number of at least 1, or max_steps"
@@ -121,6 +124,7 @@ def check(document: Document) -> Checked:
 
     sections: dict[str, Any] = {}
     for name, value in document.values.items():
+        # Sections belong to add-ons, which check them.
         if is_built_in(HPS_SECTIONS, name):
             sections[name], section_faults = find(HPS_SECTIONS, name)(value)
             faults += section_faults
@@ -136,6 +140,7 @@ def _without_misspelt(faults: Sequence[KeyFault]) -> list[KeyFault]:
     for fault in faults:
         name = f"`{fault.path[0]}"
         is_key = fault.got == NOTHING and len(fault.path) == 1
+        # `batch_sise: 16` is one mistake: a second error about the missing `batch_size` would hide it.
         if not is_key or (f"{name}`" not in advice and f"{name}:" not in advice):
             remaining.append(fault)
     return remaining
@@ -185,6 +190,7 @@ def _check_component(
         got = NOTHING if kind is NOTHING else describe_value(kind)
         return Component(), [KeyFault((key, "type"), got, f"{expected.text}, with its `type`", do)]
     factory = find(kind)
+    # The arguments of a class that does not exist cannot be checked.
     if isinstance(factory, KeyFault):
         return Component(kind), [factory]
     arguments, faults = check_arguments(factory, arguments)

@@ -70,6 +70,7 @@ def read_every(
     # True is an int too, but an interval of True is a mistake.
     if plain is not None and type(value) is int and value >= 1:
         return Every(value, plain)
+    # 1.0 is an epoch, while 1 is a step: other trainers make the same difference.
     if fractions and isinstance(value, float) and 0 < value <= 1:
         return Every(value, "epoch")
     text = value if isinstance(value, str) else ""
@@ -83,6 +84,7 @@ def read_every(
         is_whole = isinstance(number, int) or (fractions and unit == "epoch")
         # "2 auto" would say nothing: the run measures this interval.
         is_counted = unit == "auto" and digits != ""
+        # "0 steps" would be due always, or never.
         if unit in units and unit is not None and number and is_whole and not is_counted:
             return Every(number, unit)
     forms = []
@@ -145,6 +147,7 @@ def read_max_time(value: Any) -> float | None:
     if value is None:
         return None
     seconds = _read(value)
+    # A run of no time would end before its first step, without an error.
     if seconds is None or seconds <= 0:
         expected = '"DD:HH:MM:SS", "1h30m" or "10 minutes", a timedelta, or a dict of its arguments, above 0'
         raise_wrong_value("max_time", value, expected, 'max_time="1h"')
@@ -157,6 +160,7 @@ def _read(value: Any) -> float | None:
     if isinstance(value, Mapping):
         try:
             return timedelta(**value).total_seconds()
+        # A key that timedelta does not have, such as "hour".
         except TypeError:
             return None
     if not isinstance(value, str):

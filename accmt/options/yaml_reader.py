@@ -108,6 +108,7 @@ class Document:
         return combine(HyperParameterError, errors, title)
 
     def _place(self, path: KeyPath, line: int) -> str:
+        # A wrong flag is on the command line, not in the file.
         if any(path[: len(flag)] == flag for flag in self.flags):
             return f"--hps.{'.'.join(map(str, path))}"
         file = f"{self.name}:{line}" if line else self.name
@@ -153,6 +154,7 @@ def _read_file(path: Path) -> Document:
     import yaml
 
     name = str(path)
+    # Reading it would raise an IsADirectoryError without the name of the argument.
     if path.is_dir():
         raise fail(
             HyperParameterError,
@@ -170,6 +172,7 @@ def _read_file(path: Path) -> Document:
             expected="a .yaml, .yml or .json file that exists",
             do=f"did you mean {near}?" if near else f"correct the path, or create the file with {_EXAMPLE}",
         )
+    # A Python file or a notebook would be read as one long YAML string.
     if path.suffix not in _SUFFIXES:
         got = f"a file ending in {path.suffix!r}"
         raise fail(
@@ -181,6 +184,7 @@ def _read_file(path: Path) -> Document:
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
+    # Files from Windows editors in another encoding, or a pickle with a wrong name.
     except UnicodeDecodeError as error:
         raise fail(
             HyperParameterError,
@@ -189,6 +193,7 @@ def _read_file(path: Path) -> Document:
             expected="UTF-8 text",
             do="save it as UTF-8",
         ) from None
+    # YAML accepts more than JSON; a trailing comma would be read here and nowhere else.
     if path.suffix == ".json":
         try:
             json.loads(text or "null", parse_int=str)
@@ -201,6 +206,7 @@ def _read_file(path: Path) -> Document:
                 expected="JSON",
                 do=f"correct line {error.lineno}, column {error.colno}",
             ) from None
+        # Thousands of brackets; Python's own traceback would be as long.
         except RecursionError as error:
             raise _unreadable(name, error) from None
         text = text.replace("\t", " ")  # which YAML rejects; JSON allows them between tokens, but not in strings
@@ -209,6 +215,7 @@ def _read_file(path: Path) -> Document:
         values = reader.read_root()
     except (yaml.YAMLError, RecursionError) as error:
         raise _unreadable(name, error) from None  # the parser's frames add nothing
+    # PyYAML reads an empty file, and one of comments alone, as None.
     if values is None:
         raise fail(HyperParameterError, name, got="an empty file", expected=_LAYOUT, do=f"write {_EXAMPLE}")
     return _unwrap(name, values, reader.lines, reader.faults)
@@ -224,6 +231,7 @@ def _unreadable(name: str, error: Exception) -> HyperParameterError:
 
 def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[KeyFault]) -> Document:
     inner = root.get("hps", root) if isinstance(root, dict) else root
+    # `hps:` with everything at its level: the commonest mistake of indentation.
     if inner is None and isinstance(root, dict) and (unindented := [key for key in root if key in KEYS]):
         got, do = f"`hps:` without content, next to {', '.join(unindented)}", "indent these keys below `hps:`"
         where = f"{name}:{lines['hps',]}" if ("hps",) in lines else name
@@ -275,6 +283,7 @@ class _NodeReader:
             except ValueError as error:  # an invalid date, or a number with thousands of digits
                 raise _fault(node, str(error), "correct this value, or quote it to keep it as a string") from None
         for key_node, _ in node.value:
+            # A missing space after a colon makes the line a key; a list as a key cannot be hashed.
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _fault(key_node, "a key that is a list or a mapping", "write each key as a single word")
         if id(node) not in self._flattened:  # an anchor is read again for each alias
@@ -282,6 +291,7 @@ class _NodeReader:
             first: dict[str, int] = {}  # the line of each key
             for key_node, _ in node.value:
                 key, line = str(key_node.value), _line(key_node)
+                # PyYAML takes the last one silently, so that a value at the top of the file has no effect.
                 if key in first:
                     got = f"`{key}` on line {first[key]} and again on line {line}"
                     self.faults.append(KeyFault((*path, key), got, "each key once", "remove one of them", line))

@@ -52,6 +52,7 @@ def reports_at_call(init: Init) -> Init:
             init(self, *args, **kwargs, **{name: _STAND_INS[name] for name in missing})
         except AccmtError as error:
             if not missing:
+                # The frames are those of the checks: the line to correct is the call.
                 raise error.with_traceback(None) from error.__cause__
             errors.append(error)
         if missing:  # reported together with all other errors
@@ -69,6 +70,7 @@ def resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[st
     resolved = dict(arguments)
     for alias in [name for name in extra if name in ALIASES]:
         name = ALIASES[alias]
+        # One would win without a word.
         if resolved[name] != Settings.defaults()[name]:
             raise fail(
                 UnknownArgumentError,
@@ -78,6 +80,7 @@ def resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[st
                 do=f"remove {alias}",
             )
         resolved[name] = extra.pop(alias)
+        # A name that the original accmt misspelled: its programs run, and see the right one.
         if alias in MISSPELT:
             warnings.warn(f"{alias} is a misspelling; write {name}", DeprecationWarning, stacklevel=3)
     return resolved
@@ -102,6 +105,7 @@ class ShortTraceback:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         seen: set[int] = set()
+        # An error may be in its own chain of causes.
         while error is not None and id(error) not in seen:
             seen.add(id(error))
             _shorten(error, error.__traceback__)
@@ -113,6 +117,7 @@ def _shorten(error: BaseException, traceback: TracebackType | None) -> None:
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
+    # A bug of accmt: whoever reports it needs all frames.
     if not frames or (_is_own(frames[-1]) and not isinstance(error, AccmtError)):
         return
     following = [*map(_is_own, frames[1:]), False]
@@ -126,5 +131,6 @@ def _shorten(error: BaseException, traceback: TracebackType | None) -> None:
 
 
 def _is_own(traceback: TracebackType) -> bool:
+    # A context manager of accmt adds a frame of contextlib.
     file = traceback.tb_frame.f_code.co_filename
     return file.startswith(_OWN) or file == contextlib.__file__

@@ -90,6 +90,7 @@ class TrainerProperties:
     @property
     def model(self) -> nn.Module:
         """The model to call in steps; during training, it is wrapped to reduce gradients."""
+        # A module that is validated while another one trains.
         if self._evaluated is not None and self.state.fn not in (None, "fit"):
             return self._evaluated.model
         return self.run.module.model
@@ -133,6 +134,7 @@ class TrainerProperties:
         """End training early, if `value` is true."""
         from accmt.failures import Reason
 
+        # The first reason is the one that the end of the run names.
         if value and not self.run.interruption.ends_training:
             self.run.interruption.request(Reason("trainer.should_stop", "finish"))
 
@@ -244,6 +246,7 @@ class TrainerProperties:
         """
         callbacks = self._own_callbacks()
         chosen = next((callback for callback in callbacks if isinstance(callback, cls)), default)
+        # None is a valid default, so it cannot mean that there is none.
         if chosen is RAISE:
             where = f"get_callback({cls.__name__})"
             expected = "one of: " + (", ".join(type(callback).__name__ for callback in callbacks) or "no callbacks")

@@ -83,6 +83,7 @@ def using_weights(
         return
     model = module.unwrapped_model
     folder = _find(settings, ckpt_path, function)
+    # The weights in training are needed again, and may fill the device twice: copies are on the host.
     trained = {name: _copy(value) for name, value in model.state_dict().items()}
     try:
         _load(module, model, folder)
@@ -100,6 +101,7 @@ def _copy(value: Any) -> Any:
 
 
 def _load(module: AcceleratorModule, model: nn.Module, folder: Path) -> None:
+    # A checkpoint has weights in another form, also of sharded models.
     if _has_weights(folder):
         module.load_weights(folder)
     else:
@@ -109,6 +111,7 @@ def _load(module: AcceleratorModule, model: nn.Module, folder: Path) -> None:
 def _find(settings: Settings, ckpt_path: CheckpointPath, function: Evaluation) -> Path:
     """Return a model folder, or a checkpoint."""
     where = f"{function}(ckpt_path={str(ckpt_path)!r})"
+    # A run without checkpoints may have saved its last model.
     if ckpt_path == "last":
         saved_last = settings.model_folder / "last"
         newest = None if settings.checkpoints.every is None else find_newest(settings)
@@ -173,6 +176,7 @@ class Request:
     def draws_progress(self) -> bool | None:
         """Whether to draw a bar; None depends on the terminal. During training, the run's bar is used."""
         running = self.trainer.settings.running
+        # Two bars in one terminal line overwrite each other.
         if self.current_run is not None or not is_main_process():
             return False
         return running.enable_progress_bar if running.verbose and self.verbose else running.enable_progress_bar or False
@@ -204,6 +208,7 @@ def find_request(
     if module is None:
         do = f"trainer.{function}(module, ...), or fit first"
         raise fail(ArgumentError, function, got="no module, and no earlier run", expected="a module", do=do)
+    # An evaluation within one would reset its sums, and mix both results.
     if trainer.state.now.in_evaluation_batches:
         got = "a call during another evaluation, whose results it would change"
         expected = "a call in a hook between evaluations, such as on_evaluation_end, on all processes"
@@ -240,6 +245,7 @@ def evaluate_alone(request: Request, results_output: str | PathLike[str] | None)
             call_hooks(run.hooks.on_evaluation_start)
             results = evaluate(run, request.function)
             call_hooks(run.hooks.on_evaluation_end, metrics=results)
+        # Outside a run, no log is open.
         if results and request.current_run is not None:
             for hook in request.current_run.hooks.on_log:
                 hook(values=reported(run, results), step=request.trainer.state.global_step)

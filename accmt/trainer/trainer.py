@@ -275,6 +275,7 @@ class Trainer(TrainerProperties):
         tracker_kwargs = arguments.pop("kwargs")
         arguments = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
         arguments = resolve_aliases(arguments, tracker_kwargs)
+        # A command of accmt has started the program: a sweep or a fork changes the arguments.
         if ARGUMENTS_VARIABLE in os.environ:
             arguments = addon(os.environ[ARGUMENTS_VARIABLE])(arguments | {"tracker_kwargs": tracker_kwargs})
             tracker_kwargs = arguments.pop("tracker_kwargs")
@@ -328,6 +329,7 @@ class Trainer(TrainerProperties):
             ArgumentError: Settings contradict each other, or there are unused keywords.
             KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
+        # A command has started the program up to its `fit`, and does something else there: replay, evaluate, fork.
         if FIT_VARIABLE in os.environ:
             instead = addon(os.environ[FIT_VARIABLE])
             state: TrainingState = instead(self, module, train_dataset, val_dataset, datamodule=datamodule, **kwargs)
@@ -342,6 +344,7 @@ class Trainer(TrainerProperties):
             with ShortTraceback(), running(self, trained), working(self.settings.running), user_data.ending("fit"):
                 self._user_data = user_data
                 self._fit_once(trained, user_data, recovery)
+                # A rollback or a smaller batch after running out of memory: another run continues.
                 while recovery.checkpoint is not None:
                     free_finished(self.run.stepper.optimizer)
                     self._fit_once(trained, user_data, recovery)
@@ -599,6 +602,7 @@ class Trainer(TrainerProperties):
         from accmt.processes import serving
 
         folder = None if path is None else Path(path).absolute()
+        # Weights of some layers are from before the step, and of others from after it.
         if self.state.status in ("failed", "interrupted"):
             got = "a run that ended in the middle of an optimizer step"
             do = "Trainer(handlers=Handler.ALL), which saves the last finished step"
@@ -765,6 +769,7 @@ class Trainer(TrainerProperties):
             self._forget_run()
 
     def _forget_run(self) -> None:
+        # The module may have been given to another Trainer since.
         if self._run is not None and self._run.module.trainer is self:
             self._run.module.forget_run()
         self._run = self._evaluated = self._user_data = None
