@@ -24,7 +24,7 @@ FLOORS: Mapping[str, str] = {
     "transformers": "5.4",
     "huggingface_hub": "1.0",
     "safetensors": "0.8",
-    "pydantic": "2.11",
+    "pydantic": "2.12",  # 2.11 does not check what is in a Mapping where it is strict
     "peft": "0.19",
     "bitsandbytes": "0.50",
     "torchao": "0.18",

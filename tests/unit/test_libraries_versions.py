@@ -106,7 +106,7 @@ def test_a_missing_package_is_an_error_with_the_line_for_pip(monkeypatch):
     with pytest.raises(MissingPackageError) as caught:
         require("pydantic")
     assert str(caught.value).startswith("pydantic\n  got: pydantic is not installed")
-    assert str(caught.value).endswith('do: pip install "pydantic>=2.11"')
+    assert str(caught.value).endswith('do: pip install "pydantic>=2.12"')
 
 
 def test_a_package_that_is_installed_in_part_says_what_it_lacks(monkeypatch, tmp_path):
