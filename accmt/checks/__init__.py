@@ -80,18 +80,19 @@ def _collect_errors(of_processes: list[list[AccmtError]], local: list[AccmtError
 
 
 def _find_differences(of_processes: list[dict[str, EqualValue]]) -> list[AccmtError]:
+    expected: dict[str, EqualValue] = {}
+    for equal in of_processes:
+        expected |= equal
     errors: list[AccmtError] = []
-    first = of_processes[0]
-    for where in dict.fromkeys(itertools.chain.from_iterable(of_processes)):
+    for where, value in expected.items():
         values = [equal[where].text if where in equal else "none" for equal in of_processes]
         if len(set(values)) > 1:
-            value = next(equal[where] for equal in (first, *of_processes) if where in equal)
             got = "; ".join(f"process {rank}: {text}" for rank, text in enumerate(values))
             errors.append(fail(value.kind, where, got=got, expected=value.expected, do=value.do))
     return errors
 
 
-# ---- Errors outside the table, while a run is built: the other processes are told. Later, the watch does this.
+# ---- Reports errors outside the table, while a run is built, to the other processes. Later, the watch does this.
 
 
 _ANSWER_S = 2.0

@@ -39,7 +39,6 @@ from accmt.state import TrainingState
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from accmt import Trainer
     from accmt.engine.base import Engine
     from accmt.setup.datasets import Evaluation, UserData
 
@@ -63,7 +62,6 @@ class Facts:
     Args:
         settings: The settings of the Trainer.
         function: The method of the Trainer that was called.
-        trainer: The Trainer.
         module: The user's module.
         user_data: The data passed to the method.
         accelerator: The Accelerator of the run.
@@ -81,7 +79,6 @@ class Facts:
 
     settings: Settings
     function: Evaluation | Literal["fit"] = "fit"
-    trainer: Trainer = None  # type: ignore[assignment]  # None only while a Trainer is created
     module: Any = None
     user_data: UserData = None  # type: ignore[assignment]  # None only where data are not needed
     accelerator: Accelerator = None  # likewise
@@ -276,27 +273,33 @@ def find_engine(facts: Facts) -> None:
 
 def _has_data(facts: Facts) -> None:
     module, user_data, settings = facts.module, facts.user_data, facts.settings
+    data: dict[str, Any] = {}
     if facts.function == "fit":
-        facts.train_data = find_train_data(module, user_data.load("train"), settings.hps)
+        data["the training data"] = facts.train_data = find_train_data(module, user_data.load("train"), settings.hps)
         facts.sets = find_validation_data(module, user_data.load("validate"), settings.data)
-        facts.equal |= _describe_data(facts, {"the training data": facts.train_data})
     else:
         facts.sets = find_data(module, user_data.load(facts.function), facts.function, settings.data)
-    facts.equal |= _describe_data(facts, {_name_set(name): data for name, data in facts.sets.items()})
+    names, do = ", ".join(map(repr, facts.sets)) or "none", "build the dict of sets in the same way"
+    # Processes evaluate the sets in this order, together.
+    expected = "the same sets in the same order on every process"
+    facts.equal["the names of the sets to evaluate"] = EqualValue(names, DataError, expected, do)
+    data |= {_name_set(facts, name): evaluated for name, evaluated in facts.sets.items()}
+    expected = "the same data on every process, which accmt shards"
+    do = 'pass all data on every process, or data_options={"shard": False} if each process has its own data'
+    if settings.data.data_options.shard:
+        for where, part in data.items():
+            facts.equal[where] = EqualValue(_describe_length(part), DataError, expected, do)
     if settings.data.overfit_batches and facts.function == "fit" and facts.sets:
         facts.sets = {"": facts.train_data}
 
 
-def _name_set(name: str) -> str:
-    return f"the validation data {name!r}" if name else "the validation data"
+def _kind_of_sets(facts: Facts) -> str:
+    return {"test": "test", "predict": "prediction"}.get(facts.function, "validation")
 
 
-def _describe_data(facts: Facts, data: Mapping[str, Any]) -> dict[str, EqualValue]:
-    if not facts.settings.data.data_options.shard:
-        return {}
-    expected = "the same data on every process, which accmt shards"
-    do = 'pass all data on every process, or data_options={"shard": False} if each process has its own data'
-    return {name: EqualValue(_describe_length(part), DataError, expected, do) for name, part in data.items()}
+def _name_set(facts: Facts, name: str) -> str:
+    where = f"the {_kind_of_sets(facts)} data"
+    return f"{where} {name!r}" if name else where
 
 
 def _describe_length(data: Any) -> str:
@@ -344,7 +347,7 @@ def _is_readable(facts: Facts) -> None:
     if facts.function == "fit":
         require_readable(facts.train_data, "training")
     for data in facts.sets.values():
-        require_readable(data, "validation")
+        require_readable(data, _kind_of_sets(facts))
 
 
 def _is_readable_again(facts: Facts) -> None:
@@ -359,7 +362,9 @@ def _is_readable_again(facts: Facts) -> None:
     for name, data in facts.sets.items():
         if isinstance(data, Iterator):
             got, do = "an iterator, which can be read only once", "pass list(...), or an IterableDataset"
-            raise fail(DataError, _name_set(name), got=got, expected="data that can be read for each evaluation", do=do)
+            raise fail(
+                DataError, _name_set(facts, name), got=got, expected="data that can be read for each evaluation", do=do
+            )
 
 
 # ---- Metrics, saving rules and early stopping.
@@ -371,13 +376,11 @@ def _can_write_model(facts: Facts) -> None:
 
 
 def _has_metrics(facts: Facts) -> None:
-    is_evaluated = facts.function != "predict"
-    sets = list(facts.sets) or ([""] if facts.function == "fit" else [])
-    facts.metrics = find_metrics(facts.settings.evaluation.metrics if is_evaluated else None, sets)
+    user_metrics = None if facts.function == "predict" else facts.settings.evaluation.metrics
+    facts.metrics = _find_metrics(user_metrics, list(facts.sets) or [""])
 
 
-def find_metrics(user_metrics: Any, sets: Sequence[str]) -> dict[str, tuple[Metric, ...]]:
-    """Return the metrics of each validation set."""
+def _find_metrics(user_metrics: Any, sets: Sequence[str]) -> dict[str, tuple[Metric, ...]]:
     is_by_set = _is_by_set(user_metrics) or (isinstance(user_metrics, Mapping) and set(user_metrics) <= set(sets))
     if not is_by_set:
         return {name: build_metrics(user_metrics) for name in sets}

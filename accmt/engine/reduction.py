@@ -337,9 +337,9 @@ def require_same_tensors(model: nn.Module) -> None:
     on_main = descriptions[0]
     for rank, here in enumerate(descriptions):
         for name in {**on_main, **here}:
-            if on_main.get(name) == here.get(name):
+            expected, actual = on_main.get(name, "missing"), here.get(name, "missing")
+            if expected == actual:
                 continue
-            got = f"{name!r} is {on_main.get(name, 'missing')} on process 0, and {here.get(name, 'missing')} on "
-            got += f"process {rank}"
+            got = f"{name!r} is {expected} on process 0, and {actual} on process {rank}"
             do = "build the model with the same arguments everywhere, not depending on rank, files or random numbers"
             raise fail(ModuleContractError, "self.model", got=got, expected="the same model on every process", do=do)

@@ -35,7 +35,7 @@ class OutOfMemory(Feature):
         if not settings.hps.halves_micro_batches:
             return
         where, expected = "max_micro_batch_size: auto", "a run that supports recovery"
-        # The module may have stepped within the batch, which the step snapshot cannot take back.
+        # The module may have stepped within the batch, which the step snapshot cannot undo.
         if module.uses_manual_optimization:
             got, do = "a module with manual optimization", "set a number, or remove it"
             raise fail(ArgumentError, where, got=got, expected=expected, do=do)

@@ -180,11 +180,11 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Checked:
+class Arguments:
     """Base class of the Trainer's arguments: frozen, and checked on creation.
 
-    Annotations declare what is valid: types, `Literal`, `Range`, `Off`, `Expected`, and
-    functions `check(name, value)` for what types cannot express. Override `check` for what concerns several fields.
+    Annotations declare what is valid: types, `Literal`, `Range`, `Off`, `Expected`, and functions `check(name, value)`
+    for what types cannot express. Override `check` for what concerns several fields.
     """
 
     def __post_init__(self) -> None:
@@ -234,7 +234,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Options(Checked):
+class Options(Arguments):
     """Base class of structured Trainer arguments, which may also be written as a dict."""
 
     @classmethod
@@ -273,7 +273,7 @@ class Options(Checked):
         return core_schema.is_instance_schema(cls)
 
 
-class Group(Checked):
+class Group(Arguments):
     """Base class of a group of Trainer arguments."""
 
     def __post_init__(self) -> None:

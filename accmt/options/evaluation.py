@@ -53,7 +53,7 @@ class MetricOptions(Options):
     def check(self, name: str) -> None:
         """Check the names of averages and the results they select."""
         for mean, choice in (self.averages or {}).items():
-            # With a separator in its name, an average could not be told from the result of a validation set.
+            # With a separator in its name, an average would look like the result of a validation set.
             if not mean or any(mark in mean for mark in ("__", "@", "/")):
                 expected = "a name without '__', '@' and '/', which separate the names of metrics and sets"
                 do = write_argument(f"{name}.averages", '{"mean_accuracy": ["accuracy"]}')

@@ -112,7 +112,7 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     # Before the data are asked for, which a datamodule may download.
     check_reloading(settings.data, module, user_data)
     user_data.begin("fit", trainer, accelerator)
-    known = {"trainer": trainer, "module": module, "user_data": user_data, "accelerator": accelerator}
+    known = {"module": module, "user_data": user_data, "accelerator": accelerator}
     with at_epoch_of_building(state, settings.data):
         facts = addon("check_stage")("inputs", settings, registered=trainer.registered_savings, **known)
     engine, tracking = facts.engine, trainer.chosen_tracking or _build_tracking(settings, resumed)

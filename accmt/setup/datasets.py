@@ -510,7 +510,7 @@ class Loaders:
         self._built_for = state.epoch
         end_workers((self.train, *self.validation.values()))
         settings = self._trainer.settings
-        known = {"trainer": self._trainer, "module": self._module, "user_data": self._user_data}
+        known = {"module": self._module, "user_data": self._user_data}
         facts = addon("check_stage")("reload", settings, **known)
         train_data, val_data = facts.train_data, facts.sets
         if val_data.keys() != self.validation.keys():

@@ -26,6 +26,7 @@ REFUSED = {
     "loaders": ("the training data", "4 batches", "2 batches"),
     "streams": ("the training data", "iterator without a length"),
     "an error on one": ("OSError: no such file on this machine",),
+    "an order of sets": ("the names of the sets to evaluate", "process 0: 'a', 'b'; process 1: 'b', 'a'"),
     "two mistakes on one": (
         "CombinedError",
         "Trainer(sampler=...)",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accmt.errors import ArgumentError, explain, nearest
+from accmt.errors import ArgumentError, fail, nearest
 
 
 def dpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -214,21 +214,6 @@ LOSSES: Mapping[str, _Kind] = {
 divided by the length of the answer, and which options the loss has."""
 
 
-class ObjectiveError(ArgumentError):
-    """A loss has an invalid option.
-
-    Attributes:
-        name: The option.
-        got: Its value.
-        expected: Its valid values.
-        do: How to correct it.
-    """
-
-    def __init__(self, name: str, got: str, expected: str, do: str) -> None:
-        super().__init__(explain(name, got, expected, do))
-        self.name, self.got, self.expected, self.do = name, got, expected, do
-
-
 @dataclass(frozen=True)
 class Objective:
     """A loss and its options.
@@ -242,7 +227,7 @@ class Objective:
         undesirable_weight: λ_U; KTO only.
 
     Raises:
-        ObjectiveError: An unknown loss, an invalid value, or an option that the loss does not have.
+        ArgumentError: An unknown loss, an invalid value, or an option that the loss does not have.
     """
 
     loss: str = "dpo"
@@ -256,23 +241,25 @@ class Objective:
         if self.loss not in LOSSES:
             near = nearest(str(self.loss), LOSSES)
             do = f"did you mean {near!r}?" if near else "choose one of them"
-            raise ObjectiveError("loss", repr(self.loss), f"one of {', '.join(LOSSES)}", do)
+            raise fail(ArgumentError, "loss", got=repr(self.loss), expected=f"one of {', '.join(LOSSES)}", do=do)
         for field in fields(self)[2:]:
             if getattr(self, field.name) != field.default and field.name not in self.kind.options:
                 named = [name for name, kind in LOSSES.items() if field.name in kind.options]
                 expected = f"no {field.name}: {' and '.join(named)} have it"
                 got = f"{field.name} with the loss {self.loss}"
-                raise ObjectiveError(field.name, got, expected, f"remove `{field.name}`")
+                raise fail(ArgumentError, field.name, got=got, expected=expected, do=f"remove `{field.name}`")
         if not self.strength > 0:
             expected = "a number above 0: with 0, the loss does not depend on the answers"
             do = f"remove it: the default of {self.loss} is {self.kind.beta}"
-            raise ObjectiveError("beta", repr(self.beta), expected, do)
+            raise fail(ArgumentError, "beta", got=repr(self.beta), expected=expected, do=do)
         if not 0 <= self.label_smoothing < 0.5:
             expected = "a number from 0 to below 0.5: at 0.5, the answers of a pair count the same"
-            raise ObjectiveError("label_smoothing", repr(self.label_smoothing), expected, "for example 0.1")
+            got, do = repr(self.label_smoothing), "for example 0.1"
+            raise fail(ArgumentError, "label_smoothing", got=got, expected=expected, do=do)
         for name in ("desirable_weight", "undesirable_weight"):
             if not getattr(self, name) >= 0:
-                raise ObjectiveError(name, repr(getattr(self, name)), "a number of at least 0", "for example 1.0")
+                got, do = repr(getattr(self, name)), "for example 1.0"
+                raise fail(ArgumentError, name, got=got, expected="a number of at least 0", do=do)
 
     @property
     def kind(self) -> _Kind:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from accmt.addons.prefer.losses import LOSSES, Objective, ObjectiveError
+from accmt.addons.prefer.losses import LOSSES, Objective
 from accmt.addons.sft.section import DATA_KEYS, DataSection, Key, flag_key, path_key, read_keys
-from accmt.errors import describe_value
+from accmt.errors import ArgumentError, describe_value
 from accmt.options.checks import KeyFault
 
 REWARD, DISTILLATION = "reward", "distillation"
@@ -94,6 +94,7 @@ def read_prefer_section(value: Any) -> tuple[PreferSection | None, list[KeyFault
     if not faults and loss in LOSSES:
         try:
             Objective(loss, **options)
-        except ObjectiveError as error:
-            faults.append(KeyFault(("prefer", error.name), error.got, error.expected, error.do))
+        except ArgumentError as error:
+            [fault] = error.faults
+            faults.append(KeyFault(("prefer", fault.where), fault.got, fault.expected, fault.do))
     return (None if faults else PreferSection(**values, options=options)), faults

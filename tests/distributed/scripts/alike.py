@@ -138,6 +138,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "loaders": lambda: fit(DataLoader(make_points(), 2 + 2 * RANK)),
     "streams": lambda: fit(iter(Numbers(8)) if RANK else make_points()),
     "an error on one": lambda: make_trainer().fit(Made()),
+    "an order of sets": lambda: fit(make_points(), dict.fromkeys(["ab", "ba"][RANK % 2], make_points(4))),
     "two mistakes on one": make_two_mistakes,
     "batch size": lambda: fit(make_points(), hps={"batch_size": 2 + RANK}),
     "accumulation": lambda: fit(make_points(), grad_accumulation_steps=1 + RANK),
