@@ -21,6 +21,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from accmt.errors import ModuleContractError, ProcessFailedError, explain, fail
 
@@ -181,6 +182,11 @@ def sum_over_processes(values: Sequence[float]) -> list[float]:
     return [reduce(add, addends) for addends in zip(*gather_numbers(values), strict=True)]
 
 
+def is_on_any_process(fact: bool) -> bool:  # noqa: FBT001 - like `any`
+    """Return whether something is true on any process. Processes: collective."""
+    return any(true for (true,) in gather_numbers((fact,)))
+
+
 def sum_over_data(values: Sequence[float]) -> list[float]:
     """Like `sum_over_processes`, but counts processes that share batches once.
 
@@ -325,6 +331,22 @@ def gather_from_data(value: T) -> list[T]:
     Processes: collective.
     """
     return each_once(gather_objects(value))
+
+
+def gather_if_different(value: T) -> list[T]:
+    """Return the value of every process, ordered by rank, if they differ; otherwise nothing.
+
+    Usually only a checksum is sent: the value may be large, such as a description of each weight. It consists of names
+    and numbers. Values that are equal but not in the same order count as different.
+
+    Processes: collective.
+    """
+    if num_processes() == 1:
+        return []
+    checksum = xxhash.xxh3_64_digest(repr(value).encode())
+    if len(set(_gather_bytes(checksum, None))) == 1:
+        return []
+    return gather_objects(value)
 
 
 def each_once(of_processes: list[T]) -> list[T]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accmt.checkpoint.state_dicts import local_part, model_state, persistent_buffers, plain_parameter_names, plain_parts
 from accmt.errors import CheckpointError, fail
-from accmt.processes import gather_objects
+from accmt.processes import gather_if_different
 from accmt.sharded_tensors import bytes_of, make_whole
 
 _SHOWN = 3
@@ -46,7 +46,7 @@ class FrozenWeights:
         for name in self._digests:
             if name not in weights or checksum(weights[name]) != self._checksums[name]:
                 changed.add(name)
-        for name in set().union(*gather_objects(changed)):
+        for name in changed.union(*gather_if_different(sorted(changed))):
             del self._digests[name]
         return dict(self._digests)
 

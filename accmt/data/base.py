@@ -18,7 +18,7 @@ from accmt.data.seeding import derive_seed
 from accmt.errors import DataError, fail
 from accmt.libraries.private_names import split_of_stream
 from accmt.messages import say, say_once
-from accmt.processes import gather_from_data, gather_objects, num_data_processes, num_processes
+from accmt.processes import gather_objects, is_on_any_process, num_data_processes, num_processes
 
 _NAMED = 5
 
@@ -189,11 +189,10 @@ class SourceOptions:
         """
         if self.shard.count == 1:
             return self
-        splits = gather_from_data(split_of_stream(stream))
         # Only if each process has its own part: a stream split by machine is an error of `require_same_rows`.
-        if splits == [(index, self.shard.count) for index in range(self.shard.count)]:
-            return self._of_process(self.shard.index)
-        return self
+        if is_on_any_process(split_of_stream(stream) != (self.shard.index, self.shard.count)):
+            return self
+        return self._of_process(self.shard.index)
 
     def _of_process(self, rank: int) -> SourceOptions:
         # With one seed, processes would augment different samples with the same random numbers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +18,14 @@ from accmt.data.fetching import Fetched
 from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError, fail
-from accmt.processes import gather_objects, num_data_processes, num_processes, process_index, sum_over_processes
+from accmt.processes import (
+    gather_numbers,
+    gather_objects,
+    num_data_processes,
+    num_processes,
+    process_index,
+    sum_over_processes,
+)
 from accmt.registry import addon
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
@@ -183,5 +191,6 @@ class UnshardedSource:
         self._measure()
 
     def _measure(self) -> None:
-        lengths = gather_objects(self._source.num_micro_batches)
-        self.num_micro_batches = None if None in lengths else max(filter(None, lengths), default=0)
+        local = self._source.num_micro_batches
+        [longest] = max(gather_numbers((math.inf if local is None else local,)))  # infinite: unknown
+        self.num_micro_batches = None if longest == math.inf else int(longest)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from accmt.data.base import Source
 from accmt.data.batches import MicroBatch
-from accmt.processes import broadcast_object, each_once, gather_objects, num_processes
+from accmt.processes import broadcast_object, each_once, gather_numbers, num_processes
 
 
 class Window(NamedTuple):
@@ -120,7 +120,7 @@ def lend_batches(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
     """
     for micro_batch in micro_batches:
         if micro_batch.is_partial:
-            has_batch = gather_objects(micro_batch.batch is not None)
+            has_batch = [bool(number) for (number,) in gather_numbers((micro_batch.batch is not None,))]
             micro_batch.num_lenders = sum(each_once(has_batch))
             if any(has_batch):
                 sendable = replace(micro_batch, ending=False)  # a function could not be sent

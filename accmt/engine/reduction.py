@@ -20,7 +20,7 @@ from accmt.libraries.private_names import (
     left_out_by_ddp,
     note_trained_parameters,
 )
-from accmt.processes import gather_objects, num_processes
+from accmt.processes import gather_if_different, num_processes
 from accmt.sharded_tensors import without_repetition
 
 _NONE, _SPARSE, _DENSE = range(3)
@@ -330,10 +330,10 @@ def require_same_tensors(model: nn.Module) -> None:
     Raises:
         ModuleContractError: Names, shapes or dtypes differ.
     """
-    if num_processes() == 1:
-        return
     tensors = chain(model.named_parameters(), model.named_buffers())
-    descriptions = gather_objects({name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors})
+    descriptions = gather_if_different({name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors})
+    if not descriptions:
+        return
     on_main = descriptions[0]
     for rank, here in enumerate(descriptions):
         for name in {**on_main, **here}:

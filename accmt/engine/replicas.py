@@ -76,17 +76,11 @@ class Replicas:
         if not self._knows_buffers and step > self._first_step:
             self._knows_buffers = True
             self._name_buffers()
-        replica = self._describe()
-        totals = {place: xxhash.xxh3_64_hexdigest(repr(entries).encode()) for place, entries in replica.items()}
-        if not _find_differences(gather_objects(totals)):
+        differences = _compare(self._describe())
+        if differences:
+            self._react(differences, step)
+        else:
             self._equal_at = step
-            return
-        # Only where they differ are all checksums sent: a large model has thousands.
-        differences = _find_differences(gather_objects(replica))
-        if not differences:  # an optimizer that keeps part of its state on each process
-            self._equal_at = step
-            return
-        self._react(differences, step)
 
     def _name_buffers(self) -> None:
         """Warn about buffers that differ after a step: only the main process's updates count, without a trace of it.
@@ -95,12 +89,15 @@ class Replicas:
 
         Processes: collective.
         """
+        if num_data_processes() == 1:
+            return
         replica: Replica = {}
         for path, layer in self._model.named_modules():
             if not isinstance(layer, WITH_STATISTICS):
                 for name, buffer in layer.named_buffers(path, recurse=False):
                     _add(replica, name, buffer)
-        if num_data_processes() > 1 and (names := list(_find_differences(gather_objects(replica)))):
+        names = list(_compare(replica))
+        if names:
             more = f", and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
             warn_once(
                 f"buffers differ between processes after a training step: {', '.join(names[:_SHOWN])}{more}. Those of "
@@ -180,6 +177,19 @@ def _flatten(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
             yield from _flatten(value, f"{path}[{number}]")
     else:
         yield path, state
+
+
+def _compare(replica: Replica) -> dict[str, tuple[int, int]]:
+    """Return the differences between the replicas of all processes, as `_find_differences` does.
+
+    Processes: collective.
+    """
+    totals = {place: xxhash.xxh3_64_hexdigest(repr(entries).encode()) for place, entries in replica.items()}
+    if not _find_differences(gather_objects(totals)):
+        return {}
+    # Only where they differ are all checksums sent: a large model has thousands. There may be none for an optimizer
+    # that keeps part of its state on each process.
+    return _find_differences(gather_objects(replica))
 
 
 def _find_differences(replicas: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,7 @@ from accmt.data import BadSample, MicroBatch
 from accmt.errors import DataError, fail
 from accmt.features.hooks import Feature
 from accmt.messages import warn, warn_once
-from accmt.processes import gather_from_data
+from accmt.processes import gather_from_data, sum_over_data
 from accmt.run import EvaluationRun
 
 MAX_NAMED = 5
@@ -63,7 +63,7 @@ class BadSampleCounts(Feature):
         """
         bad = self._of_training.take()
         if bad.count:
-            warn(_describe("training", bad.count, gather_from_data(bad.first)))
+            warn(_describe("training", bad.count, bad.first))
 
     def add_to_row(self, row: dict[str, float]) -> None:
         if self._run.state.bad_samples:
@@ -86,17 +86,15 @@ class BadSampleCounts(Feature):
         if not self._skips:
             return
         run = self._run
-        of_processes = gather_from_data((self._of_set.count, self._of_set.first, has_batch))
-        counts, first, have_batches = zip(*of_processes, strict=True)
-        count = sum(counts)
+        count, num_with_batch = map(int, sum_over_data((self._of_set.count, has_batch)))
         if not count:
             return
         stage = run.state.stage
         kind = stage if stage in ("test", "predict") else "validation"
         what = f"{kind} set {key!r}" if key else kind
-        message = _describe(what, count, first)
+        message = _describe(what, count, self._of_set.first)
         # Without samples there would be no results, and the error would come from the metrics.
-        if not any(have_batches):
+        if not num_with_batch:
             do = "check the path, the disk, or the dataset's __getitem__"
             raise fail(DataError, f"the {what} data", got=message, expected="a set with readable samples", do=do)
         warn_once(f"{message}; results are computed without them", about=f"bad samples: {what}")
@@ -106,8 +104,18 @@ class BadSampleCounts(Feature):
                 hook(values={name: count}, step=run.state.global_step)
 
 
-def _describe(what: str, count: int, first: Iterable[Iterable[BadSample]]) -> str:
-    listed = [f"{bad.index} ({bad.error})" for bad in chain.from_iterable(first)][:MAX_NAMED]
+def _describe(what: str, count: int, first: list[BadSample]) -> str:
+    """Describe skipped samples.
+
+    Processes: collective.
+
+    Args:
+        what: The set.
+        count: The number of skipped samples on all processes.
+        first: The first ones on this process.
+    """
+    named = list(chain.from_iterable(gather_from_data(first)))
+    listed = [f"{bad.index} ({bad.error})" for bad in named[:MAX_NAMED]]
     more = ", ..." if count > len(listed) else ""
     counted = "1 sample" if count == 1 else f"{count} samples"
     return f"{counted} of the {what} data could not be read, and skipped: {', '.join(listed)}{more}"

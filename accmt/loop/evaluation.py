@@ -24,7 +24,7 @@ from accmt.metrics import Metric, ValidationCollector
 from accmt.metrics.results import TooFewSamplesError, describe, find_scalar
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
 from accmt.precision import autocast
-from accmt.processes import broadcast_object, data_index, gather_objects, num_processes, sum_over_data
+from accmt.processes import broadcast_object, data_index, num_processes, sum_over_data
 from accmt.registry import addon
 from accmt.run import TEST_LOSS, EvaluationRun, Run
 from accmt.saving import name_by_rules
@@ -377,7 +377,6 @@ class _SetEvaluation(SetPass):
             added=[*chain.from_iterable(make_metrics() for make_metrics in run.features.make_metrics)],
             chunk_bytes=run.settings.evaluation.metric_options.chunk_bytes,
         )
-        self._gave_weight: set[bool] = set()
 
     def before_step(self, batch: Any) -> None:
         """Call the hooks."""
@@ -400,16 +399,13 @@ class _SetEvaluation(SetPass):
             weight_of_feature = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
             targets = read_weight("validation_step", weight_of_feature)
         loss_weight = targets if weight is None else weight
-        self._gave_weight.add(loss_weight is not None)
         if weight is None:
             weight = run.count_samples(micro_batch, batch, has_weight=targets is not None)
-        if loss_weight is None:
-            loss_weight = weight
         position = micro_batch.places or micro_batch.index
         self._collector.add(entries, weight, position, weights={loss_name: loss_weight})
         for hook in self._hooks_after:
             hook(batch=batch, outputs=output)
-        return entries.get(loss_name, 0.0), loss_weight
+        return entries.get(loss_name, 0.0), weight if loss_weight is None else loss_weight
 
     def after_batch(self, taken: Any) -> None:
         """Report the loss over the batches of all processes, if requested."""
@@ -431,10 +427,4 @@ class _SetEvaluation(SetPass):
         Args:
             on_error: As in `ValidationCollector.compute`.
         """
-        if len(self._gave_weight.union(*gather_objects(self._gave_weight))) > 1:
-            got = '"weight" with the loss of some batches but not of others: tokens and samples cannot be added'
-            do = 'return {"loss": loss, "weight": weight} for every batch or for none'
-            raise fail(
-                ModuleContractError, "validation_step", got=got, expected="weights for all batches or for none", do=do
-            )
         return self._collector.compute(on_error)

@@ -17,7 +17,7 @@ from accmt.loop.step_outputs import read_training_output
 from accmt.messages import say_once, warn
 from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.precision import autocast
-from accmt.processes import gather_objects, run_on_every_process, run_on_main_process
+from accmt.processes import is_on_any_process, run_on_every_process, run_on_main_process
 from accmt.run import Run
 from accmt.saving import require_storable
 from accmt.without_trace import without_trace
@@ -59,7 +59,7 @@ def try_largest(run: Run) -> None:
             why_not_tried = run.features.why_not_tried
             largest = why_not_tried[0]() if why_not_tried else run.loaders.make_largest_batch()
             # The forward of a sharded model would wait for the processes that have no such batch.
-            if run.engine.needs_all and any(gather_objects(isinstance(largest, str))):
+            if run.engine.needs_all and is_on_any_process(isinstance(largest, str)):
                 largest = largest if isinstance(largest, str) else "another process cannot build one"
             if isinstance(largest, LargestBatch):
                 what = f"{what}, {largest.num_samples} samples of up to {largest.longest} tokens"

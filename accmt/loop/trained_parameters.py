@@ -14,7 +14,7 @@ from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule
 from accmt.options.optimizer_and_scheduler_arguments import members_of
 from accmt.precision import HALVES
-from accmt.processes import gather_objects, num_processes
+from accmt.processes import gather_if_different, num_processes
 
 _WHERE = "freezing or unfreezing parameters"
 _SHOWN = 3
@@ -69,8 +69,7 @@ class TrainedParameters:
             got = "every parameter of self.model is frozen"
             do = "leave a layer unfrozen"
             raise fail(ModuleContractError, _WHERE, got=got, expected="at least one trainable parameter", do=do)
-        if num_processes() > 1:
-            _require_equal(gather_objects(trained))
+        _require_equal(gather_if_different(trained))
         self._changed = {
             name: parameter.requires_grad
             for name, parameter in named

@@ -46,13 +46,14 @@ class ValidationCollector:
         self._scalars.begin_batch()
         self._num_entries: Counter[str] = Counter()
         self._num_batches = 0
+        self._gave_weights: set[bool] = set()
 
     def add(
         self,
         outputs: Mapping[str, Any],
         weight: Weight,
         position: Position | None = None,
-        weights: Mapping[str, Weight] | None = None,
+        weights: Mapping[str, Weight | None] | None = None,
     ) -> None:
         """Add the output of `validation_step` for one batch.
 
@@ -61,7 +62,8 @@ class ValidationCollector:
             weight: The weight of scalars: samples in the batch, or the weight that the step returned.
             position: The index of the micro-batch, or the positions of its samples, to restore the order of the data;
                 None means the next index.
-            weights: Different weights of scalars, by name.
+            weights: Different weights of scalars, by name; None if the step returned none. All batches return one, or
+                none does.
         """
         if position is None:
             position = self._num_batches
@@ -81,7 +83,9 @@ class ValidationCollector:
                         ModuleContractError, f"the value {name!r}", got=describe(value), expected=expected, do=do
                     )
                 scalars[name] = scalar
-        self._scalars.end_batch(weight, scalars, weights)
+        given = {name: value for name, value in (weights or {}).items() if value is not None}
+        self._gave_weights.add(bool(given))
+        self._scalars.end_batch(weight, scalars, given)
         self._scalars.begin_batch()
 
     def compute(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
@@ -93,8 +97,13 @@ class ValidationCollector:
             on_error: Called with a metric that cannot be computed and the error; unless it raises, the value is NaN.
         """
         self._scalars.close()
-        gathered = gather_from_data((self._scalars.take(), set(self._num_entries)))
-        totals_of_processes, names_of_processes = zip(*gathered, strict=True)
+        gathered = gather_from_data((self._scalars.take(), set(self._num_entries), self._gave_weights))
+        totals_of_processes, names_of_processes, gave_weights = zip(*gathered, strict=True)
+        if len(set().union(*gave_weights)) > 1:
+            got = '"weight" with the loss of some batches but not of others: tokens and samples cannot be added'
+            expected = "weights for all batches or for none"
+            do = 'return {"loss": loss, "weight": weight} for every batch or for none'
+            raise fail(ModuleContractError, "validation_step", got=got, expected=expected, do=do)
         # Of all processes: one of them may have no batch of a small set.
         returned: set[str] = set().union(*names_of_processes)
         for name in list(self._accumulations):

@@ -11,13 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from accmt.processes import (
-    each_once,
-    gather_objects,
-    is_counted,
-    is_main_process,
-    num_processes,
-)
+from accmt.processes import each_once, gather_numbers, is_counted, is_main_process, num_processes
 
 T = TypeVar("T")
 
@@ -53,7 +47,8 @@ def gather_on_main_process(items: list[T], chunk_bytes: int | None = CHUNK_BYTES
     if is_main_process():
         gathered = [[] for _ in range(num_processes())]
         received = [[] for _ in range(num_processes())]
-    for index in range(max(gather_objects(len(chunks)))):
+    [most_chunks] = max(gather_numbers((len(chunks),)))
+    for index in range(int(most_chunks)):
         # A process that has sent all sends nothing, because the call is collective.
         dist.gather_object(chunks[index] if index < len(chunks) else [], received)
         for items_of_process, chunk in zip(gathered, received or [], strict=True):

@@ -24,7 +24,7 @@ from accmt.metrics.gathering import (
     to_cpu,
 )
 from accmt.metrics.results import metric_error, read_result, read_scalars, require_pair
-from accmt.processes import each_once, gather_from_data, num_data_processes, run_on_every_process, run_on_main_process
+from accmt.processes import each_once, num_data_processes, run_on_every_process, run_on_main_process
 
 IsBetter = Callable[[float, float], bool]
 
@@ -330,8 +330,7 @@ class _ProcessValues(GatheredPairs):
     _metric: MetricParallel
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
-        values_of_processes = each_once(run_on_every_process(self._compute_here))
-        return {name: value for name, (value, _) in _reduce(self._metric, values_of_processes).items()}
+        return _reduce_processes(self._metric, self._compute_here)
 
     def _compute_here(self) -> dict[str, Part]:
         pairs, self._pairs = self._pairs, []
@@ -362,9 +361,12 @@ class _BatchValues:
             self._compact()
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
+        return _reduce_processes(self._metric, self._take)
+
+    def _take(self) -> dict[str, Part]:
         self._compact()
         reduced, self._reduced = self._reduced, {}
-        return {name: value for name, (value, _) in _reduce(self._metric, gather_from_data(reduced)).items()}
+        return reduced
 
     def _compact(self) -> None:
         parts = [self._reduced]
@@ -372,6 +374,12 @@ class _BatchValues:
             parts.append({name: (float(value), samples) for name, value in batch.items()})
         self._reduced = _reduce(self._metric, parts)
         self._values = []
+
+
+def _reduce_processes(metric: MetricParallel, take: Callable[[], dict[str, Part]]) -> dict[str, float]:
+    """Reduce the values that `take` returns on each process. Processes: collective."""
+    reduced = _reduce(metric, each_once(run_on_every_process(take)))
+    return {name: value for name, (value, _) in reduced.items()}
 
 
 def _reduce(metric: MetricParallel, parts: Sequence[Mapping[str, Part]]) -> dict[str, Part]:
@@ -467,12 +475,15 @@ class _Sums:
         return torch.stack([counted.to(device, torch.float64) for counted in self._counted]).sum(0)
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
-        sums: list[float] = []
-        if self._counted:
-            sums = self._add_up().flatten().tolist()
-        self._counted = []
-        sums_of_processes = gather_from_data(sums)
+        sums_of_processes = each_once(run_on_every_process(self._take))
         return run_on_main_process(lambda: self._finish(sums_of_processes))
+
+    def _take(self) -> list[float]:
+        if not self._counted:
+            return []
+        sums: list[float] = self._add_up().flatten().tolist()
+        self._counted = []
+        return sums
 
     def _finish(self, sums_of_processes: list[list[float]]) -> dict[str, float]:
         columns = zip(*filter(None, sums_of_processes), strict=True)  # a process without a batch has no sums

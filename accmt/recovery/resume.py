@@ -17,7 +17,7 @@ from accmt.errors import NoCheckpointError, fail
 from accmt.messages import say, warn
 from accmt.options import Settings
 from accmt.options.changes import Change, compare, require_allowed
-from accmt.processes import gather_objects, num_processes
+from accmt.processes import is_on_any_process, num_processes
 from accmt.secrets import hide
 
 
@@ -117,7 +117,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     Processes: collective.
     """
     path = path.parent if path.name == MANIFEST_NAME else path
-    is_one = any(gather_objects((path / MANIFEST_NAME).exists()))  # on one of the disks
+    is_one = is_on_any_process((path / MANIFEST_NAME).exists())  # the manifest is on one of the disks
     newest = None if is_one else CheckpointStore(path).newest()
     return newest or CheckpointStore(path.parent).find(path)
 

@@ -26,7 +26,7 @@ from accmt.module import defines
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
 from accmt.precision import WITH_STATISTICS
-from accmt.processes import gather_objects, num_processes
+from accmt.processes import gather_if_different, num_processes
 from accmt.recovery.resume import Resumed
 from accmt.registry import addon
 from accmt.run import Run
@@ -154,7 +154,7 @@ def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
         return
     digests = dict(run.attributes.shared_digests)
     digests |= {name: digest_state(states[name]) for name in _user_owners(run)}
-    of_processes = gather_objects(digests)
+    of_processes = gather_if_different(digests)
     for name in sorted(set().union(*of_processes)):
         # A buffer of DQN that each process fills by itself was restored on all from the main process, without a word.
         if len({digests.get(name) for digests in of_processes}) == 1:
