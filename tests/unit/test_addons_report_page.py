@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accmt.addons.goodput.records import Totals
 from accmt.addons.report.page import build_page, draw_charts, thin_out
 from accmt.addons.report.records import Curve, Event, RunRecord, name_apart
 from accmt.cli.main import main
@@ -78,6 +79,14 @@ def test_the_time_split_is_in_percent():
     split = charts[-2].figure
     assert {trace.name: trace.x[0] for trace in split.data} == {"data": 25.0, "compute": 75.0}
     assert not any("seconds_" in chart.figure.layout.title.text for chart in charts)
+
+
+def test_the_parts_of_the_goodput_table_add_up_to_all():
+    totals = Totals()
+    totals.add({"time": 8.0, "step": 4, "seconds": {"training": 6.0, "a bin of another version": 2.0}})
+    page = build_page([replace(make_run(), goodput=totals)])
+    rows = re.findall(r"<tr><td>([^<]*)</td><td>([\d.]+) s", page)
+    assert rows == [("training", "6.0"), ("a bin of another version", "2.0"), ("all", "8.0")]
 
 
 def test_the_first_best_of_each_result_is_named_and_marked():

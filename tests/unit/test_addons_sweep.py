@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sqlalchemy.exc import OperationalError
 from torch.utils.data import DataLoader
 
-from accmt import Callback, Sweep, Trainer
+from accmt import Callback, LambdaCallback, Sweep, Trainer, read_files
 from accmt.addons.fork.lineage import find_parent
 from accmt.addons.sweep.results import LiveTable, write_table
 from accmt.addons.sweep.spec import grid_of
@@ -405,6 +405,22 @@ def test_what_would_make_every_trial_fail_ends_the_sweep_at_the_first(index: int
     assert [one.state for one in result.trials] == ["failed"]
     assert result.why is not None
     assert expected in result.why
+
+
+@pytest.mark.parametrize("is_in_fit", [True, False])
+def test_a_file_that_one_trial_lacks_does_not_end_a_sweep(is_in_fit: bool):
+    Path("rows.jsonl").write_text('{"x": 1}\n')
+
+    def run(file: str) -> None:
+        if is_in_fit:
+            train(callbacks=LambdaCallback(on_fit_start=lambda: read_files(file)))
+        else:
+            read_files(file)
+            train()
+
+    trials = [{"script.file": "missing.jsonl"}, {"script.file": "rows.jsonl"}]
+    result = make(space=None, trials=trials).run(run)
+    assert [one.state for one in result.trials] == ["failed", "complete"]
 
 
 @pytest.mark.feature("S80")

@@ -286,11 +286,12 @@ def _write_goodput(runs: Sequence[RunRecord]) -> str:
     if not recorded:
         return ""
     rows = []
-    for name, title in BINS.items():
+    for name in dict.fromkeys(name for _, goodput in recorded for name in goodput.seconds):
         if any(goodput.seconds.get(name) for _, goodput in recorded):
             seconds = [goodput.seconds.get(name, 0.0) for _, goodput in recorded]
             shares = [part / (goodput.total_s or 1.0) for part, (_, goodput) in zip(seconds, recorded, strict=True)]
-            rows.append([title, *(f"{part:,.1f} s, {share:.1%}" for part, share in zip(seconds, shares, strict=True))])
+            cells = [f"{part:,.1f} s, {share:.1%}" for part, share in zip(seconds, shares, strict=True)]
+            rows.append([escape(BINS.get(name, name)), *cells])
     rows.append(["all", *(f"{goodput.total_s:,.1f} s" for _, goodput in recorded)])
     table = _write_table(["", *(escape(run.name) for run, _ in recorded)], rows)
     for run, goodput in recorded:

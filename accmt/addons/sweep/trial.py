@@ -29,6 +29,7 @@ from accmt.addons.run_folders import is_locked
 from accmt.callbacks import Callback
 from accmt.errors import (
     ArgumentError,
+    ArgumentFileError,
     HyperParameterError,
     NonFiniteError,
     Preempted,
@@ -243,6 +244,8 @@ def _watch(plan: Plan) -> None:
 def write_failure(plan: Plan, error: Exception, **facts: Any) -> None:
     """Write that a trial failed, and whether every other one would fail for the same reason."""
     is_of_all = isinstance(error, HyperParameterError | ArgumentError)
+    if isinstance(error, ArgumentFileError):  # of a path that the trial has, or of a hub that does not answer
+        is_of_all = False
     plan.write_outcome("failed", error=f"{type(error).__name__}: {error}", is_of_all=is_of_all, **facts)
 
 

@@ -25,7 +25,7 @@ from accmt.addons.sweep.spec import SCRIPT, TRAINER, SweepSpec, read_spec
 from accmt.addons.sweep.study import OUTAGES, SweepStudy, fork_of, outcome_of, parent_of
 from accmt.addons.sweep.trial import FIT_FILE, OUTCOME_FILE, STORAGE_VARIABLE, TRIAL_FILE, Plan
 from accmt.checkpoint.retention import list_published
-from accmt.errors import ArgumentError, fail
+from accmt.errors import ArgumentError, ArgumentFileError, fail
 from accmt.files import loads, place_beside, write_text
 from accmt.processes import num_processes
 from accmt.registry import ARGUMENTS_VARIABLE, FIT_VARIABLE
@@ -522,7 +522,8 @@ def _call(
         function(**of_script)
     except Exception as error:  # noqa: BLE001 - one trial's error must not end the others
         shown = f"{type(error).__name__}: {error}"
-        plan.write_outcome("failed", error=shown, is_of_all=isinstance(error, ArgumentError))
+        is_of_all = isinstance(error, ArgumentError) and not isinstance(error, ArgumentFileError)
+        plan.write_outcome("failed", error=shown, is_of_all=is_of_all)
         return shown
     finally:
         for name, value in before.items():
