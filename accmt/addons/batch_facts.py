@@ -26,8 +26,9 @@ _MOST_LINES = 12
 _MOST_VALUES = 10_000_000  # the range of more takes longer than anybody would wait for a message
 
 
+_BACKWARD = "the backward pass"
 _PHASES = {
-    ("/accmt/optimization/stepper.py", "backward"): "the backward pass",
+    ("/accmt/optimization/stepper.py", "backward"): _BACKWARD,
     ("/accmt/optimization/stepper.py", "step"): "the optimizer step",
     ("/accmt/metrics/", ""): "computing the metrics",
     ("/accmt/recovery/checkpoints.py", ""): "writing a checkpoint",
@@ -52,7 +53,7 @@ def add_note_of_phase(error: Exception, state: TrainingState) -> None:
             if part in file and name in function:
                 phase = description
     if phase is not None:
-        error.add_note(_describe_place(state, phase))
+        error.add_note(_describe_place(state, phase, has_batch=phase == _BACKWARD))
 
 
 def add_note_of_step(error: Exception, state: TrainingState, model: nn.Module, batch: Any) -> None:
@@ -68,13 +69,18 @@ def add_note_of_step(error: Exception, state: TrainingState, model: nn.Module, b
         return
     with suppress(Exception):  # of a batch or layer of the user's class; the step's own error is what matters
         stage = _STAGES.get(str(state.stage), "a step")
-        error.add_note("\n".join([_describe_place(state, stage), *_describe_batch(batch), *_describe_layers(model)]))
+        error.add_note(
+            "\n".join(
+                [_describe_place(state, stage, has_batch=True), *_describe_batch(batch), *_describe_layers(model)]
+            )
+        )
 
 
-def _describe_place(state: TrainingState, phase: str) -> str:
-    batch = state.train_step if state.stage == "train" else state.val_step
+def _describe_place(state: TrainingState, phase: str, *, has_batch: bool) -> str:
     place = f"{_HAPPENED} in {phase}, after {state.global_step:,} optimizer steps"
-    place += f": batch {batch} of epoch {state.epoch + 1}"
+    if has_batch:  # the optimizer step has all batches of its window, and the metrics those of a set
+        batch = state.train_step if state.stage == "train" else state.val_step
+        place += f": batch {batch} of epoch {state.epoch + 1}"
     return f"{place}, process {process_index()}" if num_processes() > 1 else place
 
 

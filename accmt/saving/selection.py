@@ -27,6 +27,8 @@ _AS_LOGGED = "val_loss"
 """The name of the validation loss in log rows, which rules accept, too."""
 _OTHER_TRAINERS_PREFIX = re.compile(r"^(eval|val|valid|validation)_")
 """The prefixes that other trainers use for metric names."""
+_STAGE_FOLDER = re.compile(r"^(best_)?(eval|val|valid|validation)/")
+"""The same as a folder, as TensorBoard groups names: `best_val/loss` would be two metrics."""
 METRIC_NAMES = (
     *("accuracy", "auroc", "cer", "chrf", "exact_match", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall"),
     *("rmse", "rouge", "sacrebleu", "wer"),
@@ -236,6 +238,7 @@ class Quantities:
             meant = nearest(name.removeprefix(_PREFIX), [label for label in self.directions if "/" in label])
             if meant is not None:
                 return f"did you mean {prefix + meant!r}?"
+            name = _STAGE_FOLDER.sub(r"\1\2_", name)
         parts = [part.removeprefix(_PREFIX) for part in self._split(name)] if isinstance(name, str) else [""]
         if not all(parts):
             return f"write {prefix + VALID_LOSS.removeprefix(_PREFIX)!r}"

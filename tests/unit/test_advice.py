@@ -185,6 +185,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"model_saving": "best_f1"},
     {"model_saving": "best_acc"},
     {"model_saving": "best_val/iou"},
+    {"model_saving": "best_val/loss"},
     {"model_saving_below": "low"},
     {"model_saving_below": 1, "model_saving_above": 2},
     {"patience": 0},
