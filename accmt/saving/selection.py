@@ -238,7 +238,8 @@ class Quantities:
             meant = nearest(name.removeprefix(_PREFIX), [label for label in self.directions if "/" in label])
             if meant is not None:
                 return f"did you mean {prefix + meant!r}?"
-            name = _STAGE_FOLDER.sub(r"\1\2_", name)
+            if nearest(_STAGE_FOLDER.sub("", name), ["loss", *self.directions, *METRIC_NAMES], _SIMILARITY):
+                name = _STAGE_FOLDER.sub(r"\1\2_", name)
         parts = [part.removeprefix(_PREFIX) for part in self._split(name)] if isinstance(name, str) else [""]
         if not all(parts):
             return f"write {prefix + VALID_LOSS.removeprefix(_PREFIX)!r}"
