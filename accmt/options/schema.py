@@ -94,9 +94,9 @@ def check(document: Document) -> Checked:
         if not is_unset:
             values[key] = whole(value) if key in _COUNTS else value
     sizes = values.get("batch_size")
-    # `[16, null]` of a template sets the first size alone.
+    # `[16, null]` of a template sets the first size alone; `[null, 16]` must not set it to the second.
     if isinstance(sizes, list | tuple):
-        values["batch_size"] = tuple(whole(size) for size in sizes if size is not None)
+        values["batch_size"] = tuple(whole(size) for index, size in enumerate(sizes) if index == 0 or size is not None)
     elif sizes is not None:
         values["batch_size"] = whole(sizes)
     document, faults = _with_primary_spelling(replace(document, values=values))
