@@ -243,7 +243,8 @@ def _check_call(
         if name in arguments:
             arguments[name] = _as_annotated(arguments[name], hint)
         text = f"{without_tensors(inspect.formatannotation(hint))} ({name_of_factory}'s signature)"
-        hints[name] = Annotated[hint, Expected(text, "")]
+        # An annotation that pydantic cannot read is no error of a call without that argument.
+        hints[name] = Annotated[hint if name in arguments else Any, Expected(text, "")]
         if parameter.default is not parameter.empty or name in {*known, *FILLED_IF_MISSING}:
             defaults[name] = parameter.default
 
