@@ -102,9 +102,9 @@ def require_compile(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         raise_wrong_value(name, value, "True, False, or a dict with arguments of torch.compile", "compile=True")
     arguments = dict(value)
-    buckets = arguments.pop("buckets", 1)
+    buckets = arguments.pop("buckets", None)
     # True is 1, and multiples of 1 compile a graph for each length.
-    if type(buckets) is not int or buckets < 1:
+    if buckets is not None and (type(buckets) is not int or buckets < 1):
         do = write_argument("compile.buckets", 64)
         raise_wrong_value("compile.buckets", buckets, "a whole number of at least 1", do)
     require_choice("compile.regional", arguments.pop("regional", False), (False, True))
@@ -204,9 +204,7 @@ class ParallelismOptions(Options):
     shard: Annotated[Size | None, Off()] = None
     replicate: Annotated[Size | None, Off()] = None
     tp: Annotated[Size | None, Off()] = None
-    ddp: Annotated[
-        Mapping[str, Any] | None, partial(require_keywords, owner="accelerate.DistributedDataParallelKwargs")
-    ] = None
+    ddp: Annotated[Mapping[str, Any] | None, _require_ddp] = None
     engine: Annotated[str | None, require_engine, Off()] = None
 
     def check(self, name: str) -> None:

@@ -257,9 +257,9 @@ class CheckpointOptions(Options):
         reset_optimizer_on_resume: Whether to start optimizer and scheduler from scratch when resuming.
     """
 
-    max_checkpoints: Annotated[int, Range(ge=1)] | None = None
+    max_checkpoints: Annotated[Annotated[int, Range(ge=1)] | None, Off()] = None
     keep_every: Annotated[int | str | None, _read_steps_or_epochs, Off()] = None
-    max_previous_runs: Annotated[int, Range(ge=0)] | None = 3
+    max_previous_runs: Annotated[Annotated[int, Range(ge=0)] | None, Off()] = 3
     async_checkpointing: bool = True
     reset_optimizer_on_resume: bool = False
 
