@@ -27,7 +27,7 @@ from accmt.metrics import Metric, build_metrics
 from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings
-from accmt.options.optimizer_and_scheduler_arguments import watches_a_result
+from accmt.options.optimizer_and_scheduler_arguments import watches_a_result, weights_of
 from accmt.options.saving import RegisteredSaving
 from accmt.options.yaml_reader import SECTIONS
 from accmt.processes import num_processes
@@ -191,12 +191,12 @@ def _trains_parameters(facts: Facts) -> None:
 
 def _has_all_parameters_in_model(facts: Facts) -> None:
     module = facts.module
-    in_model = {id(parameter) for parameter in module.model.parameters()}
+    in_model: set[Any] = set(module.model.parameters())
     attributes = dict(vars(module))
     # What an optimizer in an attribute trains, such as the temperature of a soft actor-critic, checkpoints contain.
     for value in attributes.values():
         if isinstance(value, torch.optim.Optimizer):
-            in_model |= {id(parameter) for group in value.param_groups for parameter in group["params"]}
+            in_model.update(weights_of(value))
     if isinstance(module, nn.Module):  # which does not keep its children in its attributes
         for registry in ("_parameters", "_buffers", "_modules"):
             attributes |= attributes.pop(registry, {})
@@ -205,7 +205,7 @@ def _has_all_parameters_in_model(facts: Facts) -> None:
             continue
         for path, value in _list_values(f"self.{name}", attribute):
             parameters = list(value.parameters()) if isinstance(value, nn.Module) else [value]
-            if all(id(parameter) in in_model or not _is_trainable(parameter) for parameter in parameters):
+            if all(not _is_trainable(parameter) or parameter in in_model for parameter in parameters):
                 continue
             if isinstance(value, nn.Module):
                 got = f"{path} has parameters that are not in self.model: they would be neither trained nor saved"
@@ -236,8 +236,8 @@ def _is_trainable(value: Any) -> bool:
 
 def _has_separate_teacher(facts: Facts) -> None:
     module = facts.module
-    trained = {id(parameter) for parameter in module.model.parameters() if parameter.requires_grad}
-    if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
+    trained = {parameter for parameter in module.model.parameters() if parameter.requires_grad}
+    if module.teacher is not None and not trained.isdisjoint(module.teacher.parameters()):
         got = "self.teacher shares trainable weights with self.model, but a teacher is frozen"
         reject_module(module, got, "self.teacher = copy.deepcopy(...), or freeze the shared weights")
 

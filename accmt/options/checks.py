@@ -377,7 +377,6 @@ class Shape(NamedTuple):
     """The keys that are valid, with their annotations, and pydantic's model of them."""
 
     hints: Mapping[str, Any]
-    defaults: Mapping[str, Any]
     model: Any
 
 
@@ -396,10 +395,10 @@ def make_shape(name: str, hints: Mapping[str, Any], defaults: Mapping[str, Any],
     extra: Literal["allow", "forbid"] = "allow" if is_open else "forbid"
     config = ConfigDict(strict=True, extra=extra, arbitrary_types_allowed=True, protected_namespaces=())
     entries: dict[str, Any] = {}
-    # By number: pydantic has names of its own, such as `copy`, and refuses those that begin with an underscore.
-    for number, (key, hint) in enumerate(hints.items()):
-        entries[f"field_{number}"] = (hint, Field(defaults.get(key, ...), alias=key))
-    return Shape(hints, defaults, create_model(name, __config__=config, **entries))
+    # By an alias: pydantic has names of its own, such as `copy`, and refuses those that begin with an underscore.
+    for key, hint in hints.items():
+        entries[f"field_{key}"] = (hint, Field(defaults.get(key, ...), alias=key))
+    return Shape(hints, create_model(name, __config__=config, **entries))
 
 
 @cache
@@ -433,7 +432,7 @@ def find_faults(
             faults.append(KeyFault((key,), got, f"one of {', '.join(shape.hints)}", do))
             continue
         got = NOTHING if kind == "missing" else describe_value(value)
-        expected = _describe(shape.hints[key], value, shape.defaults.get(key))
+        expected = _describe(shape.hints[key], value, shape.model.model_fields[f"field_{key}"].default)
         # "3" and 3.0 are most often the number 3 in quotes, or from a computation.
         number = whole(read_numbers(value))
         is_meant = is_number(number) and number is not value and key not in _errors_in(shape, {key: number})

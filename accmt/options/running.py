@@ -159,8 +159,7 @@ def require_profiler(name: str, value: Any) -> None:
 
         if isinstance(value, ProfileKwargs | profile):
             return
-    quoted = ", ".join(f'"{profiler}"' for profiler in PROFILERS)
-    expected = f"{quoted}, an accelerate.utils.ProfileKwargs or a torch.profiler.profile object, or None"
+    expected = f"one of {PROFILERS}, an accelerate.utils.ProfileKwargs or a torch.profiler.profile object, or None"
     raise_wrong_value(name, value, expected, f'profiler="{nearest(value, PROFILERS, cutoff=0)}"')
 
 
