@@ -23,7 +23,7 @@ from accmt.checks.table import STAGES, EqualValue, Stage, Subject
 from accmt.checks.table import Facts as Facts
 from accmt.errors import AccmtError, ProcessFailedError, fail, join_errors
 from accmt.failures import Board, is_consequence, record_for_launcher
-from accmt.processes import run_on_every_process
+from accmt.processes import num_processes, run_on_every_process
 
 if TYPE_CHECKING:
     from accmt.options import Settings
@@ -53,10 +53,17 @@ def check_stage(stage: Stage, settings: Settings, **known: Any) -> Facts:
                     row.check(facts)
                 except AccmtError as error:
                     errors[row.subject] = error
+                except Exception:
+                    # A method of the user may have failed because of a mistake that is known, such as no `self.model`.
+                    if not errors:
+                        raise
+                    break
         return list(errors.values()), facts.equal
 
-    # Other errors, such as one in a method of the user that makes the data, are raised on all processes at once.
-    reports = [run_checks()] if stage == "arguments" else run_on_every_process(run_checks)
+    # Other errors, such as one in a method of the user that makes the data, are raised on all processes at once. One
+    # process sends nothing: an error of a class that cannot be pickled is reported, too.
+    is_local = stage == "arguments" or num_processes() == 1
+    reports = [run_checks()] if is_local else run_on_every_process(run_checks)
     mistakes = _collect_errors([reported for reported, _ in reports], list(errors.values()))
     if not mistakes:
         mistakes = _find_differences([equal for _, equal in reports])

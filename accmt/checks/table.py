@@ -27,9 +27,10 @@ from accmt.metrics import Metric, build_metrics
 from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings
-from accmt.options.optimizer_and_scheduler_arguments import watches_a_result
+from accmt.options.optimizer_and_scheduler_arguments import watches_a_result, weights_of
 from accmt.options.saving import RegisteredSaving
 from accmt.options.yaml_reader import SECTIONS
+from accmt.processes import num_processes
 from accmt.registry import addon
 from accmt.saving import Patience, Selection, without_validation
 from accmt.setup.datasets import find_data, find_train_data, find_validation_data
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from accmt.engine.base import Engine
     from accmt.setup.datasets import Evaluation, UserData
 
-Stage: TypeAlias = Literal["arguments", "start", "inputs", "reload", "evaluation", "evaluation_sets"]
+Stage: TypeAlias = Literal["arguments", "start", "module", "inputs", "reload", "evaluation", "evaluation_sets"]
 Subject: TypeAlias = Literal["settings", "module", "data", "saving", "features"]
 
 
@@ -190,12 +191,12 @@ def _trains_parameters(facts: Facts) -> None:
 
 def _has_all_parameters_in_model(facts: Facts) -> None:
     module = facts.module
-    in_model = {id(parameter) for parameter in module.model.parameters()}
+    in_model: set[Any] = set(module.model.parameters())
     attributes = dict(vars(module))
     # What an optimizer in an attribute trains, such as the temperature of a soft actor-critic, checkpoints contain.
     for value in attributes.values():
         if isinstance(value, torch.optim.Optimizer):
-            in_model |= {id(parameter) for group in value.param_groups for parameter in group["params"]}
+            in_model.update(weights_of(value))
     if isinstance(module, nn.Module):  # which does not keep its children in its attributes
         for registry in ("_parameters", "_buffers", "_modules"):
             attributes |= attributes.pop(registry, {})
@@ -204,7 +205,7 @@ def _has_all_parameters_in_model(facts: Facts) -> None:
             continue
         for path, value in _list_values(f"self.{name}", attribute):
             parameters = list(value.parameters()) if isinstance(value, nn.Module) else [value]
-            if all(id(parameter) in in_model or not _is_trainable(parameter) for parameter in parameters):
+            if all(not _is_trainable(parameter) or parameter in in_model for parameter in parameters):
                 continue
             if isinstance(value, nn.Module):
                 got = f"{path} has parameters that are not in self.model: they would be neither trained nor saved"
@@ -235,8 +236,8 @@ def _is_trainable(value: Any) -> bool:
 
 def _has_separate_teacher(facts: Facts) -> None:
     module = facts.module
-    trained = {id(parameter) for parameter in module.model.parameters() if parameter.requires_grad}
-    if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
+    trained = {parameter for parameter in module.model.parameters() if parameter.requires_grad}
+    if module.teacher is not None and not trained.isdisjoint(module.teacher.parameters()):
         got = "self.teacher shares trainable weights with self.model, but a teacher is frozen"
         reject_module(module, got, "self.teacher = copy.deepcopy(...), or freeze the shared weights")
 
@@ -286,7 +287,8 @@ def _has_data(facts: Facts) -> None:
     data |= {_name_set(facts, name): evaluated for name, evaluated in facts.sets.items()}
     expected = "the same data on every process, which accmt shards"
     do = 'pass all data on every process, or data_options={"shard": False} if each process has its own data'
-    if settings.data.data_options.shard:
+    # One process has nothing to compare, and the length of its loader may be an error that nothing else would meet.
+    if settings.data.data_options.shard and num_processes() > 1:
         for where, part in data.items():
             facts.equal[where] = EqualValue(_describe_length(part), DataError, expected, do)
     if settings.data.overfit_batches and facts.function == "fit" and facts.sets:
@@ -497,6 +499,19 @@ _UNTRAINED_MODULE = (
     # `on_epoch_ends` was never called
     Row("module", _has_known_hooks),
 )
+_MODULE = (
+    *_UNTRAINED_MODULE,
+    # LazyLinear: torch's optimizer got parameters without a shape
+    Row("module", _has_weights),
+    # a frozen model: backward fails with "element 0 of tensors does not require grad"
+    Row("module", _trains_parameters),
+    # a projection head in self.head stayed at its random values, and no file contained it
+    Row("module", _has_all_parameters_in_model),
+    # teacher = model: the student's target moved with every step
+    Row("module", _has_separate_teacher),
+    # a module without a step, or with arguments that nothing fills, failed only at the first batch
+    Row("module", _has_training_step),
+)
 _DATA = (
     # each process iterated over data of another length, and the longer ones waited for collectives forever
     Row("data", _has_data),
@@ -520,18 +535,9 @@ STAGES: Mapping[Stage, tuple[Row, ...]] = {
         # scripts that read the rank into a learning rate trained replicas that differed
         Row("settings", _has_same_settings),
     ),
+    "module": _MODULE,
     "inputs": (
-        *_UNTRAINED_MODULE,
-        # LazyLinear: torch's optimizer got parameters without a shape
-        Row("module", _has_weights),
-        # a frozen model: backward fails with "element 0 of tensors does not require grad"
-        Row("module", _trains_parameters),
-        # a projection head in self.head stayed at its random values, and no file contained it
-        Row("module", _has_all_parameters_in_model),
-        # teacher = model: the student's target moved with every step
-        Row("module", _has_separate_teacher),
-        # a module without a step, or with arguments that nothing fills, failed only at the first batch
-        Row("module", _has_training_step),
+        *_MODULE,
         # separate data for processes that hold one model: their halves computed on different batches
         Row("module", find_engine),
         *_DATA,
@@ -551,6 +557,7 @@ STAGES: Mapping[Stage, tuple[Row, ...]] = {
 }
 """The checks of each stage, in the order in which they run.
 
-"arguments" when a Trainer is created, "start" when `fit` begins, "inputs" before anything is built, "reload" when an
-epoch begins with new data; "evaluation" and "evaluation_sets" in `validate`, `test` and `predict`.
+"arguments" when a Trainer is created, "start" when `fit` begins, "module" before a datamodule prepares its data,
+"inputs" before anything is built, "reload" when an epoch begins with new data; "evaluation" and "evaluation_sets" in
+`validate`, `test` and `predict`.
 """

@@ -241,7 +241,7 @@ def has_tied_shards(model: nn.Module) -> bool:
     Its mesh is recognized by the name of its dimension.
     """
     parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
-    is_tied = len({id(parameter) for parameter in parameters}) < len(parameters)
+    is_tied = len(set(parameters)) < len(parameters)
     if not is_tied:
         return False
     meshes = [parameter.device_mesh for parameter in parameters if is_dtensor(parameter)]

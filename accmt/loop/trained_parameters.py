@@ -12,7 +12,7 @@ from accmt.engine.base import Engine
 from accmt.errors import ModuleContractError, fail
 from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule
-from accmt.options.optimizer_and_scheduler_arguments import members_of
+from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_of
 from accmt.precision import HALVES
 from accmt.processes import gather_if_different, num_processes
 
@@ -155,7 +155,7 @@ class TrainedParameters:
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> set[nn.Parameter]:
-    return {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    return set().union(*map(weights_of, optimizers))
 
 
 def _require_equal(trained: Sequence[Sequence[str]]) -> None:

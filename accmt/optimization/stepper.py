@@ -13,7 +13,7 @@ from torch import nn
 from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import multiply_
 from accmt.optimization.optimizers import ChainedOptimizer, mesh_by_mesh
-from accmt.options.optimizer_and_scheduler_arguments import members_of
+from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_of
 from accmt.sharded_tensors import by_mesh, dense_values, is_dtensor, mesh_of, total_norm
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Stepper:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the optimizer, including groups added later."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return weights_of(self.optimizer)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of `loss`."""

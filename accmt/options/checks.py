@@ -174,9 +174,11 @@ class Range:
     lt: float | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """Add the bounds to pydantic's schema of the number."""
+        """Add the bounds to pydantic's schema of the number, which alone accepts a tensor as a float."""
+        from pydantic_core import core_schema
+
         bounds = {name: bound for name, bound in vars(self).items() if bound is not None}
-        return handler(source) | bounds
+        return core_schema.chain_schema([core_schema.is_instance_schema((int, float)), handler(source) | bounds])
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ class Options(Arguments):
             ArgumentError: Anything is invalid; one error lists everything, with the closest name for unknown keys.
         """
         options = object.__new__(cls)
-        unknown = dict(values)
+        unknown = {str(key): value for key, value in values.items()}
         for field in fields(cls):
             set_field(options, field.name, unknown.pop(field.name, field.default))
         options._validate(f"{argument}.", unknown)
@@ -388,13 +390,14 @@ def make_shape(name: str, hints: Mapping[str, Any], defaults: Mapping[str, Any],
         is_open: Whether other keys are valid too.
     """
     require("pydantic")
-    from pydantic import ConfigDict, create_model  # not at the top: it takes 0.1 s
+    from pydantic import ConfigDict, Field, create_model  # not at the top: it takes 0.1 s
 
     extra: Literal["allow", "forbid"] = "allow" if is_open else "forbid"
     config = ConfigDict(strict=True, extra=extra, arbitrary_types_allowed=True, protected_namespaces=())
     entries: dict[str, Any] = {}
+    # By an alias: pydantic has names of its own, such as `copy`, and refuses those that begin with an underscore.
     for key, hint in hints.items():
-        entries[key] = (hint, defaults.get(key, ...))
+        entries[f"field_{key}"] = (hint, Field(defaults.get(key, ...), alias=key))
     return Shape(hints, create_model(name, __config__=config, **entries))
 
 
@@ -429,7 +432,7 @@ def find_faults(
             faults.append(KeyFault((key,), got, f"one of {', '.join(shape.hints)}", do))
             continue
         got = NOTHING if kind == "missing" else describe_value(value)
-        expected = _describe(shape.hints[key], value, shape.model.model_fields[key].default)
+        expected = _describe(shape.hints[key], value, shape.model.model_fields[f"field_{key}"].default)
         # "3" and 3.0 are most often the number 3 in quotes, or from a computation.
         number = whole(read_numbers(value))
         is_meant = is_number(number) and number is not value and key not in _errors_in(shape, {key: number})

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, get_args, get_origin
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -27,6 +27,9 @@ from accmt.options.checks import (
 )
 from accmt.options.optimizer_and_scheduler_names import is_listed, name_of
 from accmt.registry import addon
+
+ArgumentsAndFaults: TypeAlias = tuple[dict[str, Any], list[KeyFault]]
+"""Arguments in the types of a signature, and what is wrong with them."""
 
 GROUPING = ("groups", "no_decay", "layer_decay")
 """The keys of `optim` that are not optimizer arguments, but about groups of parameters."""
@@ -98,9 +101,7 @@ def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Ma
     return arguments
 
 
-def check_optimizer(
-    optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[KeyFault]]:
+def check_optimizer(optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> ArgumentsAndFaults:
     """Return the arguments, including groups, in the types of the optimizer's signature, and their errors."""
     plain, about_groups = split_grouping(values)
     arguments, faults = check_arguments(("optim",), optimizer_class, plain)
@@ -123,7 +124,7 @@ def check_arguments(
     optimizer_class: type[torch.optim.Optimizer],
     values: Mapping[str, Any],
     beside: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], list[KeyFault]]:
+) -> ArgumentsAndFaults:
     """Return arguments in the types of the signature, and their errors; `beside` are further arguments of the call."""
     beside = beside or {}
     arguments, faults = _check_call(path, optimizer_class, values, known=beside)
@@ -167,7 +168,7 @@ class _Monitor:
     ] = ""
 
 
-def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[KeyFault]]:
+def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> ArgumentsAndFaults:
     """Return the arguments in the types of the scheduler's signature, warm-up as written, and their errors."""
     path = ("scheduler",)
     about_run: dict[str, Any] = {}
@@ -213,7 +214,7 @@ def unknown_argument(path: KeyPath, value: Any, expected: str, names: Sequence[s
 
 def _check_call(
     path: KeyPath, factory: Callable[..., Any], values: Mapping[str, Any], known: Iterable[str] = ()
-) -> tuple[dict[str, Any], list[KeyFault]]:
+) -> ArgumentsAndFaults:
     """Check the arguments of a future call.
 
     Args:
@@ -243,7 +244,8 @@ def _check_call(
         if name in arguments:
             arguments[name] = _as_annotated(arguments[name], hint)
         text = f"{without_tensors(inspect.formatannotation(hint))} ({name_of_factory}'s signature)"
-        hints[name] = Annotated[hint, Expected(text, "")]
+        # An annotation that pydantic cannot read is no error of a call without that argument.
+        hints[name] = Annotated[hint if name in arguments else Any, Expected(text, "")]
         if parameter.default is not parameter.empty or name in {*known, *FILLED_IF_MISSING}:
             defaults[name] = parameter.default
 

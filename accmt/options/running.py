@@ -102,9 +102,9 @@ def require_compile(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         raise_wrong_value(name, value, "True, False, or a dict with arguments of torch.compile", "compile=True")
     arguments = dict(value)
-    buckets = arguments.pop("buckets", 1)
+    buckets = arguments.pop("buckets", None)
     # True is 1, and multiples of 1 compile a graph for each length.
-    if type(buckets) is not int or buckets < 1:
+    if buckets is not None and (type(buckets) is not int or buckets < 1):
         do = write_argument("compile.buckets", 64)
         raise_wrong_value("compile.buckets", buckets, "a whole number of at least 1", do)
     require_choice("compile.regional", arguments.pop("regional", False), (False, True))
@@ -159,8 +159,7 @@ def require_profiler(name: str, value: Any) -> None:
 
         if isinstance(value, ProfileKwargs | profile):
             return
-    quoted = ", ".join(f'"{profiler}"' for profiler in PROFILERS)
-    expected = f"{quoted}, an accelerate.utils.ProfileKwargs or a torch.profiler.profile object, or None"
+    expected = f"one of {PROFILERS}, an accelerate.utils.ProfileKwargs or a torch.profiler.profile object, or None"
     raise_wrong_value(name, value, expected, f'profiler="{nearest(value, PROFILERS, cutoff=0)}"')
 
 
@@ -204,9 +203,7 @@ class ParallelismOptions(Options):
     shard: Annotated[Size | None, Off()] = None
     replicate: Annotated[Size | None, Off()] = None
     tp: Annotated[Size | None, Off()] = None
-    ddp: Annotated[
-        Mapping[str, Any] | None, partial(require_keywords, owner="accelerate.DistributedDataParallelKwargs")
-    ] = None
+    ddp: Annotated[Mapping[str, Any] | None, _require_ddp] = None
     engine: Annotated[str | None, require_engine, Off()] = None
 
     def check(self, name: str) -> None:

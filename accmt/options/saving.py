@@ -73,6 +73,9 @@ _RULES = Expected(
     '"best_valid_loss"',
 )
 
+Thresholds: TypeAlias = Annotated[float | Mapping[str, float] | None, _THRESHOLDS, Off()]
+"""A bound for all results by which models are saved, or one for each name."""
+
 Evaluations: TypeAlias = Annotated[int, Range(ge=1)] | str
 """A number of evaluations, or a number with a unit."""
 
@@ -109,7 +112,8 @@ class PatienceOptions(Options):
     @property
     def evaluations(self) -> int | None:
         """`patience` as a number."""
-        return None if self.patience is None else int(_read_evaluations("patience", self.patience).number)
+        evaluations: int | None = _count_evaluations(self.patience)
+        return evaluations
 
 
 def _name_of_url(url: str) -> str:
@@ -154,8 +158,8 @@ class SavingSettings(Group):
 
     model_path: Annotated[str | PathLike[str], _PATH, _require_model_path]
     model_saving: Annotated[str | Sequence[str | None] | None, _RULES, Off()] = "best_valid_loss"
-    model_saving_below: Annotated[float | Mapping[str, float] | None, _THRESHOLDS, Off()] = None
-    model_saving_above: Annotated[float | Mapping[str, float] | None, _THRESHOLDS, Off()] = None
+    model_saving_below: Thresholds = None
+    model_saving_above: Thresholds = None
     max_shard_size: Annotated[int | str, read_size] = "10GB"
     safe_serialization: bool = True
     patience: Annotated[
@@ -257,9 +261,9 @@ class CheckpointOptions(Options):
         reset_optimizer_on_resume: Whether to start optimizer and scheduler from scratch when resuming.
     """
 
-    max_checkpoints: Annotated[int, Range(ge=1)] | None = None
+    max_checkpoints: Annotated[Annotated[int, Range(ge=1)] | None, Off()] = None
     keep_every: Annotated[int | str | None, _read_steps_or_epochs, Off()] = None
-    max_previous_runs: Annotated[int, Range(ge=0)] | None = 3
+    max_previous_runs: Annotated[Annotated[int, Range(ge=0)] | None, Off()] = 3
     async_checkpointing: bool = True
     reset_optimizer_on_resume: bool = False
 

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from accmt.errors import describe_value
 from accmt.options.checks import NOTHING, Expected, KeyFault, Range, find_faults, hints_of, is_off, shape_of, whole
-from accmt.options.optimizer_and_scheduler_arguments import check_optimizer, check_scheduler
+from accmt.options.optimizer_and_scheduler_arguments import ArgumentsAndFaults, check_optimizer, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
 from accmt.options.yaml_reader import SECTIONS, Document, suggest
 from accmt.registry import HPS_SECTIONS, addon, find, is_built_in
 
 _MAPPINGS = ("optim", "optimizer", "scheduler", *SECTIONS)
 _LIMITS = ("max_samples", "max_target_tokens", "max_tokens", "max_micro_batch_size")
-_COUNTS = ("epochs", "max_steps", *_LIMITS)
+_COUNTS = ("epochs", "max_steps", "batch_size", *_LIMITS)
 
 Count: TypeAlias = Annotated[int, Range(ge=1)]
 """A whole number of at least 1."""
@@ -94,11 +94,9 @@ def check(document: Document) -> Checked:
         if not is_unset:
             values[key] = whole(value) if key in _COUNTS else value
     sizes = values.get("batch_size")
-    # `[16, null]` of a template sets the first size alone.
+    # `[16, null]` of a template sets the first size alone; `[null, 16]` must not set it to the second.
     if isinstance(sizes, list | tuple):
-        values["batch_size"] = tuple(whole(size) for size in sizes if size is not None)
-    elif sizes is not None:
-        values["batch_size"] = whole(sizes)
+        values["batch_size"] = tuple(whole(size) for index, size in enumerate(sizes) if index == 0 or size is not None)
     document, faults = _with_primary_spelling(replace(document, values=values))
     optim, optim_faults = _check_component(document, "optim", find_optimizer, check_optimizer)
     scheduler, scheduler_faults = _check_component(document, "scheduler", find_scheduler, check_scheduler)
@@ -165,7 +163,7 @@ def _check_component(
     document: Document,
     key: str,
     find: Callable[[Any], Any],
-    check_arguments: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[KeyFault]]],
+    check_arguments: Callable[[Any, dict[str, Any]], ArgumentsAndFaults],
 ) -> tuple[Component, list[KeyFault]]:
     """Return an optimizer or scheduler and its errors.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from os import PathLike
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from accmt.errors import ArgumentFileError, UnknownArgumentError, describe_value, fail, nearest
-from accmt.options.checks import Expected, Group, Off, Options, Range, raise_wrong_value, require_text
+from accmt.options.checks import Expected, Group, Off, Options, Range, raise_wrong_value, read_numbers, require_text
 from accmt.options.units import read_every
 from accmt.registry import MONITORED_VALUES, names
 
@@ -20,6 +20,8 @@ _PEAK = Expected("True or False, or operations per second such as 312e12", "True
 _PRICE = Expected("a number from 0, or None", "2.5")
 _SECONDS = Expected("a number of seconds from 0", "30")
 _CONFIG = Expected("a dict", '{"team": "vision"}')
+_NAMES = Expected("names of measurements of other packages", '("name",)')
+_FOLDER = Expected("a folder path", '"logs"')
 
 # ---- What a run measures and logs in addition to losses and metrics.
 
@@ -81,7 +83,7 @@ class Monitor(Options):
     record_goodput: bool = False
     price_per_hour: Annotated[Annotated[float, Range(ge=0, lt=math.inf)] | None, _PRICE] = None
     checkpoint: bool = False
-    added: tuple[str, ...] = ()
+    added: Annotated[Sequence[str], _NAMES] = ()
 
     @property
     def has_measurements(self) -> bool:
@@ -117,7 +119,8 @@ class Monitor(Options):
                 got = f"no such file; the working directory is {Path.cwd()}"
                 expected, do = "a YAML or JSON file with its fields, a dict or a list", 'monitor=["grad_norm"]'
                 raise fail(ArgumentFileError, f"Trainer(monitor={str(config)!r})", got=got, expected=expected, do=do)
-            config = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+            # YAML reads 312e12 as a string.
+            config = read_numbers(yaml.safe_load(Path(config).read_text(encoding="utf-8")))
         if config is None:
             return cls()
         if isinstance(config, cls):
@@ -230,7 +233,7 @@ class TrackingSettings(Group):
 
     track_name: Annotated[str | None, require_text] = None
     run_name: Annotated[str | None, require_text] = None
-    logging_dir: str | PathLike[str] = "logs"
+    logging_dir: Annotated[str | PathLike[str], _FOLDER] = "logs"
     log_with: Annotated[Any, Off()] = None
     log_every: Annotated[int | str, read_log_interval] = 1
     train_loss_metric_name: Annotated[str, require_text] = "train_loss"

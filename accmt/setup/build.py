@@ -110,6 +110,8 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     # After the seed, which a resumed run takes from its checkpoint: weights that are drawn here are the same then.
     configure_model(module, accelerator, seed=seed)
     # Before the data are asked for, which a datamodule may download.
+    if user_data.has_datamodule:
+        addon("check_stage")("module", settings, module=module)
     check_reloading(settings.data, module, user_data)
     user_data.begin("fit", trainer, accelerator)
     known = {"module": module, "user_data": user_data, "accelerator": accelerator}

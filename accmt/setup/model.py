@@ -34,7 +34,7 @@ from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.stepper import Stepper
 from accmt.options import HyperParameters, RunningSettings, Settings
-from accmt.options.optimizer_and_scheduler_arguments import standard_rate
+from accmt.options.optimizer_and_scheduler_arguments import standard_rate, weights_of
 from accmt.options.optimizer_and_scheduler_names import is_listed, name_of
 from accmt.processes import num_data_processes
 from accmt.registry import addon
@@ -172,9 +172,8 @@ def prepare(
     if returned is None:
         built = build_optimizer(settings.hps, module.model, as_trained=as_trained(module.model))
     optimizer = require_optimizer(module, built)
-    in_model = {id(parameter) for parameter in module.model.parameters()}
     # A head in another attribute would train on each process by itself, and be in no file.
-    if not all(id(parameter) in in_model for group in optimizer.param_groups for parameter in group["params"]):
+    if not set(weights_of(optimizer)).issubset(module.model.parameters()):
         got = "an optimizer of parameters that are not in self.model: they would be neither reduced nor saved"
         do = "put their modules into self.model, such as an nn.ModuleDict"
         raise fail(

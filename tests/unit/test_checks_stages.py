@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accmt import AcceleratorModule
-from accmt.errors import AccmtError, ArgumentError, CombinedError, ModuleContractError
+from accmt.errors import AccmtError, ArgumentError, CombinedError, DataError, ModuleContractError
+from tests.raising import raises_at
 from tests.toys import make_points, make_trainer
 
 
@@ -61,3 +62,52 @@ def test_nothing_is_built_while_a_mistake_is_left(tmp_path: Path) -> None:
         make_trainer(model_path=tmp_path / "model").fit(module, make_points(), make_points())
     assert "optimizer" not in vars(module)
     assert list(tmp_path.iterdir()) == []
+
+
+class WithoutModel(AcceleratorModule):
+    def training_step(self, batch):
+        return self.model(batch[0]).mean()
+
+    def get_train_dataloader(self):
+        return DataLoader(make_points(), self.model.batch_size)
+
+
+def test_an_error_in_a_method_of_the_user_does_not_hide_the_mistake_behind_it(tmp_path: Path) -> None:
+    with raises_at(ModuleContractError, "WithoutModel"):
+        make_trainer(model_path=tmp_path / "model").fit(WithoutModel())
+
+
+class Datamodule:
+    def prepare_data(self):
+        raise AssertionError("downloads")
+
+    def train_dataloader(self):
+        return DataLoader(make_points(), 2)
+
+
+def test_a_datamodule_downloads_nothing_for_a_module_that_cannot_train(tmp_path: Path) -> None:
+    with raises_at(ModuleContractError, "WithoutStep"):
+        make_trainer(model_path=tmp_path / "model").fit(WithoutStep(), datamodule=Datamodule())
+
+
+def test_an_error_that_cannot_be_pickled_is_reported_as_it_is(tmp_path: Path) -> None:
+    class OwnError(DataError):
+        pass
+
+    class Raises(WithoutValidation):
+        def get_train_dataloader(self):
+            raise OwnError("no such table")
+
+    with pytest.raises(OwnError, match="no such table"):
+        make_trainer(model_path=tmp_path / "model").fit(Raises())
+
+
+class WithoutLength(DataLoader):
+    def __len__(self) -> int:
+        raise RuntimeError("not known")
+
+
+def test_one_process_does_not_ask_for_a_length_that_it_does_not_need(tmp_path: Path) -> None:
+    trainer = make_trainer(model_path=tmp_path / "model")
+    trainer.fit(WithoutValidation(), WithoutLength(make_points(), 2))
+    assert trainer.state.global_step > 0

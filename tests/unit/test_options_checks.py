@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from accmt import (
     CheckpointOptions,
@@ -21,7 +22,8 @@ from accmt import (
     TrackerOptions,
     Trainer,
 )
-from accmt.errors import ArgumentError, UnknownArgumentError
+from accmt.errors import AccmtError, ArgumentError, UnknownArgumentError
+from accmt.options import Settings
 from accmt.options.units import Every
 from tests.raising import raises_at
 
@@ -386,3 +388,32 @@ def test_all_that_is_wrong_in_a_dict_of_parts_is_told_at_once():
         "Trainer(seed=...)",
     ):
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(set(Settings.defaults()) - {"fork"}))
+@pytest.mark.parametrize("value", [object(), {1: 2}])
+def test_whatever_an_argument_is_an_error_about_it_names_the_argument(name, value):
+    faults = []
+    try:
+        Trainer(HPS, "out", **{name: value})
+    except AccmtError as error:
+        faults += error.faults
+    assert all(name in fault.where for fault in faults)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"compile": {"buckets": None}}, {"checkpoint_options": {"max_checkpoints": False, "max_previous_runs": False}}],
+)
+def test_options_that_can_be_off_are_off(given):
+    settings = Trainer(HPS, "out", **given).settings
+    options = settings.checkpoints.checkpoint_options
+    assert settings.running.compile_buckets is None
+    assert options.max_checkpoints is None
+    assert options.max_previous_runs == (None if "checkpoint_options" in given else 3)
+
+
+@pytest.mark.parametrize("name", ["clip_grad", "limit_batches", "overfit_batches"])
+def test_a_tensor_is_no_number(name):
+    with raises_at(ArgumentError, f"Trainer({name}=...)"):
+        Trainer(HPS, "out", **{name: torch.tensor(1.0)})

@@ -32,6 +32,18 @@ def test_a_file_says_it_too(tmp_path, name):
     assert Monitor.from_config(path) == Monitor.from_config(str(path)) == Monitor(epoch=True)
 
 
+def test_numbers_of_a_file_may_be_written_as_messages_show_them(tmp_path):
+    path = tmp_path / "monitor.yaml"
+    path.write_text("mfu: 312e12\ngrad_norm: inf\n")
+    assert Monitor.from_config(path) == Monitor(mfu=312e12, grad_norm="inf")
+
+
+def test_names_of_other_packages_may_be_in_a_list_too():
+    assert Monitor(added=["temperature"]).has_measurements
+    with raises_at(ArgumentError, "Monitor(added=...)"):
+        Monitor(added=3)
+
+
 def test_none_is_losses_and_metrics_only():
     assert make_trainer().settings.tracking.monitored == Monitor()
     on = {name for name, value in vars(Monitor()).items() if value}

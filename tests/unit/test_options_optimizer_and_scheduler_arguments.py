@@ -1,3 +1,5 @@
+from typing import Optional
+
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -17,6 +19,16 @@ class Open(torch.optim.SGD):
 
     def __init__(self, params, scale: "NotImportable" = 1, **kwargs):  # noqa: F821
         super().__init__(params, **kwargs)
+
+
+class Unusual(torch.optim.SGD):
+    """Has arguments whose names and annotations pydantic does not accept."""
+
+    def __init__(self, params, lr: float = 0.1, _scale: int = 1, copy: bool = False, clip: "NotHere | None" = None):  # noqa: F821
+        super().__init__(params, lr=lr)
+
+
+Unusual.__init__.__annotations__["clip"] = Optional["NotHere"]  # noqa: F821 - as without the future import
 
 
 def optimizer_faults(name, **given):
@@ -154,3 +166,13 @@ def test_adafactor_with_lr_uses_that_lr():
     assert optimizer_arguments(adafactor, {"lr": 0.1}) == {"lr": 0.1, "relative_step": False}
     assert optimizer_arguments(adafactor, {"lr": None}) == {"lr": None}
     assert optimizer_arguments(torch.optim.SGD, {"lr": 0.1}) == {"lr": 0.1}
+
+
+def test_unusual_names_and_annotations_of_arguments_are_no_errors(recwarn):
+    assert check_optimizer(Unusual, {"lr": 1, "_scale": 2.0, "copy": True}) == (
+        {"lr": 1, "_scale": 2, "copy": True},
+        [],
+    )
+    [fault] = check_optimizer(Unusual, {"_scale": "two"})[1]
+    assert fault.path == ("optim", "_scale")
+    assert not recwarn.list

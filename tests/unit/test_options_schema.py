@@ -73,3 +73,10 @@ def test_the_document_is_left_as_it_was_written():
     assert values["optimizer"] == {"type": "AdamW", "betas": [0.9, 0.99]}
     assert checked.optim.arguments["betas"] == (0.9, 0.99)
     assert checked.document.where(("optim", "betas")) == "x:5 optim.betas"
+
+
+@each("sizes", [[None, 16], [None]])
+def test_the_size_of_the_validation_batches_is_not_taken_for_that_of_training(sizes):
+    with raises_at(HyperParameterError, "x batch_size"):
+        check(Document("x", {**RIGHT, "batch_size": sizes}))
+    assert check(Document("x", {**RIGHT, "batch_size": [16, None]})).schema.batch_size == (16,)
