@@ -92,6 +92,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "notebook_curve": "accmt.addons.notebook:NotebookView",
         "other_hook_names": "accmt.compat:HOOK_NAMES",
         "overlay_flags": "accmt.addons.hps_flags:overlay",
+        "printing_resume_hint": "accmt.addons.resume_hint:printing_resume_hint",
         "profiler": "accmt.addons.profilers:build_profiler",
         "prove": "accmt.addons.prove:prove",
         "read_base_name": "accmt.addons.peft_adapters:read_base_name",

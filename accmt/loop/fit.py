@@ -17,9 +17,9 @@ from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
 from accmt.processes import run_on_every_process, run_on_main_process
 from accmt.recovery.restart import Restart
-from accmt.recovery.resume_hint import printing_resume_hint
 from accmt.recovery.run_state import keeping_state
 from accmt.recovery.shutdown import handle_failure, watching
+from accmt.registry import addon
 from accmt.run import Run
 from accmt.saving.selection import TRAIN_LOSS, VALID_LOSS
 from accmt.state import Progress
@@ -45,7 +45,7 @@ def fit(run: Run) -> None:
         BaseException: An error of a step, a hook or the data, after hooks were called and trackers closed.
     """
     with ExitStack() as stack:  # exits in reverse order
-        stack.enter_context(printing_resume_hint(run))
+        stack.enter_context(addon("printing_resume_hint")(run))
         stack.enter_context(run.features.running())
         stack.enter_context(_closing(run))
         stack.enter_context(_recording_outcome(run))
