@@ -7,19 +7,27 @@ from contextlib import contextmanager
 
 import pytest
 
-from accmt.errors import AccmtError
-
 
 @contextmanager
-def raises_at(kind: type[BaseException], where: str) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+def raises_at(
+    kind: type[BaseException], where: str, *got: str, expected: str = "", do: str = ""
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """Expect an error of this class about this place. What it says is the business of `test_advice.py`.
 
     Args:
         kind: The class of the error.
         where: A part of the `where` of one of its mistakes.
+        got: Names, numbers or paths in the `got` of the same mistake.
+        expected: A name, number or path in its `expected`.
+        do: A name, number or path in its `do`.
     """
     with pytest.raises(kind) as raised:
         yield raised
-    error = raised.value
-    places = [fault.where for fault in error.faults] if isinstance(error, AccmtError) else []
-    assert any(where in place for place in places), f"an error about {where!r}, not about {places}: {error}"
+    faults = getattr(raised.value, "faults", ())
+    assert any(
+        where in fault.where
+        and all(part in fault.got for part in got)
+        and expected in fault.expected
+        and do in fault.do
+        for fault in faults
+    ), f"an error about {[where, *got, expected, do]}, not {raised.value!r}"

@@ -13,6 +13,7 @@ from accmt import RangeCurriculum, RatioCurriculum, StepsCurriculum
 from accmt.data import Shard, SourceOptions, build_source
 from accmt.data.samplers import Order
 from accmt.errors import DataError
+from tests.raising import raises_at
 from tests.tables import each
 from tests.toys import Numbers
 
@@ -151,7 +152,7 @@ class Stream(IterableDataset):
     ],
 )
 def test_what_is_no_stage_is_rejected(kind, stages, got):
-    with pytest.raises(DataError, match=rf"{kind.__name__}\n  got: {got}"):
+    with raises_at(DataError, kind.__name__, got):
         kind(stages)
 
 
@@ -169,15 +170,15 @@ def test_what_is_no_stage_is_rejected(kind, stages, got):
         (RatioCurriculum, [30, 70], "stage 1 has the ratio 30"),
         (RatioCurriculum, [-1, 0.5], "stage 1 has the ratio -1"),
         (RatioCurriculum, [0.0, 1.0], "stage 1 has the ratio 0.0"),
-        (RangeCurriculum, [range(1, 3)], r"stage 1 has range\(1, 3\)"),
-        (RangeCurriculum, [range(3), range(4, 5)], r"stage 2 has range\(4, 5\)"),
-        (RangeCurriculum, [range(3), range(3, 3)], r"stage 2 has range\(3, 3\)"),
-        (RangeCurriculum, [range(0, 6, 2)], r"stage 1 has range\(0, 6, 2\)"),
-        (RangeCurriculum, [(0, 3)], r"stage 1 has \(0, 3\)"),
+        (RangeCurriculum, [range(1, 3)], "stage 1 has range(1, 3)"),
+        (RangeCurriculum, [range(3), range(4, 5)], "stage 2 has range(4, 5)"),
+        (RangeCurriculum, [range(3), range(3, 3)], "stage 2 has range(3, 3)"),
+        (RangeCurriculum, [range(0, 6, 2)], "stage 1 has range(0, 6, 2)"),
+        (RangeCurriculum, [(0, 3)], "stage 1 has (0, 3)"),
     ],
 )
 def test_lengths_that_cannot_be_are_rejected(kind, lengths, got):
-    with pytest.raises(DataError, match=rf"{kind.__name__}\n  got: {got}"):
+    with raises_at(DataError, kind.__name__, got):
         kind([(length, EASY) for length in lengths])
 
 
@@ -185,5 +186,5 @@ def test_lengths_that_cannot_be_are_rejected(kind, lengths, got):
     "curriculum", [StepsCurriculum([(3, EASY), (4, HARD)]), RangeCurriculum([(range(3), EASY), (range(3, 7), HARD)])]
 )
 def test_stages_that_end_before_the_run_are_rejected(curriculum):
-    with pytest.raises(DataError, match=r"stages with 7 steps in total\n  expected: 10 steps \(max_steps\)"):
+    with raises_at(DataError, type(curriculum).__name__, "7 steps", expected="10 steps (max_steps)"):
         curriculum.updates(10)

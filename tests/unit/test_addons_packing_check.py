@@ -27,6 +27,7 @@ from accmt.addons import packing_check
 from accmt.addons.packing_check import PackingCheck
 from accmt.errors import DataError
 from accmt.module import HuggingFaceModule
+from tests.raising import raises_at
 from tests.toys import make_trainer
 
 SMALL = {
@@ -46,7 +47,7 @@ PACKED = {
     "position_ids": torch.tensor([[i for ids in DOCUMENTS for i in range(len(ids))]]),
 }
 HPS = {"batch_size": 3, "optim": {"type": "SGD", "lr": 1.0}}
-MIXED = r"BertForMaskedLM(.|\n)*mixed documents with attn_implementation='sdpa': before layer (.|\n)*pad"
+MIXED = ("mixed documents", "attn_implementation='sdpa'", "before layer ")
 
 
 def make_model(model_type: str = "llama", **changed: Any) -> Any:
@@ -113,7 +114,7 @@ def test_a_cache_is_made_only_where_it_is_asked_for() -> None:
         assert cache is not None
         assert model["inner"](input_ids=ids[:, :1], past_key_values=cache).past_key_values is not None
         assert model["inner"].generate(ids, max_new_tokens=2, do_sample=False).shape[1] == ids.shape[1] + 2
-        with pytest.raises(DataError, match="a call with use_cache=True"):
+        with raises_at(DataError, "packed documents in LlamaForCausalLM", "use_cache=True"):
             model["inner"](**PACKED, use_cache=True)
     assert model["inner"](input_ids=ids).past_key_values is not None
 
@@ -126,11 +127,11 @@ def test_a_model_that_mixes_documents_is_rejected_by_name(monkeypatch: pytest.Mo
         model(**PACKED, attention_mask=seen)  # who sees whom is said
         assert trials.number == 0
         for _ in range(2):
-            with pytest.raises(DataError, match=MIXED):
+            with raises_at(DataError, "in BertForMaskedLM", *MIXED):
                 model(**PACKED)
-            with pytest.raises(DataError, match=MIXED):
+            with raises_at(DataError, "in BertForMaskedLM", *MIXED):
                 model(PACKED["input_ids"], None, None, PACKED["position_ids"])  # by place
-            with pytest.raises(DataError, match=MIXED.replace("ForMaskedLM", "Model")):
+            with raises_at(DataError, "in BertModel", *MIXED):
                 model.bert(**PACKED)  # a step that goes around the head
         assert trials.number == 2
     model(**PACKED)  # nobody trains it
@@ -151,14 +152,14 @@ def test_bounds_of_documents_that_the_attention_does_not_read_are_rejected() -> 
     with PackingCheck(model).during():
         model(**PACKED, **varlen)
         model(input_ids=PACKED["input_ids"], **{**varlen, "cu_seq_lens_q": bounds[[0, -1]]})  # one document
-        with pytest.raises(DataError, match="packed documents in LlamaForCausalLM(.|\n)*mixed"):
+        with raises_at(DataError, "packed documents in LlamaForCausalLM", *MIXED):
             model(input_ids=PACKED["input_ids"], **varlen)
 
 
 def test_a_mask_beside_packed_documents_is_rejected_and_padding_is_not() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     with PackingCheck(model).during():
-        with pytest.raises(DataError, match="remove attention_mask from the batch"):
+        with raises_at(DataError, "packed documents in LlamaForCausalLM", do="remove attention_mask"):
             model(**PACKED, attention_mask=torch.ones(1, 14, dtype=torch.long))
         mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
         left = torch.tensor([[1, 1, 0, 1, 2], [0, 1, 2, 3, 1]])
@@ -208,7 +209,7 @@ def test_batches_that_are_packed_later_in_a_run_are_looked_at_then(kind: Any, mo
     trials = Trials(monkeypatch)
     module = kind(make_encoder())
     trainer, train = fit(module)
-    with pytest.raises(DataError, match=MIXED):
+    with raises_at(DataError, "in BertForMaskedLM", *MIXED):
         train()
     assert trainer.state.train_step == 2
     assert trials.number == 1
@@ -221,7 +222,7 @@ def test_a_compiled_model_is_tried_too_and_without_a_break_in_its_graph(monkeypa
     for wraps in (False, True):
         settings = {} if wraps else {"compile": compiled}
         make = (lambda model: torch.compile(model, **compiled)) if wraps else (lambda model: model)
-        with pytest.raises(DataError, match=MIXED):
+        with raises_at(DataError, "in BertForMaskedLM", *MIXED):
             fit(Steps(make(make_encoder())), **settings)[1]()
         fit(Steps(make(make_model())), **settings)[1]()
         torch.compiler.reset()
@@ -231,22 +232,26 @@ def test_a_compiled_model_is_tried_too_and_without_a_break_in_its_graph(monkeypa
 
 @pytest.mark.parametrize("kind", [Steps, ManualSteps])
 @pytest.mark.parametrize(
-    ("model", "do"),
+    ("model", "name", "do"),
     [
-        (make_model, "pass them to the model, for example with self.model"),
-        (lambda: T5EncoderModel(T5Config(**SMALL, d_model=16, num_layers=1, num_heads=2)), "pad instead of packing"),
+        (make_model, "LlamaForCausalLM", "self.model"),
+        (
+            lambda: T5EncoderModel(T5Config(**SMALL, d_model=16, num_layers=1, num_heads=2)),
+            "T5EncoderModel",
+            "max_tokens",
+        ),
     ],
 )
-def test_a_step_that_does_not_pass_the_positions_on_is_rejected(kind: Any, model: Any, do: str) -> None:
+def test_a_step_that_does_not_pass_the_positions_on_is_rejected(kind: Any, model: Any, name: str, do: str) -> None:
     trainer, train = fit(kind(model(), names=("input_ids",)))
-    with pytest.raises(DataError, match=f"position_ids that restart(.|\n)*was called without them(.|\n)*{do}"):
+    with raises_at(DataError, "packed documents", "position_ids", name, do=do):
         train()
     assert trainer.state.global_step == (0 if kind is ManualSteps else 2)
 
 
 def test_a_model_that_takes_no_positions_is_rejected() -> None:
     model = T5EncoderModel(T5Config(**SMALL, d_model=16, num_layers=1, num_heads=2))
-    with PackingCheck(model).during(), pytest.raises(DataError, match="T5EncoderModel(.|\n)*without position_ids"):
+    with PackingCheck(model).during(), raises_at(DataError, "in T5EncoderModel", "mixed documents", "position_ids"):
         model(**PACKED)
 
 
@@ -266,9 +271,7 @@ class Own(nn.Module):
 
 
 def test_a_model_of_ones_own_is_tried_and_one_that_cannot_be_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(
-        DataError, match="packed documents in Own(.|\n)*mixed documents: (before layer head|in the output)"
-    ):
+    with raises_at(DataError, "packed documents in Own", "mixed documents"):
         fit(Steps(Own()))[1]()
     fit(Steps(Own(needs_more=True)))[1]()
     assert "packed documents in Own: the trial of two packed documents failed: KeyError" in caplog.text
@@ -322,5 +325,5 @@ def test_the_operations_of_the_trial_are_not_those_of_the_run(monkeypatch: pytes
 
 def test_validation_on_packed_documents_that_a_model_mixes_is_rejected() -> None:
     module, trainer = HuggingFaceModule(make_encoder()), make_trainer(HPS, collate_fn=DataCollatorWithFlattening())
-    with pytest.raises(DataError, match=MIXED):
+    with raises_at(DataError, "in BertForMaskedLM", *MIXED):
         trainer.validate(module, ROWS)

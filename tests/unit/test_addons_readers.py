@@ -40,7 +40,7 @@ def test_rows_are_what_was_written_in_any_order(kind: str):
     order = torch.randperm(len(rows)).tolist()
     assert [plain(row) for row in data.__getitems__(order)] == [rows[index] for index in order]
     assert plain(data[-1]) == rows[-1]
-    with pytest.raises(IndexError, match="index 38 of 38 rows"):
+    with pytest.raises(IndexError):
         data[38]
     copy = pickle.loads(pickle.dumps(data))
     assert plain(copy[5]) == rows[5]
@@ -129,9 +129,9 @@ def test_rows_are_read_from_a_bucket(kind: str, bucket: str):
 
 
 def test_a_bucket_without_its_package_names_the_extra():
-    with pytest.raises(MissingPackageError, match=r'pip install "accmt-trainer\[s3\]"'):
+    with raises_at(MissingPackageError, "s3://bucket", do="accmt-trainer[s3]"):
         read_files("s3://bucket/rows/*.parquet")
-    with pytest.raises(DataError, match="expected: a path, or a URL that fsspec can open"):
+    with raises_at(DataError, "nowhere://bucket/rows", "nowhere"):
         read_files("nowhere://bucket/rows")
 
 
@@ -139,7 +139,7 @@ def test_columns_are_chosen():
     folder = write("parquet", Path.cwd())
     assert list(read_files(folder, columns=["id"])[3]) == ["id"]
     assert list(read_files(write("file", Path.cwd()), columns=["text", "id"])[3]) == ["text", "id"]
-    with pytest.raises(DataError, match="got: 'txt'\n  expected: one of id, point, text\n  do: write 'text'"):
+    with raises_at(DataError, "columns of parquet/part-0.parquet", "'txt'", do="'text'"):
         read_files(folder, columns=["txt"])
     with raises_at(ArgumentError, "read_files"):
         read_files(write("jsonl", Path.cwd()), columns=["id"])
@@ -159,13 +159,13 @@ def add(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "file"])
 @pytest.mark.parametrize(
-    ("spoil", "message"), [(change, "changed: part-0."), (remove, "missing: part-0."), (add, "new: new.")]
+    ("spoil", "files"), [(change, "changed: part-0."), (remove, "missing: part-0."), (add, "new: new.")]
 )
-def test_a_resumed_epoch_names_files_that_are_not_as_before(kind: str, spoil: Any, message: str):
+def test_a_resumed_epoch_names_files_that_are_not_as_before(kind: str, spoil: Any, files: str):
     folder = write(kind, Path.cwd())
     train("run", read(folder), stop=3)
     spoil(next(path for path in folder.iterdir() if path.stem == "part-0"))
-    with pytest.raises(DataError, match=message.replace(".", r"\.")):
+    with raises_at(DataError, "a resumed epoch", files):
         train("run", read(folder), resume=True)
 
 
@@ -184,7 +184,7 @@ def test_a_torn_file_is_named_before_training(kind: str):
     content = path.read_bytes()
     for torn in (content[: len(content) // 2], content[:-3], content[:5]):
         path.write_bytes(torn)
-        with pytest.raises(DataError, match=rf"{path.name}\n  got: .*\n.*expected: .*\n  do: write or copy it again"):
+        with raises_at(DataError, path.name):
             read_files(path.parent)
 
 
@@ -194,7 +194,7 @@ def test_a_row_group_that_cannot_be_read_names_its_file():
     content[4:200] = bytes(196)
     path.write_bytes(content)
     data = read_files(path)
-    with pytest.raises(DataError, match=r"part-0\.parquet\n  got: row group 0: "):
+    with raises_at(DataError, "part-0.parquet", "row group 0"):
         data[0]
 
 
@@ -202,7 +202,7 @@ def test_a_wrong_line_names_its_row():
     Path("rows.jsonl").write_text('{"id": 0}\n\n{"id": \n  \n{"id": 2}')
     data = read_files("rows.jsonl")
     assert [data[0], data[2]] == [{"id": 0}, {"id": 2}]
-    with pytest.raises(DataError, match=r"got: row 1 of rows\.jsonl: "):
+    with raises_at(DataError, "rows.jsonl", "row 1 of rows.jsonl"):
         data[1]
 
 
@@ -210,10 +210,10 @@ def test_a_file_that_changes_while_it_is_used_is_an_error():
     folder = write("parquet", Path.cwd())
     data = read_files(folder)
     os.utime(folder / "part-1.parquet", (0, 0))
-    with pytest.raises(StoreError, match=r"part-1\.parquet\n  got: a file that has changed while it was in use"):
+    with raises_at(StoreError, "part-1.parquet"):
         data[20]
     (folder / "part-2.parquet").unlink()
-    with pytest.raises(StoreError, match=r"part-2\.parquet\n  got: No such file or directory"):
+    with raises_at(StoreError, "part-2.parquet"):
         data[37]
 
 
@@ -268,7 +268,7 @@ def test_what_a_store_answers_is_no_bad_sample(kind: str, monkeypatch: pytest.Mo
     data = read_files(path if kind == "overwritten" else f"denying://rows/{path.name}", cache=1, transform=to_sample)
     failures = {"on_bad_sample": "skip"}
     trainer = make_trainer(HPS, callbacks=Break(), checkpoint_every="epoch", handlers="all", failures=failures)
-    with pytest.raises(StoreError, match=path.name):
+    with raises_at(StoreError, path.name):
         trainer.fit(Points(), data)
     assert (trainer.state.global_step, trainer.state.bad_samples) == (1, 0)
     assert len(list(Path("out").glob("checkpoint-*/step-*"))) == 1
@@ -297,7 +297,7 @@ def test_what_cannot_be_read_says_what_to_use():
             read_files(paths)
         assert message in str(raised.value)
     for paths in ("none.parquet", "none/*.parquet"):
-        with pytest.raises(FileNotFoundError, match="no such file; the working directory is"):
+        with raises_at(FileNotFoundError, "read_files", paths, str(Path.cwd())):
             read_files(paths)
     with raises_at(ArgumentError, "read_files(cache=...)"):
         read_files("parquet", cache="much")
@@ -306,16 +306,16 @@ def test_what_cannot_be_read_says_what_to_use():
 def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     folder = write("parquet", Path.cwd())
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingPackageError, match=r'pip install "accmt-trainer\[parquet\]"'):
+    with raises_at(MissingPackageError, "Parquet", do="accmt-trainer[parquet]"):
         read_files(folder)
 
 
 @pytest.mark.parametrize(
     ("library", "index", "install"),
     [
-        ("streaming", {"shards": []}, r"\[mds\]\" && pip install --no-deps \"mosaicml-streaming"),
-        ("litdata", {"chunks": [], "config": {}}, r"\[litdata\]"),
-        ("wids", None, r"\[webdataset\]"),
+        ("streaming", {"shards": []}, '[mds]" && pip install --no-deps "mosaicml-streaming'),
+        ("litdata", {"chunks": [], "config": {}}, "[litdata]"),
+        ("wids", None, "[webdataset]"),
     ],
 )
 def test_without_the_library_of_shards_it_says_what_to_install(
@@ -324,7 +324,7 @@ def test_without_the_library_of_shards_it_says_what_to_install(
     Path("rows").mkdir()
     Path("rows", "index.json" if index else "rows.tar").write_text(json.dumps(index))
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MissingPackageError, match=rf"pip install \"accmt-trainer{install}"):
+    with raises_at(MissingPackageError, "", library, do=f"accmt-trainer{install}"):
         read_files("rows")
 
 

@@ -283,7 +283,7 @@ def test_torchs_own_reader_loads_the_tensors(tmp_path):
 
 def test_what_cannot_be_stored_is_named_before_a_file_is_written(tmp_path):
     model, optimizer = build()
-    with pytest.raises(CheckpointError, match=r"others\.module\.path\n.*PosixPath"):
+    with raises_at(CheckpointError, "others.module.path", "PosixPath"):
         save_state(model, [optimizer], {"module": {"path": tmp_path}}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -299,7 +299,7 @@ def test_an_optimizer_of_parameters_outside_the_model_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_sharding_without_names_for_the_parameters_is_refused():
     model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    with pytest.raises(CheckpointError, match=r"(?s)FSDP version 1.*fsdp_version: 2"):
+    with raises_at(CheckpointError, "FullyShardedDataParallel", do="fsdp_version: 2"):
         StateCollector(model, [])
 
 
@@ -335,7 +335,7 @@ class TestLoadingIntoSomethingElse:
         del model.layers[0]._parameters["bias"]
         model.head = nn.Linear(1, 1, bias=False)
         weights = copy.deepcopy(model.state_dict())
-        with pytest.raises(CheckpointError, match="4 differences") as caught:
+        with raises_at(CheckpointError, "the model", "4 differences") as caught:
             load_state(model, [AdamW(model.parameters())], folder)
         assert "layers.2.weight is (4, 6) torch.float32 in the model, (3, 6) torch.float32 in the c" in str(
             caught.value
@@ -346,26 +346,24 @@ class TestLoadingIntoSomethingElse:
 
     def test_another_dtype_is_named(self, folder):
         model, optimizer = build(dtype=torch.bfloat16)
-        with pytest.raises(
-            CheckpointError, match=r"layers.0.bias is \(6,\) torch.bfloat16 in the model, \(6,\) torch.float32"
-        ):
+        with raises_at(CheckpointError, "the model", "layers.0.bias", "(6,) torch.bfloat16", "(6,) torch.float32"):
             load_state(model, [optimizer], folder)
 
     def test_another_number_of_optimizers_is_refused(self, folder):
         model, optimizer = build()
-        with pytest.raises(CheckpointError, match="the optimizers\n  got: 0\n  expected: 1"):
+        with raises_at(CheckpointError, "the optimizers", "0", expected="1"):
             load_state(model, [], folder)
 
     def test_another_number_of_groups_is_refused(self, folder):
         model, _ = build()
         optimizer = AdamW([{"params": model.layers.parameters()}, {"params": [model.scale]}])
-        with pytest.raises(CheckpointError, match="other parameters in group 0: scale"):
+        with raises_at(CheckpointError, "AdamW", "group 0: scale"):
             load_state(model, [optimizer], folder)
 
     def test_a_further_empty_group_is_refused(self, folder):
         model, _ = build()
         optimizer = AdamW([{"params": model.parameters()}, {"params": []}])
-        with pytest.raises(CheckpointError, match="2 parameter groups, 1 in the checkpoint"):
+        with raises_at(CheckpointError, "AdamW", "2 parameter groups"):
             load_state(model, [optimizer], folder)
 
 
@@ -383,34 +381,34 @@ class TestDamage:
 
     def test_a_missing_file_of_tensors_is_named(self, folder):
         next(folder.glob("*.safetensors")).unlink()
-        with pytest.raises(CheckpointCorruptError, match="missing: tensors-00001-of-00001.safetensors"):
+        with raises_at(CheckpointCorruptError, str(folder), "missing: tensors-00001-of-00001.safetensors"):
             self.load(folder)
 
     def test_a_file_of_another_save_is_named(self, folder):
         save_file({"model.scale": torch.tensor(9.0)}, folder / "tensors-00002-of-00002.safetensors")
-        with pytest.raises(CheckpointCorruptError, match="unexpected: tensors-00002-of-00002.safetensors"):
+        with raises_at(CheckpointCorruptError, str(folder), "unexpected: tensors-00002-of-00002.safetensors"):
             self.load(folder)
 
     def test_a_file_without_some_tensors_is_named(self, folder):
         save_file({"model.layers.0.weight": torch.zeros(6, 4)}, next(folder.glob("*.safetensors")))
-        with pytest.raises(CheckpointCorruptError, match=r"missing tensors: (buffers|model)\."):
+        with raises_at(CheckpointCorruptError, str(folder), "buffers.cache", "model.layers.0.bias"):
             self.load(folder)
 
     def test_a_truncated_file_is_a_damaged_checkpoint(self, folder):
         file = next(folder.glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-10])
-        with pytest.raises(CheckpointCorruptError, match="expected: a complete checkpoint"):
+        with raises_at(CheckpointCorruptError, str(folder), "header"):
             self.load(folder)
 
     def test_a_truncated_state_is_a_damaged_checkpoint(self, folder):
         (folder / STATE_FILE).write_text("{")
-        with pytest.raises(CheckpointCorruptError, match="invalid JSON"):
+        with raises_at(CheckpointCorruptError, "a checkpoint's state", "JSON"):
             self.load(folder)
 
 
 def test_an_error_of_the_disk_keeps_its_number(tmp_path):
     model, optimizer = build()
-    with pytest.raises(OSError, match="No such file") as caught:
+    with pytest.raises(FileNotFoundError) as caught:
         save_state(model, [optimizer], {}, tmp_path / "absent")
     assert caught.value.errno == errno.ENOENT
 
@@ -422,7 +420,7 @@ def test_nan_anywhere_in_a_tensor_is_no_number_to_continue_from(place):
     require_numbers(collector.collect({}))
     with torch.no_grad():
         model.layers[0].weight[place] = math.nan
-    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.weight"):
+    with raises_at(CheckpointError, "model.layers.0.weight"):
         require_numbers(collector.collect({}))
 
 
@@ -433,7 +431,7 @@ def test_nan_in_an_optimizers_state_is_refused_and_infinity_is_not():
     optimizer.state[model.layers[0].weight]["exp_avg"][1, 1] = math.inf
     require_numbers(collector.collect({}))
     optimizer.state[model.layers[2].weight]["exp_avg_sq"][1, 1] = math.nan
-    with pytest.raises(CheckpointError, match=r"layers\.2\.weight\.exp_avg_sq"):
+    with raises_at(CheckpointError, "layers.2.weight.exp_avg_sq"):
         require_numbers(collector.collect({}))
 
 
@@ -454,7 +452,7 @@ def test_communication_hooks_of_torch_with_a_state_are_rejected():
         return StateCollector(model, [SGD(model.parameters(), lr=0.1)]).collect({})
 
     power = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
-    with pytest.raises(CheckpointError, match="PowerSGDState(.|\n)*DDPCommunicationHookType.BF16"):
+    with raises_at(CheckpointError, "checkpoints", "PowerSGDState"):
         collect(power, powerSGD_hook.powerSGD_hook)
     collect(None, default_hooks.fp16_compress_hook)
 
@@ -462,5 +460,5 @@ def test_communication_hooks_of_torch_with_a_state_are_rejected():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_nested_tensors_are_named():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
-    with pytest.raises(CheckpointError, match=r"rows(.|\n)*a nested tensor \(torch.float32"):
+    with raises_at(CheckpointError, "rows", "nested tensor", "torch.float32"):
         split_tensors({"rows": nested})

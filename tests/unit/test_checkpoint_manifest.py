@@ -20,6 +20,7 @@ from accmt.checkpoint.manifest import (
 )
 from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError
 from tests.checkpoints import cut_in_half, delete, empty, flip, grow, truncate, write_version
+from tests.raising import raises_at
 
 INFO = {"epoch": 2, "samples_seen": 3840, "best": math.inf, "names": ["a", "ü"], "nothing": None}
 FILES = {"weights.bin": bytes(range(256)) * 40, "state.json": b'{"step": 120}', "parts/optimizer.bin": b"12345"}
@@ -76,42 +77,33 @@ def loop(path):
     path.symlink_to(path)
 
 
-REASONS = {
-    truncate: "bytes instead of",
-    cut_in_half: "bytes instead of",
-    flip: "its digest differs",
-    empty: "has 0 bytes instead of",
-    delete: "is missing",
-    grow: "bytes instead of",
-    replace_by_folder: "bytes instead of|cannot be read",
-    loop: "cannot be read",
-}
+DAMAGES = [truncate, cut_in_half, flip, empty, delete, grow, replace_by_folder, loop]
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", REASONS, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_every_damage_to_a_file_is_named(folder, name, damage):
     damage(folder / name)
-    with pytest.raises(CheckpointCorruptError, match=rf"(?s)step-00000120.*{name}.*({REASONS[damage]})"):
+    with raises_at(CheckpointCorruptError, "step-00000120", name):
         read_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    "damage",
     [
-        (delete, "is missing"),
-        (empty, "is not JSON"),
-        (cut_in_half, "is not JSON"),
-        (replace_by_folder, "cannot be read"),
-        (lambda path: path.write_text("[]"), "has changed since it was written"),
-        (lambda path: path.write_text("{}"), "has changed since it was written"),
-        (lambda path: path.write_text(path.read_text().replace("3840", "3841")), "has changed since it was written"),
-        (lambda path: path.write_bytes(b"\xff" + path.read_bytes()), "is not JSON"),
+        delete,
+        empty,
+        cut_in_half,
+        replace_by_folder,
+        lambda path: path.write_text("[]"),
+        lambda path: path.write_text("{}"),
+        lambda path: path.write_text(path.read_text().replace("3840", "3841")),
+        lambda path: path.write_bytes(b"\xff" + path.read_bytes()),
     ],
 )
-def test_every_damage_to_the_manifest_is_named(folder, damage, reason):
+def test_every_damage_to_the_manifest_is_named(folder, damage):
     damage(folder / "manifest.json")
-    with pytest.raises(CheckpointCorruptError, match=f"(?s)manifest.json {reason}"):
+    with raises_at(CheckpointCorruptError, "step-00000120", "manifest.json"):
         read_checkpoint(folder)
 
 
@@ -130,31 +122,30 @@ def test_no_flipped_byte_of_the_manifest_changes_what_is_read(folder):
 
 def test_a_manifest_of_a_future_version_says_which_accmt_reads_it(folder):
     write_version(folder, 3, versions={"accmt": "9.1.0"}, files="in another form")
-    told = r"(?s)format 3, written by accmt 9\.1\.0.*install accmt 9\.1\.0"
-    with pytest.raises(CheckpointError, match=told) as raised:
+    with raises_at(CheckpointError, "step-00000120", "format 3", "accmt 9.1.0", do="accmt 9.1.0") as raised:
         read_checkpoint(folder)
     assert not isinstance(raised.value, CheckpointCorruptError)
     write_version(folder, 4, versions=None)
-    with pytest.raises(CheckpointError, match=r"format 4, written by accmt \?"):
+    with raises_at(CheckpointError, "step-00000120", "format 4"):
         read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("more", [{"unknown": 1}, {"files": []}, {"files": {"a": {"size": 1}}}])
 def test_a_manifest_of_this_version_with_other_entries_is_damaged(folder, more):
     write_version(folder, 2, **more)
-    with pytest.raises(CheckpointCorruptError, match="the entries of format 2"):
+    with raises_at(CheckpointCorruptError, "step-00000120", "manifest.json", "format 2"):
         read_checkpoint(folder)
 
 
 def test_where_there_is_no_checkpoint_the_message_says_what_there_is(folder, tmp_path):
-    with pytest.raises(NoCheckpointError, match="no such folder"):
+    with raises_at(NoCheckpointError, str(tmp_path / "nowhere")):
         read_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"(?s)a folder of 1 checkpoint.*such as .*step-00000120"):
+    with raises_at(NoCheckpointError, str(tmp_path), "1 checkpoint", do="step-00000120"):
         read_checkpoint(tmp_path)
     (tmp_path / "other").mkdir()
-    with pytest.raises(NoCheckpointError, match=r"a folder without manifest\.json"):
+    with raises_at(NoCheckpointError, str(tmp_path / "other"), "manifest.json"):
         read_checkpoint(tmp_path / "other")
-    with pytest.raises(NoCheckpointError, match="no such folder"):
+    with raises_at(NoCheckpointError, "weights.bin"):
         read_checkpoint(folder / "weights.bin")
 
 

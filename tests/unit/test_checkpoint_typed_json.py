@@ -16,6 +16,7 @@ import torch
 
 from accmt.checkpoint.state_dicts import TensorReference, WrappedTensor, decode, encode
 from accmt.errors import CheckpointCorruptError, CheckpointError
+from tests.raising import raises_at
 from tests.tables import each
 
 VALUES = [
@@ -106,7 +107,7 @@ def test_further_kinds_come_back(value):
 
 
 def test_a_default_that_cannot_be_found_again_is_refused():
-    with pytest.raises(CheckpointError, match="the default of state"):
+    with raises_at(CheckpointError, "the default of state"):
         encode(defaultdict(lambda: 0))
 
 
@@ -122,10 +123,8 @@ def test_a_default_that_cannot_be_found_again_is_refused():
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_another_type_is_refused_with_the_path_to_it(value, kind):
-    with pytest.raises(CheckpointError, match=r"others\.callbacks\[1\]\.best") as caught:
+    with raises_at(CheckpointError, "others.callbacks[1].best", kind, do="state_dict"):
         encode({"callbacks": [None, {"best": value}]}, "others")
-    assert kind in str(caught.value)
-    assert "state_dict" in str(caught.value)
 
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024 - as users write it
@@ -153,18 +152,20 @@ def test_collections_and_other_literals_come_back(value):
 
 
 def test_a_key_of_another_type_is_refused():
-    with pytest.raises(CheckpointError, match=r"a key of state\.a: .*"):
+    with raises_at(CheckpointError, "a key of state.a: PosixPath('x')"):
         encode({"a": {Path("x"): 1}})
 
 
 def test_text_that_is_cut_off_is_a_damaged_checkpoint():
-    with pytest.raises(CheckpointCorruptError, match="invalid JSON"):
+    with raises_at(CheckpointCorruptError, "a checkpoint's state", "JSON"):
         decode(encode({"a": [1, 2, 3]})[:-3])
 
 
-@pytest.mark.parametrize("text", ['{"$module": "os"}', '{"a": [{"$python": "exit()"}]}'])
-def test_an_unknown_mark_is_refused_and_nothing_runs(text):
-    with pytest.raises(CheckpointError, match=r"mark '\$(module|python)', which this version of accmt does not know"):
+@pytest.mark.parametrize(
+    ("text", "mark"), [('{"$module": "os"}', "'$module'"), ('{"a": [{"$python": "exit()"}]}', "'$python'")]
+)
+def test_an_unknown_mark_is_refused_and_nothing_runs(text, mark):
+    with raises_at(CheckpointError, "a checkpoint's state", mark):
         decode(text)
 
 

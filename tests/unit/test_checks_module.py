@@ -100,19 +100,19 @@ def check(module, *, has_validation=True):
 
 
 REFUSED = [
-    (Whole, r"expected: an instance of it\n  do: trainer.fit\(Whole\(...\), ...\)"),
-    (nn.Linear(2, 1), r"got: Linear\n  expected: an AcceleratorModule\n  do: AcceleratorModule.from_functions"),
-    ({}, r"got: dict\n  expected: an AcceleratorModule\n  do: class MyModule\(AcceleratorModule\)"),
-    (TensorDataset(torch.ones(1)), r"do: trainer.fit\(module, data\): the module comes first"),
-    (None, "got: NoneType"),
-    (WithoutModel(), r"self.model = MyNetwork\(\) in __init__"),
-    (WithParts("net"), r"self.model = self.net in __init__"),
-    (WithParts("G", "D"), r'self.model = nn.ModuleDict\({"G": self.G, "D": self.D}\) in __init__'),
-    (ModelOfWrongType(), "self.model is dict"),
-    (Frozen(), "leave at least one unfrozen"),
-    (WithoutParameters(), "no parameter of self.model requires a gradient"),
-    (Base(), r"def training_step\(self, batch\): return loss"),
-    (Trains(), r'def validation_step\(self, batch\): return \{"loss": loss\}'),
+    (Whole, "trainer.fit(Whole(...), ...)"),
+    (nn.Linear(2, 1), "AcceleratorModule.from_functions"),
+    ({}, "class MyModule(AcceleratorModule)"),
+    (TensorDataset(torch.ones(1)), "trainer.fit(module, data)"),
+    (None, "class MyModule(AcceleratorModule)"),
+    (WithoutModel(), "self.model = MyNetwork() in __init__"),
+    (WithParts("net"), "self.model = self.net in __init__"),
+    (WithParts("G", "D"), 'self.model = nn.ModuleDict({"G": self.G, "D": self.D}) in __init__'),
+    (ModelOfWrongType(), "self.model = an nn.Module"),
+    (Frozen(), "unfrozen"),
+    (WithoutParameters(), "unfrozen"),
+    (Base(), "def training_step(self, batch): return loss"),
+    (Trains(), 'def validation_step(self, batch): return {"loss": loss}'),
     (MisspeltTraining(), "rename it to training_step"),
     (MisspeltValidation(), "rename it to validation_step"),
     (MisspeltOptimizer(), "rename it to get_optimizer"),
@@ -123,11 +123,11 @@ REFUSED = [
 
 
 @pytest.mark.feature("D01", "D02", "D03", "D04", "T13")
-@pytest.mark.parametrize(("module", "message"), REFUSED, ids=lambda value: type(value).__name__)
-def test_a_fault_of_the_module_shows_the_line_to_write(module, message):
-    with pytest.raises(ModuleContractError, match=message) as error:
+@pytest.mark.parametrize(("module", "do"), REFUSED, ids=lambda value: type(value).__name__)
+def test_a_fault_of_the_module_shows_the_line_to_write(module, do):
+    where = type(module).__name__ if isinstance(module, AcceleratorModule) else "fit(module)"
+    with raises_at(ModuleContractError, where, do=do):
         check(module)
-    assert isinstance(error.value, TypeError)
 
 
 @pytest.mark.feature("D01", "D02")
@@ -140,7 +140,7 @@ def test_fit_refuses_before_it_reads_a_sample_or_writes_a_file(module, tmp_path)
         def __getitem__(self, index):
             raise AssertionError("a sample was read")
 
-    with pytest.raises(ModuleContractError, match="expected: "):
+    with raises_at(ModuleContractError, type(module).__name__):
         Trainer(HPS, "out", verbose=False).fit(module, Untouchable())
     assert list(tmp_path.iterdir()) == []
 
@@ -223,17 +223,16 @@ def test_further_parameters_are_those_of_the_moment_of_the_call():
 @pytest.mark.parametrize(
     ("step", "shown"),
     [
-        (lambda self: None, r"training_step\(\)"),
-        (lambda self, inputs, labels: None, r"training_step\(inputs, labels\)"),
-        (lambda self, batch, bach_idx: None, r"bach_idx\)"),
-        (lambda self, *, batch: None, r"\(\*, batch\)"),
-        (lambda self, **values: None, r"\(\*\*values\)"),
-        (lambda self, key, batch: None, r"\(key, batch\)"),
+        (lambda self: None, "training_step()"),
+        (lambda self, inputs, labels: None, "training_step(inputs, labels)"),
+        (lambda self, batch, bach_idx: None, "bach_idx)"),
+        (lambda self, *, batch: None, "(*, batch)"),
+        (lambda self, **values: None, "(**values)"),
+        (lambda self, key, batch: None, "(key, batch)"),
     ],
 )
 def test_a_training_step_with_other_parameters_is_refused(step, shown):
-    message = rf"{shown}\n.*\n  do: def training_step\(self, batch\), with any of batch_idx, state, status_dict"
-    with pytest.raises(ModuleContractError, match=message):
+    with raises_at(ModuleContractError, "Own", shown, do="def training_step(self, batch), with any of batch_idx"):
         adapt_training_step(module_with(training_step=step), STATE)
 
 
@@ -269,7 +268,7 @@ def test_a_validation_step_gets_the_key_and_what_else_it_names(name, step, expec
 @pytest.mark.feature("D04")
 @pytest.mark.parametrize("step", [lambda self: 0, lambda self, a, b, c: 0, lambda self, batch, *, flag: 0])
 def test_a_validation_step_with_other_parameters_is_refused(step):
-    with pytest.raises(ModuleContractError, match=r"def validation_step\(self, batch\) or .*\(self, key, batch\)"):
+    with raises_at(ModuleContractError, "Own", "validation_step(", do="def validation_step(self, key, batch)"):
         adapt_validation_step(validating("validation_step", step), "validation_step")
 
 
@@ -417,9 +416,7 @@ def test_get_scheduler_takes_the_keywords_that_it_names(get_scheduler):
 @pytest.mark.parametrize("wrong", [lambda self: None, lambda self, optimizer, total_steps: None])
 def test_get_scheduler_with_other_parameters_is_refused_before_training(wrong):
     module = type("Own", (Trains,), {"get_scheduler": wrong})()
-    with pytest.raises(
-        ModuleContractError, match=r"Own\n  got: get_scheduler\(.*(.|\n)*optimizer, steps_per_epoch, epochs"
-    ):
+    with raises_at(ModuleContractError, "Own", "get_scheduler(", do="(self, optimizer, steps_per_epoch, epochs)"):
         Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, TensorDataset(torch.ones(4, 2)))
 
 
@@ -427,17 +424,17 @@ def test_get_scheduler_with_other_parameters_is_refused_before_training(wrong):
 @pytest.mark.parametrize("function", ["validate", "test", "predict", "tune"])
 def test_a_path_that_only_fit_takes_is_told_how_it_becomes_a_module(function, path):
     trainer = Trainer(HPS, "out/m", verbose=False)
-    with pytest.raises(ModuleContractError, match=r"do: module = AcceleratorModule.from_hf\(path, "):
+    with raises_at(ModuleContractError, f"{function}(module)", do="AcceleratorModule.from_hf(path, "):
         getattr(trainer, function)(path, TensorDataset(torch.ones(4, 2)))
 
 
 BESIDE_THE_MODEL = {
-    "a parameter": (lambda m: nn.Parameter(torch.ones(1)), r"self\.part requires a gradient"),
-    "a tensor": (lambda m: torch.ones(1, requires_grad=True), r"self\.part requires a gradient"),
-    "a parameter in a list": (lambda m: [1, nn.Parameter(torch.ones(1))], r"self\.part\[1\] requires"),
-    "a tensor in a dict": (lambda m: {"a": torch.ones(1, requires_grad=True)}, r"self\.part\['a'\] requires"),
-    "a ParameterList": (lambda m: nn.ParameterList([torch.ones(1)]), r"self\.part has parameters"),
-    "a layer in a tuple": (lambda m: (nn.Linear(1, 1),), r"self\.part\[0\] has parameters"),
+    "a parameter": (lambda m: nn.Parameter(torch.ones(1)), "self.part "),
+    "a tensor": (lambda m: torch.ones(1, requires_grad=True), "self.part "),
+    "a parameter in a list": (lambda m: [1, nn.Parameter(torch.ones(1))], "self.part[1] "),
+    "a tensor in a dict": (lambda m: {"a": torch.ones(1, requires_grad=True)}, "self.part['a'] "),
+    "a ParameterList": (lambda m: nn.ParameterList([torch.ones(1)]), "self.part "),
+    "a layer in a tuple": (lambda m: (nn.Linear(1, 1),), "self.part[0] "),
 }
 
 
@@ -455,7 +452,7 @@ def test_what_would_not_be_trained_beside_the_model_is_refused(part, is_module):
         def training_step(self, batch):
             return self.model(batch).mean()
 
-    with pytest.raises(ModuleContractError, match=got):
+    with raises_at(ModuleContractError, "Own", got):
         check_module(Own())
 
 

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accmt.data import SourceOptions, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
+from tests.raising import raises_at
 
 
 class Numbers:
@@ -82,12 +83,12 @@ def test_samples_are_not_known_beforehand_where_some_may_be_skipped():
 
 
 def test_an_epoch_of_which_nothing_can_be_read_is_an_error():
-    with pytest.raises(DataError, match="7 unreadable samples in a row; the last is sample 6: ValueError: no"):
+    with raises_at(DataError, "the training data", "7 unreadable", "sample 6: ValueError: no number 6"):
         read(Numbers(7, range(7)))
 
 
 def test_a_hundred_samples_in_a_row_that_cannot_be_read_are_an_error():
-    with pytest.raises(DataError, match="check the path"):
+    with raises_at(DataError, "the training data", "unreadable", "ValueError: no number "):
         read(Numbers(999, range(300, 999)), first=50)
     assert len(read(Numbers(999, range(300, 398)))) == 333
 
@@ -103,7 +104,7 @@ def test_far_more_than_a_hundred_in_all_that_are_not_in_a_row_are_skipped(batch_
 def test_a_hundred_are_counted_from_the_last_that_could_be_read():
     """Ninety-nine, one that can be read, and ninety-nine more."""
     assert len(read(Numbers(200, {*range(99), *range(100, 199)}), batch_size=1)) == 200
-    with pytest.raises(DataError, match="100 unreadable samples in a row"):
+    with raises_at(DataError, "the training data", "100 unreadable"):
         read(Numbers(201, {*range(99), *range(100, 200)}), batch_size=1)
 
 

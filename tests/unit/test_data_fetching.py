@@ -13,6 +13,7 @@ from accmt.data import SourceOptions, build_source
 from accmt.data.fetching import BadSample, CollateFetched, Fetched, ReadableBatch, SeededDataset
 from accmt.data.seeding import BatchIndices
 from accmt.errors import DataError
+from tests.raising import raises_at
 from tests.toys import Linear, make_trainer
 
 
@@ -182,7 +183,7 @@ def test_an_error_that_is_explained_already_gets_the_samples_only():
         def __getitem__(self, index):
             return torch.zeros(index)
 
-    with pytest.raises(DataError, match="equal shape") as caught:
+    with raises_at(DataError, "making a batch") as caught:
         read(Uneven())
     assert caught.value.__notes__[0] == "making a batch of the samples [0, 1]"
 

@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Subse
 from accmt.data import Shard, SourceOptions, build_source
 from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.errors import DataError
+from tests.raising import raises_at
 from tests.tables import each
 
 
@@ -157,7 +158,7 @@ def test_drop_last_leaves_out_a_round_that_is_not_full(count, micro_batches):
 
 @pytest.mark.feature("N15")
 def test_dropping_all_there_is_is_an_error():
-    with pytest.raises(DataError, match="3 samples for batches of 4\n(.|\n)*drop_last"):
+    with raises_at(DataError, "the training data", "3 samples for batches of 4", do="drop_last"):
         build_source(Counted(3), options(batch_size=4, drop_last=True))
 
 
@@ -418,13 +419,13 @@ def test_options_of_a_user_dataloader_are_kept():
 
 
 def test_no_samples_and_no_batches_are_errors():
-    with pytest.raises(DataError, match="the training data\n  got: a dataset of length 0"):
+    with raises_at(DataError, "the training data", "length 0"):
         build_source([], options())
-    with pytest.raises(DataError, match="0 samples for batches of 2"):
+    with raises_at(DataError, "the training data", "0 samples for batches of 2"):
         build_source([1, 2], options(sampler=[]))
-    with pytest.raises(DataError, match="a DataLoader without batches"):
+    with raises_at(DataError, "the training data", "without batches"):
         build_source(DataLoader([1, 2], batch_size=3, drop_last=True), options())
-    with pytest.raises(DataError, match="a DataLoader without batches"):
+    with raises_at(DataError, "the training data", "without batches"):
         build_source([1, 2], options(batch_sampler=[]))
 
 

@@ -7,6 +7,7 @@ from accmt.data import SourceOptions, build_source
 from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError
+from tests.raising import raises_at
 from tests.tables import each
 
 TENSORS = TensorDataset(torch.arange(4))
@@ -65,13 +66,13 @@ def test_a_batch_sampler_makes_a_loader_of_batches():
 
 @each("data", [3, None, object(), b"bytes", print])
 def test_what_is_no_data_is_rejected_by_its_kind(data):
-    with pytest.raises(DataError, match=f"the validation data\n  got: {type(data).__name__}\n  expected: a Dataset"):
+    with raises_at(DataError, "the validation data", type(data).__name__):
         build_source(data, options())
 
 
 def test_a_dict_of_datasets_is_rejected_with_its_keys():
     splits = datasets.DatasetDict({"train": TABLE, "test": TABLE})
-    with pytest.raises(DataError, match=r"DatasetDict with the keys \['train', 'test'\](.|\n)*data\[\"train\"\]"):
+    with raises_at(DataError, "the validation data", "DatasetDict", "['train', 'test']", do='data["train"]'):
         build_source(splits, options())
 
 
@@ -80,5 +81,5 @@ def test_a_dataloader_that_accelerate_has_prepared_is_rejected():
     from accelerate import Accelerator
 
     prepared = Accelerator(cpu=True).prepare(DataLoader(TENSORS))
-    with pytest.raises(DataError, match="a DataLoader already sharded by accelerator.prepare"):
+    with raises_at(DataError, "the validation data", "accelerator.prepare"):
         build_source(prepared, options())

@@ -3,6 +3,7 @@ import torch
 
 from accmt.engine.accelerator import explaining_device, touch
 from accmt.errors import DeviceError
+from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
@@ -27,9 +28,8 @@ def test_a_device_that_cannot_be_used_is_an_error_before_anything_is_built(monke
 
     monkeypatch.setattr("accmt.engine.accelerator.touch", fail)
     module = Linear()
-    with pytest.raises(DeviceError, match="the device of the run\n  got: (CUDA|The NVIDIA driver)") as caught:
+    with raises_at(DeviceError, "the device of the run", do=do) as caught:
         make_trainer().fit(module, make_points())
-    assert do in str(caught.value)
     assert "CUDA_LAUNCH_BLOCKING" not in str(caught.value)
     assert caught.value.__cause__ is error
 
@@ -40,7 +40,7 @@ def test_other_errors_stay_as_they_are():
     def fail():
         raise error
 
-    with pytest.raises(RuntimeError, match="another backend") as caught, explaining_device():
+    with pytest.raises(RuntimeError) as caught, explaining_device():
         fail()
     assert caught.value is error
 
@@ -50,7 +50,7 @@ def test_the_accelerator_itself_may_find_the_device_busy(monkeypatch):
         raise torch.AcceleratorError(BUSY)
 
     monkeypatch.setattr("accelerate.Accelerator.__init__", lambda self, **_: fail())
-    with pytest.raises(DeviceError, match="busy or unavailable"):
+    with raises_at(DeviceError, "the device of the run", "busy"):
         make_trainer().fit(Linear(), make_points())
 
 

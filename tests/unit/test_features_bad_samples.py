@@ -8,6 +8,7 @@ from torch import nn
 
 from accmt import ExtendedAcceleratorModule
 from accmt.errors import DataError
+from tests.raising import raises_at
 from tests.resume.unbroken import Augmented, assert_same, state_of, train
 from tests.toys import Linear, Numbers, Scripted, logged, make_trainer
 
@@ -69,7 +70,7 @@ def test_it_is_an_error_unless_skipping_is_asked_for():
 
 
 def test_training_data_of_which_nothing_can_be_read_end_the_run():
-    with pytest.raises(DataError, match="8 unreadable samples in a row"):
+    with raises_at(DataError, "the training data", "8 unreadable", "sample 7"):
         fit(Unreadable(8, range(8)))
 
 
@@ -91,7 +92,7 @@ def test_the_trial_evaluation_skips_batches_without_anything_left():
 
 
 def test_a_validation_set_of_which_nothing_can_be_read_is_an_error():
-    with pytest.raises(DataError, match="3 unreadable samples in a row"):
+    with raises_at(DataError, "the validation data", "3 unreadable", "sample 2"):
         fit(Numbers(2), Unreadable(3, range(3)))
 
 

@@ -304,31 +304,31 @@ class Framed:
 
 
 @each(
-    ("data", "message"),
+    ("data", "got", "do"),
     [
-        ("train.csv", """got: 'train.csv'(.|\n)*load_dataset\\("csv", data_files='train.csv', split="train"\\)"""),
-        (Path("rows.jsonl"), """load_dataset\\("json", data_files='rows.jsonl'"""),
-        (Numbers, r"got: the class Numbers(.|\n)*pass an object of it: Numbers\(\.\.\.\)"),
-        (Unlengthed(), r"got: Unlengthed, which has __getitem__ but no __len__(.|\n)*def __len__"),
-        (Framed(), r'a Framed of pandas(.|\n)*frame\.to_dict\("records"\)'),
+        ("train.csv", "'train.csv'", """load_dataset("csv", data_files='train.csv', split="train")"""),
+        (Path("rows.jsonl"), "'rows.jsonl'", """load_dataset("json", data_files='rows.jsonl'"""),
+        (Numbers, "the class Numbers", "Numbers(...)"),
+        (Unlengthed(), "Unlengthed", "def __len__"),
+        (Framed(), "a Framed of pandas", 'frame.to_dict("records")'),
     ],
 )
-def test_what_is_no_dataset_is_told_with_how_to_make_one(data, message):
+def test_what_is_no_dataset_is_told_with_how_to_make_one(data, got, do):
     for train, validation in ((data, None), (Numbers(2), data)):
-        with pytest.raises(accmt.DataError, match=message):
+        with raises_at(accmt.DataError, "data", got, do=do):
             make_trainer().fit(Scripted(), train, validation)
 
 
 @each(
     ("scheduler", "where"),
     [
-        ({"type": "StepLR", "step_size": 0}, "scheduler.step_size\n  got: StepLR: integer modulo by zero"),
-        ({"type": "CosineAnnealingLR", "T_max": 0}, "scheduler.T_max\n  got: CosineAnnealingLR: "),
+        ({"type": "StepLR", "step_size": 0}, "hps_config scheduler.step_size"),
+        ({"type": "CosineAnnealingLR", "T_max": 0}, "hps_config scheduler.T_max"),
     ],
 )
 def test_a_scheduler_that_would_divide_by_zero_is_told_before_training(scheduler, where):
     module = Scripted()
-    with pytest.raises(accmt.HyperParameterError, match=re.escape(where)):
+    with raises_at(accmt.HyperParameterError, where, scheduler["type"]):
         make_trainer({"scheduler": scheduler}).fit(module, Numbers(4))
     assert not module.seen
 
@@ -360,15 +360,14 @@ def test_the_trial_of_a_scheduler_moves_no_learning_rate(scheduler):
 
 def test_keys_that_are_not_indented_below_hps_are_told(tmp_path):
     (tmp_path / "hps.yaml").write_text("\nhps:\nepochs: 2\nbatch_size: 8\n")
-    told = r"hps\.yaml:2\n  got: `hps:` without content, next to epochs, batch_size(.|\n)*do: indent these keys"
-    with pytest.raises(accmt.HyperParameterError, match=told):
+    with raises_at(accmt.HyperParameterError, "hps.yaml:2", "`hps:`", "epochs, batch_size"):
         HyperParameters.from_config(tmp_path / "hps.yaml")
 
 
 @each(("name", "meant"), [("on_epoch_finish", "on_epoch_end"), ("on_evaluation_begin", "on_evaluation_start")])
 def test_hooks_named_by_another_word_for_start_and_end_are_told(name, meant):
     callback = type("Mine", (accmt.Callback,), {name: lambda self: None})()
-    with pytest.raises(accmt.ModuleContractError, match=f"did you mean {meant}|def {meant}"):
+    with raises_at(accmt.ModuleContractError, f"Mine.{name}", do=meant):
         make_trainer(callbacks=callback).fit(Linear(), make_points())
 
 

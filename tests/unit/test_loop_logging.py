@@ -204,13 +204,13 @@ def test_nan_is_logged_for_a_run_that_diverges_must_look_like_one():
 
 @pytest.mark.parametrize("name", ["", None, 3])
 def test_a_name_is_text(name):
-    with pytest.raises(ModuleContractError, match="(?s)log.*the name.*a string"):
+    with raises_at(ModuleContractError, "log", repr(name), expected="a string"):
         fit(Logging(lambda module, batch: module.log(name, 1)))
 
 
 @pytest.mark.parametrize("name", ["train_loss", "val_loss"])
 def test_the_losses_keep_their_names(name):
-    with pytest.raises(ModuleContractError, match="the name of a loss"):
+    with raises_at(ModuleContractError, f"log('{name}', ...)"):
         fit(Logging(lambda module, batch: module.log(name, 1)))
 
 
@@ -245,7 +245,7 @@ def test_another_reduction_is_refused_with_the_nearest():
 
 
 def test_a_value_beside_values_by_name_is_refused():
-    with pytest.raises(ArgumentError, match="and a single value"):
+    with raises_at(ArgumentError, "log", "a single value"):
         fit(Logging(lambda module, batch: module.log({"x": 1}, 2)))
 
 
@@ -294,7 +294,7 @@ def test_between_the_sets_of_an_evaluation_there_is_nothing_to_log_to():
 def test_while_predicting_nothing_is_logged():
     trainer = make_trainer()
     trainer.state.now = Status(stage="predict")
-    with pytest.raises(ModuleContractError, match="in prediction"):
+    with raises_at(ModuleContractError, "log", "prediction"):
         Logs(trainer).log("x", 1, None, "mean", instant=False, prog_bar=False, logger=True)
 
 
@@ -360,11 +360,11 @@ def test_a_module_is_pickled_without_its_logs():
 @pytest.mark.parametrize(
     ("keyword", "do"),
     [
-        ("on_step", r"remove it: Trainer\(log_every=10\)"),
-        ("on_epoch", r"remove it: Trainer\(log_every=-1\)"),
-        ("sync_dist", "remove it: values are averaged over all processes"),
-        ("reduce_fx", 'write reduction="sum"'),
-        ("progbar", r"did you mean prog_bar\?"),
+        ("on_step", "remove it: Trainer(log_every=10)"),
+        ("on_epoch", "remove it: Trainer(log_every=-1)"),
+        ("sync_dist", "remove it"),
+        ("reduce_fx", 'reduction="sum"'),
+        ("progbar", "did you mean prog_bar?"),
     ],
 )
 @pytest.mark.parametrize("method", ["log", "log_dict"])
@@ -373,5 +373,5 @@ def test_keywords_of_another_log_are_told_what_to_write_here(method, keyword, do
         values = ("a", 1.0) if method == "log" else ({"a": 1.0},)
         getattr(module, method)(*values, **{keyword: True})
 
-    with pytest.raises(ArgumentError, match=rf"{keyword}=\.\.\.\)\n  got: an? .*keyword.*\n.*\n  do: {do}"):
+    with raises_at(ArgumentError, f"{keyword}=...)", "keyword", do=do):
         fit(Logging(log), train=2)

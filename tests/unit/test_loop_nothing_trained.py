@@ -31,15 +31,15 @@ class WithCollate(Linear):
 @pytest.mark.parametrize("val_data", [None, make_points(4)])
 @pytest.mark.parametrize("function", [collate, Collate(), partial(collate), [default_collate, lambda batch: None]])
 def test_a_collate_function_without_return_is_an_error(function, val_data):
-    with pytest.raises(DataError, match=r"(?s)got: None from the collate function.*do: return the batch"):
+    with raises_at(DataError, "a batch of the ", "the collate function", do="return the batch"):
         make_trainer(collate_fn=function).fit(Linear(), make_points(8), val_data)
 
 
 @pytest.mark.feature("N78")
 def test_so_is_that_of_a_module_and_of_a_dataloader():
-    with pytest.raises(DataError, match="None from the collate function"):
+    with raises_at(DataError, "a batch of the training data", "the collate function"):
         make_trainer().fit(WithCollate(), make_points(8))
-    with pytest.raises(DataError, match="None from the collate function"):
+    with raises_at(DataError, "a batch of the training data", "the collate function"):
         make_trainer().fit(Linear(), DataLoader(make_points(8), 2, collate_fn=collate))
 
 

@@ -284,7 +284,7 @@ def test_lengths_that_are_not_true_are_warned_of(tmp_path: Path, caplog: pytest.
 
 
 def test_data_without_lengths_say_what_to_define(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="def length_of"):
+    with raises_at(DataError, "the length of a sample", "['index']", do="def length_of"):
         run(tmp_path, data=[{"index": 1}] * 4, collate_fn=None)
 
 
@@ -367,7 +367,7 @@ def test_micro_batches_are_pinned_as_batches_are(pins: bool) -> None:
 
 
 def test_a_sample_longer_than_the_budget_is_an_error_where_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"are longer, up to 23 tokens(.|\n)*truncation=True, max_length=20"):
+    with raises_at(DataError, "max_tokens: 20", "up to 23 tokens", do="max_length=20"):
         run(tmp_path, hps={"max_tokens": 20}, failures={"on_long_sample": "raise"})
 
 

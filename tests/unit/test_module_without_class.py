@@ -94,10 +94,15 @@ def test_lists_where_a_transformers_model_needs_tensors_are_told_with_what_to_wr
         BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
     )
     batch = default_collate([{"text": "a", "input_ids": [1, 2], "labels": 0}] * 2)
-    with pytest.raises(DataError, match=r"lists under 'text', 'input_ids'(.|\n)*remove_columns.*, and Trainer\(coll"):
+    with raises_at(
+        DataError,
+        "a batch for the transformers model",
+        "'text', 'input_ids'",
+        do="remove_columns(['text']), and Trainer(coll",
+    ):
         HuggingFaceModule(model).step(batch)
     batch = default_collate([{"input_ids": torch.tensor([1, 2]), "labels": "a"}] * 2)
-    with pytest.raises(DataError, match=r"write dataset.class_encode_column\('labels'\)"):
+    with raises_at(DataError, "a batch for the transformers model", "'labels'", do="class_encode_column('labels')"):
         HuggingFaceModule(model).step(batch)
     with pytest.raises(AttributeError, match="wrong"):
         HuggingFaceModule(Failing()).step({"input_ids": torch.ones(1)})

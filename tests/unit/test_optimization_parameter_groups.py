@@ -130,14 +130,11 @@ def test_layer_decay_finds_the_layers_of_transformers(make, stack):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (t5, "a model with 2 lists of layers: encoder.block, decoder.block"),
-        (lambda: nn.Linear(2, 2), "a model with 0 lists of layers"),
-    ],
+    ("make", "got"),
+    [(t5, "2 lists of layers: encoder.block, decoder.block"), (lambda: nn.Linear(2, 2), "0 lists of layers")],
 )
-def test_layer_decay_needs_one_list_of_layers(make, message):
-    with pytest.raises(HyperParameterError, match=message):
+def test_layer_decay_needs_one_list_of_layers(make, got):
+    with raises_at(HyperParameterError, "optim.layer_decay", got):
         built(make(), layer_decay=0.5)
 
 
@@ -162,19 +159,16 @@ def test_adapters_of_peft_are_a_kind():
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
+    ("groups", "place", "got", "do"),
     [
-        ([{"match": "haed", "lr": 2}], r"groups\.0\.match\n  got: 'haed', which .*\n.*\n  do: .* head\.weight"),
-        (
-            [{"match": "head", "lr": 2}, {"match": r"head\.weight", "lr": 3}],
-            r"groups\.1\n.*an earlier group does not have",
-        ),
-        ([{"kind": "adapter", "lr": 2}], r"groups\.0\n  got: adapter: no parameter of the model"),
-        ([{"match": "", "type": "SGD", "lr": 2}], r"AdamW: optimizer got an empty parameter list"),
+        ([{"match": "haed", "lr": 2}], "optim.groups.0.match", "'haed'", "head.weight"),
+        ([{"match": "head", "lr": 2}, {"match": r"head\.weight", "lr": 3}], "optim.groups.1", r"head\.weight: ", ""),
+        ([{"kind": "adapter", "lr": 2}], "optim.groups.0", "adapter: ", ""),
+        ([{"match": "", "type": "SGD", "lr": 2}], "optim", "AdamW: ", ""),
     ],
 )
-def test_groups_that_do_not_fit_the_model(groups, message):
-    with pytest.raises(HyperParameterError, match=message):
+def test_groups_that_do_not_fit_the_model(groups, place, got, do):
+    with raises_at(HyperParameterError, place, got, do=do):
         built(Net(), groups=groups)
 
 
@@ -191,10 +185,10 @@ hps:
       - {match: poler, lr: 0.1}
 """
     (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(HyperParameterError, match="3 errors in ") as raised:
+    with pytest.raises(HyperParameterError) as raised:
         build_optimizer(HyperParameters.from_config(tmp_path / "x.yaml"), bert())
     lines = ["7 optim.groups.0.match", "8 optim.groups.1", "9 optim.groups.2.match"]
-    assert all(f"x.yaml:{line}\n" in str(raised.value) for line in lines)
+    assert [fault.where.rpartition("x.yaml:")[2] for fault in raised.value.faults] == lines
 
 
 def test_muon_alone_is_told_to_have_the_matrices_alone():
@@ -311,15 +305,15 @@ class Remembering(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "got"),
     [
-        (lambda a, b: [], "expected: at least one torch optimizer"),
-        (lambda a, b: [torch.optim.SGD([a]), torch.optim.Adam([a, b])], "two optimizers for one parameter"),
-        (lambda a, b: [torch.optim.SGD([a]), Remembering([b])], "Remembering, which overrides `state_dict`"),
+        (lambda a, b: [], "[]"),
+        (lambda a, b: [torch.optim.SGD([a]), torch.optim.Adam([a, b])], "two optimizers"),
+        (lambda a, b: [torch.optim.SGD([a]), Remembering([b])], "Remembering"),
     ],
 )
-def test_what_cannot_be_chained(make, message):
-    with pytest.raises(ArgumentError, match=message):
+def test_what_cannot_be_chained(make, got):
+    with raises_at(ArgumentError, "ChainedOptimizer(optimizers=...)", got):
         ChainedOptimizer(make(nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))))
 
 

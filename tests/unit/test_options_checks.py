@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -29,96 +29,42 @@ from tests.raising import raises_at
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
-WRONG = [
-    ("log_every", 0, "steps from 1, or .*-1 means each epoch"),
-    ("log_every", -2, "steps from 1, or "),
-    ("log_every", 1.5, "steps from 1, or "),
-    ("log_every", 0.5, "steps from 1, or "),
-    ("log_every", True, "steps from 1, or "),
-    ("log_every", "1", "steps from 1, or "),
-    ("checkpoint_every", 0, "a whole number of steps from 1"),
-    ("checkpoint_every", 1.5, "float fraction of an epoch"),
-    ("checkpoint_every", "10 parsecs", "a number from 1 and a unit"),
-    ("max_time", "10 parsecs", '"1h30m" or "10 minutes"'),
-    ("reload_dataloaders_every_n_epochs", -1, "a whole number of epochs from 1.*0 means never"),
-    ("train_loss_metric_name", "", "a name"),
-    ("track_name", " ", "a name"),
-    ("run_name", 3, "a name"),
-    ("tracker_options", {"config": ["a"]}, "a dict"),
-    ("clip_grad", -1, "a number above 0"),
-    ("clip_grad", -0.5, "a number above 0"),
-    ("clip_grad", math.nan, "a number above 0"),
-    ("clip_grad", "1.0", "a number above 0"),
-    ("clip_grad", "", "a number above 0"),
-    ("clip_grad", True, "a number above 0"),
-    ("clip_grad", {"norms": 1.0}, r"did you mean norm\?"),
-    ("clip_grad", {"norm": 1.0, "value": 1.0}, "either norm or value"),
-    ("clip_grad", {"value": -1.0}, "a number above 0"),
-    ("grad_accumulation_steps", 0, "a whole number of at least 1"),
-    ("grad_accumulation_steps", 2.0, "a whole number of at least 1"),
-    ("grad_accumulation_steps", True, "a whole number of at least 1"),
-    ("grad_accumulation_steps", {-1: 2}, "a whole number of at least 1, or {epoch: number}"),
-    ("grad_accumulation_steps", {0: 0}, "a whole number of at least 1, or {epoch: number}"),
-    ("grad_accumulation_steps", {"0": 2}, "a whole number of at least 1, or {epoch: number}"),
-    ("seed", -1, "a whole number of at least 0"),
-    ("seed", 1.0, "a whole number of at least 0"),
-    ("seed", True, "a whole number of at least 0"),
-    ("mixed_precision", "bf-16", "mixed_precision='bf16'$"),
-    ("mixed_precision", "None", "mixed_precision=None$"),
-    ("mixed_precision", 16, "one of None, 'no', 'fp16', 'bf16'"),
-    ("compile", {"backends": "eager"}, "did you mean backend"),
-    ("compile", "eager", "arguments of torch.compile"),
-    ("parallelism", {"ddp": [1]}, "a dict"),
-    ("parallelism", {"ddp": {"find_unused_parameter": True}}, r"did you mean find_unused_parameters\?"),
-    ("parallelism", {"ddp": {"devices": 2}}, "leave 'devices' out"),
-    ("parallelism", {"ddp": {}, "shard": 2}, "or how the model is sharded"),
-    ("accelerator", {"mixed_precison": "bf16"}, r"did you mean mixed_precision\?"),
-    ("accelerator", {"devices": 2}, "an argument of accelerate.Accelerator: device_placement, "),
-    ("log_with", "wandbb", r"log_with='wandb'\?"),
-    ("log_with", ["mlflow", "tensorbord"], r"log_with='tensorboard'\?"),
-    ("log_with", ["mlflow", "MLflow"], "keep one 'mlflow'"),
-    ("log_with", "report_to", "for example log_with='tensorboard'"),
-    ("evaluate_every_n_steps", 0, "a whole number of steps from 1"),
-    ("evaluate_every_n_steps", -3, "a whole number of steps from 1"),
-    ("evaluate_every_n_steps", 0.0, "float fraction of an epoch"),
-    ("evaluate_every_n_steps", 1.5, "float fraction of an epoch"),
-    ("evaluate_every_n_steps", math.nan, "float fraction of an epoch"),
-    ("evaluate_every_n_steps", True, "a whole number of steps from 1"),
-    ("evaluate_every_n_steps", "0 epochs", "a number from 1 and a unit"),
-    ("evaluate_every_n_steps", "2 evals", "a number from 1 and a unit"),
-    ("reload_dataloaders_every_n_epochs", "2 steps", "a number from 1 and a unit"),
-    ("log_every", "2 epochs", '"epoch" for one row'),
-    ("min_length", 3, "a number from 1 and a unit"),
-    ("min_length", "3 evals", "a number from 1 and a unit"),
-    ("patience", "3 epochs", "a number from 1 and a unit"),
-    ("num_sanity_val_steps", -2, "a whole number of at least -1"),
-    ("limit_batches", {"train": 0}, "a whole number of batches, at least 1"),
-    ("limit_batches", {"train": 0.0}, "a whole number of batches, at least 1"),
-    ("limit_batches", 1.1, "as a float up to 1.0"),
-    ("limit_batches", {"train": True}, "a whole number of batches, at least 1"),
-    ("limit_batches", math.nan, "a whole number of batches, at least 1"),
-    ("limit_batches", {"val": -1}, "a whole number of batches, at least 0"),
-    ("limit_batches", {"val": "all"}, "1.0}$"),
-    ("limit_batches", {"valid": 3}, r"did you mean val\?"),
-    ("dataloader_num_workers", -1, "a whole number of at least 0"),
-    ("max_shard_size", "10 foos", "bytes, or a number with KB, MB, GB or TB"),
-    ("max_shard_size", "10", "bytes, or a number with KB, MB, GB or TB"),
-    ("max_shard_size", 0, "a whole number of at least 1"),
-    ("max_shard_size", 1.5, "a whole number of at least 1"),
-    ("compile", "max-autotune", "True, False, or a dict with arguments of torch.compile"),
-    ("shuffle_train", "no", "True or False"),
-    ("safe_serialization", "false", "True or False"),
-    ("eval_when_start", "yes", "eval_when_start=False"),
-]
+WRONG = {
+    "log_every": [0, -2, 1.5, 0.5, True, "1", "2 epochs"],
+    "checkpoint_every": [0, 1.5, "10 parsecs"],
+    "max_time": ["10 parsecs"],
+    "reload_dataloaders_every_n_epochs": [-1, "2 steps"],
+    "train_loss_metric_name": [""],
+    "track_name": [" "],
+    "run_name": [3],
+    "tracker_options": [{"config": ["a"]}],
+    "clip_grad": [-1, -0.5, math.nan, "1.0", "", True, {"norm": 1.0, "value": 1.0}, {"value": -1.0}],
+    "grad_accumulation_steps": [0, 2.0, True, {-1: 2}, {0: 0}, {"0": 2}],
+    "seed": [-1, 1.0, True],
+    "mixed_precision": [16],
+    "compile": ["eager", "max-autotune"],
+    "parallelism": [{"ddp": [1]}, {"ddp": {}, "shard": 2}],
+    "evaluate_every_n_steps": [0, -3, 0.0, 1.5, math.nan, True, "0 epochs", "2 evals"],
+    "min_length": [3, "3 evals"],
+    "patience": ["3 epochs"],
+    "num_sanity_val_steps": [-2],
+    "limit_batches": [{"train": 0}, {"train": 0.0}, 1.1, {"train": True}, math.nan, {"val": -1}],
+    "dataloader_num_workers": [-1],
+    "max_shard_size": ["10 foos", "10", 0, 1.5],
+    "shuffle_train": ["no"],
+    "safe_serialization": ["false"],
+}
 
 
 @pytest.mark.feature("A24", "A25", "A26", "A36", "A60", "L09", "L69")
-@pytest.mark.parametrize(("name", "value", "expected"), WRONG, ids=lambda value: str(value)[:24])
-def test_a_value_that_cannot_be_is_refused_with_its_name(name, value, expected):
-    with pytest.raises(ArgumentError, match=expected) as error:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in WRONG.items() for value in values],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_name(name, value):
+    with raises_at(ArgumentError, f"Trainer({name}="):
         Trainer(HPS, "out", **{name: value})
-    assert f"Trainer({name}" in str(error.value)
-    assert all(part in str(error.value) for part in ("got: ", "expected: ", "do: "))
 
 
 SPELT = [
@@ -127,6 +73,7 @@ SPELT = [
     ("seed", "-3", "seed=0"),
     ("clip_grad", "0.5", "clip_grad=0.5"),
     ("clip_grad", "much", "clip_grad=1.0"),
+    ("clip_grad", {"norms": 1.0}, "did you mean norm?"),
     ("grad_accumulation_steps", "4", "grad_accumulation_steps=4"),
     ("evaluate_every_n_steps", "4", "evaluate_every_n_steps=4"),
     ("evaluate_every_n_steps", 2.0, "evaluate_every_n_steps=2"),
@@ -140,13 +87,28 @@ SPELT = [
     ("resume", "yes", "resume=True, without quotes"),
     ("resume", "None", "resume=None, without quotes"),
     ("resume", "atuo", "resume='auto'"),
+    ("mixed_precision", "bf-16", "mixed_precision='bf16'"),
+    ("mixed_precision", "None", "mixed_precision=None"),
+    ("compile", {"backends": "eager"}, "did you mean backend?"),
+    ("parallelism", {"ddp": {"find_unused_parameter": True}}, "did you mean find_unused_parameters?"),
+    ("parallelism", {"ddp": {"devices": 2}}, "leave 'devices' out"),
+    ("accelerator", {"mixed_precison": "bf16"}, "did you mean mixed_precision?"),
+    ("accelerator", {"devices": 2}, "leave 'devices' out"),
+    ("log_with", "wandbb", "did you mean log_with='wandb'?"),
+    ("log_with", ["mlflow", "tensorbord"], "did you mean log_with='tensorboard'?"),
+    ("log_with", ["mlflow", "MLflow"], "keep one 'mlflow'"),
+    ("log_with", "report_to", "for example log_with='tensorboard'"),
+    ("limit_batches", {"val": "all"}, 'limit_batches={"val": 1.0}'),
+    ("limit_batches", {"valid": 3}, "did you mean val?"),
+    ("eval_when_start", "yes", "eval_when_start=False"),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "do"), SPELT)
 def test_the_line_to_write_has_the_value_that_was_meant(name, value, do):
-    with pytest.raises(ArgumentError, match=f"do: {re.escape(do)}$"):
+    with raises_at(ArgumentError, f"Trainer({name}=") as raised:
         Trainer(HPS, "out", **{name: value})
+    assert raised.value.faults[0].do == do
 
 
 @pytest.mark.parametrize("path", ["tru", "out/checkpoint-model", "run1"])
@@ -236,7 +198,7 @@ def test_how_often_is_written_in_one_grammar_or_as_the_number_it_always_was():
     ],
 )
 def test_what_is_part_of_another_argument_here_is_refused_with_the_line_to_write(name, value, line):
-    with pytest.raises(UnknownArgumentError, match=re.escape(line)):
+    with raises_at(UnknownArgumentError, f"Trainer({name}=", do=line):
         Trainer(HPS, "out", **{name: value})
 
 
@@ -248,7 +210,7 @@ def test_a_sampler_beside_a_batch_sampler_is_one_too_many():
 
 @pytest.mark.parametrize("name", ["sampler", "collate_fn"])
 def test_a_phase_that_does_not_exist_is_an_error(name):
-    with pytest.raises(ArgumentError, match=rf"Trainer\({name}=\.\.\.\)\n  got: .*'test'.*\n.*\"train\" and \"val\""):
+    with raises_at(ArgumentError, f"Trainer({name}=", "'test'", expected='"train" and "val"'):
         Trainer(HPS, "out", **{name: {"test": list}})
 
 
@@ -317,13 +279,13 @@ def test_checkpoints_are_on_unless_the_argument_says_no():
     ids=str,
 )
 def test_what_no_checkpoint_can_be_is_refused(arguments):
-    with pytest.raises(ArgumentError, match=next(iter(arguments))):
+    with raises_at(ArgumentError, f"Trainer({next(iter(arguments))}="):
         Trainer(HPS, "out", **arguments)
 
 
 def test_settings_cannot_be_changed_afterwards():
     settings = Trainer(HPS, "out").settings
-    with pytest.raises(AttributeError, match="cannot assign"):
+    with pytest.raises(FrozenInstanceError):
         settings.data.shuffle_train = False
 
 
@@ -354,7 +316,7 @@ def test_an_argument_with_parts_is_an_object_or_a_dict_of_them(name, value, writ
     assert Trainer(HPS, "out", **{name: written}).settings == trainer.settings
     assert Trainer.from_config(trainer.config()).settings == trainer.settings
     if name != "patience":
-        with pytest.raises(AttributeError, match="cannot assign"):
+        with pytest.raises(FrozenInstanceError):
             setattr(value, next(iter(written)), None)
 
 

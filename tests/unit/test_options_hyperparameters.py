@@ -84,16 +84,16 @@ def test_optimizer_is_another_name_of_optim(tmp_path):
 
 @pytest.mark.feature("D14")
 @each(
-    ("arguments", "message"),
+    ("arguments", "place"),
     [
-        ({"optim": "SGD", "optimizer": "SGD"}, "both `optim` and its alias `optimizer`"),
-        ({"optim_kwargs": {}, "optimizer_kwargs": {}}, "both `optim_kwargs` and its alias `optimizer_kwargs`"),
-        ({"optim_kwargs": {"type": "Adam"}}, "optim_kwargs.type\n  got: a type\n.*\n  do: pass it as `optim=`"),
-        ({"scheduler_kwargs": {"gamma": 1.0}}, "scheduler.type\n  got: None"),
+        ({"optim": "SGD", "optimizer": "SGD"}, "optimizer"),
+        ({"optim_kwargs": {}, "optimizer_kwargs": {}}, "optimizer_kwargs"),
+        ({"optim_kwargs": {"type": "Adam"}}, "optim_kwargs.type"),
+        ({"scheduler_kwargs": {"gamma": 1.0}}, "scheduler.type"),
     ],
 )
-def test_contradictory_arguments_are_refused(arguments, message):
-    with pytest.raises(HyperParameterError, match=message):
+def test_contradictory_arguments_are_refused(arguments, place):
+    with raises_at(HyperParameterError, f"HyperParameters {place}"):
         HyperParameters(**arguments)
 
 
@@ -107,7 +107,7 @@ def test_both_spellings_in_one_file_are_refused():
 def test_a_required_key_that_is_missing_is_named_with_what_to_write(key):
     config = {"epochs": 1, "batch_size": 1, "optim": "SGD"}
     del config[key]
-    with pytest.raises(HyperParameterError, match=f"hps_config {key}\n  got: nothing\n.*\n  do: write `{key}: "):
+    with raises_at(HyperParameterError, f"hps_config {key}", "nothing", do=f"write `{key}: "):
         HyperParameters.from_config(config)
 
 
@@ -123,38 +123,25 @@ def test_a_file_without_an_optimizer_is_read_for_modules_that_bring_one():
 
 @pytest.mark.feature("D15", "L38", "L39")
 @each(
-    ("key", "value", "expected"),
+    ("key", "value", "do"),
     [
-        ("epochs", 0, "a whole number of at least 1"),
-        ("epochs", -2, "a whole number of at least 1"),
-        ("epochs", -1, "a whole number of at least 1, or max_steps"),
-        ("epochs", 1.5, "a whole number of at least 1"),
-        ("epochs", True, "a whole number of at least 1"),
-        ("epochs", "three", "a whole number of at least 1"),
-        ("batch_size", 0, "a whole number of at least 1, or a list of up to three"),
-        ("batch_size", [], "a whole number of at least 1, or a list of up to three"),
-        ("batch_size", [1, 2, 3, 4], "a whole number of at least 1, or a list of up to three"),
-        ("batch_size", [8, False], "a whole number of at least 1, or a list of up to three"),
-        ("batch_size", {"train": 1}, "a whole number of at least 1, or a list of up to three"),
-        ("max_steps", 0, "a whole number of steps from 1"),
-        ("max_steps", -5, "a whole number of steps from 1"),
-        ("step_scheduler_per_epoch", "yes please", "true or false"),
-        ("step_scheduler_per_epoch", 1, "true or false"),
-        ("max_micro_batch_size", 0, "a whole number of at least 1"),
-        ("max_tokens", 0, "a whole number of at least 1"),
-        ("max_tokens", 2.5, "a whole number of at least 1"),
-        ("optim", ["SGD"], "an optimizer"),
-        ("optim", {"lr": 0.1}, "an optimizer, with its `type`"),
-        ("optim", {"type": 5}, "an optimizer, with its `type`"),
-        ("scheduler", 5, "a scheduler"),
-        ("optim", "SDG", "one of ASGD, Adadelta"),
-        ("bath_size", 1, "one of epochs, batch_size, optim"),
+        *(("epochs", value, "`epochs: 3`") for value in (0, -2, -1, 1.5, True, "three")),
+        *(("batch_size", value, "`batch_size: 16`") for value in (0, [], [1, 2, 3, 4], [8, False], {"train": 1})),
+        *(("max_steps", value, "`max_steps: 1000`") for value in (0, -5)),
+        *(("step_scheduler_per_epoch", value, "`step_scheduler_per_epoch: true`") for value in ("yes please", 1)),
+        ("max_micro_batch_size", 0, "`max_micro_batch_size: 8`"),
+        *(("max_tokens", value, "`max_tokens: 4096`") for value in (0, 2.5)),
+        *(("optim", value, "`optim: {type: AdamW, lr: 1e-4}`") for value in (["SGD"], {"lr": 0.1}, {"type": 5})),
+        ("scheduler", 5, "`scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}`"),
+        ("optim", "SDG", "`SGD`"),
+        ("bath_size", 1, "`batch_size`"),
     ],
 )
-def test_each_wrong_value_is_the_one_fault_reported(key, value, expected):
+def test_each_wrong_value_is_the_one_fault_reported(key, value, do):
     config = {"epochs": 1, "batch_size": 1, "optim": "SGD", key: value}
-    with pytest.raises(HyperParameterError, match=rf"^hps_config {key}[^\n]*\n  got: .*\n  expected: {expected}"):
+    with raises_at(HyperParameterError, f"hps_config {key}", do=do) as raised:
         HyperParameters.from_config(config)
+    assert len(raised.value.faults) == 1
 
 
 @pytest.mark.feature("D15", "D16", "D18", "D20")

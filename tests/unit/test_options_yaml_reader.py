@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from accmt import HyperParameters
-from accmt.errors import AccmtError, HyperParameterError
+from accmt.errors import HyperParameterError
 from accmt.options.yaml_reader import read_document
 from tests.raising import raises_at
 from tests.tables import each
@@ -89,14 +89,13 @@ def test_a_dict_is_read_without_changing_it():
 @pytest.mark.feature("A02")
 @each("source", [None, 5, ["hps.yaml"], b"hps.yaml"])
 def test_a_wrong_type_is_a_type_error_that_names_the_argument(source):
-    with pytest.raises(TypeError, match=r"^hps_config\n  got: .*\n  expected: a path to a .yaml") as caught:
+    with raises_at(TypeError, "hps_config", repr(source)):
         read_document(source)
-    assert isinstance(caught.value, AccmtError)
 
 
 @pytest.mark.feature("A02")
 def test_a_missing_file_is_a_file_not_found_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such file; the working directory is") as caught:
+    with raises_at(FileNotFoundError, "a.yaml", str(Path.cwd())) as caught:
         read_document(tmp_path / "a.yaml")
     assert isinstance(caught.value, HyperParameterError)
     line = re.search("`(hps: .*)`", str(caught.value))[1]
@@ -106,32 +105,32 @@ def test_a_missing_file_is_a_file_not_found_error(tmp_path):
 def test_a_misspelt_path_is_told_the_file_that_is_there(tmp_path):
     path = write(tmp_path, "train.yaml", YAML)
     write(tmp_path, "train.txt", "")
-    with pytest.raises(FileNotFoundError, match=f"do: did you mean {path}"):
+    with raises_at(FileNotFoundError, "trian.yml", do=str(path)):
         read_document(tmp_path / "trian.yml")
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("place", "text", "got"),
     [
-        ("a.yaml", "", "an empty file"),
-        ("a.yaml", "# only a comment\n", "an empty file"),
-        ("a.json", "", "an empty file"),
-        ("a.yaml", "hps:\n", r"None \(NoneType\)"),
-        ("a.yaml", "- 1\n", r"\[1\] \(list\)"),
-        ("a.yaml", "hps: 3\n", r"3 \(int\)"),
-        ("a.yaml", "hps:\n  a: 1\n   b: 2\n", r"a\.yaml:3\n  got: mapping values are not allowed here"),
-        ("a.yaml", "hps:\n\ta: 1\n", r"a\.yaml:2\n  got: found character '\\t'"),
-        ("a.yaml", "a: 1\n---\nb: 2\n", r"a\.yaml:2\n  got: but found another document"),
-        ("a.yaml", "a: !!python/name:os.system x\n", r"a\.yaml:1\n  got: could not determine a constructor"),
+        ("a.yaml", "", "empty"),
+        ("a.yaml", "# only a comment\n", "empty"),
+        ("a.json", "", "empty"),
+        ("a.yaml", "hps:\n", "None (NoneType)"),
+        ("a.yaml", "- 1\n", "[1] (list)"),
+        ("a.yaml", "hps: 3\n", "3 (int)"),
+        ("a.yaml:3", "hps:\n  a: 1\n   b: 2\n", "mapping"),
+        ("a.yaml:2", "hps:\n\ta: 1\n", r"'\t'"),
+        ("a.yaml:2", "a: 1\n---\nb: 2\n", "document"),
+        ("a.yaml:1", "a: !!python/name:os.system x\n", "os.system"),
         ("a.yaml", "a: &a [*a]\n", "recursi"),
-        ("a.json", '{"a": 1,\n"b"}', r"a\.json:2\n  got: .*\n  expected: JSON\n  do: correct line 2"),
-        ("a.yaml", b"a: \xff", "bytes that are not text"),
-        ("a.txt", "a: 1", r"a file ending in '\.txt'"),
+        ("a.json:2", '{"a": 1,\n"b"}', "':'"),
+        ("a.yaml", b"a: \xff", "0xff"),
+        ("a.txt", "a: 1", "'.txt'"),
     ],
 )
-def test_content_that_cannot_be_read_names_file_and_line(tmp_path, name, text, message):
-    with pytest.raises(HyperParameterError, match=message) as caught:
-        read_document(write(tmp_path, name, text))
+def test_content_that_cannot_be_read_names_file_and_line(tmp_path, place, text, got):
+    with raises_at(HyperParameterError, f"/{place}", got) as caught:
+        read_document(write(tmp_path, place.split(":")[0], text))
     assert caught.value.__suppress_context__ or caught.value.__context__ is None  # no frames of the parser before it
 
 
@@ -142,24 +141,20 @@ def test_a_folder_is_refused(tmp_path):
 
 def test_a_misspelt_key_without_a_value_is_not_ignored(tmp_path):
     text = "hps:\n  epochs: 1\n  batch_size: 2\n  optim: SGD\n  scheduler:\n  max_step:\n"
-    with pytest.raises(HyperParameterError, match=r"a\.yaml:6 max_step\n[\s\S]*do: write `max_steps`"):
+    with raises_at(HyperParameterError, "a.yaml:6 max_step", do="`max_steps`"):
         HyperParameters.from_config(write(tmp_path, "a.yaml", text))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("? [x]\n: 1\n", r"a\.yaml:1\n  got: a key that is a list or a mapping"),
-        (f"a: 1\nb: {'1' * 5000}\n", r"a\.yaml:2\n  got: .*5000 digits"),
-        ("a: 1\nb: 2026-99-99\n", r"a\.yaml:2\n  got: month must be in"),
-    ],
+    ("text", "line", "got"),
+    [("? [x]\n: 1\n", 1, "key"), (f"a: 1\nb: {'1' * 5000}\n", 2, "5000 digits"), ("a: 1\nb: 2026-99-99\n", 2, "month")],
     ids=["key", "digits", "date"],
 )
-def test_what_is_no_value_is_refused(tmp_path, text, message):
-    with pytest.raises(HyperParameterError, match=message):
+def test_what_is_no_value_is_refused(tmp_path, text, line, got):
+    with raises_at(HyperParameterError, f"a.yaml:{line}", got):
         read_document(write(tmp_path, "a.yaml", text))
 
 
 def test_a_json_number_of_thousands_of_digits_is_refused(tmp_path):
-    with pytest.raises(HyperParameterError, match="5000 digits"):
+    with raises_at(HyperParameterError, "a.json:1", "5000 digits"):
         read_document(write(tmp_path, "a.json", '{"a": %s}' % ("1" * 5000)))

@@ -150,13 +150,13 @@ def test_callbacks_keep_their_state_and_are_told_that_the_run_goes_on(tmp_path: 
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+    with pytest.raises(torch.OutOfMemoryError):
         train(Hungry(0), tmp_path, AUTO)
 
 
 def test_without_it_memory_that_runs_out_is_an_error(tmp_path: Path) -> None:
     module = Hungry(4)
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+    with pytest.raises(torch.OutOfMemoryError):
         train(module, tmp_path)
     assert module.sizes == [8]
 

@@ -125,15 +125,14 @@ def test_a_metric_that_was_not_given_is_no_rule():
 @pytest.mark.feature("A07")
 @pytest.mark.parametrize(
     ("rule", "advice"),
-    [
-        ("best_valid_loss", r'return \{"loss": loss\} from validation_step'),
-        ("best_accuracy", r"choose one of \['best_wer'\]"),
-    ],
+    [("best_valid_loss", 'return {"loss": loss} from validation_step'), ("best_accuracy", "['best_wer']")],
 )
 def test_an_evaluation_without_what_decides_is_an_error(rule, advice):
     selection = Selection(rule, DIRECTIONS)
     for ask in (selection.consider, selection.require):
-        with pytest.raises(ModuleContractError, match=advice):
+        with raises_at(
+            ModuleContractError, f"Trainer(model_saving='{rule}')", "['best_wer']", expected=rule, do=advice
+        ):
             ask({"best_wer": 1.0})
     assert selection.best == {}
 
@@ -308,21 +307,21 @@ def test_a_number_holds_for_every_value_of_a_combined_rule():
 
 
 @pytest.mark.parametrize(
-    ("rule", "settings", "message"),
+    ("rule", "settings", "got", "do"),
     [
-        ("best_accuracy", {"below": "0.5"}, r"model_saving_below=.*'0.5' \(str\).*a number"),
-        ("best_accuracy", {"above": NAN}, r"model_saving_above=.*nan \(float\)"),
-        ("best_accuracy", {"above": True}, r"True \(bool\)"),
-        ("best_accuracy", {"above": 0.5, "below": 0.5}, "accuracy above 0.5 and below 0.5.*lower bound below"),
-        ("best_accuracy", {"above": {"acuracy": 0.5}}, "model_saving_above=.*did you mean 'best_accuracy'"),
-        ("best_accuracy", {"above": {"wer": 0.5}}, "'wer'.*a value used by a rule: accuracy"),
-        ("best_accuracy", {"above": {}}, "leave it out"),
-        ("always", {"above": 0.5}, "0.5, and always, which uses no value"),
+        ("best_accuracy", {"below": "0.5"}, "'0.5' (str)", "model_saving_below=0.5"),
+        ("best_accuracy", {"above": NAN}, "nan (float)", ""),
+        ("best_accuracy", {"above": True}, "True (bool)", ""),
+        ("best_accuracy", {"above": 0.5, "below": 0.5}, "accuracy above 0.5 and below 0.5", ""),
+        ("best_accuracy", {"above": {"acuracy": 0.5}}, "'acuracy'", "'best_accuracy'"),
+        ("best_accuracy", {"above": {"wer": 0.5}}, "'wer'", ""),
+        ("best_accuracy", {"above": {}}, "{}", ""),
+        ("always", {"above": 0.5}, "0.5, and always", ""),
     ],
     ids=str,
 )
-def test_thresholds_that_cannot_be_are_refused(rule, settings, message):
-    with pytest.raises(ArgumentError, match=f"(?s){message}"):
+def test_thresholds_that_cannot_be_are_refused(rule, settings, got, do):
+    with raises_at(ArgumentError, f"Trainer(model_saving_{next(iter(settings))}=...)", got, do=do):
         Selection(rule, DIRECTIONS, **settings)
 
 
@@ -357,13 +356,13 @@ def test_registering_a_rule_that_is_there_or_is_none_is_refused(name, message):
 def test_an_evaluation_that_lacks_one_value_changes_nothing():
     selection = Selection(["best_valid_loss", "best_wer@de", "best_accuracy"], DIRECTIONS, sets=["en", "de"])
     whole = {f"best_{name}__{key}": 0.5 for name in ("valid_loss", "wer", "accuracy") for key in ("en", "de")}
-    for name, message in [
-        ("best_valid_loss__en", r"best_valid_loss__en and best_valid_loss__de.*return \{\"loss\": loss\}"),
-        ("best_wer__de", "model_saving='best_wer@de'.*expected: best_wer__de"),
+    for name, missing in [
+        ("best_valid_loss__en", "best_valid_loss__en and best_valid_loss__de"),
+        ("best_wer__de", "best_wer__de"),
         ("best_accuracy__de", "best_accuracy__en and best_accuracy__de"),
     ]:
         values = {key: value for key, value in whole.items() if key != name}
-        with pytest.raises(ModuleContractError, match=f"(?s){message}"):
+        with raises_at(ModuleContractError, "Trainer(model_saving='best_", expected=missing):
             selection.consider(values)
         assert selection.state_dict() == {"best": {}, "chosen": [], "saved_at": {}}
     assert selection.consider(whole) == list(selection.names)

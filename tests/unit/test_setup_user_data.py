@@ -50,7 +50,7 @@ def test_two_training_loaders_are_refused_with_what_trains_on_both(kind):
 
     loaders = [DataLoader(make_points(4), 2), DataLoader(make_points(8), 4)]
     data = Combined(*loaders) if kind is Combined else kind(loaders)
-    with pytest.raises(DataError, match=r"DataLoader\(Both\(\), batch_size=None\)"):
+    with raises_at(DataError, "the training data", do="DataLoader(Both(), batch_size=None)"):
         make_trainer({"epochs": 2}).fit(Twice(), data)
     assert make_trainer({"epochs": 2}).fit(Twice(), DataLoader(Both(*loaders), batch_size=None)).global_step == 4
 
@@ -202,7 +202,7 @@ def test_a_lightning_datamodule_works_as_it_is():
     assert trainer.fit(Linear(), datamodule=data).global_step == 2
     assert data.trainer is trainer
     assert make_trainer().fit(Linear(), datamodule=base.from_datasets(make_points(6))).global_step == 3
-    with pytest.raises(DataError, match="no data"):
+    with raises_at(DataError, "test", "no data"):
         trainer.test()
     with raises_at(ArgumentError, "datamodule"):
         trainer.fit(Linear(), datamodule=base())
@@ -290,7 +290,7 @@ def test_a_loader_in_the_place_of_a_method_is_refused():
 
 def test_a_datamodule_that_forgets_to_return_its_training_data_is_named():
     own = SimpleNamespace(train_dataloader=lambda: None, val_dataloader=lambda: None)
-    with pytest.raises(DataError, match=r"SimpleNamespace.train_dataloader\n  got: None\n(?s:.*)do: return DataLoader"):
+    with raises_at(DataError, "SimpleNamespace.train_dataloader", "None", do="return DataLoader"):
         DataModule(own).load("train")
     assert DataModule(own).load("validate") is None
 
@@ -326,7 +326,7 @@ def test_a_failed_run_tears_down_and_its_own_error_goes_first(caplog):
             raise ZeroDivisionError("a step")
 
     data = Failing()
-    with pytest.raises(ZeroDivisionError, match="a step"):
+    with pytest.raises(ZeroDivisionError):
         make_trainer(**QUIET).fit(Broken(), datamodule=data)
     assert data.calls[-1] == "teardown fit"
     assert "teardown of the datamodule raised OSError: nothing to remove" in caplog.text

@@ -10,6 +10,7 @@ from PIL import Image
 from accmt.addons.media import to_images, write_images
 from accmt.errors import ArgumentError, DataError, MissingPackageError
 from accmt.tracking.values import Media, read_image
+from tests.raising import raises_at
 
 RGB = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
 
@@ -88,27 +89,26 @@ def test_pillows_other_modes_become_colours(tmp_path):
 @pytest.mark.parametrize(
     ("given", "got"),
     [
-        (np.zeros((4, 5, 7), np.uint8), r"ndarray of shape \[4, 5, 7\] and uint8"),
-        (torch.zeros(5, 4, 4), r"Tensor of shape \[5, 4, 4\] and torch.float32"),
+        (np.zeros((4, 5, 7), np.uint8), "ndarray of shape [4, 5, 7] and uint8"),
+        (torch.zeros(5, 4, 4), "Tensor of shape [5, 4, 4] and torch.float32"),
         (np.zeros((4, 5), np.int64), "int64"),
-        (np.zeros(4, np.uint8), r"shape \[4\]"),
-        (np.zeros((0, 5), np.uint8), r"shape \[0, 5\]"),
-        (torch.zeros(1, 2, 3, 4, 5), r"shape \[1, 2, 3, 4, 5\]"),
-        ("picture.png", "got: str"),
-        ([[1, 2], [3, 4]], "got: list"),
+        (np.zeros(4, np.uint8), "shape [4]"),
+        (np.zeros((0, 5), np.uint8), "shape [0, 5]"),
+        (torch.zeros(1, 2, 3, 4, 5), "shape [1, 2, 3, 4, 5]"),
+        ("picture.png", "str"),
+        ([[1, 2], [3, 4]], "list"),
         ([], "no images"),
         (np.zeros((0, 4, 5, 3), np.uint8), "no images"),
     ],
 )
 def test_what_is_no_image_is_an_error_that_says_so(given, got):
-    with pytest.raises(ArgumentError, match=got) as raised:
+    with raises_at(ArgumentError, "log_images({'samples': ...})", got):
         to_images("samples", given)
-    assert "log_images({'samples': ...})" in str(raised.value)
 
 
 def test_without_pillow_the_error_names_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(MissingPackageError, match="pip install pillow"):
+    with raises_at(MissingPackageError, "log_images", do="pip install pillow"):
         to_images("samples", RGB)
 
 
@@ -119,6 +119,6 @@ def test_a_file_that_a_power_cut_spoiled_is_no_outage(tmp_path, content):
     path = tmp_path / "0.png"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match=r"0\.png") as raised:
+    with raises_at(DataError, str(path)) as raised:
         read_image(path)
     assert not is_outage(raised.value)

@@ -324,19 +324,19 @@ def test_a_transformers_model_predicts_its_logits_without_labels():
 
 
 @pytest.mark.parametrize(
-    ("form", "message"),
+    ("form", "got", "do"),
     [
-        (lambda batch: batch.mean(), r"predictions: Tensor tensor\(0.5(.|\n)*squeeze\(-1\)"),
-        (lambda batch: batch[:1], r"1 predictions for a batch of 2 samples(.|\n)*squeeze\(-1\)"),
-        (lambda batch: torch.cat([batch, batch]), "4 predictions for a batch of 2 samples"),
-        (lambda batch: None, "predictions: NoneType None"),
-        (lambda batch: {"loss": batch.mean(), "n": batch}, r"predictions\['loss'\]"),
-        (lambda batch: (batch, batch[:1]), r"different numbers of samples.*\[0\]'?\"?: 2, .*\[1\]'?\"?: 1"),
-        (lambda batch: "ab", "predictions: str 'ab'"),
+        (lambda batch: batch.mean(), "predictions: Tensor tensor(0.5", "squeeze(-1)"),
+        (lambda batch: batch[:1], "1 predictions for a batch of 2", "squeeze(-1)"),
+        (lambda batch: torch.cat([batch, batch]), "4 predictions for a batch of 2", ""),
+        (lambda batch: None, "predictions: NoneType None", ""),
+        (lambda batch: {"loss": batch.mean(), "n": batch}, "predictions['loss']", ""),
+        (lambda batch: (batch, batch[:1]), "{'predictions[0]': 2, 'predictions[1]': 1}", ""),
+        (lambda batch: "ab", "predictions: str 'ab'", ""),
     ],
 )
-def test_what_is_no_prediction_for_each_sample_is_refused(form: Any, message: str):
-    with pytest.raises(ModuleContractError, match=message):
+def test_what_is_no_prediction_for_each_sample_is_refused(form: Any, got: str, do: str):
+    with raises_at(ModuleContractError, "predict_step", got, do=do):
         make_trainer().predict(Predicting(form), Numbers(4))
 
 
@@ -453,14 +453,14 @@ def test_an_evaluation_that_fails_leaves_weights_modes_and_state_as_they_were():
 
 @pytest.mark.parametrize("ckpt_path", ["best", "last", "nowhere", "."])
 def test_weights_that_are_not_there_are_an_error_that_names_the_place(ckpt_path: str):
-    with pytest.raises(NoCheckpointError, match=rf"validate\(ckpt_path='{ckpt_path}'\)\n  got: no weights in"):
+    with raises_at(NoCheckpointError, f"validate(ckpt_path='{ckpt_path}')", "no weights"):
         make_trainer(checkpoint_every="epoch").validate(Linear(), make_points(3), ckpt_path=ckpt_path)
 
 
 def test_of_several_rules_the_error_names_the_folders():
     trainer = make_trainer(model_saving=["best_valid_loss", "best_train_loss"])
     trainer.fit(Linear(), make_points(), make_points(5))
-    with pytest.raises(NoCheckpointError, match="do: ckpt_path='out/model/best_train_loss' or 'out/model/best_valid_l"):
+    with raises_at(NoCheckpointError, "validate(ckpt_path='best')", do="train_loss' or 'out/model/best_valid_loss'"):
         trainer.validate(ckpt_path="best")
     assert trainer.validate(ckpt_path="out/model/best_valid_loss") == trainer.validate()
 
@@ -475,7 +475,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(ckpt_path: str,
     trained()
     module = Wider()
     before = weights_of(module)
-    with pytest.raises(error, match=r"2, 3|\(2, 3\)"):
+    with raises_at(error, "model", "2, 3"):
         make_trainer(checkpoint_every="epoch").validate(module, make_points(3), ckpt_path=ckpt_path)
     assert are_equal(before, weights_of(module))
 
@@ -484,7 +484,7 @@ def test_a_damaged_checkpoint_is_refused():
     trainer, _ = trained()
     folder = next(trainer.checkpoint_path.glob("step-*"))
     next(folder.glob("*.safetensors")).write_bytes(b"")
-    with pytest.raises(CheckpointCorruptError, match="has 0 bytes instead of"):
+    with raises_at(CheckpointCorruptError, f"checkpoint {folder}", "tensors-00001-of-00001.safetensors has 0 bytes"):
         trainer.validate(ckpt_path=folder)
 
 
@@ -641,7 +641,7 @@ def test_an_evaluation_between_the_batches_of_another_is_an_error_that_names_the
 ) -> None:
     callback = LambdaCallback(**{hook: lambda **_: getattr(trainer, function)(None, make_points(3))})
     trainer = make_trainer(callbacks=callback)
-    with pytest.raises(ArgumentError, match=f"trainer.{function}(.|\n)*on_evaluation_end"):
+    with raises_at(ArgumentError, f"trainer.{function}", do="on_evaluation_end"):
         trainer.fit(Linear(), make_points(), make_points(4))
     assert trainer.state.now.in_evaluation_batches is False
 
@@ -703,7 +703,7 @@ def test_results_can_be_written_to_a_file():
 def test_a_place_for_results_that_cannot_be_written_is_refused_before_anything_is_evaluated(tmp_path):
     (tmp_path / "file").write_text("")
     module = Scripted()
-    with pytest.raises(SavingError, match="results_output"):
+    with raises_at(SavingError, "Trainer(results_output="):
         make_trainer().validate(module, Numbers(2), results_output=tmp_path / "file" / "results.json")
     assert module.validated == []
 
@@ -762,20 +762,18 @@ def test_data_are_collated_as_validation_data_are():
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
 def test_a_module_and_data_are_needed(function: str):
     trainer = make_trainer()
-    with pytest.raises(
-        ArgumentError, match=rf"{function}\n  got: no module.*\n.*\n.*trainer.{function}\(module, ...\)"
-    ):
+    with raises_at(ArgumentError, function, "no module", do=f"trainer.{function}(module, ...)"):
         getattr(trainer, function)()
-    with pytest.raises(DataError, match=rf"{function}\n  got: no data.*\n(.*\n)*.*get_{function[:4]}"):
+    with raises_at(DataError, function, "no data", do=f"get_{function[:4]}"):
         getattr(trainer, function)(Linear())
-    with pytest.raises(DataError, match="a dataset of length 0"):
+    with raises_at(DataError, "data", "length 0"):
         getattr(trainer, function)(Linear(), TensorDataset(torch.empty(0, 3)))
 
 
 def test_a_run_without_validation_data_leaves_none_to_validate():
     trainer = make_trainer()
     trainer.fit(Linear(), make_points())
-    with pytest.raises(DataError, match="no data"):
+    with raises_at(DataError, "validate", "no data"):
         trainer.validate()
 
 
@@ -795,7 +793,7 @@ def test_a_module_without_a_step_for_it_is_refused(function: str):
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
 def test_what_is_no_module_is_refused_by_the_name_of_the_method(function: str):
     for thing, got in ((Linear, "the class Linear"), (nn.Linear(1, 1), "Linear")):
-        with pytest.raises(ModuleContractError, match=rf"{function}\(module\)\n  got: {got}"):
+        with raises_at(ModuleContractError, f"{function}(module)", got):
             getattr(make_trainer(), function)(thing, Numbers(2))
 
 
