@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from accmt.addons.trackers.dvclive import DVCLive as DVCLive
     from accmt.addons.trackers.mlflow import MLFlow as MLFlow
     from accmt.addons.trackers.swanlab import SwanLab as SwanLab
+    from accmt.addons.trackers.tensorboard import TensorBoard as TensorBoard
     from accmt.addons.trackers.trackio import Trackio as Trackio
     from accmt.addons.trackers.wandb import WandB as WandB
     from accmt.callbacks import EMA as EMA
@@ -108,7 +109,6 @@ if TYPE_CHECKING:
     from accmt.setup.model import create_optimizer as create_optimizer
     from accmt.state import TrainingState as TrainingState
     from accmt.tracking import read_history as read_history
-    from accmt.tracking.trackers.tensorboard import TensorBoard as TensorBoard
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -189,7 +189,7 @@ _HOMES = {
     "StepsCurriculum": "accmt.addons.curricula",
     "SwanLab": "accmt.addons.trackers.swanlab",
     "TemperatureSampler": "accmt.addons.temperature",
-    "TensorBoard": "accmt.tracking.trackers.tensorboard",
+    "TensorBoard": "accmt.addons.trackers.tensorboard",
     "TorchFlags": "accmt.options.running",
     "TrackerError": "accmt.errors",
     "TrackerOptions": "accmt.options.tracking",

@@ -5,6 +5,7 @@ Without a process group everything behaves as with a single process.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import struct
@@ -21,7 +22,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from accmt.errors import ModuleContractError, ProcessFailedError, explain, fail
 
@@ -343,7 +343,7 @@ def gather_if_different(value: T) -> list[T]:
     """
     if num_processes() == 1:
         return []
-    checksum = xxhash.xxh3_64_digest(repr(value).encode())
+    checksum = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     if len(set(_gather_bytes(checksum, None))) == 1:
         return []
     return gather_objects(value)

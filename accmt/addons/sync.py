@@ -6,13 +6,20 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from accmt.addons.trackers.delivery import Delivery, wait_for_the_end
+from accmt.addons.trackers.delivery_state import DeliveryFile, count_rows_left
+from accmt.addons.trackers.spec import GROUP, RunStart, name_error, resolve_trackers
 from accmt.errors import ArgumentError, fail
 from accmt.registry import is_built_in
 from accmt.secrets import HIDDEN, hide_text
-from accmt.tracking.delivery import Delivery, wait_for_the_end
-from accmt.tracking.delivery_state import DELIVERY_FILE, DeliveryFile, count_rows_left
-from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, History, RunPlace, read_history
-from accmt.tracking.spec import GROUP, RunStart, name_error, resolve_trackers
+from accmt.tracking.history import (
+    DELIVERY_FILE,
+    EVALUATIONS_FOLDER,
+    HISTORY_FILE,
+    History,
+    RunPlace,
+    read_history,
+)
 
 _START_S = 30.0
 
@@ -39,8 +46,9 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0, server: str | None =
         ArgumentError: `run_folder` is not a run folder, or the run is still running and delivers its rows itself.
     """
     deliveries = DeliveryFile.read(run_folder)
-    if deliveries is None or not (run_folder / HISTORY_FILE).exists():
-        expected = f"the folder of a run, with {HISTORY_FILE} and {DELIVERY_FILE}"
+    is_damaged = deliveries is None and (run_folder / DELIVERY_FILE).exists()  # a run without trackers has none
+    if is_damaged or not (run_folder / HISTORY_FILE).exists():
+        expected = f"the folder of a run, with {HISTORY_FILE} and, if it has trackers, {DELIVERY_FILE}"
         raise fail(ArgumentError, "accmt sync", got=str(run_folder), expected=expected, do="pass logs/<track>/<run>")
     history = History(run_folder)
     try:
@@ -57,6 +65,8 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0, server: str | None =
         status = str(last[0]["status"]) if last and "status" in last[0] else "KILLED"
         if not last or "status" not in last[0]:
             history.add_status("KILLED")  # a killed process could not write it
+        if deliveries is None:
+            return []
         return [_sync(key, run_folder, history, deliveries, status, timeout_s, server) for key in deliveries.accounts]
     finally:
         history.close()

@@ -40,8 +40,6 @@ from accmt.saving import (
 )
 from accmt.saving.selection import METRIC_NAMES
 from accmt.saving.weights import ShardedState
-from accmt.tracking import resolve_trackers
-from accmt.tracking.spec import UserTracker
 
 
 class _NotSavedError(Exception):
@@ -288,13 +286,9 @@ def describe_trainer(settings: Settings) -> dict[str, Any]:
     arguments = settings.to_arguments()
     if "metrics" in arguments:
         arguments["metrics"] = _name_metrics(arguments["metrics"])
-    trackers = resolve_trackers(arguments.pop("log_with", None))
-    # A tracker of the user's class has no name that recreates it.
-    if not any(isinstance(tracker, UserTracker) for tracker in trackers):
-        arguments |= {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
-        if trackers:
-            arguments["log_with"] = [tracker.name for tracker in trackers]
-        return arguments
+    trackers: dict[str, Any] | None = addon("describe_trackers")(arguments.pop("log_with", None))
+    if trackers is not None:
+        return arguments | trackers
     return {name: value for name, value in arguments.items() if name not in settings.tracking.tracker_kwargs}
 
 

@@ -55,7 +55,7 @@ from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_
 from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
 from accmt.setup.user_methods import adapt_training_step, adapt_validation_step
 from accmt.state import Counters, TrainingState
-from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
+from accmt.tracking import Tracking, default_run_name, default_track_name
 
 if TYPE_CHECKING:
     from accmt import Trainer
@@ -341,7 +341,7 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
     if resumed is not None:
         name = resumed.states["run_name"]
     return Tracking(
-        resolve_trackers(logging.log_with),
+        addon("resolve_trackers")(logging.log_with),
         track_name=logging.track_name or default_track_name(settings.model_folder),
         run_name=broadcast_object(name),
         logging_dir=logging.logging_dir,

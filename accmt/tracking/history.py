@@ -34,6 +34,9 @@ HISTORY_FILE = "history.jsonl"
 EVALUATIONS_FOLDER = "evaluations"
 """A folder in a run folder, with the history of the process that evaluates checkpoints and models beside the run."""
 
+DELIVERY_FILE = "delivery.json"
+"""Beside the history of a run with trackers: what each of them has got of it."""
+
 MAX_UNWRITTEN = 10_000
 
 
@@ -267,6 +270,14 @@ def _without_superseded(path: Path, *, include_superseded: bool) -> list[dict[st
     rows = list(read_rows(path))
     superseded = Superseded(() if include_superseded else rows)
     return [row for line, row in enumerate(rows) if row and ("step" not in row or not superseded.has(line))]
+
+
+def count_attempts(path: Path) -> int:
+    """Return how often a run was started or resumed, by its history; 0 if there is none."""
+    attempts = 0
+    for row in read_rows(path) if path.is_file() else ():
+        attempts = max(attempts, row.get("rewind", {}).get("attempt", 1))
+    return attempts
 
 
 def _measure(path: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Writes every row of a run to `history.jsonl` and delivers it to the trackers."""
+"""Writes every row of a run to `history.jsonl`, from where the trackers get it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
-from accmt.errors import ArgumentError, MissingPackageError, SavingError, TrackerError, explain, fail
+from accmt.errors import ArgumentError, SavingError, fail
 from accmt.files import FolderLock, FolderTakenError, current_folder, require_writable_folder
-from accmt.messages import say, warn
+from accmt.messages import say
 from accmt.registry import addon
-from accmt.secrets import hide, hide_text
-from accmt.tracking.delivery import Delivery, wait_for_the_end
-from accmt.tracking.delivery_state import Account, DeliveryFile, Rewinding, count_rows_left
-from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_rows
-from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, name_error
+from accmt.secrets import hide
+from accmt.tracking.history import DELIVERY_FILE, HISTORY_FILE, History, RunPlace, count_attempts, read_rows
 from accmt.tracking.values import to_floats, to_plain
 
 if TYPE_CHECKING:
@@ -26,25 +24,42 @@ RunStatus: TypeAlias = Literal["FINISHED", "FAILED", "KILLED", "PREEMPTED", "RUN
 """How a run ended; "RUNNING" if only a process beside it ends."""
 
 
-_START_S = 30.0
-_REMOTE_START_S = 10.0
 _FLUSH_AFTER_A_FAILED_START_S = 5.0
-_END_AFTER_A_FAILED_START_S = 1.0
+
+
+class _NoDeliveries:
+    """Those of a run without trackers."""
+
+    loggers: Sequence[GeneralTracker] = ()
+    run_ids: Mapping[str, str] = MappingProxyType({})
+
+    def get(self, name: str) -> NoReturn:
+        where, do = f"get_tracker({name!r})", "add it to log_with"
+        raise fail(ArgumentError, where, got="a run without trackers", expected="one of the run", do=do)
+
+    def dashboard_command(self, place: RunPlace) -> Sequence[str]:
+        return ()
+
+    def held_back(self, place: RunPlace) -> Sequence[str]:
+        return ()
+
+    def start(self, *_: Any) -> None:
+        pass
+
+    give_up = notify = finish = warn_of_rows_left = start
 
 
 class Tracking:
-    """Writes rows to `history.jsonl`, and delivers them from there to the trackers of one run.
+    """Writes the rows of one run to `history.jsonl`; `accmt.addons.trackers` delivers them to its trackers from there.
 
-    `log` writes to the file and returns; one thread per tracker delivers. A tracker that is slow, unreachable or
-    raises errors delays nothing and loses nothing: rows wait in the file and are delivered in order when it accepts
-    them again, if necessary by a resumed run or by `accmt sync <run folder>`.
+    `log` writes to the file and returns.
 
     Args:
+        trackers: The trackers, and `tracker_kwargs` their keywords: see `accmt.addons.trackers.deliveries.Deliveries`.
         logging_dir: The logging folder, relative to `home` (None: the working folder), or a URL; see `is_url`.
         is_main_process: On other processes, nothing is created and methods do nothing.
         verbose: False suppresses the trackers' own messages.
-        offline: What to do if a tracker's server cannot be reached at the start: "auto" trains and delivers later,
-            False raises an error. True contacts no server; rows wait for `accmt sync`.
+        offline: What to do if a tracker's server cannot be reached at the start.
         folder: The folder of the rows, if another process writes those of the run to its own folder. Trackers to which
             only one process can log then wait for `accmt sync`.
 
@@ -53,7 +68,7 @@ class Tracking:
 
     def __init__(
         self,
-        trackers: Sequence[TrackerSpec],
+        trackers: Sequence[Any],
         *,
         track_name: str,
         run_name: str,
@@ -66,19 +81,13 @@ class Tracking:
         folder: Path | None = None,
     ) -> None:
         self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, folder, home=home or current_folder())
-        self._trackers: dict[str, tuple[TrackerSpec, dict[str, Any]]] = {}  # by unique names
-        for spec, kwargs in zip(trackers, kwargs_of_each(trackers, tracker_kwargs), strict=True):
-            # Two of a user's trackers may have one name.
-            number = 1 + sum(known.name == spec.name for known, _ in self._trackers.values())
-            key = spec.name if number == 1 else f"{spec.name}_{number}"
-            self._trackers[key] = (spec, kwargs)
+        self._deliveries: Any = _NoDeliveries()
+        if trackers or tracker_kwargs:  # which no tracker may accept
+            self._deliveries = addon("deliveries")(trackers, tracker_kwargs, is_quiet=not verbose, offline=offline)
         self._is_main_process = is_main_process
-        self._is_quiet = not verbose
-        self._offline = offline
         self._history: History | None = None
         self._lock: FolderLock | None = None
-        self._delivery_file: DeliveryFile | None = None
-        self._deliveries: list[Delivery] = []
+        self._attempt = 1
         self._resumed: dict[str, Any] | None = None
         self._last_step: int | None = None
         if self._place.url is not None and not any(spec.takes_url for spec in trackers):
@@ -100,7 +109,7 @@ class Tracking:
     @property
     def attempt(self) -> int:
         """How often the run was started or resumed, from 1; only on the main process, and after `start`."""
-        return 1 if self._delivery_file is None else self._delivery_file.attempt
+        return self._attempt
 
     @property
     def loggers(self) -> list[GeneralTracker]:
@@ -108,22 +117,19 @@ class Tracking:
 
         Empty before `start`, after `finish` and on other processes than the main one.
         """
-        return [] if self._history is None else [self._logger(key) for key in self._trackers]
+        return [] if self._history is None else list(self._deliveries.loggers)
 
     @property
     def run_ids(self) -> dict[str, str]:
         """The id of the run in each service that has one, such as `{"mlflow": "0adacf..."}`; kept after `finish`."""
-        if self._delivery_file is None:
-            return {}
-        accounts = self._delivery_file.accounts
-        return {key: account.run_id for key, account in accounts.items() if account.run_id is not None}
+        return dict(self._deliveries.run_ids)
 
     @property
     def media(self) -> Any:
         """Logs images, tables and files; None before `start`, after `finish`, and except on the main process."""
         if self._history is None:
             return None
-        return addon("media_log")(self._history, self._notify)
+        return addon("media_log")(self._history, self._deliveries.notify)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state that a resumed run needs to continue this one.
@@ -177,14 +183,14 @@ class Tracking:
         try:
             self._history = history = History(self._place.run_folder)
             history.is_ours_alone()  # keeps `accmt sync` away during the run
-            self._delivery_file = self._open_delivery_file(history)
-            self._delivery_file.save()
-            self._start_trackers(history, self._delivery_file)
+            self._begin_attempt(history)
+            resumed_ids = None if self._resumed is None else self._resumed["run_ids"]
+            self._deliveries.start(history, self._place, self._attempt, resumed_ids)
         except BaseException:  # also Ctrl-C: the trackers that have started would show a running run
             self.finish("FAILED", flush_s=_FLUSH_AFTER_A_FAILED_START_S)
             raise
         history.add_config(hide(to_plain(config)))
-        self._notify()
+        self._deliveries.notify()
         return self.run_name
 
     def call_run(self, name: str) -> None:
@@ -228,7 +234,7 @@ class Tracking:
             return
         self._history.add_values(to_floats(values), step)
         self._last_step = step
-        self._notify()
+        self._deliveries.notify()
 
     def finish(self, status: RunStatus, *, flush_s: float = 30.0) -> None:
         """End the run in all trackers; calling it again does nothing.
@@ -242,17 +248,13 @@ class Tracking:
         if history is None:
             self._unlock()
             return
-        deliveries, self._deliveries = self._deliveries, []
         history.add_status(status, how="interrupted" if status == "KILLED" else None)  # a real kill writes nothing
         try:
-            wait_for_the_end(deliveries, status, flush_s)
+            self._deliveries.finish(status, flush_s)
         finally:
-            for delivery in deliveries:
-                delivery.detach(status)
             history.close()  # after the trackers, which read from it
             self._unlock()
-        for delivery in deliveries:
-            delivery.warn_of_rows_left(flush_s)
+        self._deliveries.warn_of_rows_left(flush_s)
         if self.held_back() and self._place.folder is None:
             say(f"offline: to deliver the rows to {', '.join(self.held_back())}, run `accmt sync {self.run_folder}`")
 
@@ -268,112 +270,35 @@ class Tracking:
             name: "tensorboard", "mlflow", or the name of your tracker.
             unwrap: Whether to return the object that the tracker wraps: a `SummaryWriter`, an MLflow run.
 
+        Raises:
+            ArgumentError: The run has no such tracker.
+
         Processes: on other processes than the main one, and for a tracker whose server has not been reached yet, this
             returns a tracker that does nothing, as Accelerate does.
         """
-        if not self._is_main_process:
-            return _stand_in()
-        keys = [] if self._history is None else list(self._trackers)
-        if name not in keys:
-            where, expected = f"get_tracker({name!r})", f"one of {keys}"
-            raise fail(ArgumentError, where, got="an unknown tracker", expected=expected, do="add it to log_with")
-        logger = self._logger(name)
+        logger = self._deliveries.get(name)
         return getattr(logger, "tracker", logger) if unwrap else logger
 
     def dashboard_command(self) -> list[str]:
         """Return the command of the first tracker that can show the runs in a browser, else an empty list."""
-        for spec, _ in self._trackers.values():
-            command = spec.dashboard_command(self._place)
-            if command:
-                return command
-        return []
+        return list(self._deliveries.dashboard_command(self._place))
 
     def held_back(self) -> list[str]:
         """Return the trackers whose rows wait for `accmt sync`."""
-        if self._place.folder is not None:
-            return [key for key, (spec, _) in self._trackers.items() if spec.is_exclusive]
-        if self._offline is not True:
-            return []
-        return [key for key, (spec, kwargs) in self._trackers.items() if spec.is_remote(self._place, kwargs)]
+        return list(self._deliveries.held_back(self._place))
 
-    def _logger(self, key: str) -> GeneralTracker:
-        for delivery in self._deliveries:
-            if delivery.key == key and delivery.tracker is not None:
-                return delivery.tracker
-        return _stand_in()  # so that a hook that uses it does not stop a run whose server is down
-
-    def _notify(self) -> None:
-        for delivery in self._deliveries:
-            delivery.notify()
-
-    def _open_delivery_file(self, history: History) -> DeliveryFile:
-        """Open the delivery state of each tracker: that of an earlier attempt at this run, or a new one."""
-        delivery_file = DeliveryFile(self._place.run_folder, self._place.track_name, self._place.run_name)
-        before = DeliveryFile.read(self._place.run_folder)
-        if before is not None and self._resumed is None:
-            for key, account in before.accounts.items():  # which can no longer be delivered
-                num_rows = count_rows_left(history.path, account)
-                if num_rows:
-                    folder = history.path.parent
-                    got = f"{num_rows} rows of an earlier run in {folder} were not delivered and no longer will be"
-                    do = "resume or `accmt sync` a run before you start another with the same run_name"
-                    warn(explain(f"the tracker {key}", got, "one folder per run", do))
-            if not _came_to_its_end(history.path):
-                history.add_rewind(0, None, delivery_file.attempt)  # it had no checkpoint, so it starts over
-        lines = history.num_lines
+    def _begin_attempt(self, history: History) -> None:
+        """Count this attempt at the run, and supersede the rows that come after its beginning."""
+        before = count_attempts(history.path)
+        if (history.path.parent / DELIVERY_FILE).exists() and isinstance(self._deliveries, _NoDeliveries):
+            self._deliveries = addon("deliveries")([], {}, is_quiet=True, offline=True)  # closes the earlier run's
         if self._resumed is not None:
-            delivery_file.attempt = 1 + max(self._resumed["attempt"], before.attempt if before else 0)
-            history.add_rewind(self._resumed["line"], self._resumed["step"], delivery_file.attempt)
-        for key, (spec, kwargs) in self._trackers.items():
-            if self._resumed is None:
-                account = Account(first=lines, delivered=lines, handed=lines, settled=lines)
-            elif before is not None and key in before.accounts:
-                account = before.accounts[key]
-                account.reopen()
-                account.run_id = account.run_id or self._resumed["run_ids"].get(key)
-            else:
-                # The delivery state is unknown: assume all rows were delivered if the tracker must not get any twice.
-                delivered = lines if spec.rewinding is Rewinding.UNKNOWN else 0
-                run_id = self._resumed["run_ids"].get(key)
-                account = Account(run_id=run_id, delivered=delivered, handed=lines, settled=delivered)
-            server = spec.server(self._place)
-            account.server = server and hide_text(server)
-            account.kwargs = hide(to_plain(kwargs), leave_out=True)
-            delivery_file.accounts[key] = account
-        return delivery_file
-
-    def _start_trackers(self, history: History, delivery_file: DeliveryFile) -> None:
-        held_back = self.held_back()
-        for key, (spec, kwargs) in self._trackers.items():
-            if key in held_back:
-                continue
-            # Here, not in its thread: a missing login ends the program before anything is trained.
-            spec.require_access(self._place, kwargs, is_needed=self._offline is False)
-            delivery = Delivery(
-                spec,
-                RunStart(self._place, kwargs, is_quiet=self._is_quiet),
-                history,
-                delivery_file,
-                key=key,
-                is_patient=self._offline is not False,
-            )
-            self._deliveries.append(delivery)
-            delivery.begin(_REMOTE_START_S if spec.is_remote(self._place, kwargs) else _START_S)
-            error = delivery.start_error
-            if error is None:  # started, or retried until its server answers
-                delivery.attach()
-                continue
-            self._deliveries.remove(delivery)
-            delivery.end("FAILED", 0.0)
-            delivery.join(_END_AFTER_A_FAILED_START_S)
-            if not isinstance(error, Exception):  # SystemExit of a tracker's library
-                raise error
-            where, got = f"the tracker {spec.name}", name_error(error)
-            if isinstance(error, ImportError) and not isinstance(spec, UserTracker):
-                expected, do = "a complete package", f"pip install --force-reinstall {spec.package}"
-                raise fail(MissingPackageError, where, got=got, expected=expected, do=do) from error
-            do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {spec.name} out of log_with"
-            raise fail(TrackerError, where, got=got, expected="a tracker that starts", do=do) from error
+            self._attempt = 1 + max(self._resumed["attempt"], before)
+            history.add_rewind(self._resumed["line"], self._resumed["step"], self._attempt)
+        elif before:
+            self._deliveries.give_up(history)
+            if not _came_to_its_end(history.path):
+                history.add_rewind(0, None, self._attempt)  # it had no checkpoint, so it starts over
 
 
 def _came_to_its_end(history: Path) -> bool:
@@ -382,9 +307,3 @@ def _came_to_its_end(history: Path) -> bool:
         if "status" in row or "config" in row:  # a run that is resumed begins with another configuration
             status = row.get("status")
     return status == "FINISHED"
-
-
-def _stand_in() -> GeneralTracker:
-    from accelerate.tracking import GeneralTracker
-
-    return GeneralTracker(_blank=True)

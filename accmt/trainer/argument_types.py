@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from accelerate.tracking import GeneralTracker
 from torch.utils.data import Sampler
 
 from accmt.metrics import Metric
-from accmt.tracking.spec import TrackerSpec
+
+if TYPE_CHECKING:
+    from accmt.addons.trackers.spec import TrackerSpec
 
 
 class TorchMetric(Protocol):
@@ -23,8 +25,8 @@ class TorchMetric(Protocol):
     def reset(self) -> Callable[..., Any]: ...
 
 
-Tracker: TypeAlias = str | TrackerSpec | type[TrackerSpec] | GeneralTracker | type[GeneralTracker]
-Trackers: TypeAlias = bool | Tracker | Sequence[Tracker]
+Tracker: TypeAlias = "str | TrackerSpec | type[TrackerSpec] | GeneralTracker | type[GeneralTracker]"
+Trackers: TypeAlias = "bool | Tracker | Sequence[Tracker]"
 """Values of `log_with`."""
 
 Samplers: TypeAlias = Sampler[Any] | Callable[[Any], Iterable[Any]] | Sequence[Any]

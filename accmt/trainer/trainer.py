@@ -280,12 +280,11 @@ class Trainer(TrainerProperties):
             arguments = addon(os.environ[ARGUMENTS_VARIABLE])(arguments | {"tracker_kwargs": tracker_kwargs})
             tracker_kwargs = arguments.pop("tracker_kwargs")
         from accmt.checks import check_stage
-        from accmt.tracking import find_specs
 
         self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
         build_callbacks(self.settings.running.callbacks)
         check_stage("arguments", self.settings)
-        find_specs(self.settings.tracking.log_with)
+        addon("find_trackers")(self.settings.tracking.log_with)
         self.registered_savings: list[RegisteredSaving] = []
         self.state = TrainingState()
 

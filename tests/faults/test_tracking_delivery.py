@@ -40,7 +40,7 @@ def store(tmp_path_factory):
 def waits_of(tracking):
     """Note how long each tracker is waited for; what has its time in it may be waited for in several parts."""
     waits = []
-    for delivery in tracking._deliveries:
+    for delivery in tracking._deliveries._running:
         parts = []
         delivery.join = lambda timeout_s, join=delivery.join, parts=parts: parts.append(timeout_s) or join(timeout_s)
         waits.append(parts)
@@ -196,7 +196,7 @@ def test_a_full_disk_costs_one_warning_and_no_row(tmp_path, caplog):
     tracker = Faulty()
     tracking = make(tracker, tmp_path)
     tracking.start({"text": "x" * 20_000})
-    wait_until(lambda: tracking._deliveries[0].account.delivered == 1)
+    wait_until(lambda: tracking._deliveries._running[0].account.delivered == 1)
     path = tracking.run_folder / HISTORY_FILE
     with full_disk(path.stat().st_size + 100):
         log_steps(tracking, 1, 50)
@@ -269,7 +269,7 @@ def test_a_real_server_that_comes_late_is_killed_and_started_again_gets_every_ro
     tracking.start({"lr": 0.1})
     log_steps(tracking, 1, 50)
     with server(store, port):
-        wait_until(lambda: tracking._deliveries[0].account.delivered > 50)
+        wait_until(lambda: tracking._deliveries._running[0].account.delivered > 50)
         log_steps(tracking, 51, 100, pause_s=0.01)
     log_steps(tracking, 101, 300, pause_s=0.01)
     wait_until(lambda: len(warnings_of(caplog)) == 2)
@@ -292,7 +292,7 @@ def test_a_real_server_that_comes_late_is_killed_and_started_again_gets_every_ro
 
 
 def test_a_folder_of_a_run_that_is_going_on_or_of_no_run_is_not_synced(tmp_path):
-    with pytest.raises(ArgumentError, match=r"history\.jsonl and delivery\.json"):
+    with pytest.raises(ArgumentError, match=r"history\.jsonl"):
         sync_run(tmp_path)
     tracking = make(None, tmp_path)
     tracking.start({})

@@ -13,8 +13,8 @@ from accelerate.state import PartialState
 
 from accmt import MLFlow, TensorBoard
 from accmt.addons.sync import sync_run
+from accmt.addons.trackers.delivery_state import DELIVERY_FILE
 from accmt.tracking import read_history
-from accmt.tracking.delivery_state import DELIVERY_FILE
 from accmt.tracking.history import History
 from tests.faults.tracking import (
     Faulty,
@@ -128,7 +128,7 @@ def test_rows_that_a_killed_tracker_had_in_memory_are_delivered_again(store):
     first.start({"lr": 0.1})
     log_steps(first, 1, 3)
     wait_until(lambda: all(own.delivered == 4 for own in accounts_of(first.run_folder)))
-    first._deliveries[0].tracker.writer.flush()
+    first._deliveries._running[0].tracker.writer.flush()
     state = json.loads(json.dumps(first.state_dict()))
     kill(first)
     history = History(first.run_folder)
@@ -167,7 +167,8 @@ def test_the_state_of_another_run_is_left_alone(store):
 KILLED_SCRIPT = """
 import os, signal, sys, time
 from accelerate.state import PartialState
-from accmt.tracking import Tracking, resolve_trackers
+from accmt.addons.trackers.spec import resolve_trackers
+from accmt.tracking import Tracking
 from accmt import MLFlow, TensorBoard
 PartialState(cpu=True)
 tracking = Tracking(resolve_trackers([TensorBoard, MLFlow]), track_name="track", run_name="killed",

@@ -6,8 +6,9 @@ import time
 from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from accmt.tracking import Tracking, read_history, resolve_trackers
-from accmt.tracking.delivery_state import DeliveryFile
+from accmt.addons.trackers.delivery_state import DeliveryFile
+from accmt.addons.trackers.spec import resolve_trackers
+from accmt.tracking import Tracking, read_history
 
 
 class Faulty(GeneralTracker):
@@ -55,7 +56,7 @@ def log_steps(tracking, first, last, pause_s=0.0, value=float):
 
 def kill(tracking):
     """Leave a run as SIGKILL does, up to what this process needs to go on: nothing is flushed, told or closed."""
-    for delivery in tracking._deliveries:
+    for delivery in getattr(tracking._deliveries, "_running", ()):
         delivery._delivery_file.save = lambda: None
         if delivery.spec.name == "mlflow":  # TensorBoard's writer has nothing left, but a thread
             delivery.spec.finish = lambda tracker, status: None
@@ -90,4 +91,5 @@ def tensorboard_points(folder):
 
 
 def accounts_of(folder):
-    return DeliveryFile.read(folder).accounts.values()
+    delivery_file = DeliveryFile.read(folder)  # a run without trackers has none
+    return delivery_file.accounts.values() if delivery_file else ()

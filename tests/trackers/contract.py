@@ -19,9 +19,10 @@ from accelerate.state import PartialState
 
 import accmt
 from accmt.addons.sync import sync_run
+from accmt.addons.trackers.delivery_state import DeliveryFile
+from accmt.addons.trackers.spec import resolve_trackers
 from accmt.errors import TrackerError
-from accmt.tracking import Tracking, read_history, resolve_trackers
-from accmt.tracking.delivery_state import DeliveryFile
+from accmt.tracking import Tracking, read_history
 from tests.toys import Linear, make_points, make_trainer
 from tests.trackers.killed import CHECKPOINT_AT, KILLED_AT, make
 from tests.trackers.unreachable import FLUSH_S as FLUSH_OF_UNREACHABLE_S

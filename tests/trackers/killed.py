@@ -12,8 +12,9 @@ from typing import Any
 
 from accelerate.state import PartialState
 
-from accmt.tracking import Tracking, resolve_trackers
-from accmt.tracking.delivery_state import DeliveryFile
+from accmt.addons.trackers.delivery_state import DeliveryFile
+from accmt.addons.trackers.spec import resolve_trackers
+from accmt.tracking import Tracking
 
 CHECKPOINT_AT, KILLED_AT = 10, 17
 

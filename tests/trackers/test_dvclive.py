@@ -10,7 +10,8 @@ os.environ["ITERATIVE_DO_NOT_TRACK"] = "true"  # no usage reports
 
 
 from accmt import DVCLive
-from accmt.tracking import Tracking, resolve_trackers
+from accmt.addons.trackers.spec import resolve_trackers
+from accmt.tracking import Tracking
 from tests.trackers.contract import log_media
 
 

@@ -27,13 +27,13 @@ from accmt import EMA, AcceleratorModule, Accuracy, BestModels, Callback, Traine
 from accmt.addons.evaluate_beside.program import REQUEST_VARIABLE, Request
 from accmt.addons.report import read_run
 from accmt.addons.run_folders import find_run_folders
+from accmt.addons.trackers.tensorboard import TensorBoard
 from accmt.cli.main import main
 from accmt.errors import ArgumentError
 from accmt.files import dumps
 from accmt.registry import FIT_VARIABLE
 from accmt.tracking import read_history
 from accmt.tracking.history import EVALUATIONS_FOLDER
-from accmt.tracking.trackers.tensorboard import TensorBoard
 from tests.launching import ROOT
 from tests.raising import raises_at
 

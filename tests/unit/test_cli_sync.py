@@ -9,9 +9,10 @@ import pytest
 from accelerate.state import PartialState
 
 from accmt import MLFlow, TensorBoard
+from accmt.addons.trackers.delivery_state import DeliveryFile
+from accmt.addons.trackers.spec import resolve_trackers
 from accmt.cli.main import main
-from accmt.tracking import Tracking, resolve_trackers
-from accmt.tracking.delivery_state import DeliveryFile
+from accmt.tracking import Tracking
 from tests.faults.tracking import Faulty, kill, points_of, tensorboard_points, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")

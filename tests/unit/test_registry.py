@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from accelerate.tracking import GeneralTracker
 
+from accmt.addons.trackers.spec import find_specs
 from accmt.errors import ArgumentError
 from accmt.features.listed import all_features
 from accmt.options import Settings
 from accmt.registry import _BUILT_IN, ADDED_FEATURES, ONLY_WITH, find, is_built_in, names
-from accmt.tracking import find_specs
 from tests.raising import raises_at
 from tests.toys import make_trainer
 

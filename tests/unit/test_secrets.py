@@ -14,10 +14,10 @@ from accelerate.tracking import GeneralTracker
 
 from accmt import ArgumentError, Callback, HyperParameters, LambdaCallback, secrets
 from accmt.addons.sync import sync_run
+from accmt.addons.trackers.delivery_state import DeliveryFile
 from accmt.errors import explain
 from accmt.messages import say, warn
 from accmt.secrets import hide, hide_text, is_secret_name, remember, write_command
-from accmt.tracking.delivery_state import DeliveryFile
 from tests.toys import HPS, Linear, Record, make_points, make_trainer
 
 SECRET_NAMES = """token hf_token hub_token HF_TOKEN write_token session_token use_auth_token api_key apiKey X-Api-Key
@@ -275,7 +275,7 @@ def test_hyper_parameters_without_their_secrets_are_read_again(tmp_path):
 
 
 def test_rows_are_synced_to_a_server_whose_password_is_in_no_file(monkeypatch, tmp_path):
-    from accmt.tracking.delivery_state import Account
+    from accmt.addons.trackers.delivery_state import Account
     from accmt.tracking.history import History
 
     whole = "https://me:hunter22@host.invalid/x"

@@ -320,7 +320,7 @@ def test_a_resumed_run_has_each_image_and_table_once(store, tmp_path):
         first.media.log_table("predictions", ["attempt"], [[1]], step)
         if step == 1:
             state = first.state_dict()
-    wait_until(lambda: all(one.account.delivered == 7 for one in first._deliveries))
+    wait_until(lambda: all(one.account.delivered == 7 for one in first._deliveries._running))
     state["run_ids"] = first.run_ids
     kill(first)
     second = make([TensorBoard, MLFlow], store, run_name="resumed")
@@ -350,8 +350,8 @@ def test_a_resumed_run_has_each_image_and_table_once(store, tmp_path):
 def test_what_is_handed_to_mlflow_twice_is_there_once(store):
     tracking = start(MLFlow, store, "doubled")
     log_everything(tracking)
-    wait_until(lambda: tracking._deliveries[0].account.delivered == 5)
-    spec, tracker = tracking._deliveries[0].spec, tracking._deliveries[0].tracker
+    wait_until(lambda: tracking._deliveries._running[0].account.delivered == 5)
+    spec, tracker = tracking._deliveries._running[0].spec, tracking._deliveries._running[0].tracker
     for media in media_of(tracking.run_folder):
         spec.deliver_media(tracker, media)
     there = Store(store, tracking)

@@ -114,7 +114,7 @@ def test_without_pillow_the_error_names_its_package(monkeypatch):
 
 @pytest.mark.parametrize("content", [b"", b"no image", None])
 def test_a_file_that_a_power_cut_spoiled_is_no_outage(tmp_path, content):
-    from accmt.tracking.spec import is_outage
+    from accmt.addons.trackers.spec import is_outage
 
     path = tmp_path / "0.png"
     if content is not None:

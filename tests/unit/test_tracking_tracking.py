@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from accmt import MLFlow, TensorBoard
+from accmt.addons.trackers.spec import resolve_trackers
 from accmt.errors import (
     ArgumentError,
     MetricError,
@@ -19,7 +20,7 @@ from accmt.errors import (
     TrackerError,
     UnknownArgumentError,
 )
-from accmt.tracking import Tracking, read_history, resolve_trackers
+from accmt.tracking import Tracking, read_history
 from tests.raising import raises_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")

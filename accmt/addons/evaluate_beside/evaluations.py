@@ -37,6 +37,8 @@ from accmt.addons.launches import read_launches
 from accmt.addons.models_in_fit import as_module
 from accmt.addons.run_folders import is_locked
 from accmt.addons.sync import sync_run
+from accmt.addons.trackers.delivery_state import DeliveryFile
+from accmt.addons.trackers.spec import resolve_trackers
 from accmt.callbacks import Callback, build_callbacks
 from accmt.callbacks.averaging import WeightAverage
 from accmt.checks import check_stage, reporting_failed_setup
@@ -58,8 +60,7 @@ from accmt.setup.datasets import UserData
 from accmt.setup.model import detach_run
 from accmt.setup.torch_flags import running, working
 from accmt.state import TrainingState
-from accmt.tracking import Tracking, resolve_trackers
-from accmt.tracking.delivery_state import DeliveryFile
+from accmt.tracking import Tracking
 from accmt.tracking.history import EVALUATIONS_FOLDER, HISTORY_FILE, read_rows
 from accmt.tracking.tracking import RunStatus
 

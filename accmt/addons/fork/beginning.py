@@ -20,6 +20,8 @@ from accmt.addons.fork.lineage import FORK_FILE, Origin, ancestors_of, note_fork
 from accmt.addons.goodput.records import read_goodput
 from accmt.addons.launches import DECIDE_STEPS, arguments_of, read_launches
 from accmt.addons.run_folders import taking_turns
+from accmt.addons.trackers.delivery_state import DeliveryFile
+from accmt.addons.trackers.spec import find_specs
 from accmt.checkpoint.manifest import Manifest, read_manifest
 from accmt.checkpoint.retention import delete, list_published
 from accmt.checkpoint.store import CheckpointStore
@@ -33,9 +35,7 @@ from accmt.processes import num_processes, run_on_main_process
 from accmt.registry import HPS_SECTIONS, names
 from accmt.run import EvaluationRun, Run
 from accmt.secrets import hide, hide_text
-from accmt.tracking.delivery_state import DeliveryFile
 from accmt.tracking.history import HISTORY_FILE, RunPlace, folder_name, read_history
-from accmt.tracking.spec import find_specs
 
 if TYPE_CHECKING:
     from accmt import Trainer

@@ -26,6 +26,7 @@ from typing import Any
 from accmt.addons.fork.lineage import FORK_FILE, Origin, note_fork
 from accmt.addons.launches import TRIAL_VARIABLE
 from accmt.addons.run_folders import is_locked
+from accmt.addons.trackers.spec import find_specs
 from accmt.callbacks import Callback
 from accmt.errors import (
     ArgumentError,
@@ -45,7 +46,6 @@ from accmt.processes import on_main_process, run_on_main_process
 from accmt.registry import FIT_VARIABLE
 from accmt.saving.model_folder import write_hps
 from accmt.secrets import hide
-from accmt.tracking.spec import find_specs
 
 STORAGE_VARIABLE = "ACCMT_SWEEP_STORAGE"
 TRIAL_FILE = "trial.json"

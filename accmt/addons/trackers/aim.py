@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accmt.addons.trackers.common import STATUS
-from accmt.tracking.delivery_state import Rewinding, Row
+from accmt.addons.trackers.delivery_state import Rewinding, Row
+from accmt.addons.trackers.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Media
 
 

@@ -9,9 +9,9 @@ from math import isfinite
 from typing import Any
 
 from accmt.addons.trackers.common import STATUS, ServiceSpec
-from accmt.tracking.delivery_state import Row
+from accmt.addons.trackers.delivery_state import Row
+from accmt.addons.trackers.spec import RunStart, TrackerRun
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart, TrackerRun
 from accmt.tracking.values import Media, Scalar
 
 

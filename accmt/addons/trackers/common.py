@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from accmt.addons.trackers.spec import TrackerSpec
 from accmt.errors import TrackerError, fail
 from accmt.messages import say
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import TrackerSpec
 
 STATUS = "accmt.status"
 """The tag or field for accmt's run status in a tracker."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from accmt.addons.trackers.common import clean_path
+from accmt.addons.trackers.delivery_state import Resume, Rewinding, Row
+from accmt.addons.trackers.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.files import write_text
-from accmt.tracking.delivery_state import Resume, Rewinding, Row
-from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Media
 
 

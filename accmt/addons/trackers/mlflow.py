@@ -12,11 +12,11 @@ from typing import Any
 
 from accmt.addons.run_folders import taking_turns
 from accmt.addons.trackers.common import STATUS, clean_path
+from accmt.addons.trackers.delivery_state import Resume, Row
+from accmt.addons.trackers.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.errors import explain
 from accmt.messages import warn, warn_once
-from accmt.tracking.delivery_state import Resume, Row
 from accmt.tracking.history import DEFAULT_LOGGING_DIR, RunPlace
-from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Media, Scalar
 
 _TRACKING_URI_VARIABLE = "MLFLOW_TRACKING_URI"

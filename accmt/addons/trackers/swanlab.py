@@ -10,9 +10,9 @@ from typing import Any
 from uuid import uuid4
 
 from accmt.addons.trackers.common import STATUS, ServiceSpec
-from accmt.tracking.delivery_state import Row
+from accmt.addons.trackers.delivery_state import Row
+from accmt.addons.trackers.spec import RunStart, TrackerRun
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart, TrackerRun
 from accmt.tracking.values import Media, Scalar
 
 

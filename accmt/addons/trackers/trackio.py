@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accmt.addons.trackers.common import clean_file_name
-from accmt.tracking.delivery_state import Row
+from accmt.addons.trackers.delivery_state import Row
+from accmt.addons.trackers.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Media, Scalar
 
 

@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from accmt.addons.trackers.common import STATUS, ServiceSpec, clean_file_name
-from accmt.tracking.delivery_state import Row
+from accmt.addons.trackers.delivery_state import Row
+from accmt.addons.trackers.spec import RunStart, TrackerRun
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart, TrackerRun
 from accmt.tracking.values import Media, Scalar
 
 _AXIS = "global_step"

@@ -6,7 +6,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 
 
 class TextFile(GeneralTracker):
-    """Any tracker of Accelerate will do; `accmt.tracking.spec.TrackerSpec` can say more, such as what an outage is."""
+    """Any tracker of Accelerate will do; a `TrackerSpec` of `accmt.addons.trackers` can say more."""
 
     name = "text_file"
     requires_logging_directory = True

@@ -14,11 +14,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accmt.addons.trackers.delivery_state import Account, DeliveryFile, Replay, Resume, Row, count_rows_left
+from accmt.addons.trackers.spec import Outage, RunStart, TrackerSpec, UserTracker, name_error
 from accmt.errors import explain
 from accmt.messages import say, warn, warn_once
-from accmt.tracking.delivery_state import Account, DeliveryFile, Replay, Resume, Row, count_rows_left
 from accmt.tracking.history import History, HistoryReader
-from accmt.tracking.spec import Outage, RunStart, TrackerSpec, UserTracker, name_error
 from accmt.tracking.values import CleanNames, Media, flatten
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from pkgutil import resolve_name
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
+from accmt.addons.trackers.delivery_state import Resume, Rewinding, Row
 from accmt.errors import ArgumentError, MissingPackageError, UnknownArgumentError, explain, fail, nearest
 from accmt.messages import say, warn
 from accmt.registry import find, is_built_in, names
 from accmt.secrets import remember
-from accmt.tracking.delivery_state import Resume, Rewinding, Row
 from accmt.tracking.history import RunPlace
 from accmt.tracking.values import Kind, Media
 
@@ -341,6 +341,17 @@ def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
             got = f"the package {spec.package} is not installed"
             raise fail(MissingPackageError, where, got=got, expected="the tracker's package", do=do)
     return specs
+
+
+def describe_trackers(log_with: Any) -> dict[str, Any] | None:
+    """Return the Trainer's arguments that recreate trackers; None if one is of the user's class, which no name does."""
+    specs = resolve_trackers(log_with)
+    if any(isinstance(spec, UserTracker) for spec in specs):
+        return None
+    arguments: dict[str, Any] = {spec.name: spec.init_kwargs for spec in specs if spec.init_kwargs}
+    if specs:
+        arguments["log_with"] = [spec.name for spec in specs]
+    return arguments
 
 
 def find_specs(log_with: Any) -> list[TrackerSpec]:

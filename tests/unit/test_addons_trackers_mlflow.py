@@ -10,8 +10,8 @@ from accelerate.state import PartialState
 from accelerate.tracking import MLflowTracker
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, _validate_metric_name, _validate_param_name
 
+from accmt.addons.trackers.delivery_state import Resume, Row
 from accmt.addons.trackers.mlflow import MLFlow, MLFlowRun, clean_mlflow_name
-from accmt.tracking.delivery_state import Resume, Row
 from accmt.tracking.history import RunPlace
 from tests.toys import Linear, make_points, make_trainer
 

@@ -3,8 +3,8 @@ import logging
 import pytest
 import requests
 
-from accmt.tracking import spec
-from accmt.tracking.spec import Outage, is_outage, name_error
+from accmt.addons.trackers import spec
+from accmt.addons.trackers.spec import Outage, is_outage, name_error
 
 
 def chained(cause):

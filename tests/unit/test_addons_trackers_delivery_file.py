@@ -1,6 +1,6 @@
 import json
 
-from accmt.tracking.delivery_state import DELIVERY_FILE, Account, DeliveryFile
+from accmt.addons.trackers.delivery_state import DELIVERY_FILE, Account, DeliveryFile
 
 
 def test_a_later_process_reads_what_was_written(tmp_path):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accmt.tracking.delivery_state import Rewinding, Row
+from accmt.addons.trackers.delivery_state import Rewinding, Row
+from accmt.addons.trackers.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Media, Scalar
 
 _POLL_S = 0.02

@@ -2,10 +2,10 @@ import pytest
 from accelerate.state import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from accmt.addons.trackers import tensorboard
+from accmt.addons.trackers.spec import RunStart
+from accmt.addons.trackers.tensorboard import TensorBoard, TensorBoardRun
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart
-from accmt.tracking.trackers import tensorboard
-from accmt.tracking.trackers.tensorboard import TensorBoard, TensorBoardRun
 
 
 @pytest.mark.feature("D27")

@@ -16,9 +16,9 @@ from accelerate.tracking import (
 
 from accmt import Aim, ClearML, CometML, DVCLive, MLFlow, SwanLab, TensorBoard, Trackio, WandB
 from accmt.addons.trackers.common import ServiceSpec
+from accmt.addons.trackers.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, resolve_trackers
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError
 from accmt.tracking.history import RunPlace
-from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker, kwargs_of_each, resolve_trackers
 from tests.raising import raises_at
 
 

@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from accmt.files import dumps, loads, write_text
-from accmt.tracking.history import Superseded, read_rows
+from accmt.tracking.history import DELIVERY_FILE, Superseded, read_rows
 
 # ---- `delivery.json`: the delivery state of each tracker, so that a later process can continue
-
-
-DELIVERY_FILE = "delivery.json"
 
 
 @dataclass

@@ -1,6 +1,6 @@
 import pytest
 
-from accmt.tracking.delivery_state import Account, Replay, Rewinding, count_rows_left
+from accmt.addons.trackers.delivery_state import Account, Replay, Rewinding, count_rows_left
 from accmt.tracking.history import History
 
 KEEPS, WITHDRAWS, UNKNOWN = Rewinding.KEEPS, Rewinding.WITHDRAWS, Rewinding.UNKNOWN

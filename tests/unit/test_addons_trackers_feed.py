@@ -3,10 +3,10 @@ import time
 
 import pytest
 
-from accmt.tracking.delivery import Feed
-from accmt.tracking.delivery_state import Account, Replay, Rewinding
+from accmt.addons.trackers.delivery import Feed
+from accmt.addons.trackers.delivery_state import Account, Replay, Rewinding
+from accmt.addons.trackers.spec import UserTracker
 from accmt.tracking.history import History
-from accmt.tracking.spec import UserTracker
 from tests.faults.tracking import Faulty
 
 

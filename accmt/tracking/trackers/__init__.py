@@ -1,1 +1,0 @@
-"""The tracker of the core; `accmt.registry` lists all trackers."""
