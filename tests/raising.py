@@ -10,12 +10,12 @@ import pytest
 
 @contextmanager
 def raises_at(
-    kind: type[BaseException], where: str, *got: str, expected: str = "", do: str = ""
+    kind: type[BaseException] | tuple[type[BaseException], ...], where: str, *got: str, expected: str = "", do: str = ""
 ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
-    """Expect an error of this class about this place. What it says is the business of `test_advice.py`.
+    """Expect an error of this class, or of one of these, about this place; `test_advice.py` looks at what it says.
 
     Args:
-        kind: The class of the error.
+        kind: The class of the error, or several.
         where: A part of the `where` of one of its mistakes.
         got: Names, numbers or paths in the `got` of the same mistake.
         expected: A name, number or path in its `expected`.

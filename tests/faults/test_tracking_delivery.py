@@ -20,6 +20,7 @@ from accmt.addons.sync import sync_run
 from accmt.errors import ArgumentError
 from accmt.tracking.history import HISTORY_FILE, History
 from tests.faults.tracking import Faulty, log_steps, make, points_of, steps_of, wait_until, warnings_of
+from tests.raising import raises_at
 
 
 @pytest.fixture(autouse=True)
@@ -292,11 +293,11 @@ def test_a_real_server_that_comes_late_is_killed_and_started_again_gets_every_ro
 
 
 def test_a_folder_of_a_run_that_is_going_on_or_of_no_run_is_not_synced(tmp_path):
-    with pytest.raises(ArgumentError, match=r"history\.jsonl"):
+    with raises_at(ArgumentError, "accmt sync", str(tmp_path), expected="history.jsonl"):
         sync_run(tmp_path)
     tracking = make(None, tmp_path)
     tracking.start({})
-    with pytest.raises(ArgumentError, match="still running"):
+    with raises_at(ArgumentError, "accmt sync", str(tracking.run_folder), "running"):
         sync_run(tracking.run_folder)
     tracking.finish("FINISHED")
     assert sync_run(tracking.run_folder) == []

@@ -93,7 +93,7 @@ def test_which_way_is_better_can_be_said_and_another_folder_be_named(tmp_path):
 
 @pytest.mark.parametrize("arguments", [{"top_k": 0}, {"top_k": True}, {"mode": "best"}])
 def test_what_makes_no_sense_is_refused(arguments):
-    with pytest.raises(ArgumentError, match=f"BestModels\\({next(iter(arguments))}=...\\)"):
+    with raises_at(ArgumentError, f"BestModels({next(iter(arguments))}=...)"):
         BestModels(**arguments)
 
 

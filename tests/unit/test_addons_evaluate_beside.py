@@ -301,14 +301,14 @@ def test_a_program_without_validation_data_is_an_error(project: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "got"),
     [
-        ({"model_saving": "best_valid_loss"}, r"got: model_saving='best_valid_loss'[\s\S]*accmt evaluate"),
-        ({"patience": 3}, "got: patience"),
-        ({"checkpoint_every": "1 eval"}, "got: checkpoint_every in evaluations"),
-        ({"eval_when_start": True}, "got: eval_when_start=True"),
+        ({"model_saving": "best_valid_loss"}, "model_saving='best_valid_loss'"),
+        ({"patience": 3}, "patience"),
+        ({"checkpoint_every": "1 eval"}, "checkpoint_every"),
+        ({"eval_when_start": True}, "eval_when_start=True"),
     ],
 )
 def test_a_run_that_never_evaluates_rejects_what_waits_for_evaluations(arguments: dict[str, Any], got: str) -> None:
-    with pytest.raises(ArgumentError, match=got):
+    with raises_at(ArgumentError, 'Trainer(evaluate_every_n_steps="never")', got):
         Trainer(HPS, "out/never", **{**OFF, **arguments})
 
 

@@ -183,24 +183,24 @@ class Scores(AcceleratorModule):
 
 
 @pytest.mark.parametrize(
-    ("make", "evaluation", "said"),
+    ("make", "evaluation", "key", "got"),
     [
-        (make_module, {"generate": {"max_new_token": 3}}, "did you mean `max_new_tokens`"),
-        (make_module, {"generat": {}}, "generate"),
-        (make_module, {"generate": 3}, "a mapping of arguments"),
-        (make_module, {"generate": True, "table_rows": -1}, "at least 0"),
-        (make_module, "generate", "a mapping with `generate`"),
-        (WithoutTokenizer, {"generate": True}, "processor=tokenizer"),
-        (Scores, {"generate": True}, "a model that can generate"),
-        (make_module, {"generate": {"max_length": 64}}, "max_new_tokens: 64"),
-        (make_module, {"generate": {"temperature": 0.7}}, "do_sample: true"),
-        (make_module, {"generate": {"max_new_tokens": 0}}, "a whole number of at least 1"),
-        (make_module, {"generate": {"num_beams": "two"}}, "a whole number of at least 1"),
-        (make_module, {"generate": {"num_return_sequences": 3}}, "valid arguments of `generate`"),
+        (make_module, {"generate": {"max_new_token": 3}}, ".generate", "`max_new_token`"),
+        (make_module, {"generat": {}}, ".generat", "{}"),
+        (make_module, {"generate": 3}, ".generate", "3 (int)"),
+        (make_module, {"generate": True, "table_rows": -1}, ".table_rows", "-1 (int)"),
+        (make_module, "generate", "", "'generate' (str)"),
+        (WithoutTokenizer, {"generate": True}, ".generate", "WithoutTokenizer has no tokenizer"),
+        (Scores, {"generate": True}, ".generate", "a Linear"),
+        (make_module, {"generate": {"max_length": 64}}, ".generate", "max_length: 64"),
+        (make_module, {"generate": {"temperature": 0.7}}, ".generate", "`temperature`"),
+        (make_module, {"generate": {"max_new_tokens": 0}}, ".generate", "max_new_tokens = 0"),
+        (make_module, {"generate": {"num_beams": "two"}}, ".generate", "num_beams = 'two'"),
+        (make_module, {"generate": {"num_return_sequences": 3}}, ".generate", "`num_return_sequences`"),
     ],
 )
-def test_what_cannot_be_is_an_error_before_training(make: Any, evaluation: Any, said: str) -> None:
-    with pytest.raises((HyperParameterError, ArgumentError), match=said):
+def test_what_cannot_be_is_an_error_before_training(make: Any, evaluation: Any, key: str, got: str) -> None:
+    with raises_at((HyperParameterError, ArgumentError), f"evaluation{key}", got):
         train(make(), evaluation=evaluation)
 
 
@@ -218,7 +218,7 @@ def test_a_trial_without_a_row_to_judge_does_not_end_a_run_that_has_such_rows(ca
     )
     assert 0 <= trainer.state.metrics["exact_match"] <= 1
     assert "4 samples without an expected text" in caplog.text
-    with pytest.raises(MetricError, match="add such rows"):
+    with raises_at(MetricError, "metric 'exact_match'", "4 samples"):
         train(make_module(), val_rows=texts, metrics="exact_match")
 
 

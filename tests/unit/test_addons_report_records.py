@@ -12,6 +12,7 @@ from accmt.addons.report import read_run
 from accmt.addons.report.page import build_page
 from accmt.addons.report.records import Event
 from accmt.errors import ArgumentError
+from tests.raising import raises_at
 from tests.toys import Numbers, Scripted, make_trainer
 
 
@@ -84,9 +85,9 @@ def test_the_time_split_adds_up(tmp_path):
 
 
 def test_another_folder_is_refused(tmp_path):
-    with pytest.raises(ArgumentError, match=r"(?s)no history.jsonl in it.*<run_name>"):
+    with raises_at(ArgumentError, str(tmp_path), "no history.jsonl"):
         read_run(tmp_path)
-    with pytest.raises(ArgumentError, match="an empty history"):
+    with raises_at(ArgumentError, str(tmp_path), "an empty history.jsonl"):
         read_run(write_history(tmp_path))
 
 

@@ -97,7 +97,7 @@ def test_a_file_names_all_its_errors_with_their_lines(tmp_path: Path):
     with raises_at(ArgumentError, "sweep "):
         Sweep.from_yaml(tmp_path / "swep.yaml")
     file.write_text("space: [\n")
-    with pytest.raises(ArgumentError, match="YAML"):
+    with raises_at(ArgumentError, "sweep.yaml:2"):
         Sweep.from_yaml(file)
 
 

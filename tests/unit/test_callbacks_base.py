@@ -32,7 +32,7 @@ def test_a_callback_of_functions_takes_builtins():
 
 @pytest.mark.parametrize(("name", "nearest"), [("on_epoch_ends", "on_epoch_end"), ("epoch_end", "on_epoch_end")])
 def test_a_callback_of_functions_refuses_what_is_no_hook(name, nearest):
-    with pytest.raises(ModuleContractError, match=f"LambdaCallback.{name}(.|\n)*did you mean {nearest}\\?"):
+    with raises_at(ModuleContractError, f"LambdaCallback.{name}", do=f"did you mean {nearest}?"):
         LambdaCallback(**{name: lambda: None})
 
 

@@ -58,7 +58,7 @@ def test_every_alias_is_another_name_of_a_hook():
 def test_a_name_of_another_trainer_reaches_our_hook_where_it_is_asked_for(alias, hook):
     called = []
     methods = {alias: lambda self: called.append(alias)}
-    with pytest.raises(ModuleContractError, match=f"do: def {hook}(.|\n)*accmt.compat.OtherHookNames"):
+    with raises_at(ModuleContractError, f"Watcher.{alias}", do=f"def {hook}("):
         Hooks([type("Watcher", (Callback,), methods)()])
     watcher = type("Watcher", (OtherHookNames, Callback), methods)()
     for name, keywords in HOOKS.items():

@@ -16,6 +16,7 @@ from accmt.checkpoint.state_dicts import (
     split_tensors,
 )
 from accmt.errors import CheckpointCorruptError, CheckpointError
+from tests.raising import raises_at
 from tests.tables import each
 
 
@@ -102,7 +103,7 @@ def test_parameters_come_without_their_graph():
     ids=["sparse", "complex128", "meta"],
 )
 def test_a_tensor_that_files_cannot_hold_is_refused_with_its_path(tensor):
-    with pytest.raises(CheckpointError, match=r"^others\.module\.mask\n.*cannot be stored"):
+    with raises_at(CheckpointError, "others.module.mask"):
         split_tensors({"others": {"module": {"mask": tensor}}})
 
 
@@ -120,5 +121,5 @@ def test_every_storable_dtype_survives_a_file(dtype, tmp_path):
 def test_a_missing_tensor_is_a_damaged_checkpoint():
     tensors, rest = split_tensors({"model": {"w": torch.ones(1)}})
     tensors.clear()
-    with pytest.raises(CheckpointCorruptError, match=r"no tensor 'model\.w'"):
+    with raises_at(CheckpointCorruptError, "model.w"):
         join_tensors(tensors, rest)

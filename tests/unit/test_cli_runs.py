@@ -59,7 +59,7 @@ def test_of_many_runs_the_ten_newest_are_shown(tmp_path):
 )
 def test_what_is_no_folder_of_runs_is_told_what_a_run_folder_is(tmp_path, name, got):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArgumentError, match=rf"got: {got}.*\n.*\n  do: name a run folder: <logging_dir>/<track_name>/"):
+    with raises_at(ArgumentError, str(tmp_path / name), got, do="<logging_dir>/<track_name>/<run_name>"):
         require_run(tmp_path / name, "report")
 
 

@@ -172,5 +172,5 @@ def test_plain_tuples_are_stacked_as_torch_does_and_everything_else_is_left_to_i
 )
 def test_rows_of_unequal_lengths_are_told_the_collator_that_pads_their_labels(labels, collator):
     rows = [{"input_ids": ids, "labels": own} for ids, own in zip([[1, 2], [1, 2, 3]], labels, strict=True)]
-    with pytest.raises(DataError, match=rf"do: Trainer\(collate_fn={collator}\(tokenizer\)\)"):
+    with raises_at(DataError, "making a batch", do=f"Trainer(collate_fn={collator}(tokenizer))"):
         collate_or_explain(rows)

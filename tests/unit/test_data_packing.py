@@ -7,12 +7,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from accmt.addons.token_batches.budget import TokenBudget
 from accmt.addons.token_batches.packing import DocumentPacker, count_targets, pack_by_tokens
 from accmt.errors import DataError
+from tests.raising import raises_at
 from tests.tables import each
 
 
@@ -84,22 +84,22 @@ def test_samples_without_labels_are_their_own_and_empty_ones_leave_nothing() -> 
     ("sample", "fault"),
     [
         ([1, 2], "list"),
-        ({"text": "a"}, r"a sample with the entries \['text'\]"),
+        ({"text": "a"}, "['text']"),
         ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "a padded sample"),
-        ({"input_ids": [1, 2], "text": "ab"}, "'text': a str, in a sample of 2 tokens(.|\n)*remove_columns"),
+        ({"input_ids": [1, 2], "text": "ab"}, "'text': a str, in a sample of 2 tokens"),
         ({"input_ids": [1, 2], "texts": ["a", "b"]}, "'texts': a list, in a sample of 2 tokens"),
         ({"input_ids": [1, 2], "labels": 1}, "'labels': a int, in a sample of 2 tokens"),
         ({"input_ids": [1, 2], "labels": [1]}, "'labels': a list, in a sample of 2 tokens"),
-        ({"input_ids": torch.ones(1, 2)}, r"'input_ids': a Tensor of shape \[1, 2\]"),
+        ({"input_ids": torch.ones(1, 2)}, "'input_ids': a Tensor of shape [1, 2]"),
         ({"input_ids": [[1, 2], [1, 3]]}, "samples of several sequences, such as two answers"),
         ({"input_ids": []}, "a row with only empty samples"),
     ],
 )
 def test_samples_that_cannot_be_packed_are_named(sample: Any, fault: str) -> None:
-    with pytest.raises(DataError, match=f"packing in the hyper-parameters\n  got: {fault}"):
+    with raises_at(DataError, "packing in the hyper-parameters", fault):
         DocumentPacker()([sample])
 
 
 def test_samples_with_and_without_labels_are_an_error() -> None:
-    with pytest.raises(DataError, match="the same entries in all samples"):
+    with raises_at(DataError, "packing in the hyper-parameters", "'more'"):
         DocumentPacker()([{"input_ids": [1], "more": [1]}, {"input_ids": [1]}])

@@ -12,6 +12,7 @@ import torch
 from accmt.addons.token_batches.budget import TokenBudget, cut_by_tokens, padded_tokens
 from accmt.addons.token_batches.lengths import find_length
 from accmt.errors import DataError
+from tests.raising import raises_at
 from tests.tables import each
 
 
@@ -104,11 +105,11 @@ def test_the_module_says_the_length_first() -> None:
 
 @each("sample", [[1, 2], (), {"tokens": [1]}, "text"])
 def test_a_sample_without_a_length_is_an_error_that_says_what_to_define(sample: Any) -> None:
-    with pytest.raises(DataError, match=r"def length_of\(self, sample\)"):
+    with raises_at(DataError, "the length of a sample", do="def length_of(self, sample)"):
         find_length(sample)
 
 
 @each("length", [-1, 2.5, "3", True])
 def test_a_length_that_is_no_number_from_0_is_an_error(length: Any) -> None:
-    with pytest.raises(DataError, match="a whole number of at least 0"):
+    with raises_at(DataError, "the length of a sample", repr(length)):
         find_length({"length": length})

@@ -132,7 +132,7 @@ def test_what_tensor_parallelism_leaves_of_the_processes_shards(
 def test_a_mesh_of_tensor_parallelism_that_cannot_be_is_an_error(
     parallelism: Any, got: str, eight_processes: None
 ) -> None:
-    with pytest.raises(ArgumentError, match=got):
+    with raises_at(ArgumentError, "the parallelism", got):
         find_parallelism(RunningSettings(parallelism=parallelism))
 
 

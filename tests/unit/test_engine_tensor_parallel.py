@@ -150,5 +150,5 @@ def test_samples_that_one_process_of_a_group_could_read_are_an_error(
     monkeypatch.setattr("accmt.addons.bad_samples.gather_objects", lambda value: [[], [], value, value])
     assert [micro_batch.num_bad for micro_batch in read()] == [1]
     monkeypatch.setattr("accmt.addons.bad_samples.gather_objects", lambda value: [[], [], [], value])
-    with pytest.raises(DataError, match=r"\[7\] on process 3"):
+    with raises_at(DataError, "the data", "[7] on process 3"):
         read()

@@ -91,15 +91,15 @@ def test_a_name_is_known_with_its_owner_and_with_what_to_do(name, expected):
     [
         ("num_train_epochs", 3, "write `epochs: 3` in the hyper-parameters"),
         ("lr", 1e-3, "write `optim: {type: SGD, lr: 0.001}`"),
-        ("gradient_accumulation_steps", 4, r"write Trainer\(grad_accumulation_steps=4\)"),
-        ("seed", 1, r"write Trainer\(seed=1\): `seed` is an argument of the Trainer"),
-        ("model_path", "out", r"write Trainer\(model_path='out'\)"),
-        ("eopchs", 3, "write `epochs`$"),
-        ("anything", 3, "remove `anything`$"),
+        ("gradient_accumulation_steps", 4, "write Trainer(grad_accumulation_steps=4)"),
+        ("seed", 1, "write Trainer(seed=1)"),
+        ("model_path", "out", "write Trainer(model_path='out')"),
+        ("eopchs", 3, "write `epochs`"),
+        ("anything", 3, "remove `anything`"),
     ],
 )
 def test_a_key_that_is_no_hyper_parameter_gets_the_advice_of_its_name(key, value, advice):
-    with pytest.raises(HyperParameterError, match=f"do: {advice}"):
+    with raises_at(HyperParameterError, f"hps_config {key}", do=advice):
         HyperParameters.from_config({"hps": {**HPS, key: value}})
 
 
@@ -267,7 +267,7 @@ def test_arguments_of_one_hyper_parameter_get_one_line(arguments, line):
     advice = {find_foreign(name, arguments[name], arguments)[1] for name in names}
     assert len(advice) == 1
     assert line in advice.pop()
-    with pytest.raises(UnknownArgumentError, match=re.escape(line)):
+    with raises_at(UnknownArgumentError, "Trainer(", do=line):
         Trainer(HPS, "out", **arguments)
 
 

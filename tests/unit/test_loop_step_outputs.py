@@ -95,29 +95,28 @@ def test_a_wrong_weight_is_refused(weight):
 
 @pytest.mark.feature("D03", "T19", "T20")
 @pytest.mark.parametrize(
-    ("output", "message"),
+    ("output", "got", "do"),
     [
-        (None, "got: None\n.*\n  do: return loss; to skip a batch, write `return None` in the step.*$"),
-        ([1.0], r"got: list \[1.0\]"),
-        ((torch.ones(()), "logits"), "got: tuple"),
-        (0.5, r"got: float 0.5\n.*\n  do: return the tensor itself, not loss.item\(\)"),
-        ("loss", "got: str"),
-        (torch.ones(3, requires_grad=True), r"a tensor of shape \(3,\)\n.*\n  do: return loss.mean\(\)"),
-        (torch.ones(1, requires_grad=True), r"a tensor of shape \(1,\)"),
-        (torch.ones(()), "a tensor without a gradient"),
-        ({}, "a dict with the keys \\[\\]"),
-        ({"los": torch.ones(())}, r"the keys \['los'\]\n.*\n  do: return \{\"loss\": loss"),
-        ({"loss": 0.25}, r'"loss": float 0.25\n.*\n  do: return the tensor itself, not loss.item\(\)'),
-        ({"loss": None}, '"loss": None'),
-        ({"loss": [torch.ones(())]}, '"loss": list'),
-        ({"loss": torch.ones(())}, "a tensor without a gradient"),
-        ({"loss": torch.ones(2, requires_grad=True)}, r"a tensor of shape \(2,\)"),
+        (None, "None", "return loss; to skip a batch, write `return None`"),
+        ([1.0], "list [1.0]", ""),
+        ((torch.ones(()), "logits"), "tuple", ""),
+        (0.5, "float 0.5", "not loss.item()"),
+        ("loss", "str", ""),
+        (torch.ones(3, requires_grad=True), "a tensor of shape (3,)", "return loss.mean()"),
+        (torch.ones(1, requires_grad=True), "a tensor of shape (1,)", ""),
+        (torch.ones(()), "gradient", ""),
+        ({}, "the keys []", ""),
+        ({"los": torch.ones(())}, "the keys ['los']", 'return {"loss": loss'),
+        ({"loss": 0.25}, '"loss": float 0.25', "not loss.item()"),
+        ({"loss": None}, '"loss": None', ""),
+        ({"loss": [torch.ones(())]}, '"loss": list', ""),
+        ({"loss": torch.ones(())}, "gradient", ""),
+        ({"loss": torch.ones(2, requires_grad=True)}, "a tensor of shape (2,)", ""),
     ],
 )
-def test_a_training_step_without_a_usable_loss_is_told_what_to_return(output, message):
-    with pytest.raises(ModuleContractError, match=message) as error:
+def test_a_training_step_without_a_usable_loss_is_told_what_to_return(output, got, do):
+    with raises_at(ModuleContractError, "training_step", got, do=do):
         read_training_output(output)
-    assert str(error.value).startswith("training_step\n  got: ")
 
 
 def test_a_long_value_does_not_fill_the_message():

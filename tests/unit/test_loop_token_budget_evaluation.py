@@ -209,5 +209,5 @@ def test_the_batches_of_a_loader_of_the_users_are_cut_too(tmp_path: Path) -> Non
 
 
 def test_data_without_lengths_say_what_to_define(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="def length_of"):
+    with raises_at(DataError, "the length of a sample", "['index']", do="def length_of"):
         make_trainer(tmp_path, collate_fn=None).validate(Classifier(), [{"index": 1}] * 4)

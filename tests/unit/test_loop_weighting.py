@@ -84,7 +84,7 @@ def test_a_batch_that_shows_no_samples_is_an_error_until_the_module_counts_them(
         def get_batch_size(self, batch):
             return len(batch.points[0])
 
-    with pytest.raises(DataError, match="define get_batch_size"):
+    with raises_at(DataError, "the number of samples in a batch", do="get_batch_size"):
         make_trainer().fit(Opaque(), DataLoader(Batches(), batch_size=None))
     assert make_trainer().fit(Counted(), DataLoader(Batches(), batch_size=None)).samples_seen == 8
 

@@ -149,36 +149,36 @@ def test_directions_are_known(metric, greater):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "got"),
     [
-        (lambda: F1(num_classes=1), "num_classes=1\n  expected: 2 or more"),
-        (lambda: F1(average="best"), r"one of \['binary', 'macro', 'micro', 'weighted', 'none'\]"),
-        (lambda: F1(num_classes=3, average="binary"), r"one of \['macro', 'micro', 'weighted', 'none'\]"),
-        (lambda: AUROC(num_classes=3, average="micro"), r"one of \['macro', 'weighted', 'none'\]"),
+        (lambda: F1(num_classes=1), "num_classes=1"),
+        (lambda: F1(average="best"), "average='best'"),
+        (lambda: F1(num_classes=3, average="binary"), "average='binary' and num_classes=3"),
+        (lambda: AUROC(num_classes=3, average="micro"), "average='micro' and num_classes=3"),
     ],
 )
-def test_arguments_that_cannot_be_are_rejected(make, message):
-    with pytest.raises(MetricError, match=message):
+def test_arguments_that_cannot_be_are_rejected(make, got):
+    with raises_at(MetricError, "metric '", got):
         make()
 
 
 @pytest.mark.parametrize(
-    ("metric", "predictions", "references", "message"),
+    ("metric", "predictions", "references", "got", "do"),
     [
-        (F1(), torch.rand(4, 3), torch.ones(4), "num_classes=2[\\s\\S]*do: num_classes=3"),
-        (F1(), torch.rand(4), torch.ones(4), r"\(logits > 0\).long\(\)"),
-        (F1(num_classes=3), torch.tensor([3]), torch.tensor([1]), "classes from 1 to 3[\\s\\S]*num_classes=4"),
-        (F1(num_classes=3), torch.tensor([0]), torch.tensor([-1]), "classes from -1 to 0[\\s\\S]*-100"),
-        (AUROC(), torch.rand(2), torch.tensor([0, 2]), "classes from 0 to 2[\\s\\S]*num_classes=3"),
-        (AUROC(num_classes=3), torch.rand(4, 2), torch.ones(4), "do: num_classes=2"),
-        (AUROC(num_classes=3), torch.rand(4), torch.ones(4), r"expected: logits \[..., classes\]"),
-        (MSE(), torch.rand(4, 1), torch.ones(4), r"predictions \(4, 1\), references \(4,\)[\s\S]*squeeze"),
-        (Perplexity(), torch.rand(4), torch.ones(4), "return the logits as predictions"),
-        (MSE(), ["a"], ["b"], "a list of numbers"),
+        (F1(), torch.rand(4, 3), torch.ones(4), "num_classes=2", "num_classes=3"),
+        (F1(), torch.rand(4), torch.ones(4), "(4,)", "(logits > 0).long()"),
+        (F1(num_classes=3), torch.tensor([3]), torch.tensor([1]), "classes from 1 to 3", "num_classes=4"),
+        (F1(num_classes=3), torch.tensor([0]), torch.tensor([-1]), "classes from -1 to 0", "-100"),
+        (AUROC(), torch.rand(2), torch.tensor([0, 2]), "classes from 0 to 2", "num_classes=3"),
+        (AUROC(num_classes=3), torch.rand(4, 2), torch.ones(4), "num_classes=3", "num_classes=2"),
+        (AUROC(num_classes=3), torch.rand(4), torch.ones(4), "(4,)", "return the logits"),
+        (MSE(), torch.rand(4, 1), torch.ones(4), "predictions (4, 1), references (4,)", "squeeze"),
+        (Perplexity(), torch.rand(4), torch.ones(4), "(4,)", "return the logits"),
+        (MSE(), ["a"], ["b"], "['a'] (list)", "'mse'"),
     ],
 )
-def test_predictions_that_do_not_fit_are_rejected(metric, predictions, references, message):
-    with pytest.raises(MetricError, match=message):
+def test_predictions_that_do_not_fit_are_rejected(metric, predictions, references, got, do):
+    with raises_at(MetricError, f"metric '{metric.name}'", got, do=do):
         collect(metric, predictions, references)
 
 

@@ -138,15 +138,15 @@ def test_one_set_alone_and_a_run_without_any_are_no_error():
 
 @pytest.mark.feature("N08")
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("choice", "got", "do"),
     [
-        (["mean__en", "mean_de"], r"'mean_de' in 'average', which is not a result[\s\S]*did you mean 'mean__de'"),
-        (lambda name: name == "accuracy", r"'average', which selects no results"),
+        (["mean__en", "mean_de"], "'mean_de' in 'average'", "'mean__de'"),
+        (lambda name: name == "accuracy", "'average', which selects", ""),
     ],
 )
-def test_what_is_not_there_surfaces_before_the_first_update(choice, message):
+def test_what_is_not_there_surfaces_before_the_first_update(choice, got, do):
     trainer = make_trainer(metrics=[Mean("mean")], metric_options={"averages": {"average": choice}})
-    with pytest.raises(MetricError, match=message):
+    with raises_at(MetricError, 'Trainer(metric_options={"averages": ...})', got, do=do):
         trainer.fit(OfSets(), Numbers(4), SETS)
     assert trainer.state.global_step == 0
 
@@ -170,23 +170,23 @@ def test_what_has_no_direction_cannot_decide():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("options", "got"),
     [
-        ({"metric_options": {"averages": "mean"}}, "a dict"),
-        ({"metric_options": {"averages": {"average": "mean"}}}, "functions of a result's name, or lists of names"),
-        ({"metric_options": {"averages": {"average": []}}}, "a function of a result's name, or a list of names"),
-        ({"metric_options": {"averages": {"a__b": ["mean"]}}}, "a name without"),
-        ({"metric_options": {"averages": {3: ["mean"]}}}, "a dict from names of averages"),
-        ({"metric_options": {"derived": max}}, r"a function of the values of"),
-        ({"metric_options": {"derived": 3, "averages": {"a": ["b"]}}}, "a function of the values"),
-        ({"metric_options": {"gather_chunk_size": "32"}}, "bytes, or a number with KB, MB, GB or TB"),
-        ({"metric_options": {"gather_chunk_size": 0}}, "a whole number of at least 1"),
-        ({"metric_options": {"report_all": "no"}}, "True or False"),
+        ({"averages": "mean"}, "'mean' (str)"),
+        ({"averages": {"average": "mean"}}, "{'average': 'mean'}"),
+        ({"averages": {"average": []}}, "[] (list)"),
+        ({"averages": {"a__b": ["mean"]}}, "'a__b'"),
+        ({"averages": {3: ["mean"]}}, "{3: ['mean']}"),
+        ({"derived": max}, "max"),
+        ({"derived": 3, "averages": {"a": ["b"]}}, "3 (int)"),
+        ({"gather_chunk_size": "32"}, "'32' (str)"),
+        ({"gather_chunk_size": 0}, "0 (int)"),
+        ({"report_all": "no"}, "'no' (str)"),
     ],
 )
-def test_settings_that_cannot_be_are_rejected(settings, message):
-    with pytest.raises(ArgumentError, match=message):
-        make_trainer(**settings)
+def test_settings_that_cannot_be_are_rejected(options, got):
+    with raises_at(ArgumentError, f'Trainer(metric_options={{"{next(iter(options))}": ', got):
+        make_trainer(metric_options=options)
 
 
 def test_a_rule_with_an_unknown_name_is_rejected_when_the_trainer_is_made():

@@ -139,7 +139,7 @@ def test_samples_are_counted_in_every_kind_of_predictions(predictions, count):
 
 @pytest.mark.parametrize("kind", [Sizes, SizesOfProcess])
 def test_what_is_wrong_is_said(kind):
-    with pytest.raises(MetricError, match=r"'avrage'[\s\S]*mean, sum, max, min"):
+    with raises_at(MetricError, "('own', reduction=...)", "'avrage'"):
         kind("own", reduction="avrage")
     with raises_at(ModuleContractError, "validation_step"):
         collect(kind("own"), torch.zeros(3))

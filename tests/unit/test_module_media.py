@@ -94,7 +94,7 @@ def test_before_any_run_it_is_an_error():
         lambda: module.log_artifact("x"),
         lambda: module.log_artifacts("x"),
     ):
-        with pytest.raises(ModuleContractError, match="no run"):
+        with raises_at(ModuleContractError, "log_", "no run"):
             call()
 
 

@@ -146,14 +146,11 @@ def test_nothing_to_train_is_a_contract_error(parameters):
 
 
 @pytest.mark.parametrize(
-    ("optim", "parameter", "message"),
-    [
-        ("Muon", torch.nn.Parameter(torch.ones(3)), "HyperParameters optim\n  got: Muon: .*2D"),
-        (Picky, weights(), "Picky: one parameter is too few"),
-    ],
+    ("optim", "parameter", "got"),
+    [("Muon", torch.nn.Parameter(torch.ones(3)), "Muon: Muon only supports 2D"), (Picky, weights(), "Picky: one ")],
 )
-def test_a_refusal_of_the_real_parameters_names_the_place(optim, parameter, message):
-    with pytest.raises(HyperParameterError, match=message):
+def test_a_refusal_of_the_real_parameters_names_the_place(optim, parameter, got):
+    with raises_at(HyperParameterError, "HyperParameters optim", got):
         build_optimizer(HyperParameters(optim=optim), nn.ParameterList([parameter]))
 
 

@@ -82,6 +82,6 @@ def test_faults_in_arguments_alone_are_an_argument_error():
     [("num_workers", "dataloader_num_workers"), ("pin_memory", "dataloader_pin_memory")],
 )
 def test_the_end_of_a_name_is_known_where_no_tracker_could_be_meant(name, meant):
-    with pytest.raises(UnknownArgumentError, match=f"did you mean {meant}"):
+    with raises_at(UnknownArgumentError, f"Trainer({name}=", do=f"did you mean {meant}?"):
         Trainer(HPS, "out", **{name: 1})
     Trainer(HPS, "out", log_with="mlflow", workers=1)

@@ -69,7 +69,7 @@ def test_something_else_is_refused():
 )
 def test_wrong_values_are_refused(wrong):
     [name] = wrong
-    with pytest.raises(ArgumentError, match=rf"Monitor\({name}="):
+    with raises_at(ArgumentError, f"Monitor({name}="):
         Monitor(**wrong)
 
 

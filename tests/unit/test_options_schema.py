@@ -59,10 +59,12 @@ def test_a_missing_argument_is_not_hidden_by_a_line_about_its_optimizer():
         check(document)
 
 
-@pytest.mark.parametrize("name", ["Cosine", "LINEAR", "adamw_torch"])
-def test_names_of_transformers_are_known_in_any_case(name):
+@pytest.mark.parametrize(
+    ("name", "meant"), [("Cosine", "CosineWithWarmup"), ("LINEAR", "LinearWithWarmup"), ("adamw_torch", "AdamW")]
+)
+def test_names_of_transformers_are_known_in_any_case(name, meant):
     part = "optim" if "adam" in name else "scheduler"
-    with pytest.raises(HyperParameterError, match="do: write `(CosineWithWarmup|LinearWithWarmup|AdamW)`"):
+    with raises_at(HyperParameterError, f"x {part}.type", f"'{name}'", do=f"`{meant}`"):
         check(Document("x", {**RIGHT, part: {"type": name}}))
 
 

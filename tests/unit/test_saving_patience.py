@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-import re
 
 import pytest
 
@@ -233,16 +232,16 @@ def test_what_ended_training_is_known_after_a_resume():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "place", "do"),
     [
-        ({"min_delta": 0.1}, "expected: patience, stopping_threshold or check_finite"),
-        ({"patience": 0}, "a whole number of evals from 1"),
-        ({"patience": 3, "min_delta": -0.1}, "expected: a number from 0"),
-        ({"stopping_threshold": "high"}, "got: 'high' (str)"),
-        ({"check_finite": "yes"}, "expected: True or False"),
-        ({"patience": 3, "mindelta": 0.1}, "did you mean min_delta?"),
+        ({"min_delta": 0.1}, "(...)", "PatienceOptions(patience=3, min_delta=0.01)"),
+        ({"patience": 0}, "(patience=", ""),
+        ({"patience": 3, "min_delta": -0.1}, "(min_delta=", ""),
+        ({"stopping_threshold": "high"}, "(stopping_threshold=", ""),
+        ({"check_finite": "yes"}, "(check_finite=", ""),
+        ({"patience": 3, "mindelta": 0.1}, "(mindelta=", "min_delta?"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ArgumentError, match=re.escape(message)):
+def test_options_that_cannot_be_are_refused(options, place, do):
+    with raises_at(ArgumentError, f"PatienceOptions{place}", do=do):
         Patience({"accuracy": options}, None, RISING)

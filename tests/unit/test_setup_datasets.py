@@ -174,6 +174,5 @@ def test_what_does_not_go_with_a_curriculum_is_refused(got, data, settings):
 
 
 def test_a_data_loader_around_a_curriculum_is_refused():
-    got = "the training data\n  got: a DataLoader around a StepsCurriculum"
-    with pytest.raises(ArgumentError, match=got):
+    with raises_at(ArgumentError, "the training data", "StepsCurriculum"):
         make_trainer({"max_steps": 10, "epochs": -1}).fit(Scripted(), DataLoader(STAGES["steps"]))
