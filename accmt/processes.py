@@ -23,7 +23,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from accmt.errors import ModuleContractError, ProcessFailedError, explain, fail
+from accmt.errors import ModuleContractError, ProcessFailedError, fail
 
 # ---- What a process is doing, derived from its stack, for messages about several processes.
 
@@ -184,7 +184,7 @@ def sum_over_processes(values: Sequence[float]) -> list[float]:
 
 def is_on_any_process(fact: bool) -> bool:  # noqa: FBT001 - like `any`
     """Return whether something is true on any process. Processes: collective."""
-    return any(true for (true,) in gather_numbers((fact,)))
+    return sum_over_processes((fact,)) != [0]
 
 
 def sum_over_data(values: Sequence[float]) -> list[float]:
@@ -230,7 +230,7 @@ def _gather_bytes(data: bytes, group: dist.ProcessGroup | None, *, source: int |
         # All processes see the same headers, so that all of them come here.
         activity = describe_call(sys._getframe(1)).encode()[:_LONGEST].ljust(_LONGEST, b"\0")
         calls = [text.rstrip(b"\0").decode(errors="replace") for text in _all_gather(activity, group)]
-        raise ModuleContractError(explain_apart(dict(enumerate(calls))))
+        raise fail_apart(dict(enumerate(calls)))
     largest = max(sizes)
     if largest > _INLINE and source is not None:
         buffer = torch.frombuffer(bytearray(sent or largest), dtype=torch.uint8)
@@ -283,15 +283,16 @@ def describe_call(frame: FrameType | None) -> str:
     return ", ".join([*_serving[-1:], describe_activity(frame)])
 
 
-def explain_apart(doing: Mapping[int, str]) -> str:
-    """Return the error message about processes that wait for one another in different calls."""
+def fail_apart(doing: Mapping[int, str]) -> ModuleContractError:
+    """Return the error about processes that wait for one another in different calls."""
     groups: dict[str, list[int]] = {}
     for index, what in doing.items():
         groups.setdefault(what, []).append(index)
     got = "; ".join(f"process {', '.join(map(str, indices))}: {what}" for what, indices in groups.items())
     do = "make calls that need every process on all of them, outside `if trainer.is_main:` and the like; "
     do += "only the main process writes files anyway"
-    return explain("mismatched calls across processes", got, "the same call on every process", do)
+    where, expected = "mismatched calls across processes", "the same call on every process"
+    return fail(ModuleContractError, where, got=got, expected=expected, do=do)
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:

@@ -62,6 +62,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "separate_states": "accmt.addons.chained_states:separate_states",
         "build_with_adapter": "accmt.addons.peft_adapters:build_with_adapter",
         "check_stage": "accmt.checks:check_stage",
+        "reporting_failed_setup": "accmt.checks:reporting_failed_setup",
         "check_fork": "accmt.addons.fork.argument:check_fork",
         "check_keywords": "accmt.addons.hints.keywords:check_keywords",
         "check_resume": "accmt.addons.resume_check:check_resume",

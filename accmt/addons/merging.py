@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accmt.addons.peft_adapters import read_config
-from accmt.errors import HyperParameterError, WeightsError, explain, fail
+from accmt.errors import AccmtError, HyperParameterError, WeightsError, fail
 from accmt.huggingface.folder import save_model
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
@@ -59,7 +59,7 @@ def merge_adapter(
         raise fail(WeightsError, where, got=got, expected="a PEFT adapter", do=do)
     config = read_config(folder)
     if not _can_be_merged(config.__class__):
-        raise WeightsError(_explain_unmergeable(where, config.__class__.__name__.removesuffix("Config")))
+        raise _fail_unmergeable(WeightsError, where, config.__class__.__name__.removesuffix("Config"))
     found = type or CLASSES.get(str(config.task_type))
     if found is None:
         expected, do = "a transformers class for the model", 'for example type="AutoModelForCausalLM"'
@@ -157,9 +157,10 @@ def require_mergeable(hps: HyperParameters, rows: str) -> None:
     config = getattr(peft, f"{section.adapter['type'].removesuffix('Config')}Config", None)
     # An unknown name is reported when the model is built.
     if config is not None and not _can_be_merged(config):
-        raise HyperParameterError(_explain_unmergeable(hps.where(rows, "merge"), section.adapter["type"]))
+        raise _fail_unmergeable(HyperParameterError, hps.where(rows, "merge"), section.adapter["type"])
 
 
-def _explain_unmergeable(where: str, kind: str) -> str:
+def _fail_unmergeable(kind: type[AccmtError], where: str, adapter: str) -> AccmtError:
     expected = "an adapter that changes weights, such as LoRA; others add inputs to the model and cannot be merged"
-    return explain(where, f"an adapter of type {kind}", expected, "remove `merge`; PeftModel loads it with its model")
+    do = "remove `merge`; PeftModel loads it with its model"
+    return fail(kind, where, got=f"an adapter of type {adapter}", expected=expected, do=do)

@@ -312,7 +312,7 @@ class RemoteFolder:
         found = read_manifest(folder)
         reason = found.reason if isinstance(found, Damage) else next(find_faults(folder, found.only(files)), None)
         if reason is not None:
-            raise CheckpointError(f"{self.shown}/{one.name}: {reason}")
+            raise _fail_damaged(f"{self.shown}/{one.name}", reason)
         fsync_folder(folder)
 
     def upload_others(self) -> None:
@@ -718,7 +718,7 @@ def download(open_remote: Callable[[], RemoteFolder], one: RemoteCheckpoint, fol
     """
     manifest = one.manifest
     if manifest is None:
-        raise CheckpointError(one.problem)
+        raise _fail_damaged(one.name, one.problem)
     staged: list[Path] = []
 
     def stage() -> Path:
@@ -748,8 +748,13 @@ def download(open_remote: Callable[[], RemoteFolder], one: RemoteCheckpoint, fol
 def _require_manifest(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     if isinstance(manifest, Damage):
-        raise CheckpointError(manifest.reason)
+        raise _fail_damaged(str(folder), manifest.reason)
     return manifest
+
+
+def _fail_damaged(where: str, reason: str) -> CheckpointError:
+    expected, do = "the files that its manifest lists", "resume from an older checkpoint, which `accmt check` finds"
+    return fail(CheckpointError, where, got=reason, expected=expected, do=do)
 
 
 def start_uploads(

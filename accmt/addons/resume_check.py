@@ -12,7 +12,7 @@ from accmt.addons.digests import changed_attributes, digest, digest_attributes
 from accmt.callbacks import StatelessCallback, build_callbacks
 from accmt.checkpoint.contents import StateCollector
 from accmt.checkpoint.manifest import step_name
-from accmt.errors import CheckpointError, explain, fail
+from accmt.errors import CheckpointError, fail
 from accmt.messages import say, speaking
 from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
@@ -107,7 +107,7 @@ def check_resume(
         difference = next((found for found in every if found is not None), None)
         if difference is not None:
             again = _run(trainer, folder, _copy(module, "the module"), data, steps)
-            raise CheckpointError(_explain(difference, again.first_difference(whole), whole, resumed))
+            raise _report(difference, again.first_difference(whole), whole, resumed)
         say(f"resuming is exact: {len(resumed.entries)} batches, losses and tensors are bit-for-bit identical")
         return len(resumed.entries)
 
@@ -168,12 +168,12 @@ def _copy(original: Any, what: str) -> Any:
         ) from error
 
 
-def _explain(difference: str, without_interruption: str | None, whole: _Trace, resumed: _Trace) -> str:
+def _report(difference: str, without_interruption: str | None, whole: _Trace, resumed: _Trace) -> CheckpointError:
     where, expected = "check_resume", "bit-for-bit identical runs with and without an interruption"
     if without_interruption is not None:
         got = f"{without_interruption} differs between two runs that were not interrupted"
         do = "look for randomness from custom generators or clocks, and for nondeterministic operations"
-        return explain(where, got, expected, do)
+        return fail(CheckpointError, where, got=got, expected=expected, do=do)
     start = next(iter(resumed.attributes), "")
     changed = changed_attributes(whole.attributes.get(start, {}), resumed.attributes.get(start, {}))  # was not restored
     changed = changed or changed_attributes(digest_attributes(whole.module), digest_attributes(resumed.module))
@@ -183,4 +183,4 @@ def _explain(difference: str, without_interruption: str | None, whole: _Trace, r
         do = f"return {', '.join(hidden)} from {type(whole.module).__name__}.state_dict, restore it in load_state_dict"
         if any(name.startswith("model.") for name in changed):
             do += "; a number or tensor of a layer can be a buffer instead (self.register_buffer)"
-    return explain(where, f"the first difference is {difference}", expected, do)
+    return fail(CheckpointError, where, got=f"the first difference is {difference}", expected=expected, do=do)

@@ -53,7 +53,7 @@ from accmt.checkpoint.retention import (
     remove,
     set_aside,
 )
-from accmt.errors import CheckpointError, explain, fail
+from accmt.errors import CheckpointError, fail
 from accmt.files import (
     LOCK_NAME,
     FolderLock,
@@ -227,7 +227,7 @@ class CheckpointStore:
         whole = _merge(gather_objects(staging.part(), group=self._group))
         if whole.failure is not None:
             self.discard(staging)
-            raise CheckpointError(self._explain(whole.failure, staging.step)) from staging.error
+            raise self._report(whole.failure, staging.step) from staging.error
         step = staging.step
         try:
             manifest, is_kept = self._run_on_main(lambda: self._describe(step, whole.files, info), step=step)
@@ -321,15 +321,15 @@ class CheckpointStore:
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(self._explain(Failure.of(error), step)) from error
+            raise self._report(Failure.of(error), step) from error
 
-    def _explain(self, failure: Failure, step: int | None) -> str:
+    def _report(self, failure: Failure, step: int | None) -> CheckpointError:
         where = f"checkpoint folder {self.folder}"
         if step is not None:
             where = f"checkpoint of step {step} in {self.folder}"
         expected = "every file written and made durable; the complete checkpoints are untouched"
         cause = failure.cause.replace(f"{self.folder}/", "")  # `where` already contains the folder
-        return explain(where, cause, expected, failure.advice)
+        return fail(CheckpointError, where, got=cause, expected=expected, do=failure.advice)
 
     def _describe(self, step: int, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> tuple[Manifest, bool]:
         """Return the manifest of a new checkpoint, and whether `keep_every` keeps it."""

@@ -36,7 +36,7 @@ from accmt.data.fetching import Fetched, note_dead_worker, start_reading
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.samplers import Plan, Shard, UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, explain, fail
 from accmt.libraries.private_names import shut_down_workers, steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
 from accmt.messages import say_once, warn_once
@@ -611,10 +611,10 @@ class _Workers:
         where = f"the {self._options.kind} data, a stream read by {self._number} workers"
         got = f"the same samples from each worker, so each sample appears {self._number} times"
         do = "yield only the worker's part in __iter__ (torch.utils.data.get_worker_info().id), or use one worker"
-        message = explain(where, got, "a different part of the data from each worker", do)
+        error = fail(DataError, where, got=got, expected="a different part of the data from each worker", do=do)
         if self._options.purpose != "train":
-            raise DataError(message)
-        warn_once(message, about=where)
+            raise error
+        warn_once(str(error), about=where)
 
 
 class UserLoaderSource(SequentialSource):

@@ -332,10 +332,8 @@ def require_same_tensors(model: nn.Module) -> None:
     """
     tensors = chain(model.named_parameters(), model.named_buffers())
     descriptions = gather_if_different({name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors})
-    if not descriptions:
-        return
-    on_main = descriptions[0]
     for rank, here in enumerate(descriptions):
+        on_main = descriptions[0]
         for name in {**on_main, **here}:
             expected, actual = on_main.get(name, "missing"), here.get(name, "missing")
             if expected == actual:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import checksum
-from accmt.errors import ModuleContractError, ReplicasDifferError, explain, fail
+from accmt.errors import ModuleContractError, ReplicasDifferError, fail
 from accmt.messages import warn_once
 from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.precision import WITH_STATISTICS
@@ -115,16 +115,16 @@ class Replicas:
         since = f"between step {self._equal_at} and step {step}" if self._equal_at < step else f"at step {step}"
         got = f"{names[0]} differs between process {first} and process {second} since {since}{more}"
         expected = "the same weights and optimizer state on every process that holds them"
-        message = explain("replicas of the model", got, expected, _CAUSES)
+        error = fail(ReplicasDifferError, "replicas of the model", got=got, expected=expected, do=_CAUSES)
         ranks_per_batch = num_processes() // num_data_processes()
         shares_batch = all(a // ranks_per_batch == b // ranks_per_batch for a, b in differences.values())
         on_cpu = next(self._model.parameters()).device.type == "cpu"
         if shares_batch and not (on_cpu or torch.are_deterministic_algorithms_enabled()):
             # Each process computes the gradient itself, and kernels with an undefined order of summation round
             # differently.
-            warn_once(message, about="replicas")
+            warn_once(str(error), about="replicas")
             return
-        raise ReplicasDifferError(message)
+        raise error
 
     def _describe(self) -> Replica:
         replica: Replica = {}

@@ -30,7 +30,7 @@ from accmt.failures.interruption import Interruption, Reason
 from accmt.libraries.private_names import count_collectives
 from accmt.messages import warn
 from accmt.options.failures import Handler
-from accmt.processes import describe_call, explain_apart, is_running, names_of_threads
+from accmt.processes import describe_call, fail_apart, is_running, names_of_threads
 from accmt.registry import addon
 
 # ---- Detecting deadlocks between processes, and long waits for a slow process.
@@ -124,7 +124,7 @@ class Waits:
         # Twice in a row, because a message may be a second older than what it is compared with.
         if not apart_before or not self._apart:
             return None
-        return ModuleContractError(explain_apart(doing))
+        return fail_apart(doing)
 
     def _warn_of_long_wait(self, time_s: float, doing: Mapping[int, str]) -> None:
         if self._waiting_since is None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from accmt.errors import ArgumentError, SavingError, fail
@@ -31,17 +30,16 @@ class _NoDeliveries:
     """Those of a run without trackers."""
 
     loggers: Sequence[GeneralTracker] = ()
-    run_ids: Mapping[str, str] = MappingProxyType({})
+    run_ids: Sequence[tuple[str, str]] = ()
 
     def get(self, name: str) -> NoReturn:
-        where, do = f"get_tracker({name!r})", "add it to log_with"
-        raise fail(ArgumentError, where, got="a run without trackers", expected="one of the run", do=do)
-
-    def dashboard_command(self, place: RunPlace) -> Sequence[str]:
-        return ()
+        where = f"get_tracker({name!r})"
+        raise fail(ArgumentError, where, got="no trackers", expected="one of the run's", do="add it to log_with")
 
     def held_back(self, place: RunPlace) -> Sequence[str]:
         return ()
+
+    dashboard_command = held_back
 
     def start(self, *_: Any) -> None:
         pass

@@ -18,7 +18,6 @@ from torch import nn
 from accmt.callbacks.averaging import WeightAverage
 from accmt.callbacks.progress import draw_batches
 from accmt.checkpoint.contents import load_state
-from accmt.checks import Facts, check_stage
 from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
@@ -34,6 +33,7 @@ from accmt.options import Settings
 from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process, serving
 from accmt.recovery.resume import find_checkpoint, find_newest
 from accmt.recovery.shutdown import watching_evaluation
+from accmt.registry import addon
 from accmt.run import EvaluationRun, Run
 from accmt.saving.weights import find_entry
 from accmt.setup.build import connect_hooks, gather_callbacks, make_watch
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt import Trainer
+    from accmt.checks import Facts
 
 
 # ---- Saved weights that replace the module's during an evaluation.
@@ -282,7 +283,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         accelerator = build_accelerator(settings.running)  # the module may access it as `accmt.accelerator`
         configure_model(module, accelerator)
         del accelerator
-    check_stage("evaluation", settings, module=module, function=function)
+    addon("check_stage")("evaluation", settings, module=module, function=function)
     training = request.trainer._run
     if training is not None and training.module is not module and is_prepared(training.module):
         expected = "the module in training, while fit runs"  # callbacks work for one module at a time
@@ -346,7 +347,7 @@ def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[Facts]:
     with user_data.ending(function):
         user_data.begin(function, trainer, accelerator)
         known = {"module": request.module, "user_data": user_data, "function": function}
-        yield check_stage("evaluation_sets", trainer.settings, **known)
+        yield addon("check_stage")("evaluation_sets", trainer.settings, **known)
 
 
 def _build(request: Request, facts: Facts, engine: Engine) -> EvaluationRun:

@@ -279,11 +279,9 @@ class Trainer(TrainerProperties):
         if ARGUMENTS_VARIABLE in os.environ:
             arguments = addon(os.environ[ARGUMENTS_VARIABLE])(arguments | {"tracker_kwargs": tracker_kwargs})
             tracker_kwargs = arguments.pop("tracker_kwargs")
-        from accmt.checks import check_stage
-
         self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
         build_callbacks(self.settings.running.callbacks)
-        check_stage("arguments", self.settings)
+        addon("check_stage")("arguments", self.settings)
         addon("find_trackers")(self.settings.tracking.log_with)
         self.registered_savings: list[RegisteredSaving] = []
         self.state = TrainingState()
@@ -359,14 +357,13 @@ class Trainer(TrainerProperties):
         return self.state
 
     def _fit_once(self, module: AcceleratorModule, user_data: UserData, recovery: Recovery) -> None:
-        from accmt.checks import reporting_failed_setup
         from accmt.loop.fit import fit
         from accmt.setup.build import build_run
         from accmt.setup.model import detach_run
 
         self.state = TrainingState()
         self._run = None  # free the memory of an earlier run before building the next
-        with reporting_failed_setup():
+        with addon("reporting_failed_setup")():
             self._run = build_run(self, module, user_data, recovery)
         self.chosen_checkpoint = None
         try:
@@ -576,10 +573,8 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: An unknown or existing rule, or bounds that exclude every value.
         """
-        from accmt.checks import check_stage
-
         registered = [*self.registered_savings, RegisteredSaving(name, saving_below, saving_above)]
-        check_stage("arguments", self.settings, registered=registered)
+        addon("check_stage")("arguments", self.settings, registered=registered)
         self.registered_savings = registered
 
     def save_checkpoint(self, path: str | PathLike[str] | None = None) -> None:

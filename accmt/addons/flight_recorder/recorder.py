@@ -23,7 +23,7 @@ from accmt.addons.flight_recorder.facts import describe_start, find_changes
 from accmt.addons.flight_recorder.ledger import KINDS, LedgerFile, find_difference, keep, key_of
 from accmt.checkpoint.state_dicts import plain_parameter_names
 from accmt.data import MicroBatch
-from accmt.errors import StepDiffersError, explain
+from accmt.errors import StepDiffersError, fail
 from accmt.features.hooks import Feature
 from accmt.files import current_folder
 from accmt.messages import say_once, warn_once
@@ -78,7 +78,7 @@ class Recorder(Feature):
         self._changes: list[str] = []
         self._callbacks: list[str] = []  # how they have changed: most change nothing of what a step computes
         self._is_comparing = False
-        self._found: str | None = None
+        self._found: StepDiffersError | None = None
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> Recorder | None:
@@ -343,7 +343,7 @@ class Recorder(Feature):
             what = f"step {line['step']} differs from the same step before the interruption: {found}"
             say_once(f"{what}; changed since: {', '.join(self._changes)}")
             return
-        self._found = _explain(line["step"], found, self._callbacks)
+        self._found = _report(line["step"], found, self._callbacks)
 
     def _require_same(self) -> None:
         if not self._is_comparing:
@@ -353,13 +353,13 @@ class Recorder(Feature):
         if found is None:
             return
         if self._options.on_difference == "warn":
-            warn_once(found, about="repeated steps")
+            warn_once(str(found), about="repeated steps")
             return
         self._run.snapshot.invalidate()
-        raise StepDiffersError(found)
+        raise found
 
 
-def _explain(step: int, found: str, callbacks: Sequence[str]) -> str:
+def _report(step: int, found: str, callbacks: Sequence[str]) -> StepDiffersError:
     got = f"its result differs from before the interruption. First difference: {found}"
     expected = "a bit-for-bit identical result: versions, hardware, processes, settings and code are unchanged"
     do = (
@@ -368,7 +368,7 @@ def _explain(step: int, found: str, callbacks: Sequence[str]) -> str:
     )
     if callbacks:
         do = f"check whether a callback changes what a step computes ({callbacks[0]}); {do}"
-    return explain(f"step {step}, repeated after resuming", got, expected, do)
+    return fail(StepDiffersError, f"step {step}, repeated after resuming", got=got, expected=expected, do=do)
 
 
 def _read(weights: list[Weight]) -> list[float]:

@@ -8,7 +8,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from accmt.callbacks.callback import HOOKS
-from accmt.errors import ModuleContractError, explain, fail, nearest
+from accmt.errors import ModuleContractError, combine, explain, fail, nearest
 from accmt.module import AcceleratorModule, defines
 from accmt.registry import addon
 
@@ -172,17 +172,12 @@ def reject_foreign_methods(module: Any) -> None:
     """
     name = type(module).__name__
     expected = "methods of an AcceleratorModule, or others that its own methods call"
-    faults = [
-        explain(
-            f"{name}.{method}",
-            f"a method of {owner}, which accmt never calls",
-            expected,
-            f"{do}; or rename it, if it is called elsewhere",
-        )
-        for method, owner, do in find_unused_foreign_methods(type(module))
-    ]
-    if faults:
-        raise ModuleContractError("\n\n".join(faults))
+    errors = []
+    for method, owner, do in find_unused_foreign_methods(type(module)):
+        got, do = f"a method of {owner}, which accmt never calls", f"{do}; or rename it, if it is called elsewhere"
+        errors.append(fail(ModuleContractError, f"{name}.{method}", got=got, expected=expected, do=do))
+    if errors:
+        raise combine(ModuleContractError, errors)
     if getattr(module, "automatic_optimization", True) is False and not module.uses_manual_optimization:
         where, got = f"{name}.automatic_optimization", "False, which has no effect"
         do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"

@@ -31,7 +31,7 @@ from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.addons.token_losses import weigh_tokens
 from accmt.data import is_stream
 from accmt.data.samplers import Order
-from accmt.errors import ArgumentError, DataError, fail
+from accmt.errors import ArgumentError, DataError, fail, join_errors
 from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.module import HuggingFaceModule
 
@@ -155,7 +155,8 @@ class RowModule(HuggingFaceModule):
         try:
             return self.make_samples(dataset)
         except DataError as error:
-            raise DataError(f"{what}, {error}") from error
+            of_set = [fault._replace(where=f"{what}, {fault.where}") for fault in error.faults]
+            raise join_errors([fail(DataError, **fault._asdict()) for fault in of_set]) from error
 
     def make_samples(self, rows: Any) -> Any:
         """Return rows as samples; what is None, a loader, a mixture or already samples is returned as it is."""
