@@ -20,7 +20,7 @@ BUDGET = {
     "nodes of the core's syntax tree": 211_879,
     "functions in private_names.py": 40,
     "packages that import one another": 5,
-    "lines of a first run": 4309,
+    "lines of a first run": 4308,
     "files of a first run": 119,
     "lines of one later step": 412,
     "files of one later step": 26,
