@@ -484,7 +484,9 @@ def kind_of(error: BaseException) -> Handler | None:
         return Handler.KEYBOARD
     if is_out_of_memory(error):
         return Handler.CUDA_OUT_OF_MEMORY
-    return Handler.ANY if isinstance(error, Exception) else None
+    if isinstance(error, Exception):
+        return Handler.ANY
+    return None
 
 
 def is_consequence(error: BaseException) -> bool | None:
@@ -494,7 +496,9 @@ def is_consequence(error: BaseException) -> bool | None:
     """
     if isinstance(error, dist.DistError | ProcessFailedError):
         return True
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    cause = error.__cause__
+    if cause is None and not error.__suppress_context__:
+        cause = error.__context__
     if cause is not None and is_consequence(cause):
         return True
     if type(error) is not RuntimeError:
@@ -502,4 +506,6 @@ def is_consequence(error: BaseException) -> bool | None:
     file = file_of(error)
     if _TENSORS in file:  # which Python code of torch raises about a DTensor's wrong use
         return None
-    return True if any(path in file for path in (*_COLLECTIVES, _WRAPPER)) else None
+    if any(path in file for path in (*_COLLECTIVES, _WRAPPER)):
+        return True
+    return None

@@ -90,8 +90,11 @@ class BadSampleCounts(Feature):
         if not count:
             return
         stage = run.state.stage
-        kind = stage if stage in ("test", "predict") else "validation"
-        what = f"{kind} set {key!r}" if key else kind
+        what = "validation"
+        if stage in ("test", "predict"):
+            what = stage
+        if key:
+            what = f"{what} set {key!r}"
         message = _describe(what, count, self._of_set.first)
         # Without samples there would be no results, and the error would come from the metrics.
         if not num_with_batch:
@@ -99,7 +102,9 @@ class BadSampleCounts(Feature):
             raise fail(DataError, f"the {what} data", got=message, expected="a set with readable samples", do=do)
         warn_once(f"{message}; results are computed without them", about=f"bad samples: {what}")
         if run.state.fn == "fit" and stage == "validate":
-            name = f"val_bad_samples__{key}" if key else "val_bad_samples"
+            name = "val_bad_samples"
+            if key:
+                name = f"{name}__{key}"
             for hook in run.hooks.on_log:
                 hook(values={name: count}, step=run.state.global_step)
 
@@ -116,6 +121,7 @@ def _describe(what: str, count: int, first: list[BadSample]) -> str:
     """
     named = list(chain.from_iterable(gather_from_data(first)))
     listed = [f"{bad.index} ({bad.error})" for bad in named[:MAX_NAMED]]
-    more = ", ..." if count > len(listed) else ""
+    if count > len(listed):
+        listed.append("...")
     counted = "1 sample" if count == 1 else f"{count} samples"
-    return f"{counted} of the {what} data could not be read, and skipped: {', '.join(listed)}{more}"
+    return f"{counted} of the {what} data could not be read, and skipped: {', '.join(listed)}"

@@ -17,6 +17,7 @@ from accmt.engine.reduction import names_without_gradient
 from accmt.errors import ModuleContractError, fail
 from accmt.features.hooks import Feature
 from accmt.libraries.private_names import note_optimizer_step
+from accmt.loop.evaluation import call_hooks
 from accmt.loop.step_outputs import read_further_values, read_weight
 from accmt.loop.train_step import advance_scheduler, step_optimizer, zero_gradients
 from accmt.messages import warn, warn_once
@@ -63,8 +64,7 @@ class ManualOptimization(Feature):
     @contextmanager
     def during(self) -> Iterator[None]:
         """Count calls of the `step` of the module's optimizers like those of `step_optimizer`."""
-        optimizers: list[Any] = [self._module.optimizer]
-        optimizers += [part for part in self._module.optimizers() if part is not self._module.optimizer]
+        optimizers: dict[Any, None] = dict.fromkeys([self._module.optimizer, *self._module.optimizers()])
         counted_as = {id(optimizer): (optimizer, optimizer) for optimizer in optimizers}
         for optimizer in optimizers:
             # The second step of a SAM is its base's: it counts as one of the SAM, unless that is stepping.
@@ -165,7 +165,9 @@ class ManualSteps:
             return
         run.engine.begin_window()
         batch = run.place(read)
-        num_local = 0 if self._is_borrowed else run.count_samples(micro_batch, batch)
+        num_local = 0
+        if not self._is_borrowed:
+            num_local = run.count_samples(micro_batch, batch)
         if micro_batch.num_samples is None or run.counts_own_samples or num_data_processes() == 1:
             num_samples = int(sum_over_data((float(num_local),))[0])  # not planned: the sum of what the batches hold
         else:
@@ -177,9 +179,8 @@ class ManualSteps:
         self._began = self._began or (run.state.global_step, dict(self._positions))
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
-        hooks = () if self._is_borrowed else run.hooks.on_before_training_step
-        for hook in hooks:
-            hook(batch=batch)
+        if not self._is_borrowed:
+            call_hooks(run.hooks.on_before_training_step, batch=batch)
         outputs = self._call_training_step(batch, micro_batch, read)
         is_mapping = isinstance(outputs, Mapping)
         loss = outputs.get("loss") if is_mapping else outputs
@@ -194,17 +195,15 @@ class ManualSteps:
                 raise fail(ModuleContractError, "training_step", got=got, expected=expected, do=do)
             target_weight = run.features.find_weight(loss, is_given=step_weight is not None)
             further_values = read_further_values(outputs) if is_mapping else None
-            further_weight = num_local if step_weight is None else step_weight
-            weight = further_weight
+            weight = further_weight = num_local if step_weight is None else step_weight
             if step_weight is None and target_weight is not None:
                 weight = target_weight
             run.running_averages.add(loss.detach(), weight, further_values, further_weight)
             place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
             for after_batch in run.features.after_batch:
                 after_batch(loss.detach(), weight, place)
-        hooks = () if self._is_borrowed else run.hooks.on_after_training_step
-        for hook in hooks:
-            hook(batch=batch, outputs=outputs)
+        if not self._is_borrowed:
+            call_hooks(run.hooks.on_after_training_step, batch=batch, outputs=outputs)
         self._advance_schedulers()
         run.state.count_batch()
         run.state.count_samples(num_samples)
@@ -363,8 +362,11 @@ class ManualSteps:
         run.actions.backward(weighted_loss)
         if is_first:  # FSDP2 may have gathered some: one part of them with a gradient is enough
             parameters = {*run.unwrapped_model.parameters(), *run.stepper.parameters}
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            names_without_gradient({str(number): parameter for number, parameter in enumerate(trained)})
+            trained: dict[str, torch.nn.Parameter] = {}
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    trained[str(len(trained))] = parameter
+            names_without_gradient(trained)
         # Whichever optimizer steps next; what was averaged before stays as it is.
         run.engine.reduce_gradients(list(run.unwrapped_model.parameters()))
         for hook in run.hooks.on_after_backward:
@@ -383,9 +385,13 @@ class ManualSteps:
         if weight is None:
             self._weighs_samples = True
             return self._factor
-        local_weight = 0.0 if self._is_borrowed else float(weight)
+        local_weight = 0.0
+        if not self._is_borrowed:
+            local_weight = float(weight)
         total = sum_over_data((local_weight,))[0]
-        return local_weight * num_data_processes() / total if total > 0 else 0.0
+        if total <= 0:
+            return 0.0
+        return local_weight * num_data_processes() / total
 
     def step_optimizer(self, optimizer: Any = None) -> bool:
         """Unscale, clip and make the optimizer step.
@@ -398,7 +404,9 @@ class ManualSteps:
             do = "self.optimizer.step(closure); closure calls self.zero_grad and self.backward, and returns the loss"
             expected = "an optimizer without a closure"
             raise fail(ModuleContractError, "self.step_optimizer", got=got, expected=expected, do=do)
-        stepped = self._run.stepper.optimizer if optimizer is None else optimizer
+        stepped = optimizer
+        if optimizer is None:
+            stepped = self._run.stepper.optimizer
         self._run.stepper.unscale()
         self._warn_of_gradients(stepped)
         counts, self._counts_steps = self._counts_steps, False

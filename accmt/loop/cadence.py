@@ -45,16 +45,16 @@ class Cadence:
     def of(cls, settings: Settings) -> Cadence:
         """Read the intervals from the settings."""
         evaluation, epochs = settings.evaluation, settings.hps.epochs
-        between, in_epochs = (
-            evaluation.every,
-            evaluation.every.unit == "epoch" and isinstance(evaluation.every.number, int),
-        )
+        every_n_steps: float | None = evaluation.every.number
+        every_n_epochs = 1
+        if evaluation.every.unit == "epoch" and isinstance(evaluation.every.number, int):
+            every_n_steps, every_n_epochs = None, evaluation.every.number
         return cls(
             epochs=None if epochs in (None, -1) else epochs,
             max_steps=None if settings.hps.max_steps in (None, -1) else settings.hps.max_steps,
             log_every=settings.tracking.log_steps,
-            evaluate_every=None if in_epochs else between.number,
-            evaluate_every_n_epochs=int(between.number) if in_epochs else 1,
+            evaluate_every=every_n_steps,
+            evaluate_every_n_epochs=every_n_epochs,
             evaluate_at_end=evaluation.eval_when_finish and not evaluation.is_off,
             checkpoint_every=settings.checkpoints.every,
             max_samples=settings.hps.max_samples,

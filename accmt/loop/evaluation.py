@@ -170,18 +170,18 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
     """
     run.engine.share_buffers()
     results: dict[str, float] = {}
-    is_silent = stage == "sanity_check"
     with without_training(run, stage):
         for key, loader in run.val_loaders.items():
-            call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
-            evaluation = _SetEvaluation(run, key, stage)
-            evaluation.take_all(loader, max_batches)
-            total = loader.source.num_micro_batches
-            is_cut = max_batches is not None and (total is None or total > max_batches)
-            outputs = evaluation.finish(partial(_handle_error_in_trial, is_cut=is_cut) if is_silent else None)
-            call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
-            suffix = f"__{key}" if key else ""
-            results |= {f"{name}{suffix}": value for name, value in outputs.items()}
+            if stage == "sanity_check":
+                outputs = _try_set(run, key, loader, max_batches)
+            else:
+                call_hooks(run.hooks.on_validation_start, key=key)
+                evaluation = _SetEvaluation(run, key, stage)
+                evaluation.take_all(loader, max_batches)
+                outputs = evaluation.finish()
+                call_hooks(run.hooks.on_validation_end, key=key, outputs=outputs)
+            for name, value in outputs.items():
+                results[_name_of_set(name, key)] = value
         for add_results in run.features.add_results:
             results |= add_results(stage)
         settings = run.settings.evaluation.metric_options
@@ -194,11 +194,26 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
         return results
 
 
+def _try_set(run: EvaluationRun, key: str, loader: Loader, max_batches: int | None) -> dict[str, float]:
+    """Evaluate a set in the trial before training, which calls no hooks."""
+    evaluation = _SetEvaluation(run, key, "sanity_check")
+    evaluation.take_all(loader, max_batches)
+    total = loader.source.num_micro_batches
+    is_cut = max_batches is not None and (total is None or total > max_batches)
+    return evaluation.finish(partial(_handle_error_in_trial, is_cut=is_cut))
+
+
 def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
-    losses = set()
+    metrics = dict(results)
     for loss in (run.settings.tracking.val_loss_metric_name, TEST_LOSS):
-        losses |= {f"{loss}__{key}" if key else loss for key in run.val_loaders}
-    return {name: value for name, value in results.items() if name not in losses}
+        for key in run.val_loaders:
+            metrics.pop(_name_of_set(loss, key), None)
+    return metrics
+
+
+def _name_of_set(name: str, key: str) -> str:
+    """Return the name of a value of one of several sets; the key of a single set is empty."""
+    return f"{name}__{key}" if key else name
 
 
 def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
@@ -240,7 +255,9 @@ def _handle_error_in_trial(metric: Metric, error: Exception, *, is_cut: bool) ->
     name = metric.name
     # AUROC over two batches may see one class only; a name that does not exist fails with all data, too.
     if not is_cut or (isinstance(error, _MISTAKES) and not isinstance(error, TooFewSamplesError)):
-        batches = "the first batches" if is_cut else "all batches"
+        batches = "all batches"
+        if is_cut:
+            batches = "the first batches"
         error.add_note(f"This happened in the trial before training, when computing {name!r} over {batches} of a set.")
         raise error
     what = f"metric {name!r} cannot be checked before training: over the first batches it raises"
@@ -371,10 +388,13 @@ class _SetEvaluation(SetPass):
         self._reports_batches = (
             run.state.fn == "fit" and not is_silent and not run.settings.evaluation.report_loss_after_eval
         )
+        added: list[Metric] = []
+        for make_metrics in run.features.make_metrics:
+            added += make_metrics()
         self._collector = ValidationCollector(
             run.metrics[key],
             run.module.logs.of_evaluation,
-            added=[*chain.from_iterable(make_metrics() for make_metrics in run.features.make_metrics)],
+            added=added,
             chunk_bytes=run.settings.evaluation.metric_options.chunk_bytes,
         )
 
@@ -398,14 +418,17 @@ class _SetEvaluation(SetPass):
         if run.features.weigh:
             weight_of_feature = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
             targets = read_weight("validation_step", weight_of_feature)
-        loss_weight = targets if weight is None else weight
+        loss_weight = weight
         if weight is None:
+            loss_weight = targets
             weight = run.count_samples(micro_batch, batch, has_weight=targets is not None)
         position = micro_batch.places or micro_batch.index
         self._collector.add(entries, weight, position, weights={loss_name: loss_weight})
         for hook in self._hooks_after:
             hook(batch=batch, outputs=output)
-        return entries.get(loss_name, 0.0), weight if loss_weight is None else loss_weight
+        if loss_weight is None:
+            loss_weight = weight
+        return entries.get(loss_name, 0.0), loss_weight
 
     def after_batch(self, taken: Any) -> None:
         """Report the loss over the batches of all processes, if requested."""
@@ -414,7 +437,7 @@ class _SetEvaluation(SetPass):
             return
         loss, weight = taken or (0.0, 0.0)
         total, total_weight = sum_over_data((float(loss) * float(weight), float(weight)))
-        name = run.loss_name + (f"__{self._key}" if self._key else "")
+        name = _name_of_set(run.loss_name, self._key)
         if total_weight:
             for hook in run.hooks.on_log:
                 hook(values={name: total / total_weight}, step=step)

@@ -262,10 +262,14 @@ def _call_error_hooks(run: Run, error: BaseException) -> None:
     _set_failed_status(run, error)
     hooks = run.hooks
     called: list[Hook] = []
-    called += hooks.on_keyboard_interrupt if run.state.interrupted else ()
-    called += hooks.on_cuda_out_of_memory if is_out_of_memory(error) else ()
-    called += hooks.on_runtime_error if isinstance(error, RuntimeError) else ()
-    called += hooks.on_exception if isinstance(error, Exception) else ()
+    if run.state.interrupted:
+        called += hooks.on_keyboard_interrupt
+    if is_out_of_memory(error):
+        called += hooks.on_cuda_out_of_memory
+    if isinstance(error, RuntimeError):
+        called += hooks.on_runtime_error
+    if isinstance(error, Exception):
+        called += hooks.on_exception
     for hook in called:
         try:
             hook(error=error)
@@ -291,22 +295,26 @@ def describe(run: Run) -> dict[str, Any]:
     from accmt.version import __version__
 
     settings = run.settings
+    optional: dict[str, Any] = {}
     samples = run.samples_per_step()
-    metrics = {
-        name: HIGHER_IS_BETTER if is_better(1.0, 0.0) else LOWER_IS_BETTER
-        for name, is_better in run.saver.selection.directions.items()
-        if f"best_{name}" not in (VALID_LOSS, TRAIN_LOSS)
-    }
+    if samples is not None:
+        optional["effective_batch_size"] = samples
+    if run.saver.selection.rule:
+        optional["model_saving"] = run.saver.selection.rule
+    metrics = {}
+    for name, is_better in run.saver.selection.directions.items():
+        if f"best_{name}" not in (VALID_LOSS, TRAIN_LOSS):
+            metrics[name] = HIGHER_IS_BETTER if is_better(1.0, 0.0) else LOWER_IS_BETTER
+    if metrics:
+        optional["metrics"] = metrics
     return {
         **settings.hps.get_config(run.replaced_hps()),
-        **({} if samples is None else {"effective_batch_size": samples}),
         "grad_accumulation_steps": settings.optimization.window_maker or settings.optimization.accumulation_at(0),
         "num_processes": run.state.num_processes,
         "mixed_precision": str(run.accelerator.mixed_precision),
         "seed": run.seed,
         "model_path": str(settings.saving.model_path),
-        **({"model_saving": run.saver.selection.rule} if run.saver.selection.rule else {}),
-        **({"metrics": metrics} if metrics else {}),
+        **optional,
         "accmt_version": __version__,
         **(settings.tracking.tracker_options.config or {}),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -85,11 +85,15 @@ class _SetPrediction(SetPass):
         if micro_batch.places is not None and count != len(micro_batch.places):
             got = f"{count} predictions for {len(micro_batch.places)} samples, which max_tokens has grouped by length"
             _reject(got, "return one per sample, so that the order of the data can be restored; or remove max_tokens")
-        said = run.module.get_batch_size(batch) if run.counts_own_samples else None
-        collated = first_dimension(batch) if micro_batch.own_samples is None else micro_batch.own_samples
-        if count not in (said, collated) and (said, collated) != (None, None):
-            got = f"{count} predictions for a batch of {collated if said is None else said} samples"
-            _reject(got, _KEEP_SAMPLES)
+        num_samples, collated = None, micro_batch.own_samples
+        if run.counts_own_samples:
+            num_samples = run.module.get_batch_size(batch)
+        if collated is None:
+            collated = first_dimension(batch)
+        if num_samples is None:
+            num_samples = collated
+        if count not in (num_samples, collated) and num_samples is not None:
+            _reject(f"{count} predictions for a batch of {num_samples} samples", _KEEP_SAMPLES)
         return micro_batch.places or micro_batch.index, output
 
     def after_batch(self, taken: _Placed | None) -> None:
@@ -104,20 +108,32 @@ def _count_predictions(what: str, output: Any) -> int:
     Raises:
         ModuleContractError: There is not one prediction per sample.
     """
-    if isinstance(output, torch.Tensor | np.ndarray) and output.ndim > 0:
-        return len(output)
-    if isinstance(output, list):
-        return len(output)
-    if not isinstance(output, Mapping | tuple) or not output:
-        got = f"{what}: {type(output).__name__} {output!r:.80}"
-        if what == "predictions" and isinstance(output, torch.Tensor | np.ndarray):
-            _reject(got, _KEEP_SAMPLES)
-        _reject(got)
-    parts = output.items() if isinstance(output, Mapping) else enumerate(output)
-    counts = {f"{what}[{name!r}]": _count_predictions(f"{what}[{name!r}]", part) for name, part in parts}
+    parts: Iterable[tuple[Any, Any]] = ()
+    match output:
+        case torch.Tensor() | np.ndarray():
+            if output.ndim > 0:
+                return len(output)
+            if what == "predictions":
+                _reject(_describe(what, output), _KEEP_SAMPLES)
+        case list():
+            return len(output)
+        case Mapping():
+            parts = output.items()
+        case tuple():
+            parts = enumerate(output)
+    counts: dict[str, int] = {}
+    for name, part in parts:
+        path = f"{what}[{name!r}]"
+        counts[path] = _count_predictions(path, part)
+    if not counts:
+        _reject(_describe(what, output))
     if len(set(counts.values())) > 1:
         _reject(f"different numbers of samples in one batch: {counts}")
     return next(iter(counts.values()))
+
+
+def _describe(what: str, output: Any) -> str:
+    return f"{what}: {type(output).__name__} {output!r:.80}"
 
 
 def _reject(got: str, do: str = "for example, return the logits without the loss") -> NoReturn:

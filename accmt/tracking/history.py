@@ -268,14 +268,21 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
 
 def _without_superseded(path: Path, *, include_superseded: bool) -> list[dict[str, Any]]:
     rows = list(read_rows(path))
-    superseded = Superseded(() if include_superseded else rows)
-    return [row for line, row in enumerate(rows) if row and ("step" not in row or not superseded.has(line))]
+    superseded = Superseded(rows)
+    valid: list[dict[str, Any]] = []
+    for line, row in enumerate(rows):
+        is_current = include_superseded or "step" not in row or not superseded.has(line)
+        if row and is_current:
+            valid.append(row)
+    return valid
 
 
 def count_attempts(path: Path) -> int:
     """Return how often a run was started or resumed, by its history; 0 if there is none."""
     attempts = 0
-    for row in read_rows(path) if path.is_file() else ():
+    if not path.is_file():
+        return 0
+    for row in read_rows(path):
         attempts = max(attempts, row.get("rewind", {}).get("attempt", 1))
     return attempts
 

@@ -61,7 +61,9 @@ def to_plain(value: Any) -> Any:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     number = _item(value)
-    return number if type(number) in (int, float, bool) else str(value)
+    if type(number) in (int, float, bool):
+        return number
+    return str(value)
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -71,12 +73,16 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Scalar]:
     """
     flat: dict[str, Scalar] = {}
     for key, value in to_plain(config).items():
-        if isinstance(value, dict) and value:
-            flat |= {f"{key}.{inner}": item for inner, item in flatten(value).items()}
-        elif isinstance(value, dict | list):
-            flat[key] = dumps(value)
-        else:
-            flat[key] = "None" if value is None else value
+        match value:
+            case dict() if value:
+                for inner, item in flatten(value).items():
+                    flat[f"{key}.{inner}"] = item
+            case dict() | list():
+                flat[key] = dumps(value)
+            case None:
+                flat[key] = "None"
+            case _:
+                flat[key] = value
     return flat
 
 
@@ -108,11 +114,11 @@ class CleanNames:
 
 def _item(value: Any) -> Any:
     """Return the element of a NumPy or torch scalar; return anything else unchanged."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value  # the caller names a value that is no number
-    if isinstance(value, np.ndarray | np.generic):
-        return value.item() if value.size == 1 else value
-    return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, np.ndarray | np.generic) and value.size == 1:
+        return value.item()
+    return value  # the caller names a value that is no number
 
 
 # ---- Images, tables and files, which are delivered from the run folder.
