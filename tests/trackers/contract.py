@@ -268,7 +268,7 @@ class TrackerContract:
         (folder,) = tmp_path.glob("*/run")
         assert [row["step"] for row in read_history(folder) if "step" in row] == list(range(5))
         in_one_line = "".join(written.split())  # some trackers break the lines of others
-        assert "5rowsleft,andtherunisnotendedthere" in in_one_line
+        assert "5rowsnotdelivered,andtherunwasnotclosed" in in_one_line
         assert f"accmtsync{folder}" in in_one_line
 
     def test_the_environment_is_as_before(self, tmp_path):
