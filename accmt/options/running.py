@@ -278,7 +278,11 @@ class RunningSettings(Group):
     @property
     def compile_kwargs(self) -> Mapping[str, Any]:
         """Arguments of `torch.compile`."""
-        return {name: value for name, value in self._compile_options.items() if name not in ("buckets", "regional")}
+        arguments = dict(self._compile_options)
+        # accmt's own, which torch.compile would reject.
+        arguments.pop("buckets", None)
+        arguments.pop("regional", None)
+        return arguments
 
     @property
     def compile_buckets(self) -> int | None:
@@ -292,7 +296,9 @@ class RunningSettings(Group):
 
     @property
     def _compile_options(self) -> Mapping[str, Any]:
-        return self.compile if isinstance(self.compile, Mapping) else {}
+        if isinstance(self.compile, Mapping):
+            return self.compile
+        return {}
 
     @property
     def compiles(self) -> bool:
@@ -311,4 +317,6 @@ class RunningSettings(Group):
 
     @property
     def _least(self) -> dict[Unit, int]:
-        return {} if self.min_length is None else read_min_length("min_length", self.min_length)
+        if self.min_length is None:
+            return {}
+        return read_min_length("min_length", self.min_length)

@@ -30,8 +30,8 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
     for other_trainer, other_model in _running:
         # A `fit` in a callback would replace model, optimizer and counters of the run around it.
         if trainer is other_trainer or model is other_model:
-            what = "Trainer" if trainer is other_trainer else "module"
-            got = f"a call during a run of the same {what}, from a callback or a step"
+            shared = "Trainer" if trainer is other_trainer else "module"
+            got = f"a call during a run of the same {shared}, from a callback or a step"
             do = "call it after `fit` has returned, or use another Trainer and module for the inner run"
             raise fail(ModuleContractError, "fit", got=got, expected="one run at a time", do=do)
     _running.append((trainer, model))
