@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accmt.callbacks.callback import Callback
 from accmt.errors import ArgumentError, fail
+from accmt.options.checks import is_number
 from accmt.precision import HALVES
 from accmt.sharded_tensors import by_mesh, shard_like
 
@@ -126,7 +127,7 @@ class EMA(WeightAverage):
     """
 
     def __init__(self, decay: float = 0.9999, *, warmup: bool = True) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
+        if not is_number(decay) or not 0 < decay < 1:
             expected, do = "a number between 0 and 1", "EMA(decay=0.999)"
             raise fail(ArgumentError, "EMA(decay=...)", got=repr(decay), expected=expected, do=do)
         if not isinstance(warmup, bool):  # a number of steps, as in other libraries
@@ -161,7 +162,9 @@ def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
 
 def _start(weight: Tensor) -> Tensor:
     """Return the initial average of a weight; in 16 bits, updates with a decay of 0.9999 would be rounded away."""
-    return weight.float() if weight.dtype in HALVES else weight.clone()
+    if weight.dtype in HALVES:
+        return weight.float()
+    return weight.clone()
 
 
 def copy_into(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -190,8 +190,10 @@ def require_model_folder(path: str, where: str | None = None) -> None:
         if folder.parent.is_dir():
             siblings = [sibling.name for sibling in folder.parent.iterdir() if sibling.is_dir()]
         near = nearest(folder.name, siblings)
-        suggestion = f"did you mean {folder.parent / near}? If not, " if near and near != folder.name else ""
-        do = f"{suggestion}check the spelling, and the current working directory: {Path.cwd()}"
+        do = f"check the spelling, and the current working directory: {Path.cwd()}"
+        # The nearest name is the same one if the folder is there, but is no model.
+        if near and near != folder.name:
+            do = f"did you mean {folder.parent / near}? If not, {do}"
     got = "no such folder"
     if folder.exists():
         got = "a folder without config.json" if folder.is_dir() else "a file"
