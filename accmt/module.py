@@ -533,7 +533,7 @@ class AcceleratorModule(LogsValues):
 
     def __repr__(self) -> str:
         size = "no model"
-        # A notebook shows a module before `configure_model` has built its model.
+        # Before `fit`, a module with `configure_model` has none.
         if isinstance(getattr(self, "model", None), nn.Module):
             size = f"{len(self):,} parameters"
         return f"{type(self).__name__}({size})"
@@ -647,6 +647,7 @@ class ExtendedAcceleratorModule(AcceleratorModule):
 
     def step(self, batch: Any = None) -> None:
         """Step the optimizer and, if it stepped, the scheduler."""
+        # The gradient scaler may have skipped the step.
         if self.step_optimizer():
             self.step_scheduler()
 
@@ -757,6 +758,7 @@ class HuggingFaceModule(AcceleratorModule):
         Token labels need a custom module: a metric would have to know which tokens count.
         """
         names, labels = self.metric_names.get(key), batch.get("labels")
+        # One label per sample: with labels for tokens, a metric needs a custom module.
         if not names or not isinstance(labels, torch.Tensor) or labels.ndim != 1:
             return self.step(batch)
         outputs = self._call_model(batch)

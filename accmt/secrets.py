@@ -205,6 +205,7 @@ def _is_secret(key: str, value: Any) -> bool:
 def _hide_text(text: str, known: Sequence[str]) -> str:
     for secret in known:
         text = text.replace(secret, HIDDEN)
+    # The searches are slow, and most texts have none of these marks.
     if "://" in text:
         text = _IN_URL.sub(_hide_user, text)
     if "PRIVATE KEY" in text:

@@ -59,8 +59,10 @@ class WeightAverage(Callback):
         for name in weights.keys() - self.average.keys():  # unfrozen since
             self.average[name] = _start(weights[name])
         self.num_averaged += 1
-        averages = [self.average[name] for name in weights]
-        current = [weights[name].to(self.average[name].dtype) for name in weights]
+        averages, current = [], []
+        for name, trained in weights.items():
+            averages.append(self.average[name])
+            current.append(trained.to(self.average[name].dtype))
         for average, weight in by_mesh(averages, current):
             self._update(average, weight)
 

@@ -260,6 +260,7 @@ def find_hooks(callback: object) -> dict[str, list[Hook]]:
     hooks: dict[str, list[Hook]] = {}
     names = names_of_hooks(callback)
     for attribute in dir(callback):
+        # Reading a property would run the user's code.
         if not attribute.startswith(HOOK_PREFIXES) or isinstance(getattr(type(callback), attribute, None), property):
             continue
         name = names.get(attribute, attribute)

@@ -191,7 +191,7 @@ class _Bar:
         if total is None:
             progress = "{n_fmt} steps {elapsed}"
         encoding = getattr(stream, "encoding", None) or "ascii"  # a program may replace stderr by an object that writes
-        colour = None
+        colour = None  # NO_COLOR: the convention of https://no-color.org
         if stream is sys.stderr and stream.isatty() and "NO_COLOR" not in os.environ:
             colour = "green"
         self._bar = _bar_class()(

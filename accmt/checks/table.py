@@ -205,6 +205,7 @@ def _has_all_parameters_in_model(facts: Facts) -> None:
         for registry in ("_parameters", "_buffers", "_modules"):
             attributes |= attributes.pop(registry, {})
     for name, attribute in attributes.items():
+        # A teacher is not trained; `_has_separate_teacher` checks it.
         if name in ("model", "teacher"):
             continue
         for path, value in _list_values(f"self.{name}", attribute):

@@ -222,6 +222,7 @@ def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> 
 
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
+    # The `generation_config` of other models is None.
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     if processor is not None:

@@ -80,7 +80,7 @@ def _count_bytes(value: Any) -> int:
             return sum(map(_count_bytes, value))
         case str() | bytes():
             return len(value)
-        case _:
+        case _:  # a number
             return 8
 
 

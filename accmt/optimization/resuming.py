@@ -127,6 +127,7 @@ def _compare_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
         return lines
     built = scheduler.state_dict()
     for name in inspect.signature(type(scheduler).__init__).parameters:
+        # `last_epoch` is an argument, but counts the steps.
         if name == "last_epoch" or name not in built or name not in saved:
             continue
         if not _is_same(saved[name], built[name]):

@@ -91,7 +91,7 @@ def build_scheduler(
         raise _refusal(hps, optimizer, error) from error
     if total_steps is None or total_steps > 1:  # else the scheduler is never stepped
         _try_step(hps, optimizer, arguments)
-    if isinstance(scheduler, ReduceLROnPlateau) and monitor is not None:
+    if monitor is not None:
         scheduler.monitor = monitor  # type: ignore[attr-defined]  # the attribute that a module's get_scheduler sets too
     return scheduler
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from inspect import Parameter, signature
@@ -18,6 +18,7 @@ from typing import (
     NamedTuple,
     NoReturn,
     Self,
+    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -125,6 +126,7 @@ def write_place(name: str) -> str:
 # ---- The validator: classes declare the types and ranges of their fields, and pydantic checks them.
 
 
+Note = TypeVar("Note")
 KeyPath = tuple[str | int, ...]
 
 
@@ -327,6 +329,13 @@ def _metadata(hint: Any) -> tuple[Any, ...]:
     return getattr(hint, "__metadata__", ())
 
 
+def _notes(hint: Any, kind: type[Note]) -> Iterator[Note]:
+    """Yield what `Annotated` adds of one kind."""
+    for note in _metadata(hint):
+        if isinstance(note, kind):
+            yield note
+
+
 def _members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the only type."""
     bare = _bare(hint)
@@ -357,13 +366,12 @@ def read_unusual(value: Any, hint: Any, default: Any) -> Any:
     a list has no None and no entry twice.
     """
     value = to_python(value)
-    for off in _metadata(hint):
-        if isinstance(off, Off):
-            if isinstance(value, list | tuple):
-                value = _without_repetition(value)
-            is_zero = off.is_zero and is_number(value) and value == 0
-            if value is False or is_zero or (off.value is None and is_off(value)):
-                return off.value
+    for off in _notes(hint, Off):
+        if isinstance(value, list | tuple):
+            value = _without_repetition(value)
+        is_zero = off.is_zero and is_number(value) and value == 0
+        if value is False or is_zero or (off.value is None and is_off(value)):
+            return off.value
     kinds = set(map(_bare, _members(hint)))
     if value is None and not {NoneType, Any} & kinds and default is not MISSING:
         return default
@@ -485,9 +493,9 @@ def _errors_in(shape: Shape, values: Mapping[str, Any]) -> dict[str, str]:
 def _describe(hint: Any, value: Any, default: Any) -> Expected:
     """Return what an annotation accepts, with the valid choice closest to a value, or an example."""
     # Words that a person wrote are clearer than those that follow from the type.
-    for note in _metadata(hint):
-        if isinstance(note, Expected):
-            return note
+    written = next(_notes(hint, Expected), None)
+    if written is not None:
+        return written
     choices: list[Any] = []
     expected: list[Expected] = []
     for member in _members(hint):
@@ -515,15 +523,14 @@ def _describe(hint: Any, value: Any, default: Any) -> Expected:
 def _describe_number(hint: Any) -> Expected:
     """Return what a number accepts, and the smallest valid one."""
     text = "a whole number" if _bare(hint) is int else "a number"
-    for bounds in _metadata(hint):
-        if not isinstance(bounds, Range):
-            continue
-        if bounds.gt is not None:
-            return Expected(f"{text} above {bounds.gt}", str(bounds.gt + 1))
-        if bounds.le is not None:
-            return Expected(f"{text} from {bounds.ge} to {bounds.le}", str(bounds.ge))
-        return Expected(f"{text} of at least {bounds.ge}", str(bounds.ge))
-    return Expected(text, "1")
+    bounds = next(_notes(hint, Range), None)
+    if bounds is None:
+        return Expected(text, "1")
+    if bounds.gt is not None:
+        return Expected(f"{text} above {bounds.gt}", str(bounds.gt + 1))
+    if bounds.le is not None:
+        return Expected(f"{text} from {bounds.ge} to {bounds.le}", str(bounds.ge))
+    return Expected(f"{text} of at least {bounds.ge}", str(bounds.ge))
 
 
 def closest(value: Any, choices: Sequence[Any]) -> str:

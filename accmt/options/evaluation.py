@@ -54,7 +54,7 @@ class MetricOptions(Options):
         """Check the names of averages and the results they select."""
         for mean, choice in (self.averages or {}).items():
             # With a separator in its name, an average would look like the result of a validation set.
-            if not mean or any(mark in mean for mark in ("__", "@", "/")):
+            if not mean or "__" in mean or "@" in mean or "/" in mean:
                 expected = "a name without '__', '@' and '/', which separate the names of metrics and sets"
                 do = write_argument(f"{name}.averages", '{"mean_accuracy": ["accuracy"]}')
                 raise_wrong_value(f"{name}.averages", mean, expected, do)

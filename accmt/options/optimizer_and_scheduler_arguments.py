@@ -90,7 +90,9 @@ def build_alike(optimizer: Any, group: Mapping[str, Any], parameter: torch.nn.Pa
         TypeError: Its class is built from something else, such as another optimizer.
     """
     names = parameters_of(type(optimizer))
-    return type(optimizer)([parameter], **{name: value for name, value in group.items() if name in names})
+    # A group has entries that are no arguments, such as `initial_lr` of a scheduler.
+    arguments = {name: value for name, value in group.items() if name in names}
+    return type(optimizer)([parameter], **arguments)
 
 
 def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:

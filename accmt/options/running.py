@@ -68,13 +68,14 @@ def require_accelerator(name: str, value: Any) -> None:
     """
     if isinstance(value, Mapping):
         require_keywords(name, value, "accelerate.Accelerator")
+    elif isinstance(value, type):  # the parentheses are missing
+        do = f"accelerator={value.__name__}()"
+        raise_wrong_value(name, value, "an accelerate.Accelerator, or a dict with its arguments", do)
     # Other trainers take the name or the number of devices here, which accmt gets from the launcher.
-    elif not hasattr(value, "prepare") or isinstance(value, type):
+    elif not hasattr(value, "prepare"):
         do = "leave it out, and choose the hardware at launch: accmt launch -N 2 train.py"
         if value == "cpu":
             do = 'accelerator={"cpu": True}'
-        elif isinstance(value, type):
-            do = f"accelerator={value.__name__}()"
         raise_wrong_value(name, value, "an accelerate.Accelerator, or a dict with its arguments", do)
 
 

@@ -116,6 +116,13 @@ class PatienceOptions(Options):
         return evaluations
 
 
+def _url_in(path: object) -> str | None:
+    # A Path of a URL has lost one of its slashes.
+    if isinstance(path, str) and _URL.match(path):
+        return path
+    return None
+
+
 def _name_of_url(url: str) -> str:
     """Return the last part of a URL's path; "" if it has none."""
     _, _, path = url.partition("://")
@@ -181,9 +188,7 @@ class SavingSettings(Group):
     @property
     def model_url(self) -> str | None:
         """`model_path` if it is a URL: models are saved in a local folder, and copied there."""
-        if isinstance(self.model_path, str) and _URL.match(self.model_path):
-            return self.model_path
-        return None
+        return _url_in(self.model_path)
 
     @property
     def local_model_path(self) -> str | PathLike[str]:
@@ -222,9 +227,13 @@ def _count_evaluations(patience: Any) -> Any:
     return patience
 
 
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | PathLike) and bool(str(value).strip())
+
+
 def _require_folder(name: str, value: Any) -> None:
     # An empty path is the working folder.
-    if not isinstance(value, str | PathLike) or not str(value).strip():
+    if not _is_path(value):
         raise_wrong_value(name, value, "a folder", f'{name}="out/checkpoint"')
     if _URL.match(str(value)) and not (isinstance(value, str) and "://" in value):
         raise_wrong_value(name, value, "a local folder, or a URL as a string", f'{name}="s3://bucket/run"')
@@ -234,7 +243,7 @@ def _require_resume(name: str, value: Any) -> None:
     if value is True or value is False or value == "auto":
         return
     expected = 'True, False, "auto", None, or the path of a checkpoint'
-    if not isinstance(value, str | PathLike) or not str(value).strip():
+    if not _is_path(value):
         raise_wrong_value(name, value, expected, "resume=True")
     # Reject strings such as "true" that are not paths, and misspelled ones unless such a path exists.
     word = nearest(value, _RESUME_WORDS, cutoff=0.7)
@@ -340,9 +349,7 @@ class CheckpointSettings(Group):
     @property
     def url(self) -> str | None:
         """`checkpoint` if it is a URL: checkpoints are written to the default local folder, and copied there."""
-        if isinstance(self.checkpoint, str) and _URL.match(self.checkpoint):
-            return self.checkpoint
-        return None
+        return _url_in(self.checkpoint)
 
     @property
     def writes_to_folder(self) -> bool:

@@ -193,7 +193,7 @@ def _check_component(
     if value is None:
         return Component(), []
     arguments = value
-    if isinstance(value, str) or callable(value):
+    if _may_be_class(value):
         arguments = {"type": value}
     expected: Expected = hints_of(Schema)[key].__metadata__[0]
     do = f"write `{expected.example}`"
@@ -201,7 +201,7 @@ def _check_component(
         return Component(), [KeyFault((key,), describe_value(value), expected.text, do)]
     arguments = {str(name): argument for name, argument in arguments.items()}
     kind = arguments.pop("type", NOTHING)
-    if not (isinstance(kind, str) or callable(kind)) or kind is NOTHING:
+    if not _may_be_class(kind) or kind is NOTHING:
         got = NOTHING if kind is NOTHING else describe_value(kind)
         return Component(), [KeyFault((key, "type"), got, f"{expected.text}, with its `type`", do)]
     factory = find(kind)
@@ -210,3 +210,8 @@ def _check_component(
         return Component(kind), [factory]
     arguments, faults = check_arguments(factory, arguments)
     return Component(kind, factory, arguments), faults
+
+
+def _may_be_class(value: object) -> bool:
+    """Return whether a value is a class, a function, or the name of one."""
+    return isinstance(value, str) or callable(value)

@@ -190,6 +190,7 @@ def read_size(name: str, value: int | str) -> int:
     Raises:
         ArgumentError: It is something else.
     """
+    # True is an int too, and no size.
     if type(value) is int and value >= 1:
         return value
     size = _SIZE.fullmatch(value) if isinstance(value, str) else None

@@ -184,7 +184,7 @@ def _read_file(path: Path) -> Document:
             do="rename it to end in .yaml",
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a byte-order mark first
     # Files from Windows editors in another encoding, or a pickle with a wrong name.
     except UnicodeDecodeError as error:
         raise fail(
@@ -197,7 +197,7 @@ def _read_file(path: Path) -> Document:
     # YAML accepts more than JSON; a trailing comma would be read here and nowhere else.
     if path.suffix == ".json":
         try:
-            json.loads(text or "null", parse_int=str)
+            json.loads(text or "null", parse_int=str)  # as text: Python limits the number of digits
         except json.JSONDecodeError as error:
             where = f"{name}:{error.lineno}"
             raise fail(

@@ -252,7 +252,7 @@ def build_train_loader(
         collate=batcher.keep_samples if batcher else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.data_options.persistent_workers,
-        pin_memory=pins_memory and not batcher,
+        pin_memory=pins_memory and not batcher,  # which collates, and pins what it makes
         skips_bad=settings.failures.on_bad_sample == "skip",
         also_read=also_read,
     )

@@ -223,9 +223,9 @@ def trains_nothing(hps: HyperParameters, optimizer: torch.optim.Optimizer) -> bo
     # A schedule from another package may start at 0 and raise the rate in a way that no argument shows.
     if hps.scheduler_class is not None and not is_listed(hps.scheduler_class):
         return False  # a custom scheduler may set any rate
-    peaks = [hps.scheduler_kwargs.get(name) for name in ("max_lr", "base_lr", "eta_min", "min_lr")]
+    has_peak = any(map(hps.scheduler_kwargs.get, ("max_lr", "base_lr", "eta_min", "min_lr")))
     rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
-    return not any(peaks) and all(rate == 0 for rate in rates)
+    return not has_peak and all(rate == 0 for rate in rates)
 
 
 def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer], **optim_kwargs: Any) -> Any:

@@ -44,6 +44,7 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
 @contextmanager
 def working(settings: RunningSettings) -> Iterator[None]:
     """Run a method of the Trainer with the requested verbosity and torch flags; generators are restored."""
+    # `current_device` would initialize CUDA, which a run on the CPU does not need.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with ExitStack() as stack:
         stack.enter_context(speaking(verbose=settings.verbose))

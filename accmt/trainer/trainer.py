@@ -289,6 +289,7 @@ class Trainer(TrainerProperties):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return settings and counters for pickling and copying, without the run."""
+        # A run holds threads and file handles that cannot be pickled.
         return {name: value for name, value in vars(self).items() if name not in ("_run", "_user_data")}
 
     def fit(
