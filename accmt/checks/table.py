@@ -133,11 +133,11 @@ def require_module(module: Any, function: str) -> None:
         return
     do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
     match module:
+        case Dataset() | DataLoader():
+            do = f"trainer.{function}(module, data): the module comes first"
         case str() | PathLike() | tuple():
             make = 'from_hf(path, "AutoModelForCausalLM"), or from_hps(path) for hyper-parameters'
             do = f"module = AcceleratorModule.{make}; trainer.{function}(module, data)"
-        case Dataset() | DataLoader():
-            do = f"trainer.{function}(module, data): the module comes first"
     raise fail(ModuleContractError, where, got=type(module).__name__, expected="an AcceleratorModule", do=do)
 
 

@@ -119,9 +119,9 @@ def check(document: Document) -> Checked:
 
     faults += document.faults
     faults += find_faults(shape_of(Schema), document.values, lambda key, example: f"write `{example}`", suggest_key)
-    budgets = document.values.get("max_samples"), document.values.get("max_target_tokens")
+    has_budget = document.values.get("max_samples") is not None or document.values.get("max_target_tokens") is not None
     # Without any limit, the run would never end.
-    if document.values.get("epochs", -1) == document.values.get("max_steps", -1) == -1 and budgets == (None, None):
+    if document.values.get("epochs", -1) == document.values.get("max_steps", -1) == -1 and not has_budget:
         got = "-1 without max_steps" if "epochs" in document.values else NOTHING
         expected = "a whole number of at least 1, or max_steps"
         faults.append(KeyFault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`"))
