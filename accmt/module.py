@@ -532,7 +532,10 @@ class AcceleratorModule(LogsValues):
             self.__dict__.pop(name, None)
 
     def __repr__(self) -> str:
-        size = f"{len(self):,} parameters" if isinstance(getattr(self, "model", None), nn.Module) else "no model"
+        size = "no model"
+        # Before `fit`, a module with `configure_model` has none.
+        if isinstance(getattr(self, "model", None), nn.Module):
+            size = f"{len(self):,} parameters"
         return f"{type(self).__name__}({size})"
 
     def __str__(self) -> str:
@@ -590,7 +593,9 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         """Return the optimizers: those from `get_optimizer` or in a `ChainedOptimizer`, or the only one."""
         from accmt.optimization import ChainedOptimizer
 
-        return list(self.optimizer.optimizers) if isinstance(self.optimizer, ChainedOptimizer) else [self.optimizer]
+        if isinstance(self.optimizer, ChainedOptimizer):
+            return list(self.optimizer.optimizers)
+        return [self.optimizer]
 
     @contextmanager
     def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -636,10 +641,13 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         schedulers = getattr(self.scheduler, "schedulers", None)
         if schedulers:
             return list(schedulers)
-        return [] if self.scheduler is None else [self.scheduler]
+        if self.scheduler is None:
+            return []
+        return [self.scheduler]
 
     def step(self, batch: Any = None) -> None:
         """Step the optimizer and, if it stepped, the scheduler."""
+        # The gradient scaler may have skipped the step.
         if self.step_optimizer():
             self.step_scheduler()
 
@@ -650,6 +658,8 @@ class ExtendedAcceleratorModule(AcceleratorModule):
 
 def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all other optimizers."""
+    from accmt.options.optimizer_and_scheduler_arguments import weights_of
+
     optimizers = module.optimizers()
     # The gradients of all optimizers would be left out, and nothing would be trained.
     if not any(member is optimizer for member in optimizers):
@@ -658,7 +668,7 @@ def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim
     parameters: list[nn.Parameter] = []
     for member in optimizers:
         if member is not optimizer:
-            parameters += [parameter for group in member.param_groups for parameter in group["params"]]
+            parameters += weights_of(member)
     return parameters
 
 
@@ -748,13 +758,15 @@ class HuggingFaceModule(AcceleratorModule):
         Token labels need a custom module: a metric would have to know which tokens count.
         """
         names, labels = self.metric_names.get(key), batch.get("labels")
+        # One label per sample: with labels for tokens, a metric needs a custom module.
         if not names or not isinstance(labels, torch.Tensor) or labels.ndim != 1:
             return self.step(batch)
         outputs = self._call_model(batch)
         result = self._read_loss(outputs, batch)
-        entries = result if isinstance(result, dict) else {"loss": result}
+        if not isinstance(result, dict):
+            result = {"loss": result}
         logits = outputs.logits.squeeze(-1)  # regression: one number per sample
-        return {**entries, **dict.fromkeys(names, (logits, labels))}
+        return {**result, **dict.fromkeys(names, (logits, labels))}
 
     def _call_model(self, batch: Any) -> Any:
         try:
@@ -766,9 +778,12 @@ class HuggingFaceModule(AcceleratorModule):
             # torch's collate leaves strings, and transposes lists of numbers.
             got, expected = f"lists under {', '.join(map(repr, lists))}", "a tensor for each name"
             texts = [name for name, values in lists.items() if values and isinstance(values[0], str)]
-            targets = [name for name in texts if name in ("label", "labels")]
-            steps = [f"dataset.class_encode_column({name!r}), which maps its texts to numbers" for name in targets]
-            columns = [name for name in texts if name not in targets]
+            steps, columns = [], []
+            for name in texts:
+                if name in ("label", "labels"):
+                    steps.append(f"dataset.class_encode_column({name!r}), which maps its texts to numbers")
+                else:
+                    columns.append(name)
             if columns:
                 steps.append(f"dataset.remove_columns({columns})")
             if len(texts) < len(lists):  # token ids of different lengths

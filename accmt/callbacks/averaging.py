@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accmt.callbacks.callback import Callback
 from accmt.errors import ArgumentError, fail
+from accmt.options.checks import is_number
 from accmt.precision import HALVES
 from accmt.sharded_tensors import by_mesh, shard_like
 
@@ -58,8 +59,10 @@ class WeightAverage(Callback):
         for name in weights.keys() - self.average.keys():  # unfrozen since
             self.average[name] = _start(weights[name])
         self.num_averaged += 1
-        averages = [self.average[name] for name in weights]
-        current = [weights[name].to(self.average[name].dtype) for name in weights]
+        averages, current = [], []
+        for name, trained in weights.items():
+            averages.append(self.average[name])
+            current.append(trained.to(self.average[name].dtype))
         for average, weight in by_mesh(averages, current):
             self._update(average, weight)
 
@@ -126,7 +129,7 @@ class EMA(WeightAverage):
     """
 
     def __init__(self, decay: float = 0.9999, *, warmup: bool = True) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
+        if not is_number(decay) or not 0 < decay < 1:
             expected, do = "a number between 0 and 1", "EMA(decay=0.999)"
             raise fail(ArgumentError, "EMA(decay=...)", got=repr(decay), expected=expected, do=do)
         if not isinstance(warmup, bool):  # a number of steps, as in other libraries
@@ -161,7 +164,9 @@ def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
 
 def _start(weight: Tensor) -> Tensor:
     """Return the initial average of a weight; in 16 bits, updates with a decay of 0.9999 would be rounded away."""
-    return weight.float() if weight.dtype in HALVES else weight.clone()
+    if weight.dtype in HALVES:
+        return weight.float()
+    return weight.clone()
 
 
 def copy_into(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

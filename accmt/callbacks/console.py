@@ -50,7 +50,8 @@ class EndSummary(MainProcessCallback):
     def on_fit_end(self) -> None:
         rows = list(self._rows())[: MAX_LINES - 1]
         width = max(len(name) for name, _ in rows)
-        say("\n".join(["run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)]))
+        lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+        say("\n".join(["run summary", *lines]))
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         state, seconds = self.state, monotonic() - self._begin_s
@@ -167,7 +168,9 @@ def _compare(value: float, last: float) -> str:
         return "↑"
     if value < last:
         return "↓"
-    return "=" if value == last else ""  # NaN: there was no evaluation before
+    if value == last:
+        return "="
+    return ""  # NaN: there was no evaluation before
 
 
 # ---- Model summary
@@ -236,10 +239,12 @@ class DynamicRows(Callback):
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if not isinstance(batch, list | tuple):
-        return []
-    return list(chain.from_iterable(map(_tensors, batch)))
+    match batch:
+        case torch.Tensor():
+            return [batch]
+        case Mapping():
+            return list(chain.from_iterable(map(_tensors, batch.values())))
+        case list() | tuple():
+            return list(chain.from_iterable(map(_tensors, batch)))
+        case _:
+            return []

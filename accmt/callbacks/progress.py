@@ -191,6 +191,9 @@ class _Bar:
         if total is None:
             progress = "{n_fmt} steps {elapsed}"
         encoding = getattr(stream, "encoding", None) or "ascii"  # a program may replace stderr by an object that writes
+        colour = None  # NO_COLOR: the convention of https://no-color.org
+        if stream is sys.stderr and stream.isatty() and "NO_COLOR" not in os.environ:
+            colour = "green"
         self._bar = _bar_class()(
             desc=stage,
             total=total,
@@ -198,7 +201,7 @@ class _Bar:
             file=_Tolerant(stream),
             bar_format=f"{{desc}} {progress}{{values}}",
             ascii=" ╸━" if encoding.lower().startswith("utf") else " -#",
-            colour="green" if stream is sys.stderr and stream.isatty() and "NO_COLOR" not in os.environ else None,
+            colour=colour,
             dynamic_ncols=True,
             mininterval=0,
             miniters=0,
@@ -270,7 +273,9 @@ def _drawn(batches: Iterable[T], bar: Any, count: Callable[[T], int]) -> Iterato
 def _is_drawn(stream: TextIO | None, enable: bool | None) -> TypeGuard[TextIO]:  # noqa: FBT001 - None is a third answer
     if stream is None or stream.closed:  # stderr of a windowless program, or of a daemon
         return False
-    return stream.isatty() if enable is None else enable
+    if enable is None:
+        return stream.isatty()
+    return enable
 
 
 class _Tolerant:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +64,16 @@ def check_stage(stage: Stage, settings: Settings, **known: Any) -> Facts:
     # process sends nothing: an error of a class that cannot be pickled is reported, too.
     is_local = stage == "arguments" or num_processes() == 1
     reports = [run_checks()] if is_local else run_on_every_process(run_checks)
-    mistakes = _collect_errors([reported for reported, _ in reports], list(errors.values()))
+    errors_of_processes, equal_of_processes = zip(*reports, strict=True)
+    mistakes = _collect_errors(errors_of_processes, list(errors.values()))
     if not mistakes:
-        mistakes = _find_differences([equal for _, equal in reports])
+        mistakes = _find_differences(equal_of_processes)
     if mistakes:
         raise join_errors(mistakes)
     return facts
 
 
-def _collect_errors(of_processes: list[list[AccmtError]], local: list[AccmtError]) -> list[AccmtError]:
+def _collect_errors(of_processes: Sequence[list[AccmtError]], local: list[AccmtError]) -> list[AccmtError]:
     """Return each error once, those of this process first; a note names the processes if not all have it."""
     errors = {str(error): error for error in local}
     ranks: dict[str, list[int]] = {}
@@ -86,7 +87,7 @@ def _collect_errors(of_processes: list[list[AccmtError]], local: list[AccmtError
     return list(errors.values())
 
 
-def _find_differences(of_processes: list[dict[str, EqualValue]]) -> list[AccmtError]:
+def _find_differences(of_processes: Sequence[dict[str, EqualValue]]) -> list[AccmtError]:
     expected: dict[str, EqualValue] = {}
     for equal in of_processes:
         expected |= equal

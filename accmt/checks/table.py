@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
@@ -132,11 +132,12 @@ def require_module(module: Any, function: str) -> None:
     if isinstance(module, AcceleratorModule):
         return
     do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
-    if isinstance(module, str | PathLike | tuple):
-        make = 'from_hf(path, "AutoModelForCausalLM"), or from_hps(path) for hyper-parameters'
-        do = f"module = AcceleratorModule.{make}; trainer.{function}(module, data)"
-    if isinstance(module, Dataset | DataLoader):
-        do = f"trainer.{function}(module, data): the module comes first"
+    match module:
+        case Dataset() | DataLoader():
+            do = f"trainer.{function}(module, data): the module comes first"
+        case str() | PathLike() | tuple():
+            make = 'from_hf(path, "AutoModelForCausalLM"), or from_hps(path) for hyper-parameters'
+            do = f"module = AcceleratorModule.{make}; trainer.{function}(module, data)"
     raise fail(ModuleContractError, where, got=type(module).__name__, expected="an AcceleratorModule", do=do)
 
 
@@ -162,10 +163,13 @@ def _has_model(facts: Facts) -> None:
 
 
 def _advise_model(module: Any) -> str:
+    # nn.Module keeps its children in a dict of its own, not among its attributes.
     attributes = dict(module.named_children()) if isinstance(module, nn.Module) else vars(module)
     names = [name for name, value in attributes.items() if isinstance(value, nn.Module)]
-    if len(names) < 2:
-        return f"self.model = {f'self.{names[0]}' if names else 'MyNetwork()'} in __init__"
+    if not names:
+        return "self.model = MyNetwork() in __init__"
+    if len(names) == 1:
+        return f"self.model = self.{names[0]} in __init__"
     entries = ", ".join(f'"{name}": self.{name}' for name in names)
     return f"self.model = nn.ModuleDict({{{entries}}}) in __init__, without those that are not trained"
 
@@ -201,19 +205,21 @@ def _has_all_parameters_in_model(facts: Facts) -> None:
         for registry in ("_parameters", "_buffers", "_modules"):
             attributes |= attributes.pop(registry, {})
     for name, attribute in attributes.items():
+        # A teacher is not trained; `_has_separate_teacher` checks it.
         if name in ("model", "teacher"):
             continue
         for path, value in _list_values(f"self.{name}", attribute):
-            parameters = list(value.parameters()) if isinstance(value, nn.Module) else [value]
-            if all(not _is_trainable(parameter) or parameter in in_model for parameter in parameters):
-                continue
             if isinstance(value, nn.Module):
+                parameters = list(value.parameters())
                 got = f"{path} has parameters that are not in self.model: they would be neither trained nor saved"
                 do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or {path}.requires_grad_(False)"
             else:
+                parameters = [value]
                 got = f"{path} requires a gradient and is not in self.model: it would be neither trained nor saved"
                 do = f"self.model.{name} = nn.Parameter(...), and use it from there; or {path}.requires_grad_(False)"
-            reject_module(module, got, do)
+            # Only trainable ones are looked up: what else is in a list need not be hashable.
+            if not in_model.issuperset(filter(_is_trainable, parameters)):
+                reject_module(module, got, do)
 
 
 _MOST_ENTRIES = 1000  # of a container that is searched for parameters: a longer one holds data
@@ -221,10 +227,15 @@ _MOST_ENTRIES = 1000  # of a container that is searched for parameters: a longer
 
 def _list_values(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield a value with its path, or the values in a list, tuple or dict."""
-    if not isinstance(value, list | tuple | dict):
-        yield path, value
-        return
-    items = value.items() if isinstance(value, dict) else enumerate(value)
+    items: Iterable[tuple[Any, Any]]
+    match value:
+        case dict():
+            items = value.items()
+        case list() | tuple():
+            items = enumerate(value)
+        case _:
+            yield path, value
+            return
     for key, item in islice(items, _MOST_ENTRIES):
         yield f"{path}[{key!r}]", item
 
@@ -252,7 +263,9 @@ def _has_training_step(facts: Facts) -> None:
 def _has_validation_step(facts: Facts) -> None:
     if facts.function == "predict" or facts.function == "fit" and not facts.sets:
         return
-    module, step = facts.module, "test_step" if facts.function == "test" else "validation_step"
+    module, step = facts.module, "validation_step"
+    if facts.function == "test":
+        step = "test_step"
     *names, _ = STEPS[step]
     if not any(defines(module, name) for name in names) and not _defines_step(module):
         got = f"{step.partition('_')[0]} data, but neither {', '.join(names)} nor step"
@@ -284,7 +297,8 @@ def _has_data(facts: Facts) -> None:
     # Processes evaluate the sets in this order, together.
     expected = "the same sets in the same order on every process"
     facts.equal["the names of the sets to evaluate"] = EqualValue(names, DataError, expected, do)
-    data |= {_name_set(facts, name): evaluated for name, evaluated in facts.sets.items()}
+    for name, evaluated in facts.sets.items():
+        data[_name_set(facts, name)] = evaluated
     expected = "the same data on every process, which accmt shards"
     do = 'pass all data on every process, or data_options={"shard": False} if each process has its own data'
     # One process has nothing to compare, and the length of its loader may be an error that nothing else would meet.
@@ -301,7 +315,9 @@ def _kind_of_sets(facts: Facts) -> str:
 
 def _name_set(facts: Facts, name: str) -> str:
     where = f"the {_kind_of_sets(facts)} data"
-    return f"{where} {name!r}" if name else where
+    if name:
+        return f"{where} {name!r}"
+    return where
 
 
 def _describe_length(data: Any) -> str:
@@ -315,7 +331,9 @@ def _describe_length(data: Any) -> str:
 
 def _count(data: Any, unit: str = "samples") -> str:
     length = length_of(data)
-    return f"{type(data).__name__} without a length" if length is None else f"{length} {unit}"
+    if length is None:
+        return f"{type(data).__name__} without a length"
+    return f"{length} {unit}"
 
 
 _LOADER_OF_SEVERAL = (
@@ -378,7 +396,10 @@ def _can_write_model(facts: Facts) -> None:
 
 
 def _has_metrics(facts: Facts) -> None:
-    user_metrics = None if facts.function == "predict" else facts.settings.evaluation.metrics
+    user_metrics = facts.settings.evaluation.metrics
+    # Predictions have no references.
+    if facts.function == "predict":
+        user_metrics = None
     facts.metrics = _find_metrics(user_metrics, list(facts.sets) or [""])
 
 
@@ -438,20 +459,21 @@ _Metrics = Mapping[str, tuple[Metric, ...]]
 
 def _find_directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | None) -> dict[str, IsBetter]:
     """Return for each result of an evaluation which of two values is better; `sets` is None if they are unknown."""
-    of_metrics: dict[tuple[str, str], IsBetter] = {}
-    for set_name, group in metrics.items():
-        for metric in group:
-            of_metrics |= {(set_name, entry): is_better for entry, is_better in metric.directions.items()}
     directions: dict[str, IsBetter] = {}
     for section in map(settings.hps.section, SECTIONS):  # of the hyper-parameters, which may add results
-        directions |= section.directions() if hasattr(section, "directions") else {}
-    directions |= {entry: is_better for (_, entry), is_better in of_metrics.items()}
+        if hasattr(section, "directions"):
+            directions |= section.directions()
+    of_sets: dict[str, IsBetter] = {}
+    for set_name, group in metrics.items():
+        for metric in group:
+            for entry, is_better in metric.directions.items():
+                directions[entry] = is_better
+                of_sets[f"{entry}__{set_name}" if set_name else entry] = is_better
     averages = settings.evaluation.metric_options.averages
     if averages is None:
         return directions
     if sets is None:  # then what an average selects is unknown, but its name is known
         return dict.fromkeys(averages, operator.gt) | directions
-    of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in of_metrics.items()}
     of_averages: dict[str, IsBetter] = addon("averages")(averages).find_directions(of_sets)
     return of_averages | directions
 
@@ -473,7 +495,9 @@ def _build_selection(
 
 def _build_patience(settings: Settings, rule: Any, metrics: _Metrics, *, sets: Sequence[str] | None) -> Patience | None:
     patience = settings.saving.patience_evaluations
-    return None if patience is None else Patience(patience, rule, _find_directions(settings, metrics, sets), sets=sets)
+    if patience is None:
+        return None
+    return Patience(patience, rule, _find_directions(settings, metrics, sets), sets=sets)
 
 
 # ---- Features.

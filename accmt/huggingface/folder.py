@@ -212,7 +212,9 @@ def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> 
     # The dtype in which `from_pretrained` loads all weights without rounding trained ones: with mixed precision those
     # are float32, even if frozen ones are in 16 bits.
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    dtype = torch.float32 if trained == {torch.float32} and model.dtype in HALVES else model.dtype
+    dtype = model.dtype
+    if trained == {torch.float32} and dtype in HALVES:
+        dtype = torch.float32
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [class_of(model).__name__]
     if model.is_remote_code():  # `from_pretrained` would not find the class in transformers
@@ -220,6 +222,7 @@ def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> 
 
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
+    # The `generation_config` of other models is None.
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     if processor is not None:

@@ -54,8 +54,10 @@ def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
         case "real tokens":
             is_target = inputs["attention_mask"] == 1
         case "target tokens":
-            is_first_none = predicts_next_token(model) and not begins_with_prompt(model)
-            is_target = (labels[:, 1:] if is_first_none else labels) != _IGNORED
+            # Nothing predicts the first token of a text.
+            if predicts_next_token(model) and not begins_with_prompt(model):
+                labels = labels[:, 1:]
+            is_target = labels != _IGNORED
         case _:
             return None
     count: torch.Tensor = is_target.sum()

@@ -33,7 +33,9 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
 
 def without_adapter(model: Any) -> Any:
     """Return the model that a PEFT model wraps, and any other model unchanged."""
-    return model.get_base_model() if is_peft_model(model) else model
+    if is_peft_model(model):
+        return model.get_base_model()
+    return model
 
 
 def find_transformers_models(model: nn.Module) -> Iterator[PreTrainedModel]:
@@ -104,7 +106,9 @@ def advise_wrapping(value: object) -> str | None:
         return f"model = AutoModelForSequenceClassification.from_config(config), then {_WRAP_TRANSFORMERS}"
     if is_transformers_model(value) or is_peft_model(value):
         return f"{_WRAP_TRANSFORMERS}; or pass its path"
-    return f"{_WRAP}; or your own class" if isinstance(value, nn.Module) else None
+    if isinstance(value, nn.Module):
+        return f"{_WRAP}; or your own class"
+    return None
 
 
 def require_library(model: object) -> None:

@@ -103,7 +103,10 @@ def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
         ignore_mismatched_sizes=True,  # they are in the report, with the other problems
     )
     shapes = sorted(describe_shapes(*entry) for entry in report.pop("mismatched_keys"))
-    faults = [f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]
+    faults = []
+    for kind, names in report.items():
+        if names:
+            faults.append(f"{kind}: {', '.join(sorted(map(str, names)))}")
     if shapes:
         faults.append(f"shapes: {', '.join(shapes)}")
     # `from_pretrained` only warns, and leaves what it did not find as it was initialized.
@@ -179,6 +182,7 @@ def require_model_folder(path: str, where: str | None = None) -> None:
     Raises:
         FileNotFoundError: It is neither.
     """
+    # On the hub, a name is `model` or `owner/model`.
     is_hub_name = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
     folder = Path(path)
     if (folder / "config.json").is_file() or (is_hub_name and not folder.exists()):
@@ -190,8 +194,10 @@ def require_model_folder(path: str, where: str | None = None) -> None:
         if folder.parent.is_dir():
             siblings = [sibling.name for sibling in folder.parent.iterdir() if sibling.is_dir()]
         near = nearest(folder.name, siblings)
-        suggestion = f"did you mean {folder.parent / near}? If not, " if near and near != folder.name else ""
-        do = f"{suggestion}check the spelling, and the current working directory: {Path.cwd()}"
+        do = f"check the spelling, and the current working directory: {Path.cwd()}"
+        # The nearest name is the same one if the folder is there, but is no model.
+        if near and near != folder.name:
+            do = f"did you mean {folder.parent / near}? If not, {do}"
     got = "no such folder"
     if folder.exists():
         got = "a folder without config.json" if folder.is_dir() else "a file"

@@ -87,10 +87,14 @@ class WeightedSum:
         """Add a `state_dict` of this or another process."""
         self._values += [torch.tensor(value, dtype=torch.float64) for value in state["values"]]
         for weight, is_tensor in zip(state["weights"], state["are_tensors"], strict=True):
-            self._weights.append(torch.tensor(weight, dtype=torch.float64) if is_tensor else weight)
+            if is_tensor:
+                weight = torch.tensor(weight, dtype=torch.float64)
+            self._weights.append(weight)
         if state["partial"] is not None:
             partial = torch.tensor(state["partial"], dtype=torch.float64)
-            self._partial = partial if self._partial is None else self._partial + partial
+            if self._partial is not None:
+                partial = self._partial + partial
+            self._partial = partial
 
     def _compact(self) -> None:
         values, weights = self._stack()
@@ -254,7 +258,10 @@ class LoggedValues:
         totals: Totals = {}
         for name, values in self._sums.items():
             total, weight = values.take()
-            totals[name] = (total, None if name in self._totals else weight)
+            if name in self._totals:
+                totals[name] = (total, None)
+            else:
+                totals[name] = (total, weight)
         self._sums, self._totals = {}, set()
         if self._attached is not None:
             totals |= self._attached.take()
@@ -273,12 +280,11 @@ class LoggedValues:
         return copied
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "sums": {name: values.state_dict() for name, values in self._sums.items()},
-            "totals": sorted(self._totals),
-            "weight": float(self._weight),
-            "groups": None if self._attached is None else self._attached.state_dict(),
-        }
+        sums = {name: values.state_dict() for name, values in self._sums.items()}
+        state = {"sums": sums, "totals": sorted(self._totals), "weight": float(self._weight), "groups": None}
+        if self._attached is not None:
+            state["groups"] = self._attached.state_dict()
+        return state
 
     def add_state(self, state: Mapping[str, Any]) -> None:
         """Add a `state_dict` of this or another process."""

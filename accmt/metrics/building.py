@@ -56,17 +56,14 @@ def build_metrics(value: Any) -> tuple[Metric, ...]:
 def _build_metric(value: Any, name: str | None) -> Metric:
     if name is not None and not isinstance(name, str):  # {F1(): "f1"}
         raise _wrong_value(f"the name {describe(name)}", 'metrics={"f1": F1()}')
-    if isinstance(value, str) and value in ("min", "max") and name is not None:
-        return ReportedValue(name, greater_is_better=value == "max")
-    if isinstance(value, str) and ":" in value:  # "module:function"
-        function: Metric = addon("text_function")(value, name)
-        return function
     if isinstance(value, str):
-        build = _find_by_name(value)
-        return build() if name is None else build(name)
-    if is_torch_metric(value) or is_evaluation_module(value):
-        wrap = addon("torch_metric" if is_torch_metric(value) else "evaluation_metric")
-        wrapped: Metric = wrap(value, name)
+        return _build_from_text(value, name)
+    wrapped: Metric
+    if is_torch_metric(value):
+        wrapped = addon("torch_metric")(value, name)
+        return wrapped
+    if is_evaluation_module(value):
+        wrapped = addon("evaluation_metric")(value, name)
         return wrapped
     if isfunction(value):  # `compute_metrics` of transformers, or a function of scikit-learn
         called = f"{value.__name__}(predictions, references)"
@@ -82,6 +79,16 @@ def _build_metric(value: Any, name: str | None) -> Metric:
         got = f"the name {name!r} for a {type(value).__name__} named {value.name!r}"
         raise _wrong_value(got, f"{type(value).__name__}(..., name={name!r}), or metrics=[...] without names")
     return value
+
+
+def _build_from_text(text: str, name: str | None) -> Metric:
+    if text in ("min", "max") and name is not None:
+        return ReportedValue(name, greater_is_better=text == "max")
+    if ":" in text:  # "module:function"
+        function: Metric = addon("text_function")(text, name)
+        return function
+    build = _find_by_name(text)
+    return build() if name is None else build(name)
 
 
 def _find_by_name(name: str) -> Callable[..., Metric]:

@@ -13,7 +13,7 @@ from accmt import registry
 from accmt.errors import MetricError, ModuleContractError, fail, nearest
 from accmt.metrics.averages import LoggedValues, Weight, combine
 from accmt.metrics.gathering import CHUNK_BYTES, Position
-from accmt.metrics.metric import Metric, ReportedValue
+from accmt.metrics.metric import Accumulation, Metric, ReportedValue
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
 from accmt.processes import gather_from_data
 
@@ -38,9 +38,13 @@ class ValidationCollector:
     ) -> None:
         self._chunk_bytes = chunk_bytes
         self._added = {metric.name for metric in added}
-        computed = [metric for metric in (*metrics, *added) if not isinstance(metric, ReportedValue)]
-        self._metrics = {metric.name: metric for metric in computed}
-        self._accumulations = {metric.name: metric.accumulate() for metric in computed}
+        self._metrics: dict[str, Metric] = {}
+        self._accumulations: dict[str, Accumulation] = {}
+        for metric in (*metrics, *added):
+            # The step reports such a value itself: there is nothing to compute.
+            if not isinstance(metric, ReportedValue):
+                self._metrics[metric.name] = metric
+                self._accumulations[metric.name] = metric.accumulate()
         self._scalars = LoggedValues() if logged is None else logged
         self._scalars.take()  # values of an evaluation that failed
         self._scalars.begin_batch()

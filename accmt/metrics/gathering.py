@@ -48,9 +48,10 @@ def gather_on_main_process(items: list[T], chunk_bytes: int | None = CHUNK_BYTES
         gathered = [[] for _ in range(num_processes())]
         received = [[] for _ in range(num_processes())]
     [most_chunks] = max(gather_numbers((len(chunks),)))
-    for index in range(int(most_chunks)):
-        # A process that has sent all sends nothing, because the call is collective.
-        dist.gather_object(chunks[index] if index < len(chunks) else [], received)
+    # A process that has sent all sends nothing, because the call is collective.
+    chunks += [[]] * (int(most_chunks) - len(chunks))
+    for sent in chunks:
+        dist.gather_object(sent, received)
         for items_of_process, chunk in zip(gathered, received or [], strict=True):
             items_of_process += chunk
     return each_once(gathered)
@@ -70,15 +71,17 @@ def _cut(items: list[T], chunk_bytes: float) -> Iterator[list[T]]:
 
 
 def _count_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(_count_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_count_bytes, value))
-    if isinstance(value, str | bytes):
-        return len(value)
-    return 8
+    match value:
+        case torch.Tensor():
+            return value.nbytes
+        case Mapping():
+            return sum(map(_count_bytes, value.values()))
+        case list() | tuple():
+            return sum(map(_count_bytes, value))
+        case str() | bytes():
+            return len(value)
+        case _:  # a number
+            return 8
 
 
 def to_cpu(value: Any) -> Any:
@@ -86,18 +89,21 @@ def to_cpu(value: Any) -> Any:
 
     They are copies: a view would keep its base alive, and a step may reuse its output.
     """
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.tensor(value)
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = map(to_cpu, value)
-        return tuple(items) if isinstance(value, tuple) else list(items)
-    if isinstance(value, np.ndarray):  # of strings or objects, which torch does not have
-        return value.tolist()
-    return value
+    match value:
+        case torch.Tensor():
+            return value.detach().to("cpu", copy=True)
+        case Mapping():
+            return {key: to_cpu(item) for key, item in value.items()}
+        case list():
+            return list(map(to_cpu, value))
+        case tuple():
+            return tuple(map(to_cpu, value))
+        case np.ndarray() if value.dtype.kind in "biufc":
+            return torch.tensor(value)
+        case np.ndarray():  # of strings or objects, which torch does not have
+            return value.tolist()
+        case _:
+            return value
 
 
 def order_parts(parts_of_processes: list[list[T]], *, are_shared: bool = True) -> tuple[list[T], list[int] | None]:
@@ -130,10 +136,12 @@ def put_in_order(joined: Any, order: list[int] | None) -> Any:
     """Return joined samples in another order; None keeps their order."""
     if order is None:
         return joined
-    if isinstance(joined, Mapping):
-        return {name: put_in_order(value, order) for name, value in joined.items()}
-    if isinstance(joined, tuple):
-        return tuple(put_in_order(value, order) for value in joined)
-    if isinstance(joined, torch.Tensor):
-        return joined[order]
-    return [joined[index] for index in order]
+    match joined:
+        case Mapping():
+            return {name: put_in_order(value, order) for name, value in joined.items()}
+        case tuple():
+            return tuple(put_in_order(value, order) for value in joined)
+        case torch.Tensor():
+            return joined[order]
+        case _:
+            return [joined[index] for index in order]

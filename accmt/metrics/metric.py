@@ -99,7 +99,9 @@ class Metric(ABC):
             got = f"greater_is_better={greater_is_better} and comparator={comparator!r}"
             raise fail(MetricError, f"Metric({name!r})", got=got, expected="one direction", do="remove one of the two")
         self.name = name
-        self.greater_is_better = greater if greater_is_better is None else greater_is_better
+        if greater_is_better is None:
+            greater_is_better = greater
+        self.greater_is_better = greater_is_better
         self.comparator = comparator or (">" if self.greater_is_better else "<")
         self.main_metric = main_metric or name
 
@@ -137,7 +139,9 @@ class Metric(ABC):
     @property
     def worst(self) -> float:
         """The value that every other value beats."""
-        return -math.inf if self.greater_is_better else math.inf
+        if self.greater_is_better:
+            return -math.inf
+        return math.inf
 
     def accumulate(self) -> Accumulation:
         """Return an empty accumulation for one validation set."""
@@ -198,7 +202,10 @@ def _join(metric: Metric, parts: list[Any]) -> Any:
     if not all(isinstance(part, torch.Tensor) for part in parts):
         items: list[Any] = []
         for part in parts:
-            items += part if isinstance(part, list | tuple) else [part]
+            if isinstance(part, list | tuple):
+                items += part
+            else:
+                items.append(part)
         return items
     parts = list(map(torch.atleast_1d, parts))  # a step that returns the value of a single sample
     shapes = sorted({tuple(part.shape[1:]) for part in parts})
@@ -396,11 +403,15 @@ def _reduce(metric: MetricParallel, parts: Sequence[Mapping[str, Part]]) -> dict
 
 
 def _count_samples(predictions: Any) -> int:
-    if isinstance(predictions, Mapping):
-        return _count_samples(next(iter(predictions.values()), ()))
-    if isinstance(predictions, torch.Tensor | np.ndarray):
-        return len(predictions) if predictions.ndim else 1
-    return len(predictions) if isinstance(predictions, list | tuple) else 1
+    match predictions:
+        case Mapping():
+            return _count_samples(next(iter(predictions.values()), ()))
+        case torch.Tensor() | np.ndarray():
+            return len(predictions) if predictions.ndim else 1
+        case list() | tuple():
+            return len(predictions)
+        case _:
+            return 1
 
 
 # ---- Metrics computed from sums, which need the memory of one batch

@@ -69,8 +69,9 @@ def read_scalars(name: str, main_metric: str, result: Any) -> dict[str, torch.Te
 def describe(value: Any) -> str:
     """Return the shape of a tensor or array, or the shortened value and its type."""
     shape = getattr(value, "shape", None)
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        return f"a tensor of shape {tuple(value.shape)}"
-    if shape is not None and not isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            return f"a tensor of shape {tuple(value.shape)}"
+    elif shape is not None:
         return f"{type(value).__name__} of shape {tuple(shape)}"
     return f"{value!r:.80} ({type(value).__name__})"

@@ -74,7 +74,9 @@ class ChainedOptimizer(Optimizer):
         for optimizer in self._chained:
             self.state.update(optimizer.state)
         first = groups[0]
-        self.defaults = {"lr": first["lr"]} if "lr" in first else {}  # what polynomial decay is relative to
+        self.defaults = {}
+        if "lr" in first:  # what polynomial decay is relative to
+            self.defaults["lr"] = first["lr"]
         self._share()
         addon("separate_states")(self)
 

@@ -81,7 +81,9 @@ def restore_scheduler(
         names.add("initial_lr")
     # After the scheduler, which writes into the groups while it is stepped or loaded.
     for group, loaded_group, new_group in zip(optimizer.param_groups, loaded, new, strict=True):
-        group.update({**loaded_group, **{name: new_group[name] for name in names & new_group.keys()}})
+        group.update(loaded_group)
+        for name in names & new_group.keys():
+            group[name] = new_group[name]
     if changed:
         _add_missing_state(optimizer)
     if not {"fused", "capturable"}.isdisjoint(names):
@@ -125,6 +127,7 @@ def _compare_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
         return lines
     built = scheduler.state_dict()
     for name in inspect.signature(type(scheduler).__init__).parameters:
+        # `last_epoch` is an argument, but counts the steps.
         if name == "last_epoch" or name not in built or name not in saved:
             continue
         if not _is_same(saved[name], built[name]):
@@ -138,7 +141,9 @@ def _steps_taken(saved: Mapping[str, Any]) -> int | None:
     if "last_epoch" in saved:
         return int(saved["last_epoch"])
     chained = saved.get("_schedulers")  # of torch's SequentialLR and ChainedScheduler
-    return _steps_taken(chained[0]) if chained else None
+    if not chained:
+        return None
+    return _steps_taken(chained[0])
 
 
 def _steps_by_itself(scheduler: Any) -> bool:

@@ -62,7 +62,8 @@ def build_scheduler(
     rates = [group["lr"] for group in optimizer.param_groups if "name" in group]
     absolute = [name for name in ("max_lr", "base_lr") if isinstance(hps.scheduler_kwargs.get(name), int | float)]
     if absolute and len(set(rates)) > 1:
-        got = f"one {absolute[0]} for groups with different rates: {', '.join(f'{rate:g}' for rate in rates)}"
+        written = ", ".join(f"{rate:g}" for rate in rates)
+        got = f"one {absolute[0]} for groups with different rates: {written}"
         do = f"pass a list of {len(rates)} values in this order, or choose a scheduler that multiplies the rates"
         where = hps.where("scheduler", absolute[0])
         raise fail(HyperParameterError, where, got=got, expected="a rate for each group", do=do)
@@ -90,7 +91,7 @@ def build_scheduler(
         raise _refusal(hps, optimizer, error) from error
     if total_steps is None or total_steps > 1:  # else the scheduler is never stepped
         _try_step(hps, optimizer, arguments)
-    if isinstance(scheduler, ReduceLROnPlateau) and monitor is not None:
+    if monitor is not None:
         scheduler.monitor = monitor  # type: ignore[attr-defined]  # the attribute that a module's get_scheduler sets too
     return scheduler
 

@@ -112,18 +112,22 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, resets_optimizer:
         resets_optimizer: Whether optimizer and scheduler start over, so that nothing has to be rejected.
     """
     # an older accmt may have written the checkpoint without keys that exist now: those have their defaults
-    defaults = {key: value for key, value in HyperParameters().to_dict()["hps"].items() if key not in _FINDERS}
-    sides = [{**defaults, **side.get("hps", side)} for side in (old, new)]
+    defaults = HyperParameters().to_dict()["hps"]
+    for name in _FINDERS:
+        del defaults[name]
+    before = {**defaults, **old.get("hps", old)}
+    after = {**defaults, **new.get("hps", new)}
     # A default that is written out is no change, but only the same class has the same defaults.
-    same_kind = {name for name in _FINDERS if _kind(sides[0], name) == _kind(sides[1], name) is not None}
-    was, is_now = (_flat(side, same_kind) for side in sides)
+    same_kind = {name for name in _FINDERS if _kind(before, name) == _kind(after, name) is not None}
+    was, is_now = _flat(before, same_kind), _flat(after, same_kind)
     changes = []
     for key in dict.fromkeys([*is_now, *was]):
         if not _is_same(key, was.get(key), is_now.get(key)):
             patterns = (item for item in RULES if fnmatchcase(key, item.pattern) or key.startswith(f"{item.pattern}."))
             # The last pattern matches every key.
             rule = next(patterns).rule
-            rule = "apply" if rule == "reject" and resets_optimizer else rule
+            if rule == "reject" and resets_optimizer:
+                rule = "apply"
             changes.append(Change(key, was.get(key), is_now.get(key), rule))
     return changes
 
@@ -133,19 +137,24 @@ def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
 
     If groups changed, this includes all arguments that any group sets, with None for both values.
     """
-    changed = {
-        change.key.removeprefix("optim."): (change.old, change.new)
-        for change in changes
-        if change.key.startswith("optim.") and change.rule == "apply"
-    }
-    about_groups = [pair for name, pair in changed.items() if name in GROUPING]
+    changed: dict[str, tuple[Any, Any]] = {}
+    about_groups = []
+    for change in changes:
+        name = change.key.removeprefix("optim.")
+        if change.rule != "apply" or name == change.key:
+            continue
+        if name in GROUPING:
+            about_groups += [change.old, change.new]
+        else:
+            changed[name] = (change.old, change.new)
     # Without groups, each argument has one old and one new value; groups may set it differently.
     if not about_groups:
         return changed
-    lists = [value for pair in about_groups for value in pair if isinstance(value, list)]
-    names = {name for groups in lists for entry in groups if isinstance(entry, Mapping) for name in entry}
-    of_groups = dict.fromkeys({"lr", "weight_decay", "name", *names}, (None, None))
-    return {**of_groups, **{name: pair for name, pair in changed.items() if name not in GROUPING}}
+    names = {"lr", "weight_decay", "name"}
+    for groups in about_groups:
+        if isinstance(groups, list):
+            names.update(*(entry for entry in groups if isinstance(entry, Mapping)))
+    return {**dict.fromkeys(names, (None, None)), **changed}
 
 
 def require_allowed(changes: Iterable[Change], where: str) -> None:
@@ -158,8 +167,10 @@ def require_allowed(changes: Iterable[Change], where: str) -> None:
     Raises:
         HyperParameterError: A change is rejected; the message lists every one.
     """
-    wrong = [change for change in changes if change.rule == "reject"]
-    rejected = [f"{change.key}: {_show(change.old)} -> {_show(change.new)}" for change in wrong]
+    rejected = []
+    for change in changes:
+        if change.rule == "reject":
+            rejected.append(f"{change.key}: {_show(change.old)} -> {_show(change.new)}")
     # All at once: with the first alone, a user would correct and start again for each of them.
     if rejected:
         expected = "the checkpoint's values, which match the saved optimizer and scheduler state"
@@ -185,12 +196,15 @@ def _flat(side: Mapping[str, Any], with_defaults: set[str]) -> dict[str, Any]:
     flat = {key: value for key, value in side.items() if key not in _FINDERS and key not in SECTIONS}
     for name, short in SECTIONS.items():
         section = side.get(name)
-        flat |= dict(_leaves(name, {short: section} if isinstance(section, str) else section or {}))
+        if isinstance(section, str):
+            section = {short: section}
+        flat |= dict(_leaves(name, section or {}))
     for name in _FINDERS:
         arguments = side.get(name) or {}
         if name in with_defaults:
             arguments = _with_defaults(name, arguments)
-        flat |= {f"{name}.{argument}": value for argument, value in arguments.items()}
+        for argument, value in arguments.items():
+            flat[f"{name}.{argument}"] = value
     return flat
 
 
@@ -213,7 +227,10 @@ def _with_defaults(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
     # No warm-up, a ratio of 0 and 0 steps are the same schedule.
     if "num_warmup_steps" in parameters:
         defaults |= {"num_warmup_steps": 0, "warmup_ratio": 0}
-    return {**values, **defaults, **(optimizer_arguments(factory, values) if component == "optim" else values)}
+    arguments = values
+    if component == "optim":
+        arguments = optimizer_arguments(factory, values)
+    return {**values, **defaults, **arguments}
 
 
 def _is_same(key: str, old: Any, new: Any) -> bool:
@@ -224,7 +241,9 @@ def _is_same(key: str, old: Any, new: Any) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def _three_sizes(size: Any) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from inspect import Parameter, signature
@@ -18,6 +18,7 @@ from typing import (
     NamedTuple,
     NoReturn,
     Self,
+    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -55,21 +56,25 @@ def number_in(text: str) -> int | float | None:
             return int(text)
         except ValueError:  # Python limits the number of digits
             return None
-    return float(text) if _DECIMAL.fullmatch(text) else None
+    if _DECIMAL.fullmatch(text):
+        return float(text)
+    return None
 
 
 def read_numbers(value: Any) -> Any:
     """Return a copy of `value` with numeric strings converted to numbers, at any depth."""
-    if isinstance(value, str):
-        number = number_in(value)
-        return value if number is None else number
-    if isinstance(value, float):
-        return float(value)  # a numpy.float64 is a float that YAML cannot write
-    if isinstance(value, dict):
-        return {key: read_numbers(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(read_numbers, value))
-    return value
+    match value:
+        case str():
+            number = number_in(value)
+            return value if number is None else number
+        case float():
+            return float(value)  # a numpy.float64 is a float that YAML cannot write
+        case dict():
+            return {key: read_numbers(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(map(read_numbers, value))
+        case _:
+            return value
 
 
 def is_number(value: Any) -> bool:
@@ -87,7 +92,9 @@ def as_float(value: Any) -> float:
 
 def whole(value: Any) -> Any:
     """Return a float without a fraction, such as `1e5` steps, as an int, and any other value unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def write_argument(name: str, value: Any) -> str:
@@ -100,7 +107,9 @@ def write_argument(name: str, value: Any) -> str:
     """
     argument, *keys = name.split(".")
     if name[0].isupper():
-        return f"{argument}({keys[0]}={value})" if keys else f"{argument}({value})"
+        if keys:
+            value = f"{keys[0]}={value}"
+        return f"{argument}({value})"
     for key in reversed(keys):
         value = f'{{"{key}": {value}}}'
     return f"{argument}={value}"
@@ -108,12 +117,16 @@ def write_argument(name: str, value: Any) -> str:
 
 def write_place(name: str) -> str:
     """Return the location of an argument for messages; `name` as in `write_argument`."""
-    return write_argument(name, "...") if name[0].isupper() else f"Trainer({write_argument(name, '...')})"
+    code = write_argument(name, "...")
+    if name[0].isupper():
+        return code
+    return f"Trainer({code})"
 
 
 # ---- The validator: classes declare the types and ranges of their fields, and pydantic checks them.
 
 
+Note = TypeVar("Note")
 KeyPath = tuple[str | int, ...]
 
 
@@ -226,9 +239,10 @@ class Arguments:
         def write(key: str, example: str) -> str:
             return write_argument(f"{prefix}{key}", example)
 
-        for fault in find_faults(shape_of(declared), values, write) if values else []:
-            where = write_place(f"{prefix}{fault.path[0]}")
-            errors.append(fail(ArgumentError, where, got=fault.got, expected=fault.expected, do=fault.do))
+        if values:
+            for fault in find_faults(shape_of(declared), values, write):
+                where = write_place(f"{prefix}{fault.path[0]}")
+                errors.append(fail(ArgumentError, where, got=fault.got, expected=fault.expected, do=fault.do))
         if not errors:
             self.check(prefix.rstrip("."))
         if errors:
@@ -250,6 +264,7 @@ class Options(Arguments):
         Raises:
             ArgumentError: Anything is invalid; one error lists everything, with the closest name for unknown keys.
         """
+        # Without `__init__`, whose message would have the class's name and no unknown keys.
         options = object.__new__(cls)
         unknown = {str(key): value for key, value in values.items()}
         for field in fields(cls):
@@ -314,6 +329,13 @@ def _metadata(hint: Any) -> tuple[Any, ...]:
     return getattr(hint, "__metadata__", ())
 
 
+def _notes(hint: Any, kind: type[Note]) -> Iterator[Note]:
+    """Yield what `Annotated` adds of one kind."""
+    for note in _metadata(hint):
+        if isinstance(note, kind):
+            yield note
+
+
 def _members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the only type."""
     bare = _bare(hint)
@@ -344,23 +366,26 @@ def read_unusual(value: Any, hint: Any, default: Any) -> Any:
     a list has no None and no entry twice.
     """
     value = to_python(value)
-    for off in _metadata(hint):
-        if isinstance(off, Off):
-            if isinstance(value, list | tuple):
-                value = _without_repetition(value)
-            is_zero = off.is_zero and is_number(value) and value == 0
-            if value is False or is_zero or (off.value is None and is_off(value)):
-                return off.value
-    kinds = {_bare(member) for member in _members(hint)}
+    for off in _notes(hint, Off):
+        if isinstance(value, list | tuple):
+            value = _without_repetition(value)
+        is_zero = off.is_zero and is_number(value) and value == 0
+        if value is False or is_zero or (off.value is None and is_off(value)):
+            return off.value
+    kinds = set(map(_bare, _members(hint)))
     if value is None and not {NoneType, Any} & kinds and default is not MISSING:
         return default
     is_binary = type(value) is int and value in (0, 1)
-    return bool(value) if is_binary and bool in kinds and not {int, float, str} & kinds else value
+    if is_binary and bool in kinds and not {int, float, str} & kinds:
+        return bool(value)
+    return value
 
 
 def to_python(value: Any) -> Any:
     """Return a NumPy scalar, such as the result of a computation, as a Python number, and other values unchanged."""
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
 
 
 def _without_repetition(values: Iterable[Any]) -> list[Any]:
@@ -404,9 +429,12 @@ def make_shape(name: str, hints: Mapping[str, Any], defaults: Mapping[str, Any],
 @cache
 def shape_of(declared: Any) -> Shape:
     """Return the shape that the annotations of a dataclass declare."""
-    hints = hints_of(declared)
-    defaults = {field.name: field.default for field in fields(declared) if field.default is not MISSING}
-    return make_shape(declared.__name__, {field.name: hints[field.name] for field in fields(declared)}, defaults)
+    hints, defaults = {}, {}
+    for field in fields(declared):
+        hints[field.name] = hints_of(declared)[field.name]
+        if field.default is not MISSING:
+            defaults[field.name] = field.default
+    return make_shape(declared.__name__, hints, defaults)
 
 
 def find_faults(
@@ -435,8 +463,10 @@ def find_faults(
         expected = _describe(shape.hints[key], value, shape.model.model_fields[f"field_{key}"].default)
         # "3" and 3.0 are most often the number 3 in quotes, or from a computation.
         number = whole(read_numbers(value))
-        is_meant = is_number(number) and number is not value and key not in _errors_in(shape, {key: number})
-        faults.append(KeyFault((key,), got, expected.text, write(key, repr(number) if is_meant else expected.example)))
+        example = expected.example
+        if is_number(number) and number is not value and key not in _errors_in(shape, {key: number}):
+            example = repr(number)
+        faults.append(KeyFault((key,), got, expected.text, write(key, example)))
     return faults
 
 
@@ -452,17 +482,20 @@ def _errors_in(shape: Shape, values: Mapping[str, Any]) -> dict[str, str]:
         shape.model.model_validate(dict(values))
     except ValidationError as error:
         # What is deeper than a key, such as a tuple with too few entries, is an error of the key's value.
-        items = error.errors(include_url=False, include_context=False)
-        return {str(item["loc"][0]): item["type"] if len(item["loc"]) == 1 else "" for item in items}
+        kinds = {}
+        for item in error.errors(include_url=False, include_context=False):
+            key, *deeper = item["loc"]
+            kinds[str(key)] = "" if deeper else item["type"]
+        return kinds
     return {}
 
 
 def _describe(hint: Any, value: Any, default: Any) -> Expected:
     """Return what an annotation accepts, with the valid choice closest to a value, or an example."""
     # Words that a person wrote are clearer than those that follow from the type.
-    for note in _metadata(hint):
-        if isinstance(note, Expected):
-            return note
+    written = next(_notes(hint, Expected), None)
+    if written is not None:
+        return written
     choices: list[Any] = []
     expected: list[Expected] = []
     for member in _members(hint):
@@ -477,8 +510,9 @@ def _describe(hint: Any, value: Any, default: Any) -> Expected:
             expected.append(_describe_number(member))
         elif _is_options(kind):
             known = fields(kind)
-            text = f"{kind.__name__}(...), or a dict with any of {', '.join(field.name for field in known)}"
-            expected.append(Expected(text, f"{kind.__name__}({known[0].name}={known[0].default!r})"))
+            names = ", ".join(field.name for field in known)
+            example = f"{kind.__name__}({known[0].name}={known[0].default!r})"
+            expected.append(Expected(f"{kind.__name__}(...), or a dict with any of {names}", example))
     if choices == [True, False]:
         expected.append(Expected("True or False", repr(bool(default))))
     elif choices and choices != [None]:
@@ -489,20 +523,19 @@ def _describe(hint: Any, value: Any, default: Any) -> Expected:
 def _describe_number(hint: Any) -> Expected:
     """Return what a number accepts, and the smallest valid one."""
     text = "a whole number" if _bare(hint) is int else "a number"
-    for bounds in _metadata(hint):
-        if not isinstance(bounds, Range):
-            continue
-        if bounds.gt is not None:
-            return Expected(f"{text} above {bounds.gt}", str(bounds.gt + 1))
-        if bounds.le is not None:
-            return Expected(f"{text} from {bounds.ge} to {bounds.le}", str(bounds.ge))
-        return Expected(f"{text} of at least {bounds.ge}", str(bounds.ge))
-    return Expected(text, "1")
+    bounds = next(_notes(hint, Range), None)
+    if bounds is None:
+        return Expected(text, "1")
+    if bounds.gt is not None:
+        return Expected(f"{text} above {bounds.gt}", str(bounds.gt + 1))
+    if bounds.le is not None:
+        return Expected(f"{text} from {bounds.ge} to {bounds.le}", str(bounds.ge))
+    return Expected(f"{text} of at least {bounds.ge}", str(bounds.ge))
 
 
 def closest(value: Any, choices: Sequence[Any]) -> str:
     """Return the code of the choice most similar to a value, or of the first string."""
-    codes = [repr(choice) for choice in choices]
+    codes = list(map(repr, choices))
     names = [repr(choice) for choice in choices if isinstance(choice, str)]
     return nearest(repr(value), codes) or [*names, *codes][0]
 

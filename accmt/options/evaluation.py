@@ -54,7 +54,7 @@ class MetricOptions(Options):
         """Check the names of averages and the results they select."""
         for mean, choice in (self.averages or {}).items():
             # With a separator in its name, an average would look like the result of a validation set.
-            if not mean or any(mark in mean for mark in ("__", "@", "/")):
+            if not mean or "__" in mean or "@" in mean or "/" in mean:
                 expected = "a name without '__', '@' and '/', which separate the names of metrics and sets"
                 do = write_argument(f"{name}.averages", '{"mean_accuracy": ["accuracy"]}')
                 raise_wrong_value(f"{name}.averages", mean, expected, do)
@@ -71,7 +71,9 @@ class MetricOptions(Options):
     def chunk_bytes(self) -> int | None:
         """How many bytes of each process's predictions are sent at a time; None means all."""
         size = self.gather_chunk_size
-        return None if size is None else read_size("metric_options.gather_chunk_size", size)
+        if size is None:
+            return None
+        return read_size("metric_options.gather_chunk_size", size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,4 +117,6 @@ class EvaluationSettings(Group):
     def every(self) -> Every:
         """The interval between evaluations."""
         steps = self.evaluate_every_n_steps
-        return Every(1, "epoch") if steps is None else _read_interval("evaluate_every_n_steps", steps)
+        if steps is None:
+            return Every(1, "epoch")
+        return _read_interval("evaluate_every_n_steps", steps)

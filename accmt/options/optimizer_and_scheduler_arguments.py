@@ -48,8 +48,12 @@ _SYNONYMS = {"learning_rate": "lr"}
 
 def split_grouping(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the optimizer arguments and the grouping keys of `optim`."""
-    arguments = {name: value for name, value in values.items() if name not in GROUPING}
-    return arguments, {name: values[name] for name in GROUPING if not is_off(values.get(name))}
+    arguments, grouping = dict(values), {}
+    for name in GROUPING:
+        value = arguments.pop(name, None)
+        if not is_off(value):
+            grouping[name] = value
+    return arguments, grouping
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -86,7 +90,9 @@ def build_alike(optimizer: Any, group: Mapping[str, Any], parameter: torch.nn.Pa
         TypeError: Its class is built from something else, such as another optimizer.
     """
     names = parameters_of(type(optimizer))
-    return type(optimizer)([parameter], **{name: value for name, value in group.items() if name in names})
+    # A group has entries that are no arguments, such as `initial_lr` of a scheduler.
+    arguments = {name: value for name, value in group.items() if name in names}
+    return type(optimizer)([parameter], **arguments)
 
 
 def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,8 +121,10 @@ def check_optimizer(optimizer_class: type[torch.optim.Optimizer], values: Mappin
 def standard_rate(optimizer_class: Any) -> float | None:
     """Return the default learning rate of an optimizer."""
     parameter = parameters_of(optimizer_class).get("lr")
-    rate = None if parameter is None else parameter.default
-    return rate if isinstance(rate, int | float) else None
+    # Without a default, it is the class `Parameter.empty`.
+    if parameter is None or not isinstance(parameter.default, int | float):
+        return None
+    return parameter.default
 
 
 def check_arguments(
@@ -175,7 +183,9 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> A
     arguments = dict(values)
     if watches_a_result(factory):
         shape = shape_of(_Monitor)
-        about_run = {name: arguments.pop(name) for name in shape.hints if name in arguments}
+        for name in shape.hints:
+            if name in arguments:
+                about_run[name] = arguments.pop(name)
     else:
         shape = shape_of(_WarmUp)
         for name in shape.hints:
@@ -206,8 +216,9 @@ def watches_a_result(factory: Any) -> bool:
 def unknown_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str]) -> KeyFault:
     """Return the error about an argument that is not among `names`, with the nearest of them."""
     name = str(path[-1])
-    synonym = _SYNONYMS.get(name)
-    meant = synonym if synonym in names else nearest(name, names)
+    meant = _SYNONYMS.get(name)
+    if meant not in names:
+        meant = nearest(name, names)
     do = f"write `{meant}`" if meant else f"remove `{name}`"
     return KeyFault(path, f"{name} = {describe_value(value)}", expected, do)
 
@@ -241,11 +252,12 @@ def _check_call(
                 got, expected = describe_value(arguments.pop(name)), "no value: accmt computes it from the run"
                 faults.append(KeyFault((*path, name), got, expected, f"remove `{name}`"))
             continue
+        text = f"{without_tensors(inspect.formatannotation(hint))} ({name_of_factory}'s signature)"
         if name in arguments:
             arguments[name] = _as_annotated(arguments[name], hint)
-        text = f"{without_tensors(inspect.formatannotation(hint))} ({name_of_factory}'s signature)"
-        # An annotation that pydantic cannot read is no error of a call without that argument.
-        hints[name] = Annotated[hint if name in arguments else Any, Expected(text, "")]
+        else:
+            hint = Any  # an annotation that pydantic cannot read is no error of a call without that argument
+        hints[name] = Annotated[hint, Expected(text, "")]
         if parameter.default is not parameter.empty or name in {*known, *FILLED_IF_MISSING}:
             defaults[name] = parameter.default
 
@@ -260,7 +272,10 @@ def _check_call(
         name = str(fault.path[0])
         at = (*path, name)
         if name not in hints:
-            names = sorted({*hints, "warmup_ratio"} if "num_warmup_steps" in hints else hints)
+            known_names = {*hints}
+            if "num_warmup_steps" in hints:
+                known_names.add("warmup_ratio")
+            names = sorted(known_names)
             expected = f"an argument of {name_of_factory}: {', '.join(names) or 'nothing'}"
             if path[0] == "optim":
                 names += GROUPING if path == ("optim",) else SELECTORS
@@ -278,7 +293,9 @@ def _as_annotated(value: Any, annotation: Any) -> Any:
     if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
         return tuple(value)
     kinds = get_args(annotation) or (annotation,)
-    return whole(value) if int in kinds and float not in kinds else value
+    if int in kinds and float not in kinds:
+        return whole(value)
+    return value
 
 
 _EXAMPLES = {"step_size": 10, "milestones": [10, 20], "gamma": 0.9, "base_lr": 1e-4, "max_lr": 1e-3, "T_0": 10}
@@ -290,7 +307,9 @@ def _advise(name: str, default: Any) -> str:
     example = _EXAMPLES.get(name) if default is inspect.Parameter.empty else default
     if isinstance(example, bool | int | float | str | list | tuple):
         return f"write `{name}: {json.dumps(example)}`"
-    return f"remove `{name}`" if example is None else f"correct `{name}`"
+    if example is None:
+        return f"remove `{name}`"
+    return f"correct `{name}`"
 
 
 def annotation_of(parameter: inspect.Parameter | None) -> Any:
@@ -304,7 +323,12 @@ def annotation_of(parameter: inspect.Parameter | None) -> Any:
     if parameter.name == "lr":
         return float | None
     default_type = type(parameter.default)
-    return {int: float}.get(default_type, default_type) if default_type in (int, float, bool, tuple) else Any
+    # `factor=1` does not mean that fractions are wrong.
+    if default_type is int:
+        return float
+    if default_type in (float, bool, tuple):
+        return default_type
+    return Any
 
 
 def _refusal(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str | None:

@@ -68,13 +68,14 @@ def require_accelerator(name: str, value: Any) -> None:
     """
     if isinstance(value, Mapping):
         require_keywords(name, value, "accelerate.Accelerator")
+    elif isinstance(value, type):  # the parentheses are missing
+        do = f"accelerator={value.__name__}()"
+        raise_wrong_value(name, value, "an accelerate.Accelerator, or a dict with its arguments", do)
     # Other trainers take the name or the number of devices here, which accmt gets from the launcher.
-    elif not hasattr(value, "prepare") or isinstance(value, type):
+    elif not hasattr(value, "prepare"):
         do = "leave it out, and choose the hardware at launch: accmt launch -N 2 train.py"
         if value == "cpu":
             do = 'accelerator={"cpu": True}'
-        elif isinstance(value, type):
-            do = f"accelerator={value.__name__}()"
         raise_wrong_value(name, value, "an accelerate.Accelerator, or a dict with its arguments", do)
 
 
@@ -278,7 +279,11 @@ class RunningSettings(Group):
     @property
     def compile_kwargs(self) -> Mapping[str, Any]:
         """Arguments of `torch.compile`."""
-        return {name: value for name, value in self._compile_options.items() if name not in ("buckets", "regional")}
+        arguments = dict(self._compile_options)
+        # accmt's own, which torch.compile would reject.
+        arguments.pop("buckets", None)
+        arguments.pop("regional", None)
+        return arguments
 
     @property
     def compile_buckets(self) -> int | None:
@@ -292,7 +297,9 @@ class RunningSettings(Group):
 
     @property
     def _compile_options(self) -> Mapping[str, Any]:
-        return self.compile if isinstance(self.compile, Mapping) else {}
+        if isinstance(self.compile, Mapping):
+            return self.compile
+        return {}
 
     @property
     def compiles(self) -> bool:
@@ -311,4 +318,6 @@ class RunningSettings(Group):
 
     @property
     def _least(self) -> dict[Unit, int]:
-        return {} if self.min_length is None else read_min_length("min_length", self.min_length)
+        if self.min_length is None:
+            return {}
+        return read_min_length("min_length", self.min_length)

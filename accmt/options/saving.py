@@ -116,6 +116,13 @@ class PatienceOptions(Options):
         return evaluations
 
 
+def _url_in(path: object) -> str | None:
+    # A Path of a URL has lost one of its slashes.
+    if isinstance(path, str) and _URL.match(path):
+        return path
+    return None
+
+
 def _name_of_url(url: str) -> str:
     """Return the last part of a URL's path; "" if it has none."""
     _, _, path = url.partition("://")
@@ -181,19 +188,21 @@ class SavingSettings(Group):
     @property
     def model_url(self) -> str | None:
         """`model_path` if it is a URL: models are saved in a local folder, and copied there."""
-        return self.model_path if isinstance(self.model_path, str) and _URL.match(self.model_path) else None
+        return _url_in(self.model_path)
 
     @property
     def local_model_path(self) -> str | PathLike[str]:
         """The local model folder."""
-        return self.model_path if self.model_url is None else Path("out", _name_of_url(self.model_url))
+        if self.model_url is None:
+            return self.model_path
+        return Path("out", _name_of_url(self.model_url))
 
     @property
     def rule(self) -> str | Sequence[str | None] | None:
         """`model_saving` without "last"."""
         if self.model_saving == LAST:
             return None
-        if isinstance(self.model_saving, str) or self.model_saving is None:
+        if isinstance(self.model_saving, str | None):
             return self.model_saving
         return [rule for rule in self.model_saving if rule != LAST] or None
 
@@ -213,12 +222,18 @@ class SavingSettings(Group):
 
 def _count_evaluations(patience: Any) -> Any:
     """Return the number in a string such as "3 evals", and any other value unchanged."""
-    return int(_read_evaluations("patience", patience).number) if isinstance(patience, str) else patience
+    if isinstance(patience, str):
+        return int(_read_evaluations("patience", patience).number)
+    return patience
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | PathLike) and bool(str(value).strip())
 
 
 def _require_folder(name: str, value: Any) -> None:
     # An empty path is the working folder.
-    if not isinstance(value, str | PathLike) or not str(value).strip():
+    if not _is_path(value):
         raise_wrong_value(name, value, "a folder", f'{name}="out/checkpoint"')
     if _URL.match(str(value)) and not (isinstance(value, str) and "://" in value):
         raise_wrong_value(name, value, "a local folder, or a URL as a string", f'{name}="s3://bucket/run"')
@@ -228,7 +243,7 @@ def _require_resume(name: str, value: Any) -> None:
     if value is True or value is False or value == "auto":
         return
     expected = 'True, False, "auto", None, or the path of a checkpoint'
-    if not isinstance(value, str | PathLike) or not str(value).strip():
+    if not _is_path(value):
         raise_wrong_value(name, value, expected, "resume=True")
     # Reject strings such as "true" that are not paths, and misspelled ones unless such a path exists.
     word = nearest(value, _RESUME_WORDS, cutoff=0.7)
@@ -270,7 +285,9 @@ class CheckpointOptions(Options):
     @property
     def keeps(self) -> Every | None:
         """`keep_every` as an interval."""
-        return None if self.keep_every is None else _read_steps_or_epochs("keep_every", self.keep_every)
+        if self.keep_every is None:
+            return None
+        return _read_steps_or_epochs("keep_every", self.keep_every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +349,7 @@ class CheckpointSettings(Group):
     @property
     def url(self) -> str | None:
         """`checkpoint` if it is a URL: checkpoints are written to the default local folder, and copied there."""
-        return self.checkpoint if isinstance(self.checkpoint, str) and _URL.match(self.checkpoint) else None
+        return _url_in(self.checkpoint)
 
     @property
     def writes_to_folder(self) -> bool:
@@ -342,5 +359,6 @@ class CheckpointSettings(Group):
     @property
     def every(self) -> Every | None:
         """How often to write a checkpoint; None is never."""
-        interval = self.checkpoint_every
-        return None if interval is None else _read_checkpoint_interval("checkpoint_every", interval)
+        if self.checkpoint_every is None:
+            return None
+        return _read_checkpoint_interval("checkpoint_every", self.checkpoint_every)

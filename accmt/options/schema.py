@@ -7,7 +7,18 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from accmt.errors import describe_value
-from accmt.options.checks import NOTHING, Expected, KeyFault, Range, find_faults, hints_of, is_off, shape_of, whole
+from accmt.options.checks import (
+    NOTHING,
+    Expected,
+    KeyFault,
+    KeyPath,
+    Range,
+    find_faults,
+    hints_of,
+    is_off,
+    shape_of,
+    whole,
+)
 from accmt.options.optimizer_and_scheduler_arguments import ArgumentsAndFaults, check_optimizer, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
 from accmt.options.yaml_reader import SECTIONS, Document, suggest
@@ -96,7 +107,8 @@ def check(document: Document) -> Checked:
     sizes = values.get("batch_size")
     # `[16, null]` of a template sets the first size alone; `[null, 16]` must not set it to the second.
     if isinstance(sizes, list | tuple):
-        values["batch_size"] = tuple(whole(size) for index, size in enumerate(sizes) if index == 0 or size is not None)
+        later = [size for size in sizes[1:] if size is not None]
+        values["batch_size"] = tuple(map(whole, [*sizes[:1], *later]))
     document, faults = _with_primary_spelling(replace(document, values=values))
     optim, optim_faults = _check_component(document, "optim", find_optimizer, check_optimizer)
     scheduler, scheduler_faults = _check_component(document, "scheduler", find_scheduler, check_scheduler)
@@ -107,7 +119,7 @@ def check(document: Document) -> Checked:
 
     faults += document.faults
     faults += find_faults(shape_of(Schema), document.values, lambda key, example: f"write `{example}`", suggest_key)
-    has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
+    has_budget = document.values.get("max_samples") is not None or document.values.get("max_target_tokens") is not None
     # Without any limit, the run would never end.
     if document.values.get("epochs", -1) == document.values.get("max_steps", -1) == -1 and not has_budget:
         got = "-1 without max_steps" if "epochs" in document.values else NOTHING
@@ -153,9 +165,12 @@ def _with_primary_spelling(document: Document) -> tuple[Document, list[KeyFault]
     if "optim" in values:
         got = "both `optim` and its alias `optimizer`"
         return replace(document, values=values), [KeyFault(("optimizer",), got, "one of them", "remove `optimizer`")]
-    lines = {}
+    lines: dict[KeyPath, int] = {}
     for path, line in document.lines.items():
-        lines[("optim", *path[1:]) if path[:1] == ("optimizer",) else path] = line
+        if path[:1] == ("optimizer",):
+            lines["optim", *path[1:]] = line
+        else:
+            lines[path] = line
     return replace(document, values={**values, "optim": optimizer}, lines=lines), []
 
 
@@ -177,14 +192,16 @@ def _check_component(
     # The module may define its optimizer, and a run needs no scheduler.
     if value is None:
         return Component(), []
-    arguments = {"type": value} if isinstance(value, str) or callable(value) else value
+    arguments = value
+    if _may_be_class(value):
+        arguments = {"type": value}
     expected: Expected = hints_of(Schema)[key].__metadata__[0]
     do = f"write `{expected.example}`"
     if not isinstance(arguments, dict):
         return Component(), [KeyFault((key,), describe_value(value), expected.text, do)]
     arguments = {str(name): argument for name, argument in arguments.items()}
     kind = arguments.pop("type", NOTHING)
-    if not (isinstance(kind, str) or callable(kind)) or kind is NOTHING:
+    if not _may_be_class(kind) or kind is NOTHING:
         got = NOTHING if kind is NOTHING else describe_value(kind)
         return Component(), [KeyFault((key, "type"), got, f"{expected.text}, with its `type`", do)]
     factory = find(kind)
@@ -193,3 +210,8 @@ def _check_component(
         return Component(kind), [factory]
     arguments, faults = check_arguments(factory, arguments)
     return Component(kind, factory, arguments), faults
+
+
+def _may_be_class(value: object) -> bool:
+    """Return whether a value is a class, a function, or the name of one."""
+    return isinstance(value, str) or callable(value)

@@ -95,8 +95,10 @@ class Monitor(Options):
     @property
     def norm_order(self) -> float | None:
         """The order of the gradient's norm; None is off."""
-        if isinstance(self.grad_norm, bool):
-            return 2.0 if self.grad_norm else None
+        if self.grad_norm is False:
+            return None
+        if self.grad_norm is True:
+            return 2.0
         return float(self.grad_norm)
 
     @classmethod
@@ -134,7 +136,9 @@ class Monitor(Options):
         values = dict(config)
         added = list(values.pop("added", ()))
         known = [field.name for field in fields(cls)]
-        for name in [name for name in values if name not in known]:
+        for name in list(values):
+            if name in known:
+                continue
             is_on = values.pop(name)
             available = [*known, *names(MONITORED_VALUES)]
             if name not in available:
@@ -184,7 +188,9 @@ class Ledger(Options):
     @property
     def steps(self) -> int | None:
         """`every` as a number of optimizer steps."""
-        return None if self.every is None else int(_read_steps("every", self.every).number)
+        if self.every is None:
+            return None
+        return int(_read_steps("every", self.every).number)
 
 
 def _require_monitor(name: str, value: Any) -> None:
@@ -204,7 +210,9 @@ def read_log_interval(name: str, value: Any) -> int:
     if interval.unit == "epoch" and interval.number != 1:
         expected = 'steps, or "epoch" for one row at the end of each epoch'
         raise_wrong_value(name, value, expected, 'log_every="epoch"')
-    return -1 if interval.unit == "epoch" else int(interval.number)
+    if interval.unit == "epoch":
+        return -1
+    return int(interval.number)
 
 
 @dataclass(frozen=True, kw_only=True)

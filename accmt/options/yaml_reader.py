@@ -63,10 +63,14 @@ def suggest(name: str, names: Iterable[str], otherwise: str) -> str:
 
 def names_like(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the dotted names most similar to a pattern, or the first ones."""
-    parts = {part for name in names for part in (name, *name.split("."))}
+    parts = set(names)
+    for name in names:
+        parts.update(name.split("."))
+    # Patterns are regular expressions, and the dots of a name are escaped there.
     near = difflib.get_close_matches(pattern.replace("\\", ""), sorted(parts), n=1, cutoff=0.6)
-    similar = [name for name in names if near and near[0] in name]
-    return (similar or list(names))[:_SHOWN]
+    if not near:
+        return list(names[:_SHOWN])
+    return [name for name in names if near[0] in name][:_SHOWN]
 
 
 @dataclass(frozen=True)
@@ -93,19 +97,15 @@ class Document:
 
     def reject(self, faults: Iterable[KeyFault]) -> HyperParameterError:
         """Return one error that reports all `faults`, in the order of their lines."""
-        placed = sorted(((fault.line or self._line(fault.path), fault) for fault in faults), key=lambda pair: pair[0])
-        errors = [
-            fail(
-                HyperParameterError,
-                self._place(fault.path, line),
-                got=fault.got,
-                expected=fault.expected,
-                do=fault.do,
-            )
-            for line, fault in placed
-        ]
+        errors = []
+        for fault in sorted(faults, key=self._line_of):
+            where = self._place(fault.path, self._line_of(fault))
+            errors.append(fail(HyperParameterError, where, got=fault.got, expected=fault.expected, do=fault.do))
         title = f"{len(errors)} errors in {self.name}" if len(errors) > 1 else None
         return combine(HyperParameterError, errors, title)
+
+    def _line_of(self, fault: KeyFault) -> int:
+        return fault.line or self._line(fault.path)
 
     def _place(self, path: KeyPath, line: int) -> str:
         # A wrong flag is on the command line, not in the file.
@@ -164,7 +164,8 @@ def _read_file(path: Path) -> Document:
             do="pass a file in it",
         )
     if not path.exists():
-        near = nearest(name, [str(file) for file in path.parent.glob("*") if file.suffix in _SUFFIXES])
+        files = [str(file) for file in path.parent.glob("*") if file.suffix in _SUFFIXES]
+        near = nearest(name, files)
         raise fail(
             HyperParameterFileError,
             f"hps_config={name!r}",
@@ -183,7 +184,7 @@ def _read_file(path: Path) -> Document:
             do="rename it to end in .yaml",
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a byte-order mark first
     # Files from Windows editors in another encoding, or a pickle with a wrong name.
     except UnicodeDecodeError as error:
         raise fail(
@@ -196,7 +197,7 @@ def _read_file(path: Path) -> Document:
     # YAML accepts more than JSON; a trailing comma would be read here and nowhere else.
     if path.suffix == ".json":
         try:
-            json.loads(text or "null", parse_int=str)
+            json.loads(text or "null", parse_int=str)  # as text: Python limits the number of digits
         except json.JSONDecodeError as error:
             where = f"{name}:{error.lineno}"
             raise fail(
@@ -230,12 +231,15 @@ def _unreadable(name: str, error: Exception) -> HyperParameterError:
 
 
 def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[KeyFault]) -> Document:
-    inner = root.get("hps", root) if isinstance(root, dict) else root
-    # `hps:` with everything at its level: the commonest mistake of indentation.
-    if inner is None and isinstance(root, dict) and (unindented := [key for key in root if key in KEYS]):
-        got, do = f"`hps:` without content, next to {', '.join(unindented)}", "indent these keys below `hps:`"
-        where = f"{name}:{lines['hps',]}" if ("hps",) in lines else name
-        raise fail(HyperParameterError, where, got=got, expected=_LAYOUT, do=do)
+    inner = root
+    if isinstance(root, dict):
+        inner = root.get("hps", root)
+        unindented = [key for key in root if key in KEYS]
+        # `hps:` with everything at its level: the commonest mistake of indentation.
+        if inner is None and unindented:
+            got, do = f"`hps:` without content, next to {', '.join(unindented)}", "indent these keys below `hps:`"
+            where = f"{name}:{lines['hps',]}" if ("hps",) in lines else name
+            raise fail(HyperParameterError, where, got=got, expected=_LAYOUT, do=do)
     if not isinstance(inner, dict):
         raise fail(HyperParameterError, name, got=describe_value(inner), expected=_LAYOUT, do=f"write {_EXAMPLE}")
     if inner is not root:
@@ -243,7 +247,9 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[KeyFau
         for index, fault in enumerate(faults):
             if fault.path[:1] == ("hps",):
                 faults[index] = replace(fault, path=fault.path[1:])
-        for key in [key for key in root if key != "hps"]:
+        for key in root:
+            if key == "hps":
+                continue
             do = addon("hint_for_key")(key, root) or f"indent `{key}` below `hps:`, or remove it"
             faults.append(KeyFault((key,), "a key next to `hps`", "only `hps` at the top level", do, lines.get((key,))))
         lines = {path[1:]: line for path, line in lines.items() if path[:1] == ("hps",)}
@@ -266,7 +272,9 @@ class _NodeReader:
         self._loader = yaml.SafeLoader(self._text)
         try:
             node = self._loader.get_single_node()
-            return None if node is None else self._read(node, ())
+            if node is None:
+                return None
+            return self._read(node, ())
         finally:
             self._loader.dispose()
 
@@ -278,8 +286,10 @@ class _NodeReader:
             return [self._read(item, (*path, index)) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
             number = number_in(node.value)
+            if number is not None:
+                return number
             try:
-                return self._loader.construct_object(node) if number is None else number
+                return self._loader.construct_object(node)
             except ValueError as error:  # an invalid date, or a number with thousands of digits
                 raise _fault(node, str(error), "correct this value, or quote it to keep it as a string") from None
         for key_node, _ in node.value:

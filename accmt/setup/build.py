@@ -84,10 +84,14 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
         callbacks.append(ModelSummary(int(running.enable_model_summary)))
     enable_bar = running.enable_progress_bar
     bar: ProgressBar | None = None
-    if running.verbose if enable_bar is None else enable_bar:
+    has_bar = running.verbose if enable_bar is None else enable_bar
+    if has_bar:
+        views, stream = [], None
         # In a notebook, a terminal bar and the curve would overwrite each other: the bar writes into the view.
-        views = [addon("notebook_curve")(loss_name, logging.val_loss_metric_name)] if is_notebook() else []
-        bar = ProgressBar(enable=enable_bar, loss_name=loss_name, stream=views[0].terminal if views else None)
+        if is_notebook():
+            view = addon("notebook_curve")(loss_name, logging.val_loss_metric_name)
+            views, stream = [view], view.terminal
+        bar = ProgressBar(enable=enable_bar, loss_name=loss_name, stream=stream)
         callbacks += [bar, *views]
     callbacks += [EvaluationReport(loss_name), EvaluationResults(), RowLogger(tracking, bar, logging.monitored), saver]
     if running.verbose and not running.fast_dev_run:
@@ -188,14 +192,20 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
 def _name_owners(module: AcceleratorModule, callbacks: Sequence[Callback]) -> dict[str, Any]:
     """Return the objects whose attributes are state: the module, and callbacks without a `state_dict`."""
     kinds = (MainProcessCallback, StatelessCallback)
-    without = (callback for callback in callbacks if type(callback).state_dict is Callback.state_dict)
-    return {"self": module} | name_by_class(callback for callback in without if not isinstance(callback, kinds))
+    owners = []
+    for callback in callbacks:
+        if type(callback).state_dict is Callback.state_dict and not isinstance(callback, kinds):
+            owners.append(callback)
+    return {"self": module} | name_by_class(owners)
 
 
 def _objects_of(prepared: Prepared, data: Sequence[Any], settings: Settings) -> Iterator[Any]:
     """Yield the run's own objects, whose state checkpoints contain elsewhere: a module may have them in attributes."""
     if not settings.data.reload_epochs:  # otherwise, each epoch has others
-        yield from (*data, *(part.dataset for part in data if isinstance(part, DataLoader)))
+        yield from data
+        for part in data:
+            if isinstance(part, DataLoader):
+                yield part.dataset
     stepping = (prepared.stepper.optimizer, prepared.scheduler)
     yield from stepping
     # A wrapper of an optimizer, and several chained ones, have others in attributes: their state is in the wrapper's.
@@ -203,7 +213,10 @@ def _objects_of(prepared: Prepared, data: Sequence[Any], settings: Settings) -> 
         if wrapper is None:
             continue
         for value in vars(wrapper).values():
-            yield from value if isinstance(value, list | tuple) else (value,)
+            if isinstance(value, list | tuple):
+                yield from value
+            else:
+                yield value
 
 
 def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
@@ -280,7 +293,11 @@ def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
     if resumed is not None:
         seed: int = resumed.states["seed"]
         return seed
-    return broadcast_object(draw_seed() if settings.running.seed is None else settings.running.seed)
+    seed_here = settings.running.seed
+    if seed_here is None:
+        seed_here = draw_seed()
+    # A drawn seed, and one that a script reads from the rank, differ between processes.
+    return broadcast_object(seed_here)
 
 
 def _settle_monitor(
@@ -296,15 +313,16 @@ def _settle_monitor(
     name, kwargs = monitored_by(scheduler), settings.hps.scheduler_kwargs
     is_own = kwargs.get("monitor") != name
     is_rising = find_monitored(settings, selection, name, is_own=is_own).is_better(1.0, 0.0)
-    mode = "max" if is_rising else "min"
+    mode, direction, worst = "min", "lower", math.inf
+    if is_rising:
+        mode, direction, worst = "max", "higher", -math.inf
     # With the wrong mode, the learning rate falls while the metric improves.
     if scheduler.mode == mode:
         return
     if "monitor" in kwargs and "mode" not in kwargs and kwargs["monitor"] == name:
-        worst = -math.inf if is_rising else math.inf
         scheduler.load_state_dict({**scheduler.state_dict(), "mode": mode, "mode_worse": worst, "best": worst})
         return
-    got = f"{scheduler.mode!r} for {name}, where {'higher' if is_rising else 'lower'} is better"
+    got = f"{scheduler.mode!r} for {name}, where {direction} is better"
     do = f"mode: {mode}; or write for example `monitor: accuracy`, or set scheduler.monitor in get_scheduler"
     raise fail(ArgumentError, settings.hps.where("scheduler", "mode"), got=got, expected=repr(mode), do=do)
 
@@ -356,10 +374,11 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
 def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:
     """Return the user's callbacks: the module's replace the Trainer's of the same class."""
     of_module = build_callbacks(module.get_callbacks())
-    replaced = {type(callback) for callback in of_module}
+    replaced = set(map(type, of_module))
     of_trainer = build_callbacks(trainer.settings.running.callbacks)
     # A module that brings its own EMA would otherwise average twice.
-    return [*(callback for callback in of_trainer if type(callback) not in replaced), *of_module]
+    kept = [callback for callback in of_trainer if type(callback) not in replaced]
+    return [*kept, *of_module]
 
 
 def connect_hooks(

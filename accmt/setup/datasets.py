@@ -83,7 +83,9 @@ class UserData:
 
     def load(self, purpose: Purpose) -> Any:
         """Return the data for a purpose, from the datamodule if there is one; None if there are none."""
-        return self._data.get(purpose) if self._datamodule is None else self._datamodule.load(purpose)
+        if self._datamodule is None:
+            return self._data.get(purpose)
+        return self._datamodule.load(purpose)
 
     def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
         """Prepare the data, once the process group exists.
@@ -144,13 +146,17 @@ def find_data(module: AcceleratorModule, user_data: Any, purpose: Evaluation, se
         raise fail(
             DataError, purpose, got="no data", expected="a dataset or a DataLoader, or several in a list or dict", do=do
         )
-    return {} if getattr(settings.limits, limit) == 0 else name_sets(data)
+    if getattr(settings.limits, limit) == 0:
+        return {}
+    return name_sets(data)
 
 
 def find_validation_data(module: AcceleratorModule, user_data: Any, settings: DataSettings) -> dict[str, Any]:
     """Return the validation sets by name; empty if there are none or they are limited to 0 batches."""
     data = _ask(module.get_validation_dataloader, user_data)
-    return {} if data is None or settings.limits.val == 0 else name_sets(data)
+    if data is None or settings.limits.val == 0:
+        return {}
+    return name_sets(data)
 
 
 def name_sets(data: Any) -> dict[str, Any]:
@@ -167,14 +173,15 @@ def name_sets(data: Any) -> dict[str, Any]:
         if len(sets) == len(by_kind):
             return {str(index): dataset for index, dataset in enumerate(data)}
         if sets:
-            got = f"a {type(data).__name__} of {' and '.join(kind.__name__ for kind in by_kind)}"
+            kinds = " and ".join(kind.__name__ for kind in by_kind)
+            got = f"a {type(data).__name__} of {kinds}"
             expected = "datasets only, or samples only; a list or tuple inside it is a sample"
             do = 'name the sets: {"first": ..., "second": ...}'
             raise fail(DataError, "the sets to evaluate", got=got, expected=expected, do=do)
     if not isinstance(data, dict):
         return {"": data}
     for name in data:
-        if not isinstance(name, str) or not name or any(mark in name for mark in ("__", "@", "/")):
+        if not isinstance(name, str) or not name or "__" in name or "@" in name or "/" in name:
             expected = "strings without '__', '@' and '/', which separate them from the names of metrics"
             raise fail(DataError, "the names of the validation sets", got=repr(name), expected=expected, do="rename it")
     return data
@@ -191,8 +198,11 @@ def _is_dataset(entry: Any) -> bool:
 
 
 def _ask(method: Callable[..., Any], user_data: Any) -> Any:
-    made = method(user_data) if inspect.signature(method).parameters else method()
-    return user_data if made is None else made
+    arguments = [user_data] if inspect.signature(method).parameters else []
+    made = method(*arguments)
+    if made is None:
+        return user_data
+    return made
 
 
 def build_train_loader(
@@ -242,7 +252,7 @@ def build_train_loader(
         collate=batcher.keep_samples if batcher else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.data_options.persistent_workers,
-        pin_memory=pins_memory and not batcher,
+        pin_memory=pins_memory and not batcher,  # which collates, and pins what it makes
         skips_bad=settings.failures.on_bad_sample == "skip",
         also_read=also_read,
     )
@@ -254,15 +264,22 @@ def build_train_loader(
             do = "leave it out: the module decides when to step"
             raise fail(ArgumentError, "Trainer(grad_accumulation_steps=...)", got=got, expected="one of the two", do=do)
         is_full = find("accmt.window_makers", name)
-        maker = addon("window_function")(name, is_full, state, batcher.count_tokens if batcher else None)
+        count_tokens = batcher.count_tokens if batcher else None
+        maker = addon("window_function")(name, is_full, state, count_tokens)
+    elif module.uses_manual_optimization:
+        maker = ByCount(None)
     else:
-        maker = ByCount(None if module.uses_manual_optimization else settings.optimization.accumulation_at)
-    return Loader(source, batcher.for_training(maker) if batcher else maker)
+        maker = ByCount(settings.optimization.accumulation_at)
+    if batcher:
+        maker = batcher.for_training(maker)
+    return Loader(source, maker)
 
 
 def _find_token_batcher(module: AcceleratorModule, data: Any, settings: Settings, **options: Any) -> Any:
     """Return what splits the samples of some data by a token budget; None if batches are used as loaded."""
-    return None if settings.hps.max_tokens is None else addon("token_batches")(module, data, settings, **options)
+    if settings.hps.max_tokens is None:
+        return None
+    return addon("token_batches")(module, data, settings, **options)
 
 
 def build_evaluation_loader(
@@ -308,16 +325,21 @@ def build_evaluation_loader(
         pin_memory=pins_memory and not batcher,
         skips_bad=settings.failures.on_bad_sample == "skip",
     )
-    source = build_source(batcher.data if batcher else data, options)
-    maker = batcher.for_evaluation(purpose, batch_size=options.batch_size) if batcher else None
-    return Loader(source, maker, through=through)
+    if batcher is None:
+        return Loader(build_source(data, options), through=through)
+    maker = batcher.for_evaluation(purpose, batch_size=options.batch_size)
+    return Loader(build_source(batcher.data, options), maker, through=through)
 
 
 def _seed_own_generators(data: Any, collate: Any) -> None:
     """Seed the generators of data and collate function for each batch, so that its random numbers are reproducible."""
-    is_loader = isinstance(data, DataLoader)
-    source, collate = (data.dataset, data.collate_fn) if is_loader else (data, collate)
-    functions: Iterable[Any] = collate.functions if isinstance(collate, CollateChain) else [collate]
+    source = data
+    # The loader's own function makes its batches; that of the module or the Trainer is not called.
+    if isinstance(data, DataLoader):
+        source, collate = data.dataset, data.collate_fn
+    functions: Iterable[Any] = [collate]
+    if isinstance(collate, CollateChain):
+        functions = collate.functions
     for function in functions:
         if hasattr(function, "create_rng") and function.seed is not None:
             function.create_rng()  # transformers' collate functions create their generator in the first call
@@ -337,7 +359,9 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
 
 
 def _shard(settings: DataSettings) -> Shard:
-    return Shard(data_index(), num_data_processes()) if settings.data_options.shard else Shard()
+    if settings.data_options.shard:
+        return Shard(data_index(), num_data_processes())
+    return Shard()
 
 
 def find_collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Literal["train", "val"]) -> Any:
@@ -346,7 +370,9 @@ def find_collate(module: AcceleratorModule, settings: Settings, data: Any, phase
     collate = getattr(module, f"collate_fn_{phase}") or module.collate_fn
     if collate is None:
         collate = build_collate(settings.data.collate_fn_of(phase))
-    return collate if bucket is None or isinstance(data, DataLoader) else in_buckets(collate, bucket)
+    if bucket is None or isinstance(data, DataLoader):
+        return collate
+    return in_buckets(collate, bucket)
 
 
 def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int, seed: int) -> Any:
@@ -377,7 +403,9 @@ def _groups_by_length(data: Any, settings: Settings) -> bool:
 
 
 def _length_of(module: AcceleratorModule) -> Callable[[Any], Any] | None:
-    return module.length_of if defines(module, "length_of") else None
+    if defines(module, "length_of"):
+        return module.length_of
+    return None
 
 
 # ---- The loaders of a training run, and how they are rebuilt at the start of an epoch.
@@ -440,7 +468,9 @@ class Loaders:
         """Return the data that may have a state besides the place in them, by their name in a checkpoint."""
         data = self.train_data.dataset if self.takes_user_batches else self.train_data
         is_rebuilt = self._trainer.settings.data.reload_epochs > 0
-        return {} if is_rebuilt or isinstance(data, IterableDataset) else {"train_data": data}
+        if is_rebuilt or isinstance(data, IterableDataset):
+            return {}
+        return {"train_data": data}
 
     def samples_per_step(self, epoch: int = 0) -> int | None:
         """Return the samples of a full optimizer step; None if a window maker or a batch sampler decides."""
@@ -448,7 +478,9 @@ class Loaders:
         if samples is None or not self.takes_user_batches:
             return samples
         size = self.user_batch_size
-        return None if size is None else samples // self._trainer.settings.hps.train_batch_size * size
+        if size is None:
+            return None
+        return samples // self._trainer.settings.hps.train_batch_size * size
 
     def build(self, train_data: Any, val_data: Mapping[str, Any]) -> None:
         """Build the loaders.
@@ -461,8 +493,9 @@ class Loaders:
         self.train = self.build_train_again()
         cadence = Cadence.of(settings)
         is_unknown = self.train.source.num_micro_batches is None or settings.optimization.window_maker is not None
-        saving = cadence.checkpoint_every
-        saved = saving.number if saving is not None and saving.unit == "epoch" else None
+        saved = None
+        if cadence.checkpoint_every is not None and cadence.checkpoint_every.unit == "epoch":
+            saved = cadence.checkpoint_every.number
         for name, interval in (("evaluate_every_n_steps", cadence.evaluate_every), ("checkpoint_every", saved)):
             if isinstance(interval, float) and is_unknown:
                 got = f"{interval}, a fraction of an epoch whose length is unknown"
@@ -485,7 +518,10 @@ class Loaders:
         Processes: collective.
         """
         settings = self._trainer.settings
-        lessons = self._recovery.lessons.get("out_of_memory", {}) if settings.hps.halves_micro_batches else {}
+        lessons: Mapping[str, Any] = {}
+        # An earlier attempt may have had `auto`, and this one a fixed size.
+        if settings.hps.halves_micro_batches:
+            lessons = self._recovery.lessons.get("out_of_memory", {})
         return build_train_loader(
             self._module,
             self.train_data,
@@ -530,7 +566,7 @@ class Loaders:
 def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:
     """Warn if nothing can reload data."""
     methods = ("get_train_dataloader", "get_validation_dataloader")
-    makes_data = user_data.has_datamodule or any(defines(module, name) for name in methods)
+    makes_data = user_data.has_datamodule or any(map(partial(defines, module), methods))
     if settings.reload_epochs and not makes_data:
         warn(
             f"reload_dataloaders_every_n_epochs={settings.reload_epochs} has no effect: the data passed to fit do not "
@@ -553,5 +589,6 @@ def at_epoch_of_building(state: TrainingState, settings: DataSettings) -> Iterat
 
 
 def _epoch_of_building(epoch: int, settings: DataSettings) -> int:
-    num_epochs = settings.reload_epochs
-    return epoch - epoch % num_epochs if num_epochs else 0
+    if settings.reload_epochs == 0:
+        return 0
+    return epoch - epoch % settings.reload_epochs

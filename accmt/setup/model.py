@@ -79,14 +79,17 @@ def measure_run(
     if max_steps is not None:
         after_this = max_steps - done - steps(counters.epoch, source.num_micro_batches - counters.train_step)
         needed = counters.epoch + 1 - (-max(0, after_this) // per_epoch)
-        num_epochs = needed if num_epochs is None else min(num_epochs, needed)
+        if num_epochs is not None:
+            needed = min(num_epochs, needed)
+        num_epochs = needed
     if cadence.epochs is None:
         return RunLength(max_steps, per_epoch, done, basis, num_epochs)
     to_train = [micro_batches_per_epoch] * (cadence.epochs - counters.epoch)
     if to_train:  # the current epoch may have begun, and may have another length
         to_train[0] = source.num_micro_batches - counters.train_step
     total = done + sum(steps(epoch, micro_batches) for epoch, micro_batches in enumerate(to_train, counters.epoch))
-    total = total if max_steps is None else min(total, max_steps)
+    if max_steps is not None:
+        total = min(total, max_steps)
     return RunLength(total, per_epoch, done, basis, num_epochs)
 
 
@@ -97,15 +100,19 @@ def make_scheduler(
 
     A scheduler that is reset in a resumed run spans the remaining steps.
     """
-    begins_late = length.total is not None and settings.checkpoints.checkpoint_options.reset_optimizer_on_resume
-    total = max(1, (length.total or 0) - length.done) if begins_late else length.total
+    total, num_epochs = length.total, length.epochs
+    # The new schedule begins at the current step, and spans the remaining ones.
+    if total is not None and settings.checkpoints.checkpoint_options.reset_optimizer_on_resume:
+        total, num_epochs = max(1, total - length.done), None
     if defines(module, "get_scheduler"):
-        epochs = cadence.epochs or (-(-total // length.per_epoch) if total and length.per_epoch else 1)
+        epochs = cadence.epochs or 1
+        # With `max_steps` alone, the last epoch may end early.
+        if not cadence.epochs and total and length.per_epoch:
+            epochs = -(-total // length.per_epoch)
         named = {"steps_per_epoch": length.per_epoch or total or 0, "epochs": epochs}
         scheduler = call_get_scheduler(module, optimizer, named)
         if scheduler is not None:
             return require_scheduler(module, scheduler), True
-    num_epochs = None if begins_late else length.epochs
     built = build_scheduler(
         settings.hps, optimizer, total_steps=total, steps_per_epoch=length.per_epoch, num_epochs=num_epochs
     )
@@ -216,9 +223,9 @@ def trains_nothing(hps: HyperParameters, optimizer: torch.optim.Optimizer) -> bo
     # A schedule from another package may start at 0 and raise the rate in a way that no argument shows.
     if hps.scheduler_class is not None and not is_listed(hps.scheduler_class):
         return False  # a custom scheduler may set any rate
-    peaks = [hps.scheduler_kwargs.get(name) for name in ("max_lr", "base_lr", "eta_min", "min_lr")]
+    has_peak = any(map(hps.scheduler_kwargs.get, ("max_lr", "base_lr", "eta_min", "min_lr")))
     rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
-    return not any(peaks) and all(rate == 0 for rate in rates)
+    return not has_peak and all(rate == 0 for rate in rates)
 
 
 def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer], **optim_kwargs: Any) -> Any:
@@ -257,10 +264,8 @@ def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
             for part in parts:
                 compile_in_place(part, **settings.compile_kwargs)
         except RuntimeError as error:
-            expected, do = (
-                "a mode and a backend that torch.compile has",
-                'compile={"mode": "max-autotune"}, or compile=True',
-            )
+            expected = "a mode and a backend that torch.compile has"
+            do = 'compile={"mode": "max-autotune"}, or compile=True'
             where = f"Trainer(compile={dict(settings.compile_kwargs)!r})"
             raise fail(ArgumentError, where, got=str(error), expected=expected, do=do) from error
 
@@ -272,7 +277,10 @@ def _find_regions(model: nn.Module) -> list[nn.Module]:
     """
     from accelerate.utils.other import is_repeated_blocks
 
-    layers = [layer for part in model.modules() if is_repeated_blocks(part) for layer in cast(nn.ModuleList, part)]
+    layers: list[nn.Module] = []
+    for part in model.modules():
+        if is_repeated_blocks(part):
+            layers += cast(nn.ModuleList, part)
     # Compiling nothing would look like success.
     if not layers:
         got, expected = f"a {type(model).__name__} without a ModuleList of equal layers", "layers that repeat"

@@ -30,8 +30,8 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
     for other_trainer, other_model in _running:
         # A `fit` in a callback would replace model, optimizer and counters of the run around it.
         if trainer is other_trainer or model is other_model:
-            what = "Trainer" if trainer is other_trainer else "module"
-            got = f"a call during a run of the same {what}, from a callback or a step"
+            shared = "Trainer" if trainer is other_trainer else "module"
+            got = f"a call during a run of the same {shared}, from a callback or a step"
             do = "call it after `fit` has returned, or use another Trainer and module for the inner run"
             raise fail(ModuleContractError, "fit", got=got, expected="one run at a time", do=do)
     _running.append((trainer, model))
@@ -44,6 +44,7 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
 @contextmanager
 def working(settings: RunningSettings) -> Iterator[None]:
     """Run a method of the Trainer with the requested verbosity and torch flags; generators are restored."""
+    # `current_device` would initialize CUDA, which a run on the CPU does not need.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with ExitStack() as stack:
         stack.enter_context(speaking(verbose=settings.verbose))

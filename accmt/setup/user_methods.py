@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -37,10 +38,11 @@ def require_optimizer(module: AcceleratorModule, returned: Any) -> Any:
             raise fail(ModuleContractError, where, got=got, expected="step() without a closure", do=do)
         return returned
     parts: list[Any] = []
-    if isinstance(returned, dict):
-        parts = list(returned.values())
-    elif isinstance(returned, list | tuple):
-        parts = list(returned)
+    match returned:
+        case dict():
+            parts = list(returned.values())
+        case list() | tuple():
+            parts = list(returned)
     if parts and module.uses_manual_optimization and all(hasattr(part, "param_groups") for part in parts):
         return ChainedOptimizer(parts) if len(parts) > 1 else parts[0]
     do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1), without brackets, and "
@@ -91,10 +93,15 @@ _GET_SCHEDULER = "def get_scheduler(self, optimizer, steps_per_epoch, epochs): r
 
 
 def _describe_returned(value: Any) -> str:
-    parts = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list | tuple):
-        return f"a {type(value).__name__} of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
-    return describe_value(value)
+    match value:
+        case dict():
+            parts = list(value.values())
+        case list() | tuple():
+            parts = list(value)
+        case _:
+            return describe_value(value)
+    names = ", ".join(type(part).__name__ for part in parts) or "nothing"
+    return f"a {type(value).__name__} of {names}"
 
 
 def reject_module(module: AcceleratorModule, got: str, do: str) -> NoReturn:
@@ -127,10 +134,9 @@ def adapt_validation_step(
     """
     # Its validation step returns predictions only for the metrics that somebody computes.
     if isinstance(module, HuggingFaceModule):
-        module.metric_names = {
-            key: [metric.name for metric in group if not isinstance(metric, ReportedValue)]
-            for key, group in metrics.items()
-        }
+        module.metric_names = {}
+        for key, group in metrics.items():
+            module.metric_names[key] = [metric.name for metric in group if not isinstance(metric, ReportedValue)]
     name, step = _find_step(module, name)
     further = _find_further(step, lambda: module.state, lambda: module.state.val_step)
     if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):
@@ -150,7 +156,7 @@ def adapt_validation_step(
 def _find_step(module: AcceleratorModule, step: str) -> tuple[str, Callable[..., Any]]:
     """Return the step that the user defined, or its first fallback; the last fallback if none is defined."""
     names = STEPS[step]
-    name = next((name for name in names if defines(module, name)), names[-1])
+    name = next(filter(partial(defines, module), names), names[-1])
     return name, getattr(module, name)
 
 
@@ -158,8 +164,9 @@ def _find_further(
     step: Callable[..., Any], state: Callable[[], TrainingState], batch_idx: Callable[[], int]
 ) -> dict[str, Callable[[], Any]]:
     """Return the further parameters of a step, with functions that return their values."""
+    parameters = inspect.signature(step).parameters
     known = {"batch_idx": batch_idx, "state": state, "status_dict": lambda: state().state_dict()}
-    return {name: value for name, value in known.items() if name in inspect.signature(step).parameters}
+    return {name: value for name, value in known.items() if name in parameters}
 
 
 def _fill(further: dict[str, Callable[[], Any]]) -> dict[str, Any]:

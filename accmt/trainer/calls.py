@@ -47,9 +47,10 @@ def reports_at_call(init: Init) -> Init:
         if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or a subclass
             args, kwargs = (), {**dict(zip(("args", "model_path"), args, strict=False)), **kwargs}
         missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
+        stand_ins = {name: _STAND_INS[name] for name in missing}
         errors: list[AccmtError] = []
         try:
-            init(self, *args, **kwargs, **{name: _STAND_INS[name] for name in missing})
+            init(self, *args, **kwargs, **stand_ins)
         except AccmtError as error:
             if not missing:
                 # The frames are those of the checks: the line to correct is the call.
@@ -68,7 +69,9 @@ def reports_at_call(init: Init) -> Init:
 def resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """Move arguments with alternative spellings from `extra` to their names."""
     resolved = dict(arguments)
-    for alias in [name for name in extra if name in ALIASES]:
+    for alias in list(extra):
+        if alias not in ALIASES:
+            continue
         name = ALIASES[alias]
         # One would win without a word.
         if resolved[name] != Settings.defaults()[name]:
@@ -120,12 +123,11 @@ def _shorten(error: BaseException, traceback: TracebackType | None) -> None:
     # A bug of accmt: whoever reports it needs all frames.
     if not frames or (_is_own(frames[-1]) and not isinstance(error, AccmtError)):
         return
+    shown = []
     following = [*map(_is_own, frames[1:]), False]
-    shown = [
-        frame
-        for frame, is_own_next in zip(frames, following, strict=True)
-        if frame is frames[0] or not _is_own(frame) or not is_own_next
-    ]
+    for frame, is_own_next in zip(frames, following, strict=True):
+        if frame is frames[0] or not _is_own(frame) or not is_own_next:
+            shown.append(frame)
     for frame, after in zip(shown, [*shown[1:], None], strict=True):
         frame.tb_next = after
 

@@ -161,7 +161,9 @@ class TrainerProperties:
     @property
     def train_step_batch_size(self) -> int:
         """Samples per call of the training step: `batch_size`, or a divisor of it within `max_micro_batch_size`."""
-        return self.hps.train_step_batch_size if self._run is None else self._run.micro_batch_size
+        if self._run is None:
+            return self.hps.train_step_batch_size
+        return self._run.micro_batch_size
 
     @property
     def estimated_global_steps_per_epoch(self) -> int | None:
@@ -172,7 +174,9 @@ class TrainerProperties:
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps in the whole run; infinite without a limit."""
         steps = self.run.total_steps
-        return math.inf if steps is None else steps
+        if steps is None:
+            return math.inf
+        return steps
 
     @property
     def checkpoint_path(self) -> Path:
@@ -269,4 +273,6 @@ class TrainerProperties:
         return table
 
     def _own_callbacks(self) -> list[Callback]:
-        return build_callbacks(self.settings.running.callbacks) if self._run is None else list(self._run.callbacks)
+        if self._run is None:
+            return build_callbacks(self.settings.running.callbacks)
+        return list(self._run.callbacks)

@@ -95,10 +95,12 @@ def using_weights(
 
 
 def _copy(value: Any) -> Any:
-    is_tensor = isinstance(value, torch.Tensor)
     if is_dtensor(value):  # only the local shard, so it stays on the device
         return value.detach().clone()
-    return value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    # `get_extra_state` of a layer may return anything.
+    return copy.deepcopy(value)
 
 
 def _load(module: AcceleratorModule, model: nn.Module, folder: Path) -> None:
@@ -112,13 +114,16 @@ def _load(module: AcceleratorModule, model: nn.Module, folder: Path) -> None:
 def _find(settings: Settings, ckpt_path: CheckpointPath, function: Evaluation) -> Path:
     """Return a model folder, or a checkpoint."""
     where = f"{function}(ckpt_path={str(ckpt_path)!r})"
-    # A run without checkpoints may have saved its last model.
     if ckpt_path == "last":
+        if settings.checkpoints.every is not None:
+            newest = find_newest(settings)
+            if newest is not None:
+                return newest
+        # A run without checkpoints may have saved its last model.
         saved_last = settings.model_folder / "last"
-        newest = None if settings.checkpoints.every is None else find_newest(settings)
-        if newest is not None:
-            return newest
-        return saved_last if run_on_main_process(partial(_has_weights, saved_last)) else _reject_path(where, saved_last)
+        if run_on_main_process(partial(_has_weights, saved_last)):
+            return saved_last
+        return _reject_path(where, saved_last)
     folder = settings.model_folder if ckpt_path == "best" else Path(ckpt_path)
     if run_on_main_process(partial(_has_weights, folder)):
         return folder
@@ -142,7 +147,9 @@ def _reject_path(where: str, folder: Path) -> NoReturn:
     if folder.is_dir():
         subfolders = [path for path in folder.iterdir() if path.is_dir()]
     near = sorted(str(entry.parent) for entry in map(find_entry, subfolders) if entry is not None)
-    do = f"ckpt_path={' or '.join(map(repr, near[:_SHOWN]))}" if near else "check the path, and model_saving"
+    do = "check the path, and model_saving"
+    if near:
+        do = f"ckpt_path={' or '.join(map(repr, near[:_SHOWN]))}"
     raise fail(
         NoCheckpointError, where, got=f"no weights in {folder}", expected="a model folder, or a checkpoint", do=do
     )
@@ -180,12 +187,16 @@ class Request:
         # Two bars in one terminal line overwrite each other.
         if self.current_run is not None or not is_main_process():
             return False
-        return running.enable_progress_bar if running.verbose and self.verbose else running.enable_progress_bar or False
+        if running.verbose and self.verbose:
+            return running.enable_progress_bar
+        return running.enable_progress_bar or False
 
     @property
     def current_run(self) -> Run | None:
         """The run that is currently training the module."""
-        return self.last_run if self.last_run is not None and is_prepared(self.module) else None
+        if self.last_run is not None and is_prepared(self.module):
+            return self.last_run
+        return None
 
 
 def find_request(
@@ -216,13 +227,18 @@ def find_request(
         do = f"call trainer.{function} in on_evaluation_start, on_evaluation_end, on_update_end or on_epoch_end"
         raise fail(ArgumentError, f"trainer.{function}", got=got, expected=expected, do=do)
     trainer._evaluated = module
+    if not user_data.has_any and trainer._user_data is not None:
+        user_data = trainer._user_data
+    # Its weights and data are those of another module.
+    if last is not None and last.module is not module:
+        last = None
     return Request(
         trainer=trainer,
         function=function,
         module=module,
-        user_data=user_data if user_data.has_any or trainer._user_data is None else trainer._user_data,
+        user_data=user_data,
         ckpt_path=ckpt_path,
-        last_run=last if last is not None and last.module is module else None,
+        last_run=last,
         verbose=verbose,
     )
 
@@ -273,7 +289,9 @@ def predict_alone(request: Request, *, keeps: bool) -> Any:
     """
     with serving("trainer.predict"), working(request.trainer.settings.running), _open(request) as run:
         predictions = predict(run, keeps=keeps)
-    return predictions[""] if list(predictions) == [""] else predictions
+    if list(predictions) == [""]:
+        return predictions[""]
+    return predictions
 
 
 @contextmanager
@@ -355,9 +373,8 @@ def _build(request: Request, facts: Facts, engine: Engine) -> EvaluationRun:
     settings = trainer.settings
     seed, device = _choose_seed(request), engine.accelerator.device
     callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
-    acting = [
-        callback for callback in callbacks if not isinstance(callback, WeightAverage)
-    ]  # a feature calls the others
+    # A feature calls the others.
+    acting = [callback for callback in callbacks if not isinstance(callback, WeightAverage)]
     return EvaluationRun(
         settings=settings,
         engine=engine,
@@ -398,4 +415,6 @@ def _choose_seed(request: Request) -> int:
     if request.last_run is not None:
         return request.last_run.seed
     seed = request.trainer.settings.running.seed
-    return broadcast_object(draw_seed() if seed is None else seed)
+    if seed is None:
+        seed = draw_seed()
+    return broadcast_object(seed)

@@ -273,7 +273,8 @@ class Trainer(TrainerProperties):
         # Functions import what only checks and runs need, to keep `import accmt` fast.
         arguments = dict(locals())  # the signature above is the only list of all arguments
         tracker_kwargs = arguments.pop("kwargs")
-        arguments = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+        for name in ("self", "__class__"):
+            arguments.pop(name, None)
         arguments = resolve_aliases(arguments, tracker_kwargs)
         # A command of accmt has started the program: a sweep or a fork changes the arguments.
         if ARGUMENTS_VARIABLE in os.environ:
@@ -288,6 +289,7 @@ class Trainer(TrainerProperties):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return settings and counters for pickling and copying, without the run."""
+        # A run holds threads and file handles that cannot be pickled.
         return {name: value for name, value in vars(self).items() if name not in ("_run", "_user_data")}
 
     def fit(
@@ -558,7 +560,8 @@ class Trainer(TrainerProperties):
         from accmt.recovery.model_saver import save_model
 
         with serving("trainer.save_model"):
-            save_model(self.run, self.settings.model_folder if path is None else Path(path))
+            folder = self.settings.model_folder if path is None else Path(path)
+            save_model(self.run, folder)
 
     def register_model_saving(
         self, name: str, saving_below: Bound | None = None, saving_above: Bound | None = None
