@@ -81,7 +81,7 @@ def is_secret_name(name: str) -> bool:
     Compares words, not letters: `hub_token`, `apiKey` and `X-Api-Key` do, `tokenizer`, `max_tokens` and `monkey` do
     not.
     """
-    words = _words_of(name)
+    words = [part.lower() for part in _PART.findall(name)]
     if not words or words[-1] in _OF_PLACES:
         return False
     if _is_surely_secret(words):
@@ -89,14 +89,6 @@ def is_secret_name(name: str) -> bool:
     if words[-1] not in _LAST_WORDS:
         return False
     return words[-1] not in ("token", "key", "pass") or _OF_DATA.isdisjoint(words[:-1])
-
-
-def _words_of(name: str) -> list[str]:
-    return [part.lower() for part in _PART.findall(name)]
-
-
-def _is_long(value: str) -> bool:
-    return len(value) >= _SHORTEST_VALUE
 
 
 def hide(value: Any, *, leave_out: bool = False) -> Any:
@@ -115,7 +107,7 @@ def hide_text(text: str) -> str:
 
 def remember(value: Any) -> None:
     """Hide from now on, in all text, the secrets in settings: a library's error may repeat them."""
-    _remembered.update(filter(_is_long, _find(value, is_secret=False)))
+    _remembered.update(secret for secret in _find(value, is_secret=False) if len(secret) >= _SHORTEST_VALUE)
 
 
 def write_command(command: Sequence[str]) -> str:
@@ -134,10 +126,8 @@ def hide_in_command(command: Sequence[str]) -> list[str]:
             hidden.append(argument[:2] + HIDDEN * (len(argument) > 2))
         elif is_value and not argument.startswith("--"):  # `-v --epochs 3`: the first is a switch
             hidden.append(HIDDEN)
-        elif secret:
-            hidden.append(argument.replace(secret, HIDDEN))
         else:
-            hidden.append(hide_text(argument))
+            hidden.append(argument.replace(secret, HIDDEN) if secret else hide_text(argument))
         is_value = _SHORT_FLAG.match(argument) is not None
     return hidden
 
@@ -171,20 +161,13 @@ def _hide(value: Any, known: Sequence[str], *, leave_out: bool) -> Any:
         hidden: dict[Any, Any] = {}
         for key, item in value.items():
             is_secret = isinstance(key, str) and _is_secret(key, item)
-            if leave_out and (is_secret or _changes(item, known)):
-                continue
-            # A URL with a password may be a key, too.
-            if isinstance(key, str):
-                key = _hide_text(key, known)
-            hidden[key] = HIDDEN if is_secret else _hide(item, known, leave_out=leave_out)
+            if not (leave_out and (is_secret or _changes(item, known))):
+                key = _hide_text(key, known) if isinstance(key, str) else key
+                hidden[key] = HIDDEN if is_secret else _hide(item, known, leave_out=leave_out)
         return hidden
-    # Not subclasses: a named tuple takes its fields one by one.
     if type(value) in (list, tuple, set, frozenset):
-        items = []
-        for item in value:
-            if not (leave_out and _changes(item, known)):
-                items.append(_hide(item, known, leave_out=leave_out))
-        return type(value)(items)
+        items = [item for item in value if not (leave_out and _changes(item, known))]
+        return type(value)(_hide(item, known, leave_out=leave_out) for item in items)
     return value
 
 
@@ -198,14 +181,13 @@ def _is_secret(key: str, value: Any) -> bool:
         return False
     names = [part for part in key.split(".") if is_secret_name(part)]  # for flat keys, such as `model.token`
     if isinstance(value, int | float):
-        return any(map(_is_surely_secret, map(_words_of, names)))
+        return any(_is_surely_secret([part.lower() for part in _PART.findall(name)]) for name in names)
     return bool(names)
 
 
 def _hide_text(text: str, known: Sequence[str]) -> str:
     for secret in known:
         text = text.replace(secret, HIDDEN)
-    # The searches are slow, and most texts have none of these marks.
     if "://" in text:
         text = _IN_URL.sub(_hide_user, text)
     if "PRIVATE KEY" in text:
@@ -218,27 +200,21 @@ def _hide_text(text: str, known: Sequence[str]) -> str:
 def _hide_user(match: re.Match[str]) -> str:
     user = match[0].removeprefix(match[1])
     is_name = ":" not in user and len(user) < 20 and not match[1].lower().startswith("http")  # ssh://git@host
-    if is_name:
-        return match[0]
-    return f"{match[1]}{HIDDEN}@"
+    return match[0] if is_name else f"{match[1]}{HIDDEN}@"
 
 
 def _hide_parameter(match: re.Match[str]) -> str:
     name = unquote(match[2])
-    if is_secret_name(name) or name.lower().endswith(("sig", "signature")):  # grants access to the URL
-        return f"{match[1]}{match[2]}={HIDDEN}"
-    return match[0]
+    is_secret = is_secret_name(name) or name.lower().endswith(("sig", "signature"))  # grants access to the URL
+    return f"{match[1]}{match[2]}={HIDDEN}" if is_secret else match[0]
 
 
 def _known() -> list[str]:
     """Return the secrets with known values, longest first: one may be a prefix of another."""
-    values = set()
-    for name, value in os.environ.items():
-        if _may_hold_secret(name) and _is_long(value):
-            # Some variables only contain the location of a secret, such as SSH_AUTH_SOCK.
-            is_place = value.startswith(("/", "~")) and _exists(value)
-            if not is_place:
-                values.add(value)
+    values = {value for name, value in os.environ.items() if _may_hold_secret(name)}
+    values = {value for value in values if len(value) >= _SHORTEST_VALUE}
+    # Some variables only contain the location of a secret, such as SSH_AUTH_SOCK.
+    values -= {value for value in values if value.startswith(("/", "~")) and _exists(value)}
     return sorted(values | _remembered | _secrets_of_command(tuple(sys.argv)), key=len, reverse=True)
 
 
@@ -259,7 +235,7 @@ def _secrets_of_command(arguments: tuple[str, ...]) -> frozenset[str]:
     secrets = set[str]()
     for argument, secret in _find_in_command(arguments[1:]):
         secrets.update((secret, *_passwords_in(argument)))
-    return frozenset(filter(_is_long, secrets))
+    return frozenset(secret for secret in secrets if len(secret) >= _SHORTEST_VALUE)
 
 
 def _find_in_command(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -272,29 +248,22 @@ def _find_in_command(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             flag = name
         if is_secret_name(flag) and not is_flag:
             yield argument, argument
-        elif is_assigned and is_secret_name(name):
-            yield argument, value
         else:
-            yield argument, ""
+            yield argument, value if is_assigned and is_secret_name(name) else ""
 
 
 def _find(value: Any, *, is_secret: bool) -> Iterator[str]:
     """Yield the secrets in a value: entries with their names, and the passwords in URLs."""
-    match value:
-        case str() if is_secret:
-            yield value
-        case str():
-            yield from _passwords_in(value)
-        case Mapping():
-            for key, item in value.items():
-                yield from _find(item, is_secret=is_secret or (isinstance(key, str) and _is_secret(key, item)))
-        case list() | tuple() | set() | frozenset():
-            for item in value:
-                yield from _find(item, is_secret=is_secret)
-        case bool():  # a switch, which is an int too
-            return
-        case int() if is_secret:
-            yield str(value)
+    if isinstance(value, str):
+        yield from [value] if is_secret else _passwords_in(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _find(item, is_secret=is_secret or (isinstance(key, str) and _is_secret(key, item)))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _find(item, is_secret=is_secret)
+    elif is_secret and isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)
 
 
 def _passwords_in(text: str) -> Iterator[str]:

@@ -267,13 +267,7 @@ class PackingCheck(Feature):
     ) -> None:
         self._model = model
         self._is_compiled = _is_compiled(model if wrapped is None else wrapped)
-        # The models whose calls are looked at, and the arguments that each takes.
-        # Those inside another one are called by it, and by a step that computes its loss in parts.
-        watched: list[nn.Module] = list(find_transformers_models(model))
-        if not self._is_compiled:
-            watched = list(filter(is_transformers_model, model.modules()))
-        if not watched and "position_ids" in inspect.signature(model.forward).parameters:
-            watched = [model]
+        watched = _find_watched(model, is_compiled=self._is_compiled)
         self._watched = {part: inspect.signature(part.forward).parameters for part in watched}
         self._precision = precision
         self._needs_all = needs_all
@@ -285,7 +279,8 @@ class PackingCheck(Feature):
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> PackingCheck | None:
-        if run.state.fn == "predict":
+        is_compiled = _is_compiled(run.model)
+        if run.state.fn == "predict" or not _find_watched(run.unwrapped_model, is_compiled=is_compiled):
             return None
         precision = partial(autocast, run.accelerator)
         return cls(run.unwrapped_model, wrapped=run.model, precision=precision, needs_all=run.engine.needs_all)
@@ -335,12 +330,6 @@ class PackingCheck(Feature):
         """
         looked, self._looked = self._looked, None
         is_packed = looked is not None and looked.is_packed
-        if is_packed and not self._watched:
-            warn_once(
-                f"packed documents: {type(self._model).__name__} has no argument position_ids, so it is unknown "
-                "whether it separates documents",
-                about="packed documents",
-            )
         if not is_packed or self._was_passed or self._is_compiled or not any(map(is_transformers_model, self._watched)):
             return
         called = list(find_transformers_models(self._model))
@@ -437,6 +426,16 @@ def _plain_call(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> Pa
     name = "inputs_embeds" if arguments.get("input_ids") is None else "input_ids"
     attention = str(attention_of(model))
     return PackedCall(model, {name: arguments.get(name)}, rows if "flash" in attention else 1)
+
+
+def _find_watched(model: nn.Module, *, is_compiled: bool) -> list[nn.Module]:
+    """Return the models whose calls are looked at; none if no model says where documents begin."""
+    watched: list[nn.Module] = list(find_transformers_models(model))
+    if not is_compiled:  # those inside another one, too: a step may compute its loss in parts
+        watched = list(filter(is_transformers_model, model.modules()))
+    if not watched and "position_ids" in inspect.signature(model.forward).parameters:
+        watched = [model]
+    return watched
 
 
 def _is_compiled(model: nn.Module) -> bool:

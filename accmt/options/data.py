@@ -43,9 +43,7 @@ def _require_by_phase(name: str, value: Any) -> None:
 
 def _read_reload(name: str, value: Any) -> int:
     """Return the number of epochs between rebuilds of the loaders; 0 is never."""
-    if value == 0:
-        return 0
-    return int(read_every(name, value, ["epoch"], plain="epoch", also="; 0 means never").number)
+    return 0 if value == 0 else int(read_every(name, value, ["epoch"], plain="epoch", also="; 0 means never").number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +91,10 @@ class DataOptions(Options):
         """Reject two orders at once."""
         # Both decide the order, and one of them would be ignored.
         if self.group_by_length and self.batch_sampler is not None:
-            got = "group_by_length and batch_sampler"
-            do = "leave `group_by_length` out: a batch sampler decides the order"
+            got, do = (
+                "group_by_length and batch_sampler",
+                "leave `group_by_length` out: a batch sampler decides the order",
+            )
             raise fail(ArgumentError, write_place(name), got=got, expected="one of the two", do=do)
 
 
@@ -147,15 +147,12 @@ class DataSettings(Group):
 
     def sampler_of(self, phase: Literal["train", "val"]) -> Any:
         """Return the order of the samples of a phase; one that is not in a dict is that of training."""
-        if isinstance(self.sampler, Mapping):
-            return self.sampler.get(phase)
-        return self.sampler if phase == "train" else None
+        by_phase = self.sampler if isinstance(self.sampler, Mapping) else {"train": self.sampler}
+        return by_phase.get(phase)
 
     def collate_fn_of(self, phase: Literal["train", "val"]) -> Any:
         """Return the collate function of a phase; one that is not in a dict is that of all data."""
-        if isinstance(self.collate_fn, Mapping):
-            return self.collate_fn.get(phase)
-        return self.collate_fn
+        return self.collate_fn.get(phase) if isinstance(self.collate_fn, Mapping) else self.collate_fn
 
     @property
     def reload_epochs(self) -> int:
@@ -166,6 +163,4 @@ class DataSettings(Group):
     def limits(self) -> Limits:
         """The limit for each kind of batches."""
         limit: Any = self.limit_batches
-        if isinstance(limit, Limits):
-            return limit
-        return Limits(train=limit, val=limit, test=limit, predict=limit)
+        return limit if isinstance(limit, Limits) else Limits(train=limit, val=limit, test=limit, predict=limit)

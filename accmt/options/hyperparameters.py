@@ -95,17 +95,17 @@ class HyperParameters:
         optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if optim is None and optimizer is None:
-            optim = "SGD"
+        optim = "SGD" if optim is None and optimizer is None else optim
         kwargs = optimizer_kwargs if optim_kwargs is None else optim_kwargs
-        if epochs is None and max_steps is None and max_samples is None and max_target_tokens is None:
-            epochs = 1
-        values: dict[str, Any] = {
-            "epochs": epochs,
+        has_limit = any(limit is not None for limit in (max_steps, max_samples, max_target_tokens))
+        values = {
+            "epochs": 1 if epochs is None and not has_limit else epochs,
             "batch_size": batch_size,
-            "optim": optim,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
+            "optim": None if optim is None else _component(optim, kwargs),
+            "optimizer": None if optimizer is None else _component(optimizer, kwargs),
+            "scheduler": None
+            if scheduler is None and scheduler_kwargs is None
+            else _component(scheduler, scheduler_kwargs),
             "max_steps": max_steps,
             "max_samples": max_samples,
             "max_target_tokens": max_target_tokens,
@@ -119,13 +119,6 @@ class HyperParameters:
             "data": data,
             "evaluation": evaluation,
         }
-        if optim is not None:
-            values["optim"] = _component(optim, kwargs)
-        if optimizer is not None:
-            values["optimizer"] = _component(optimizer, kwargs)
-        # Arguments alone, without a scheduler, would have no effect: its missing type is an error.
-        if scheduler is not None or scheduler_kwargs is not None:
-            values["scheduler"] = _component(scheduler, scheduler_kwargs)
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = []
         arguments = {"optim": optim_kwargs, "optimizer": optimizer_kwargs, "scheduler": scheduler_kwargs}
@@ -167,9 +160,7 @@ class HyperParameters:
             source = source.to_dict()
         hps = cls.__new__(cls)
         document = read_document(source)
-        if flags:
-            document = addon("overlay_flags")(document, flags)
-        hps._take(document)
+        hps._take(addon("overlay_flags")(document, flags) if flags else document)
         return hps
 
     def _take(self, document: Document) -> None:
@@ -249,9 +240,7 @@ class HyperParameters:
         from accmt.options.optimizer_and_scheduler_arguments import standard_rate
 
         rate = self.optim_kwargs.get("lr")
-        if rate is None and self.optim is not None:
-            return standard_rate(self.optimizer_class)
-        return rate
+        return standard_rate(self.optimizer_class) if rate is None and self.optim is not None else rate
 
     def set_learning_rate(self, rate: float) -> None:
         """Change the learning rate; those of groups keep their proportion to it."""
@@ -278,9 +267,7 @@ class HyperParameters:
     @property
     def micro_batch_limit(self) -> int | None:
         """The number in `max_micro_batch_size`; None for "auto", or if it is not set."""
-        if self.max_micro_batch_size == "auto":
-            return None
-        return self.max_micro_batch_size
+        return None if self.max_micro_batch_size == "auto" else self.max_micro_batch_size
 
     def micro_batch_size_within(self, limit: int | None) -> int:
         """Return the largest even split of a batch within a limit and `max_micro_batch_size`."""
@@ -336,12 +323,7 @@ class HyperParameters:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
-        entries = []
-        for key in FIELDS:
-            # With its key, whose name may say that the value is a secret.
-            shown = hide({key: self[key]})
-            entries.append(f"{key}={shown[key]!r}")
-        return f"HyperParameters({', '.join(entries)})"
+        return f"HyperParameters({', '.join(f'{key}={hide({key: self[key]})[key]!r}' for key in FIELDS)})"
 
     def _batch_size_of(self, stage: int) -> int:
         sizes = self.batch_size if isinstance(self.batch_size, tuple) else (self.batch_size,)
@@ -353,29 +335,22 @@ def _component(kind: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    match value:
-        case type():  # the optimizer class of a group
-            from accmt.options.optimizer_and_scheduler_names import name_of
+    if isinstance(value, type):  # the optimizer class of a group
+        from accmt.options.optimizer_and_scheduler_names import name_of
 
-            return name_of(value)
-        case dict():
-            return {key: _plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return list(map(_plain, value))
-        case _:
-            return value
+        return name_of(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for key, value in values.items():
-        match value:
-            case None:
-                continue
-            case dict():
-                pairs += _flat(value, f"{prefix}{key}.")
-            case list():
-                pairs.append((f"{prefix}{key}", str(value)))
-            case _:
-                pairs.append((f"{prefix}{key}", value))
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            pairs.append((f"{prefix}{key}", str(value) if isinstance(value, list) else value))
     return pairs

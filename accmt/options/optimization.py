@@ -35,10 +35,8 @@ def _require_window_maker(name: str, value: Any) -> None:
     if makers:
         require_choice(name, value, makers)
     else:
-        example = 2
-        if value.isdecimal():
-            example = int(value) or example
-        raise_wrong_value(name, value, _ACCUMULATION.text, write_argument(name, example))
+        number = int(value) if value.isdecimal() else 0
+        raise_wrong_value(name, value, _ACCUMULATION.text, write_argument(name, number or 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,34 +84,26 @@ class OptimizationSettings(Group):
     @property
     def clip_type(self) -> Literal["norm", "value"]:
         """Whether clipping applies to the gradient's norm or to each entry."""
-        if isinstance(self.clip_grad, Clipping) and self.clip_grad.value is not None:
-            return "value"
-        return "norm"
+        return "value" if isinstance(self.clip_grad, Clipping) and self.clip_grad.value is not None else "norm"
 
     @property
     def clip_limit(self) -> float | None:
         """The largest norm or entry; None or 0 is off."""
         clip: Any = self.clip_grad
-        if isinstance(clip, Clipping):
-            clip = getattr(clip, self.clip_type)
-        limit: float | None = clip
+        limit: float | None = getattr(clip, self.clip_type) if isinstance(clip, Clipping) else clip
         return limit
 
     @property
     def window_maker(self) -> str | None:
         """The name of the window maker; None if the number of batches is set."""
-        if isinstance(self.grad_accumulation_steps, str):
-            return self.grad_accumulation_steps
-        return None
+        return self.grad_accumulation_steps if isinstance(self.grad_accumulation_steps, str) else None
 
     def accumulation_at(self, epoch: int) -> int | None:
         """Return the batches per process and optimizer step in `epoch` (from 0); None if a window maker decides."""
         steps = self.grad_accumulation_steps
-        match steps:
-            case str():
-                return None
-            case Mapping():
-                begun = [start for start in steps if start <= epoch]
-                return steps[max(begun)] if begun else 1
-            case _:
-                return steps or 1
+        if isinstance(steps, str):
+            return None
+        if isinstance(steps, Mapping):
+            begun = [start for start in steps if start <= epoch]
+            return steps[max(begun)] if begun else 1
+        return steps or 1

@@ -116,13 +116,6 @@ class PatienceOptions(Options):
         return evaluations
 
 
-def _url_in(path: object) -> str | None:
-    # A Path of a URL has lost one of its slashes.
-    if isinstance(path, str) and _URL.match(path):
-        return path
-    return None
-
-
 def _name_of_url(url: str) -> str:
     """Return the last part of a URL's path; "" if it has none."""
     _, _, path = url.partition("://")
@@ -188,21 +181,19 @@ class SavingSettings(Group):
     @property
     def model_url(self) -> str | None:
         """`model_path` if it is a URL: models are saved in a local folder, and copied there."""
-        return _url_in(self.model_path)
+        return self.model_path if isinstance(self.model_path, str) and _URL.match(self.model_path) else None
 
     @property
     def local_model_path(self) -> str | PathLike[str]:
         """The local model folder."""
-        if self.model_url is None:
-            return self.model_path
-        return Path("out", _name_of_url(self.model_url))
+        return self.model_path if self.model_url is None else Path("out", _name_of_url(self.model_url))
 
     @property
     def rule(self) -> str | Sequence[str | None] | None:
         """`model_saving` without "last"."""
         if self.model_saving == LAST:
             return None
-        if isinstance(self.model_saving, str | None):
+        if isinstance(self.model_saving, str) or self.model_saving is None:
             return self.model_saving
         return [rule for rule in self.model_saving if rule != LAST] or None
 
@@ -222,18 +213,12 @@ class SavingSettings(Group):
 
 def _count_evaluations(patience: Any) -> Any:
     """Return the number in a string such as "3 evals", and any other value unchanged."""
-    if isinstance(patience, str):
-        return int(_read_evaluations("patience", patience).number)
-    return patience
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str | PathLike) and bool(str(value).strip())
+    return int(_read_evaluations("patience", patience).number) if isinstance(patience, str) else patience
 
 
 def _require_folder(name: str, value: Any) -> None:
     # An empty path is the working folder.
-    if not _is_path(value):
+    if not isinstance(value, str | PathLike) or not str(value).strip():
         raise_wrong_value(name, value, "a folder", f'{name}="out/checkpoint"')
     if _URL.match(str(value)) and not (isinstance(value, str) and "://" in value):
         raise_wrong_value(name, value, "a local folder, or a URL as a string", f'{name}="s3://bucket/run"')
@@ -243,7 +228,7 @@ def _require_resume(name: str, value: Any) -> None:
     if value is True or value is False or value == "auto":
         return
     expected = 'True, False, "auto", None, or the path of a checkpoint'
-    if not _is_path(value):
+    if not isinstance(value, str | PathLike) or not str(value).strip():
         raise_wrong_value(name, value, expected, "resume=True")
     # Reject strings such as "true" that are not paths, and misspelled ones unless such a path exists.
     word = nearest(value, _RESUME_WORDS, cutoff=0.7)
@@ -285,9 +270,7 @@ class CheckpointOptions(Options):
     @property
     def keeps(self) -> Every | None:
         """`keep_every` as an interval."""
-        if self.keep_every is None:
-            return None
-        return _read_steps_or_epochs("keep_every", self.keep_every)
+        return None if self.keep_every is None else _read_steps_or_epochs("keep_every", self.keep_every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +332,7 @@ class CheckpointSettings(Group):
     @property
     def url(self) -> str | None:
         """`checkpoint` if it is a URL: checkpoints are written to the default local folder, and copied there."""
-        return _url_in(self.checkpoint)
+        return self.checkpoint if isinstance(self.checkpoint, str) and _URL.match(self.checkpoint) else None
 
     @property
     def writes_to_folder(self) -> bool:
@@ -359,6 +342,5 @@ class CheckpointSettings(Group):
     @property
     def every(self) -> Every | None:
         """How often to write a checkpoint; None is never."""
-        if self.checkpoint_every is None:
-            return None
-        return _read_checkpoint_interval("checkpoint_every", self.checkpoint_every)
+        interval = self.checkpoint_every
+        return None if interval is None else _read_checkpoint_interval("checkpoint_every", interval)

@@ -85,8 +85,7 @@ class Settings:
         remember(values)
         makers: dict[str, Callable[[], Any]] = {}
         for name, group in cls.GROUPS.items():
-            of_group = {key: values[key] for key in hints_of(group) if key in values}
-            makers[name] = partial(group, **of_group)
+            makers[name] = partial(group, **{key: values[key] for key in hints_of(group) if key in values})
         makers["hps"] = partial(HyperParameters.from_config, arguments["hps_config"])
         errors: list[ArgumentError | HyperParameterError] = []
         if values["tracker_kwargs"]:
@@ -114,12 +113,8 @@ class Settings:
     def is_set(self, argument: str) -> bool:
         """Return whether a setting, a hyper-parameter or an argument of the Trainer, is neither None nor False."""
         owners = [self.hps, *(getattr(self, name) for name in self.GROUPS)]
-        for owner in owners:
-            value = getattr(owner, argument, None)
-            # 0 is a value, such as of a seed.
-            if value is not None and value is not False:
-                return True
-        return False
+        values = [getattr(owner, argument, None) for owner in owners]
+        return any(value is not None and value is not False for value in values)
 
     def samples_per_step(self, num_parts: int, epoch: int = 0) -> int | None:
         """Return the samples of a full optimizer step of an epoch; None if a window maker decides.
@@ -129,15 +124,11 @@ class Settings:
             epoch: The epoch, from 0.
         """
         batches = self.optimization.accumulation_at(epoch)
-        if batches is None:
-            return None
-        return self.hps.train_batch_size * batches * num_parts
+        return None if batches is None else self.hps.train_batch_size * batches * num_parts
 
     def from_home(self, path: str | PathLike[str]) -> Path:
         """Return a path unchanged while `home` is the working folder, and an absolute one otherwise."""
-        if is_current(self.home):
-            return Path(path)
-        return self.home / path
+        return Path(path) if is_current(self.home) else self.home / path
 
     @property
     def model_folder(self) -> Path:
@@ -188,9 +179,7 @@ class Settings:
 
 def _to_plain(value: Any) -> Any:
     """Return options as a dict, and any other value unchanged."""
-    if isinstance(value, Options):
-        return value.to_dict()
-    return value
+    return value.to_dict() if isinstance(value, Options) else value
 
 
 # ---- Trial runs: `fast_dev_run` saves nothing, `overfit_batches` trains and validates on the same data.

@@ -358,8 +358,11 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
     name = logging.run_name or default_run_name()
     if resumed is not None:
         name = resumed.states["run_name"]
+    trackers = []
+    if logging.log_with:
+        trackers = addon("resolve_trackers")(logging.log_with)
     return Tracking(
-        addon("resolve_trackers")(logging.log_with),
+        trackers,
         track_name=logging.track_name or default_track_name(settings.model_folder),
         run_name=broadcast_object(name),
         logging_dir=logging.logging_dir,
