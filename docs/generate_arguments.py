@@ -60,7 +60,8 @@ The tables below list all arguments by topic. Arguments that take options have t
   counts optimizer steps (`patience`: evaluations; `reload_dataloaders_every_n_epochs`: epochs).
 - **Options.** Arguments such as `failures` take an object, for example `Failures(on_nonfinite="skip")`, or a dict with
   the same names, `{{"on_nonfinite": "skip"}}`. With an object, editors can complete the names.
-- **Off.** None, False, `[]` and `{{}}` disable an argument that can be disabled, unless the table says what None means.
+- **Off.** None, False, `[]` and `{{}}` disable an argument that can be disabled. If the table does not say what None
+  means, it means the default.
 - **Aliases.** You can also write {aliases}.
 """
 
