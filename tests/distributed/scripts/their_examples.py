@@ -1,4 +1,4 @@
-"""Trains the examples of examples/well-known-scripts.md, as the page has them or as the originals do; writes the losses.
+"""Trains the examples of examples/well-known-scripts.md, as the page has them or as the originals do; writes losses.
 
 PYTHONPATH=. torchrun --nproc-per-node 2 their_examples.py RESULT.json FOLDER here|there
 """
