@@ -1,4 +1,4 @@
-"""Every error that accmt raises on purpose; `docs/errors.md` lists them.
+"""Every error that accmt raises on purpose; `docs/failures.md` lists them.
 
 Each error also derives from the matching built-in, so `except ValueError` works as well as `except AccmtError`.
 Only `Preempted` is not an `AccmtError`, because it is not an `Exception`.

@@ -29,7 +29,7 @@ EXTENSION_POINTS = (
     "accmt.precisions",
     "accmt.window_makers",
 )
-"""The groups in which other packages add something: docs/extending.md."""
+"""The groups in which other packages add something: docs/contributing.md."""
 
 _ADDONS = "accmt.addons"
 

@@ -54,7 +54,7 @@ Trainer("hps.yaml", "out/model", metrics="accuracy", model_saving="best_accuracy
 
 The tables below list all arguments by topic. Arguments that take options have their own tables [at the end](#options).
 
-- **Position.** You can pass the arguments from `{positional}` to `{last}` by position, and all others only by name.
+- **Position.** Only the arguments from `{positional}` to `{last}` can be passed by position.
 - **Intervals.** An interval is a number and a unit, such as "500 steps", "2 epochs" or "3 evals". For evaluations and
   checkpoints, it can also be a fraction of an epoch, such as "0.25 epochs" or 0.25. A whole number without a unit
   counts optimizer steps (`patience`: evaluations; `reload_dataloaders_every_n_epochs`: epochs).
@@ -62,7 +62,6 @@ The tables below list all arguments by topic. Arguments that take options have t
   the same names, `{{"on_nonfinite": "skip"}}`. With an object, editors can complete the names.
 - **Off.** None, False, `[]` and `{{}}` disable an argument that can be disabled. If the table does not say what None
   means, it means the default.
-- **Errors.** Invalid values and unknown names raise an error when you create the Trainer.
 - **Aliases.** You can also write {aliases}.
 """
 

@@ -90,7 +90,8 @@ def show_source(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8").rstrip("\n")
     if path.suffix == ".md":
-        return text
+        to_docs = posixpath.relpath(".", posixpath.dirname(page_of_source(path)))
+        return text.replace("](../docs/", f"]({to_docs}/")
     head = f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n"
     return f"{head}\n``````{_LEXERS.get(path.suffix, 'bash')}\n{text}\n``````\n"
 

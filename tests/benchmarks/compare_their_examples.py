@@ -1,4 +1,4 @@
-"""Prints the table of docs/their-examples.md: how far originals and ports are from plain torch on one big batch.
+"""Prints the table of examples/well-known-scripts.md: how far originals and ports are from plain torch, one big batch.
 
 .venv/bin/python tests/benchmarks/compare_their_examples.py
 """

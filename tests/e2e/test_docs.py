@@ -262,7 +262,7 @@ def test_the_table_of_shares_is_the_real_one(process):
 
 
 def test_the_table_of_errors_is_the_real_one():
-    rows = read_table(read_section(DOCS / "errors.md", "Exception classes"))
+    rows = read_table(read_section(DOCS / "failures.md", "Exception classes"))
     listed = {name.strip("`"): set(re.findall(r"`(\w+)`", bases)) for name, bases, _ in rows}
     classes = {
         name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, BaseException)

@@ -1,4 +1,4 @@
-"""The modules of docs/their-examples.md train on two processes as their originals do on one."""
+"""The modules of examples/well-known-scripts.md train on two processes as their originals do on one."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def count_operations(prepare: Callable[[Path], None], folder: Path) -> int:
 def test_the_documentation_says_how_many_failures_are_injected(tmp_path):
     counts = {prepare: count_operations(prepare, tmp_path / prepare.__name__) for prepare in SITUATIONS}
     total, killed = sum(counts.values()), counts[prepare_one] + counts[prepare_same_step]
-    page = " ".join((Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text().split())
+    page = " ".join((Path(__file__).parents[2] / "docs" / "formats.md").read_text().split())
     assert (len(SITUATIONS), len(FAULTS)) == (5, 4), "five situations ... four kinds of failure"
     assert f"these are {total} operations" in page
     assert f"makes {total * len(FAULTS)} injected failures, and {killed} more" in page

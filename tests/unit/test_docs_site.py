@@ -88,7 +88,7 @@ def test_a_page_says_which_tests_run_it_and_which_read_it(hooks: dict[str, Any])
 
 @pytest.mark.feature("D38")
 def test_a_link_to_a_file_of_the_repository_becomes_a_page_with_its_code(hooks: dict[str, Any], tmp_path: Path):
-    linked = hooks["links_outside"](DOCS / "slurm.md")
+    linked = hooks["links_outside"](DOCS / "machines.md")
     assert ROOT / "examples" / "slurm" / "train.py" in linked
     assert hooks["page_of_source"](ROOT / "examples" / "digits.py") == "source/examples/digits.py.md"
     assert "``````python\n" in hooks["show_source"](ROOT / "examples" / "digits.py")

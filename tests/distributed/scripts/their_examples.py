@@ -1,4 +1,4 @@
-"""Trains the examples of docs/their-examples.md, as the page has them or as the originals do, and writes the losses.
+"""Trains the examples of examples/well-known-scripts.md, as the page has them or as the originals do; writes losses.
 
 PYTHONPATH=. torchrun --nproc-per-node 2 their_examples.py RESULT.json FOLDER here|there
 """
@@ -28,7 +28,7 @@ from accmt.metrics import Metric
 from accmt.processes import is_main_process
 from tests.e2e.markdown import ROOT, read_blocks
 
-PAGE = ROOT / "docs" / "their-examples.md"
+PAGE = ROOT / "examples" / "well-known-scripts.md"
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH, SAMPLES, RATE = 4, 11, 0.1  # of all processes
 VOCABULARY, PAD, END = 20, 0, 2
