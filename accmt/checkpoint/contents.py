@@ -110,12 +110,8 @@ class PiecePlanner:
         """
         if num_processes() == 1:
             return Pieces.whole({name: local_part(tensor) for name, tensor in tensors.items()})
-        layout = []
-        for name, tensor in tensors.items():
-            placements = None
-            if isinstance(tensor, DTensor):
-                placements = tensor.placements
-            layout.append((name, tensor.shape, tensor.dtype, placements))
+        placements = {name: tensor.placements for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        layout = [(name, tensor.shape, tensor.dtype, placements.get(name)) for name, tensor in tensors.items()]
         # All processes compare all layouts: one that kept its plan while another plans again would leave that waiting.
         layouts = gather_objects(hashlib.sha256(repr(layout).encode()).hexdigest())
         if layouts != self._layouts:
