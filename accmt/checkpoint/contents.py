@@ -139,7 +139,9 @@ def write_pieces(pieces: Pieces, folder: Path) -> Path:
     except SafetensorError as error:
         # safetensors hides the number of an OSError in its message; the advice for a full disk depends on it.
         match = re.search(r"os error (\d+)", str(error))
-        number = int(match[1]) if match else errno.EIO
+        number = errno.EIO
+        if match:
+            number = int(match[1])
         raise OSError(number, str(error), str(path)) from error
     follow_umask(path)
     return path
@@ -168,8 +170,11 @@ class HostSnapshot:
         not saturate the memory bandwidth.
         """
         self._fit(tensors)
-        pairs = [(self._buffers[name], tensor.detach()) for name, tensor in tensors.items()]
-        devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
+        pairs, devices = [], set()
+        for name, tensor in tensors.items():
+            pairs.append((self._buffers[name], tensor.detach()))
+            if tensor.device.type != "cpu":
+                devices.add(tensor.device)
         if helper is None or devices or torch.get_num_threads() > 1:
             _copy(pairs)
         else:
@@ -301,8 +306,10 @@ def _changed_layout(built: Mapping[str, str], current: Mapping[str, str]) -> Acc
     for name in sorted(built.keys() & current.keys()):
         if built[name] != current[name]:
             faults.append(f"{name} is {current[name]} but was {built[name]}")
-    faults += [f"{name} is new" for name in current.keys() - built.keys()]
-    faults += [f"{name} is missing" for name in built.keys() - current.keys()]
+    for name in current.keys() - built.keys():
+        faults.append(f"{name} is new")
+    for name in built.keys() - current.keys():
+        faults.append(f"{name} is missing")
     expected = "the same entries, shapes and dtypes as when it was built, so that a resumed run can load them"
     do = "allocate a buffer at its final size when the model is built, and count how much of it is used"
     if built.keys() != current.keys():
@@ -445,13 +452,17 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     targets: dict[str, Tensor] = {}  # to read into: weights in place, optimizer state sharded like its parameter
     for name, entry in saved["model"].items():
         if isinstance(entry, TensorReference):
+            target = ours[name]
             # The elements of an expanded tensor share memory, so that nothing can be read into it.
-            target = _empty(stored[entry.name], None) if is_expanded(ours[name]) else ours[name]
+            if is_expanded(target):
+                target = _empty(stored[entry.name], None)
             targets.setdefault(entry.name, target)
     for states in chain.from_iterable(map(with_inner, saved["optimizers"])):
         for name, state in states["state"].items():
-            targets |= {key: _empty(stored[key], ours.get(name)) for key in referred_tensors(state)}
-    targets |= {key: _empty(stored[key], None) for key in referred_tensors(saved) - targets.keys()}
+            for key in referred_tensors(state):
+                targets[key] = _empty(stored[key], ours.get(name))
+    for key in referred_tensors(saved) - targets.keys():
+        targets[key] = _empty(stored[key], None)
     _read_tensors(targets, reader, folder)
     loaded = join_tensors(targets, saved)
     restore_model(model, loaded["model"])
@@ -478,7 +489,10 @@ def _select_process(saved: State, *, resets_optimizers: bool) -> State:
         raise fail(CheckpointError, "resuming", got=got, expected="as many processes as in the saved run", do=do)
     process = dict(saved["process"][str(process_index())])
     # Where each process trains a replica, its weights are here; the main process's are in their usual place.
-    weights = {name: process.pop(name) for name in ("model", "buffers", "optimizers") if name in process}
+    weights = {}
+    for name in ("model", "buffers", "optimizers"):
+        if name in process:
+            weights[name] = process.pop(name)
     if resets_optimizers:
         weights.pop("optimizers", None)
     return {**saved, **weights, "process": process}
@@ -557,11 +571,15 @@ def _model_layout(state: State) -> dict[str, str]:
 
 def _require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) -> None:
     """Check that the model has the same entries as the checkpoint."""
-    faults = [f"{name} is not in the checkpoint" for name in ours.keys() - saved.keys()]
-    faults += [f"{name} is not in the model" for name in saved.keys() - ours.keys()]
+    faults = []
+    for name in ours.keys() - saved.keys():
+        faults.append(f"{name} is not in the checkpoint")
+    for name in saved.keys() - ours.keys():
+        faults.append(f"{name} is not in the model")
     for name in ours.keys() & saved.keys():
-        entry = saved[name]
-        metadata = stored.get(entry.name) if isinstance(entry, TensorReference) else entry
+        metadata = saved[name]
+        if isinstance(metadata, TensorReference):
+            metadata = stored.get(metadata.name)
         got, expected = _describe(ours[name]), _describe(metadata)
         if got != expected:
             faults.append(f"{name} is {got} in the model, {expected} in the checkpoint")
@@ -572,11 +590,17 @@ def _require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) ->
 
 
 def _describe(entry: Any) -> str:
-    if isinstance(entry, Tensor):
-        kind = f" {describe_kind(type(entry))}" if has_inner_tensors(entry) else ""
-        return f"{tuple(entry.shape)} {entry.dtype}{kind}"
-    if isinstance(entry, WrappedTensor):
-        return f"{entry.size} {entry.dtype} {entry.kind}"
-    if isinstance(entry, TensorStorageMetadata):
-        return f"{tuple(entry.size)} {entry.properties.dtype}"
-    return "missing" if entry is None else "not a tensor"
+    match entry:
+        case Tensor():
+            text = f"{tuple(entry.shape)} {entry.dtype}"
+            if has_inner_tensors(entry):
+                text += f" {describe_kind(type(entry))}"
+            return text
+        case WrappedTensor():
+            return f"{entry.size} {entry.dtype} {entry.kind}"
+        case TensorStorageMetadata():
+            return f"{tuple(entry.size)} {entry.properties.dtype}"
+        case None:
+            return "missing"
+        case _:
+            return "not a tensor"

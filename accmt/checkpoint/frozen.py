@@ -98,13 +98,23 @@ def checksum(weight: Tensor) -> object:
     """Return a checksum of this process's part of a weight, computed on the weight's device."""
     parts = plain_parts(local_part(weight.detach()))
     # On the device, because copying all frozen weights to the host at each checkpoint would take far longer.
-    return [_digest(part) if part.device.type == "cpu" else _sums(part) for part in parts]
+    checksums: list[object] = []
+    for part in parts:
+        if part.device.type == "cpu":
+            checksums.append(_digest(part))
+        else:
+            checksums.append(_sums(part))
+    return checksums
 
 
 def _sums(part: Tensor) -> list[int]:
     """Return sums of a tensor's bytes, chunk by chunk, each byte weighted by a different odd number."""
     data = part.contiguous().reshape(-1).view(torch.uint8)
-    sums = [(chunk * _weights(str(part.device))[: len(chunk)]).sum() for chunk in torch.split(data, _CHUNK)]
+    # In chunks: the products are of eight bytes each, and would take eight times the memory of the weight.
+    sums = []
+    for chunk in torch.split(data, _CHUNK):
+        weights = _weights(str(part.device))[: len(chunk)]
+        sums.append((chunk * weights).sum())
     return torch.stack(sums).tolist()
 
 
@@ -135,8 +145,13 @@ def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
 
     Processes: collective where the model is sharded.
     """
-    weights = {**model_state(model), **plain_parameter_names(model)} if saved else {}
-    different = [name for name, digest in saved.items() if name not in weights or digest_of(weights[name]) != digest]
+    if not saved:
+        return
+    weights = {**model_state(model), **plain_parameter_names(model)}
+    different = []
+    for name, digest in saved.items():
+        if name not in weights or digest_of(weights[name]) != digest:
+            different.append(name)
     if different:  # the adapter would be resumed on another base model, or on a new head with other random values
         raise fail(
             CheckpointError,

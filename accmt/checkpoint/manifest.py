@@ -225,7 +225,9 @@ def read_manifest(folder: Path) -> Manifest | Damage:
     # Not damage: taking the previous checkpoint would silently repeat what a newer accmt has trained.
     if content.get("version") != MANIFEST_VERSION:
         versions = content.get("versions")
-        writer = versions.get("accmt", "?") if isinstance(versions, dict) else "?"
+        writer = "?"
+        if isinstance(versions, dict):
+            writer = versions.get("accmt", "?")
         got = f"format {content.get('version')}, written by accmt {writer}"
         expected = f"format {MANIFEST_VERSION}, which accmt {__version__} reads"
         do = f"install accmt {writer} or newer, or resume from another checkpoint"
@@ -242,7 +244,9 @@ def examine(folder: Path) -> Checkpoint | Damage:
     if isinstance(manifest, Damage):
         return manifest
     reason = next(find_faults(folder, manifest), None)
-    return Checkpoint(folder, manifest) if reason is None else Damage(reason)
+    if reason is not None:
+        return Damage(reason)
+    return Checkpoint(folder, manifest)
 
 
 def find_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -251,8 +255,10 @@ def find_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
         path = folder / name
         try:
             size = path.stat().st_size
+            entry = None
             # A file that was cut short is not read: a checkpoint of a large model takes minutes to read.
-            entry = FileEntry.of(path) if size == expected.size else None
+            if size == expected.size:
+                entry = FileEntry.of(path)
         except OSError as error:
             yield _name_fault(path, name, error)
             continue
@@ -273,11 +279,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     # A folder with the name of a checkpoint but without a manifest is a damaged checkpoint, not a wrong path.
     if not (folder / MANIFEST_NAME).exists() and not (folder.is_dir() and STEP.fullmatch(folder.name)):
         inside = sorted(path.name for path in folder.glob("step-*") if (path / MANIFEST_NAME).exists())
+        got = "no such folder"
+        do = 'check the path, or start a new run with `resume=False` or `resume="auto"`'
         if inside:  # the folder of the run was passed
             got, do = f"a folder of {len(inside)} checkpoint(s)", f"name one of them, such as {folder / inside[-1]}"
-        else:
-            got = f"a folder without {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
-            do = 'check the path, or start a new run with `resume=False` or `resume="auto"`'
+        elif folder.is_dir():
+            got = f"a folder without {MANIFEST_NAME}"
         expected = f"the folder of a checkpoint, with its {MANIFEST_NAME}"
         raise fail(NoCheckpointError, f"checkpoint {folder}", got=got, expected=expected, do=do)
     checkpoint = examine(folder)

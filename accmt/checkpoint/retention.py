@@ -64,7 +64,7 @@ def prune(folder: Path, *, newest: Path, num_kept: int) -> None:
     """
     older = [path for path, _ in list_by_age(folder) if path != newest]
     if len(older) >= num_kept:  # otherwise there is no need to inspect each
-        older = [path for path in older if is_deletable(path)]
+        older = list(filter(is_deletable, older))
     surplus = older[: max(len(older) - (num_kept - 1), 0)]
     for path in sorted(folder.glob("damaged-*")):
         # Kept until its step has been passed again: a person may still get the furthest weights out of it.
@@ -103,7 +103,10 @@ def is_kept_by_interval(path: Path) -> bool:
 
 
 def _interval_of(info: Mapping[str, Any], interval: Every) -> int:
-    counted: int = info["epochs_done" if interval.unit == "epoch" else "global_step"]
+    key = "global_step"
+    if interval.unit == "epoch":
+        key = "epochs_done"
+    counted: int = info[key]
     return int(counted // interval.number)
 
 
@@ -234,7 +237,11 @@ def estimate_state(optimizer: torch.optim.Optimizer) -> int:
         state = alike.state[probe].values()
     except Exception:  # noqa: BLE001 - an optimizer of another kind; most keep two values per weight
         return 2 * trained
-    return trained * sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state)
+    num_values = 0  # per weight; a step count is a tensor of another shape
+    for value in state:
+        if isinstance(value, torch.Tensor) and value.shape == probe.shape:
+            num_values += 1
+    return trained * num_values
 
 
 def find_shortage(bytes_needed: int, folder: Path) -> str | None:
@@ -245,7 +252,9 @@ def find_shortage(bytes_needed: int, folder: Path) -> str | None:
     """
     available = free_space(folder)
     for checkpoint in list_published(folder):
-        available += sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+        for path in checkpoint.rglob("*"):
+            if path.is_file():
+                available += path.stat().st_size
     if bytes_needed <= available:
         return None
     needed, free = format_bytes(bytes_needed), format_bytes(available)

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -125,12 +125,13 @@ def _to_json(value: Any, where: str) -> Any:
     write = _WRITERS.get(type(value))
     if write is not None:
         return write(value, where)
-    if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
-        return {"$scalar": [value.dtype.str, _to_json(value.item(), where)]}
-    if isinstance(value, Enum) and value.name in type(value).__members__:  # a combination of flags is no member
-        return {"$enum": [describe_kind(type(value)), value.name]}
-    if is_namedtuple(type(value)):
-        return {"$namedtuple": [describe_kind(type(value)), _write_list(value, where)]}
+    match value:
+        case np.generic() if type(value.item()) in (bool, int, float, str):
+            return {"$scalar": [value.dtype.str, _to_json(value.item(), where)]}
+        case Enum() if value.name in type(value).__members__:  # a combination of flags is no member
+            return {"$enum": [describe_kind(type(value)), value.name]}
+        case tuple() if is_namedtuple(type(value)):
+            return {"$namedtuple": [describe_kind(type(value)), _write_list(value, where)]}
     raise _cannot_store(where, value)
 
 
@@ -153,7 +154,17 @@ def _write_list(value: Iterable[Any], where: str) -> list[Any]:
 
 
 def _write_pairs(value: dict[Any, Any], where: str) -> list[Any]:
-    return [[_to_json(key, f"a key of {where}: {key!r}"), _to_json(item, where)] for key, item in value.items()]
+    pairs = []
+    for key, item in value.items():
+        pairs.append([_to_json(key, f"a key of {where}: {key!r}"), _to_json(item, where)])
+    return pairs
+
+
+def _write_counter(value: Counter[Any], where: str) -> Any:
+    counts = []
+    for key, count in value.items():
+        counts.append([_to_json(key, where), count])
+    return {"$counter": counts}
 
 
 def _write_defaultdict(value: defaultdict[Any, Any], where: str) -> Any:
@@ -196,7 +207,7 @@ _WRITERS: dict[type, Callable[[Any, str], Any]] = {
     bytes: lambda value, where: {"$bytes": value.hex()},
     complex: lambda value, where: {"$complex": repr(value)},
     ArrayContent: lambda value, where: {"$array": _write_dict(vars(value), where)},
-    Counter: lambda value, where: {"$counter": [[_to_json(key, where), count] for key, count in value.items()]},
+    Counter: _write_counter,
     TensorReference: lambda value, where: {"$tensor": value.name},
     WrappedTensor: lambda value, where: {"$wrapped": _write_dict(vars(value), where)},
     torch.Size: lambda value, where: {"$size": list(value)},
@@ -259,6 +270,7 @@ def _find_saved_kind(description: str) -> Any:
 
 
 State = dict[str, Any]
+T = TypeVar("T")
 
 
 def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -275,14 +287,17 @@ def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 def model_state(model: nn.Module) -> State:
     """Return the model's state by plain names; the tensors are not copied."""
-    wrapped = _wrapped_paths(model)
-    return {_plain_name(key, wrapped): value for key, value in model.state_dict().items()}
+    return _by_plain_name(model, model.state_dict().items())
 
 
 def require_complete(model: nn.Module) -> None:
     """Check that a model's `state_dict` leaves out no trained parameter or persistent buffer; it may rename them."""
-    trained = {name: weight for name, weight in plain_parameter_names(model).items() if weight.requires_grad}
-    state, tensors = model_state(model), {**trained, **persistent_buffers(model)}
+    tensors: dict[str, Tensor] = {}
+    for name, weight in plain_parameter_names(model).items():
+        if weight.requires_grad:
+            tensors[name] = weight
+    tensors |= persistent_buffers(model)
+    state = model_state(model)
     missing = sorted(tensors.keys() - state.keys())
     # By number: a `state_dict` that only renames its entries is complete, and `load_state_dict` knows the names.
     if missing and len(state) < len(tensors):
@@ -294,8 +309,7 @@ def require_complete(model: nn.Module) -> None:
 
 def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by plain name; a tied parameter is listed under each of its names."""
-    wrapped = _wrapped_paths(model)
-    return {_plain_name(name, wrapped): weight for name, weight in model.named_parameters(remove_duplicate=False)}
+    return _by_plain_name(model, model.named_parameters(remove_duplicate=False))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -320,8 +334,7 @@ def _buffers(model: nn.Module, *, is_persistent: bool) -> dict[str, Tensor]:
 
 def restore_non_persistent_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Load buffers returned by `non_persistent_buffers`; training may have registered or resized some."""
-    wrapped = _wrapped_paths(model)
-    modules = {_plain_name(path, wrapped): module for path, module in model.named_modules(remove_duplicate=False)}
+    modules = _by_plain_name(model, model.named_modules(remove_duplicate=False))
     for path, value in buffers.items():
         owner, _, name = path.rpartition(".")
         if owner not in modules:  # a layer without weights that training added
@@ -362,7 +375,8 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> State:
             group_names = [names[index] for index in group["params"]]
             saved["param_groups"].append({**group, "params": group_names})
         saved["state"] = {names[index]: entry for index, entry in state["state"].items()}
-        added = {key: entry for key, entry in state.items() if key not in ("state", "param_groups")}
+        added = dict(state)
+        del added["state"], added["param_groups"]
         if added:
             saved["added"] = added
     else:
@@ -370,7 +384,9 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> State:
         _require_no_shards(optimizer, state)
     # Lookahead's `state_dict` contains that of the optimizer inside, SAM's does not: what is missing is saved here.
     inner = _inner_optimizers(optimizer)
-    stored = set(map(id, _tensors_in(state))) if inner else set()
+    stored: set[int] = set()
+    if inner:
+        stored.update(map(id, _tensors_in(state)))
     for name, part in inner.items():
         part_state = optimizer_state(model, part)
         if not stored.issuperset(map(id, _tensors_in(part_state))):
@@ -389,7 +405,9 @@ def _is_by_index(state: State, num_parameters: int) -> bool:
     """Return whether a `state_dict` has the form of `torch.optim`: by the parameters' indices."""
     if not isinstance(state.get("state"), dict) or "param_groups" not in state:
         return False
-    indices = [index for group in state["param_groups"] for index in group["params"]]
+    indices: list[Any] = []
+    for group in state["param_groups"]:
+        indices += group["params"]
     return sorted(indices) == list(range(num_parameters)) and set(state["state"]) <= set(indices)
 
 
@@ -414,9 +432,13 @@ def _require_no_shards(optimizer: Any, state: State) -> None:
 def restore_model(model: nn.Module, state: State) -> None:
     """Load a state returned by `model_state`; entries that it lacks stay unchanged."""
     wrapped = _wrapped_paths(model)
-    names = {key: _plain_name(key, wrapped) for key in model.state_dict()}
     expanded = {name: buffer for name, buffer in persistent_buffers(model).items() if is_expanded(buffer)}
-    loaded = {key: state[name] for key, name in names.items() if name in state and name not in expanded}
+    loaded = {}
+    for key in model.state_dict():
+        name = _plain_name(key, wrapped)
+        # torch refuses to copy into an expanded tensor, whose elements share memory.
+        if name in state and name not in expanded:
+            loaded[key] = state[name]
     model.load_state_dict(loaded, strict=False)
     for name in expanded.keys() & state.keys():
         write_into(expanded[name], state[name])
@@ -428,8 +450,10 @@ def restore_optimizer(model: nn.Module, optimizer: Any, state: State) -> None:
     if state["class"] != class_name_of(optimizer):
         raise _different_groups(optimizer, f"{class_name_of(optimizer)}; the checkpoint's is {state['class']}")
     inner = _inner_optimizers(optimizer)
-    wrapping = (*inner.values(), optimizer) if inner else ()
-    groups_before = [(part, part.param_groups, list(part.param_groups)) for part in wrapping]
+    groups_before: list[tuple[Any, list[Any], list[Any]]] = []
+    if inner:
+        for member in (*inner.values(), optimizer):
+            groups_before.append((member, member.param_groups, list(member.param_groups)))
     for name, part in state.get("inner", {}).items():
         if name not in inner:  # without this, its momentum would be lost silently
             raise _different_groups(optimizer, f"no optimizer in its attribute `{name}`, as in the checkpoint")
@@ -474,13 +498,14 @@ def _restore_by_name(model: nn.Module, optimizer: Any, state: State) -> None:
     groups = optimizer.state_dict()["param_groups"]
     saved_groups = state["param_groups"]
     for number, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=False)):
-        different = sorted({names[index] for index in group["params"]} ^ set(saved_group["params"]))
+        group_names = {names[index] for index in group["params"]}
+        different = sorted(group_names ^ set(saved_group["params"]))
         if different:
             listed = f"{', '.join(different[:5])} (of {len(different)})"
             raise _different_groups(optimizer, f"other parameters in group {number}: {listed}")
     if len(groups) != len(saved_groups):
         raise _different_groups(optimizer, f"{len(groups)} parameter groups, {len(saved_groups)} in the checkpoint")
-    indices = {name: index for index, name in enumerate(names)}
+    indices = dict(zip(names, range(len(names)), strict=True))
     by_index = {indices[name]: entry for name, entry in state["state"].items()}
     loaded_groups = []
     for saved_group, group in zip(saved_groups, groups, strict=True):
@@ -519,10 +544,17 @@ def _wrapped_paths(model: nn.Module) -> set[str]:
     """Return the paths of modules inside a wrapper; their last component is not part of a plain name."""
     paths = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        inner = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"  # the latter: torch.compile
+        inner = "_orig_mod"  # torch.compile's
+        if isinstance(module, DistributedDataParallel):
+            inner = "module"
         if inner in dict(module.named_children()):
             paths.add(f"{path}.{inner}".removeprefix("."))
     return paths
+
+
+def _by_plain_name(model: nn.Module, entries: Iterable[tuple[str, T]]) -> dict[str, T]:
+    wrapped = _wrapped_paths(model)
+    return {_plain_name(name, wrapped): entry for name, entry in entries}
 
 
 def _plain_name(key: str, wrapped: set[str]) -> str:
@@ -603,23 +635,27 @@ def join_tensors(tensors: Mapping[str, Tensor], structure: Any) -> Any:
     """
 
     def find(reference: Any, path: str) -> Any:
-        if isinstance(reference, ArrayContent):
-            return replace(reference, content=find(reference.content, path)).to_array()
-        if isinstance(reference, WrappedTensor):
-            parts = join_tensors(tensors, reference.parts)
-            put_together = getattr(find_kind(reference.kind), "__tensor_unflatten__", None)
-            if put_together is None:
-                got, expected = f"{reference.kind}, which is not imported", "the tensor subclass that was saved"
-                do = f"import {reference.kind.partition(':')[0]} (and define it at top level)"
-                raise fail(CheckpointError, "a tensor of the checkpoint", got=got, expected=expected, do=do)
-            whole: Tensor = put_together(dict(parts), reference.context, torch.Size(reference.size), reference.stride)
-            return whole
+        match reference:
+            case ArrayContent():
+                return replace(reference, content=find(reference.content, path)).to_array()
+            case WrappedTensor():
+                return _put_together(reference, join_tensors(tensors, reference.parts))
         if reference.name in tensors:
             return tensors[reference.name]
         got, do = f"no tensor {reference.name!r}", "resume from another checkpoint"
         raise fail(CheckpointCorruptError, path or "state", got=got, expected="the files of one checkpoint", do=do)
 
     return map_leaves(structure, "", _PLACEHOLDERS, find)
+
+
+def _put_together(reference: WrappedTensor, parts: Any) -> Any:
+    """Return the tensor that wraps these parts: the inverse of `_take_apart`."""
+    unflatten = getattr(find_kind(reference.kind), "__tensor_unflatten__", None)
+    if unflatten is None:
+        got, expected = f"{reference.kind}, which is not imported", "the tensor subclass that was saved"
+        do = f"import {reference.kind.partition(':')[0]} (and define it at top level)"
+        raise fail(CheckpointError, "a tensor of the checkpoint", got=got, expected=expected, do=do)
+    return unflatten(dict(parts), reference.context, torch.Size(reference.size), reference.stride)
 
 
 def referred_tensors(structure: Any) -> set[str]:
@@ -653,7 +689,10 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     if not has_inner_tensors(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+    parts = []
+    for name in names:
+        parts += plain_parts(getattr(tensor, name))
+    return parts
 
 
 def describe_kind(kind: type) -> str:
@@ -708,14 +747,18 @@ def map_leaves(state: Any, path: str, kind: type | tuple[type, ...], function: C
         if is_namedtuple(type(state)):
             return type(state)._make(items)
         return type(state)(items)
-    return function(state, path) if isinstance(state, kind) else state
+    if isinstance(state, kind):
+        return function(state, path)
+    return state
 
 
 def copy_state(state: Any) -> Any:
     """Return a copy of a state, with copies of its tensors and arrays."""
 
     def copy_content(content: Any, path: str) -> Any:
-        return content.detach().clone() if isinstance(content, Tensor) else content.copy()
+        if isinstance(content, Tensor):
+            return content.detach().clone()
+        return content.copy()
 
     return map_leaves(state, "", (Tensor, np.ndarray), copy_content)
 
@@ -743,6 +786,6 @@ def _require_storable(tensor: Tensor, path: str) -> None:
         CheckpointError,
         path or "state",
         got=f"a {kind} ({tensor.dtype}, {tensor.layout}, on {tensor.device}), which cannot be stored",
-        expected=f"a dense tensor with data, of {', '.join(sorted(str(dtype) for dtype in STORABLE))}",
+        expected=f"a dense tensor with data, of {', '.join(sorted(map(str, STORABLE)))}",
         do="convert it in `state_dict`, or exclude it from the state (a buffer: `persistent=False`)",
     )

@@ -92,8 +92,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        number = error.errno if isinstance(error, OSError) else None
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, CheckpointError):
+            reason = str(error)
+        number = None
+        if isinstance(error, OSError):
+            number = error.errno
         if number in _FULL:
             advice = "free space there, lower `max_checkpoints`, or pass another `checkpoint` folder"
         elif number in _UNWRITABLE:
@@ -407,14 +411,20 @@ def _is_checkpoint(path: Path) -> bool:
 def _newest_manifest_in(place: Path) -> int | None:
     if (place / LOCK_NAME).exists():  # a run is writing there
         return None
-    manifests = [path / MANIFEST_NAME for path in place.iterdir() if _is_checkpoint(path)]
-    return max((path.stat().st_mtime_ns for path in manifests if path.is_file()), default=None)
+    times = []
+    for path in place.iterdir():
+        manifest = path / MANIFEST_NAME
+        if _is_checkpoint(path) and manifest.is_file():
+            times.append(manifest.stat().st_mtime_ns)
+    return max(times, default=None)
 
 
 def _age(folder: Path) -> float:
     """Return a number that grows with each checkpoint; an unreadable one counts as newest, so that it is examined."""
     manifest = read_manifest(folder)
-    return math.inf if isinstance(manifest, Damage) else manifest.sequence
+    if isinstance(manifest, Damage):
+        return math.inf
+    return manifest.sequence
 
 
 def _merge(parts: Sequence[Part]) -> Part:

@@ -41,8 +41,10 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
     current = dict(zip(model_names.values(), model.state_dict().values(), strict=True))
     require_fit(saved, current, folder, what=class_of(model).__name__, strict=strict)
     # Log which weights lose precision, such as those of a model loaded in 16 bits and trained in float32.
-    common = saved.keys() & current.keys()
-    rounded = [name for name in common if saved[name].dtype == torch.float32 and current[name].dtype in HALVES]
+    rounded = []
+    for name in saved.keys() & current.keys():
+        if saved[name].dtype == torch.float32 and current[name].dtype in HALVES:
+            rounded.append(name)
     if rounded:  # else the saved precision would be lost without a sign
         kind = str(current[min(rounded)].dtype).removeprefix("torch.")
         what = f"{len(rounded)} of {len(saved)} weights in {folder} are float32 and are rounded to the model's {kind}"
@@ -81,10 +83,12 @@ def require_files(folder: Path) -> list[str]:
         do = "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)"
         if any(folder.glob("step-*/manifest.json")) or (folder / "manifest.json").is_file():
             do = f"this is a checkpoint: convert it with `accmt get {shlex.quote(str(folder))} OUT`"
-        got = "a file, not a folder" if folder.exists() else "no such folder"
+        got = "no such folder"
         if folder.is_dir():
             names = sorted(path.name for path in folder.iterdir())
             got = f"a folder with {_list(names)}" if names else "an empty folder"
+        elif folder.exists():
+            got = "a file, not a folder"
         raise fail(WeightsError, str(folder), got=got, expected=f"one of {', '.join(ENTRY_NAMES)}", do=do)
     try:
         names = files_of(entry)
@@ -119,7 +123,8 @@ def _find_faults(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], *, 
     unexpected: list[str] = []
     if strict or saved.keys().isdisjoint(current):  # also if not strict: the weights of another model
         # A saved name comes first, so that the names tied to it are found under it. They need not be saved.
-        tied = find_tied({name: current[name] for name in sorted(current, key=lambda name: name not in saved)})
+        saved_first = sorted(current, key=lambda name: name not in saved)
+        tied = find_tied({name: current[name] for name in saved_first})
         missing = [name for name in current if name not in saved and tied.get(name) not in saved]
         unexpected = [name for name in saved if name not in current]
     shapes = []

@@ -133,7 +133,7 @@ def remove_surplus(folder: Path, keep: int | None) -> list[Path]:
             (place / name).unlink(missing_ok=True)
         folders = {place}
         for name in files:
-            folders.update(place / parent for parent in PurePath(name).parents)
+            folders.update(map(place.joinpath, PurePath(name).parents))
         for path in sorted(folders, reverse=True):  # deepest first
             with suppress(OSError):  # it contains other files too
                 path.rmdir()
@@ -142,7 +142,9 @@ def remove_surplus(folder: Path, keep: int | None) -> list[Path]:
 
 def _when_kept(place: Path) -> int | None:
     mark = place / MARK_NAME
-    return mark.stat().st_mtime_ns if mark.is_file() else None
+    if not mark.is_file():
+        return None
+    return mark.stat().st_mtime_ns
 
 
 def holds_model_of(folder: Path, run_id: str) -> bool:
@@ -246,18 +248,24 @@ def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
 
 def _to_plain(value: Any) -> Any:
     """Return an argument in a form that a file can represent."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, timedelta):
-        return {"seconds": value.total_seconds()}
-    if isinstance(value, Monitor):
-        return _to_plain(vars(value))
-    if isinstance(value, Mapping):
-        # JSON keys are strings; `Trainer.from_config` converts them back.
-        return {str(name) if type(name) is int else name: _to_plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_to_plain(item) for item in value]
-    return value
+    match value:
+        case Enum():
+            return value.name
+        case timedelta():
+            return {"seconds": value.total_seconds()}
+        case Monitor():
+            return _to_plain(vars(value))
+        case Mapping():
+            plain = {}
+            for name, item in value.items():
+                # JSON keys are strings; `Trainer.from_config` converts them back.
+                key = str(name) if type(name) is int else name
+                plain[key] = _to_plain(item)
+            return plain
+        case list() | tuple() | set():
+            return list(map(_to_plain, value))
+        case _:
+            return value
 
 
 def _can_be_written(value: Any) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from accmt.options.saving import PatienceOptions
-from accmt.saving.selection import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
+from accmt.saving.selection import Argument, IsBetter, Quantities, Rule
 from accmt.state import Counters
 
 _PATIENCE = Argument("patience")
 _MODEL_SAVING = Argument("model_saving")
+_NAME, _HAS_QUANTITIES = attrgetter("name"), attrgetter("quantities")  # of a rule
 
 
 class Patience:
@@ -39,16 +41,19 @@ class Patience:
         sets: Sequence[str] | None = None,
     ) -> None:
         quantities = self._quantities = Quantities(directions, sets)
-        self._is_by_name = isinstance(patience, Mapping)
+        self._is_by_name = False
         if isinstance(patience, Mapping):
+            self._is_by_name = True
             options = [_read_options(patience, value) for value in patience.values()]
             groups = [[quantities.read_rule(name, _PATIENCE)] for name in patience]
         else:
             options = [_read_options(patience, patience)]
             # "always" has no value to watch.
-            groups = [[rule for rule in quantities.read_rules(rule, _MODEL_SAVING) if rule.quantities]]
+            groups = [list(filter(_HAS_QUANTITIES, quantities.read_rules(rule, _MODEL_SAVING)))]
         _check(patience, groups)
-        self._watched = {", ".join(rule.name for rule in rules): rules for rules in groups}
+        self._watched: dict[str, list[Rule]] = {}
+        for rules in groups:
+            self._watched[", ".join(map(_NAME, rules))] = rules
         self._options = dict(zip(self._watched, options, strict=True))
         self._without_better = dict.fromkeys(self._watched, 0)
         self._ended_by: dict[str, str] = {}
@@ -74,25 +79,24 @@ class Patience:
 
     @property
     def needs_validation(self) -> bool:
-        quantities = chain.from_iterable(rule.quantities for rule in self._rules)
-        return any(quantity.key != TRAIN_LOSS for quantity in quantities)
+        return any(rule.needs_validation for rule in self._rules)
 
     def consider(self, values: Mapping[str, float]) -> None:
         """Record an evaluation, unless a watched value is missing; not for the one before training."""
         self.require(values)
         for name, rules in self._watched.items():
             options = self._options[name]
-            # A list, not a generator: each rule records its best value, even after one that is better.
-            if any([rule.update(self.best, values, min_delta=options.min_delta) for rule in rules]):
-                self._without_better[name] = 0
-            else:
-                self._without_better[name] += 1
-            for quantity in chain.from_iterable(rule.quantities for rule in rules):
-                value, threshold = quantity.read(values), options.stopping_threshold
-                if options.check_finite and not math.isfinite(value):  # a diverged run does not recover
-                    self._ended_by[name] = f"is {value}"
-                elif threshold is not None and quantity.sign * value >= quantity.sign * threshold:
-                    self._ended_by[name] = f"has reached {threshold:g}: {value:.6g}"
+            self._without_better[name] += 1
+            # All of them: each rule records its best value, even after one that is better.
+            for rule in rules:
+                if rule.update(self.best, values, min_delta=options.min_delta):
+                    self._without_better[name] = 0
+                for quantity in rule.quantities:
+                    value, threshold = quantity.read(values), options.stopping_threshold
+                    if options.check_finite and not math.isfinite(value):  # a diverged run does not recover
+                        self._ended_by[name] = f"is {value}"
+                    elif threshold is not None and quantity.sign * value >= quantity.sign * threshold:
+                        self._ended_by[name] = f"has reached {threshold:g}: {value:.6g}"
 
     def require(self, values: Mapping[str, float]) -> None:
         """Check that all watched values are among the results of an evaluation."""
@@ -110,7 +114,10 @@ class Patience:
         for name in self._without_better:
             self._without_better[name] = state["without_better"].get(name, 0)
         keys = set(chain.from_iterable(rule.keys for rule in self._rules))
-        self.best = {key: value for key, value in state["best"].items() if key in keys}
+        self.best = {}
+        for key, value in state["best"].items():
+            if key in keys:
+                self.best[key] = value
         self._ended_by = {}
         for name, reason in state.get("ended_by", {}).items():
             if name in self._options and self._options[name].may_end:  # else the new settings would end the run at once
@@ -131,10 +138,11 @@ class Patience:
 
 def _read_options(patience: Any, value: Any) -> PatienceOptions:
     """Return the early-stopping options for one value: a number of evaluations, or options."""
-    if isinstance(value, PatienceOptions):
-        return value
-    if isinstance(value, Mapping):
-        return PatienceOptions.read("PatienceOptions", value)
+    match value:
+        case PatienceOptions():
+            return value
+        case Mapping():
+            return PatienceOptions.read("PatienceOptions", value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # True is an int
         _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
     return PatienceOptions(patience=value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -70,7 +70,7 @@ class Quantity:
         return 1 if self.is_better(1.0, 0.0) else -1
 
     def is_in(self, values: Mapping[str, float]) -> bool:
-        return self.key in values or (bool(self.keys_of_sets) and all(key in values for key in self.keys_of_sets))
+        return self.key in values or (bool(self.keys_of_sets) and values.keys() >= set(self.keys_of_sets))
 
     def read(self, values: Mapping[str, float]) -> float:
         if self.key in values:
@@ -98,6 +98,11 @@ class Rule:
             return (self.name,)
         return tuple(f"{self.name}[{quantity.label}]" for quantity in self.quantities)
 
+    @property
+    def needs_validation(self) -> bool:
+        """Whether it compares validation results."""
+        return any(quantity.key != TRAIN_LOSS for quantity in self.quantities)
+
     def update(self, best: dict[str, float], values: Mapping[str, float], *, min_delta: float = 0.0) -> bool:
         """Put the values of an evaluation into `best` if it is better.
 
@@ -124,7 +129,7 @@ class Rule:
                 continue
             # Without an error, the run would end without a saved model.
             # A step may also report values without a direction, which no rule accepts.
-            choices = [name for name in sorted(values) if quantities.find_quantity(name) is not None]
+            choices = list(filter(quantities.find_quantity, sorted(values)))
             do = f"return it from validation_step, or choose one of {choices}"
             if quantity.key.startswith(VALID_LOSS):
                 do = f'return {{"loss": loss}} from validation_step, or choose another {argument.name}'
@@ -146,7 +151,9 @@ class Quantities:
             got, expected = f"the main entry {name!r}", "a name not used by the losses"
             raise fail(MetricError, f"metric {name!r}", got=got, expected=expected, do="rename it")
         self.directions: dict[str, IsBetter] = {**_LOSSES, **directions}
-        self._sets = None if sets is None else list(filter(None, sets))
+        self._sets: list[str] | None = None
+        if sets is not None:
+            self._sets = list(filter(None, sets))
 
     def read_rule(self, name: Any, argument: Argument) -> Rule:
         """Return the rule of a name; the prefix "best_" is optional.
@@ -156,7 +163,9 @@ class Quantities:
         """
         if name == ALWAYS:
             return Rule(ALWAYS)
-        parts = self._split(name) if isinstance(name, str) else []
+        parts: list[str] = []
+        if isinstance(name, str):
+            parts = self._split(name)
         quantities = tuple(filter(None, map(self._find, parts)))
         if not parts or len(quantities) != len(parts):
             self._reject_rule(name, argument)
@@ -208,8 +217,10 @@ class Quantities:
         name = max(fitting, key=len)
         key, is_better = _PREFIX + name, self.directions[name]
         if part == name:
-            sets = () if key == TRAIN_LOSS else self._sets or ()  # no validation set has a training loss
-            return Quantity(name, is_better, key, tuple(f"{key}__{set_name}" for set_name in sets))
+            keys_of_sets: list[str] = []
+            if key != TRAIN_LOSS:  # no validation set has a training loss
+                keys_of_sets = [f"{key}__{set_name}" for set_name in self._sets or ()]
+            return Quantity(name, is_better, key, tuple(keys_of_sets))
         set_name = part.removeprefix(f"{name}@").removeprefix(f"{name}__")
         if key == TRAIN_LOSS or not set_name or "/" in set_name:  # "/" separates the parts of a rule
             return None
@@ -218,31 +229,36 @@ class Quantities:
         return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
 
     def _reject_rule(self, name: Any, argument: Argument) -> NoReturn:
-        sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # "/" separates the parts of a rule
         labels = list(self.directions)
         for metric in self.directions:
-            if _PREFIX + metric != TRAIN_LOSS:
-                labels += [f"{metric}@{set_name}" for set_name in sets]
+            for set_name in self._sets or ():
+                if _PREFIX + metric != TRAIN_LOSS and "/" not in set_name:  # "/" separates the parts of a rule
+                    labels.append(f"{metric}@{set_name}")
         prefix, special = _PREFIX, [ALWAYS]
         if argument == _MODEL_SAVING:
             special.append(LAST)
         if argument.name == "patience":  # which watches values, and has no rules such as "always"
             prefix, special = "", []
-        names = {label: prefix + label for label in labels} | dict(zip(special, special, strict=True))
+        names = {label: prefix + label for label in labels}
+        for word in special:
+            names[word] = word
         expected = f"one of {', '.join(map(repr, names.values()))}; a metric needs its Metric in metrics="
         argument.reject(repr(name), expected, self._advise(name, names, prefix))
 
     def _advise(self, name: Any, names: Mapping[str, str], prefix: str) -> str:
         """Return what to write in place of a name that is no rule: `names` are those that are, by label."""
-        if isinstance(name, str):
-            meant = nearest(name.removeprefix(_PREFIX), [label for label in self.directions if "/" in label])
-            if meant is not None:
-                return f"did you mean {prefix + meant!r}?"
-            if nearest(_STAGE_FOLDER.sub("", name), ["loss", *self.directions, *METRIC_NAMES], _SIMILARITY):
-                name = _STAGE_FOLDER.sub(r"\1\2_", name)
-        parts = [part.removeprefix(_PREFIX) for part in self._split(name)] if isinstance(name, str) else [""]
+        write_loss = f"write {prefix + VALID_LOSS.removeprefix(_PREFIX)!r}"
+        if not isinstance(name, str):
+            return write_loss
+        grouped = [label for label in self.directions if "/" in label]
+        meant = nearest(name.removeprefix(_PREFIX), grouped)
+        if meant is not None:
+            return f"did you mean {prefix + meant!r}?"
+        if nearest(_STAGE_FOLDER.sub("", name), ["loss", *self.directions, *METRIC_NAMES], _SIMILARITY):
+            name = _STAGE_FOLDER.sub(r"\1\2_", name)
+        parts = [part.removeprefix(_PREFIX) for part in self._split(name)]
         if not all(parts):
-            return f"write {prefix + VALID_LOSS.removeprefix(_PREFIX)!r}"
+            return write_loss
         unknown = next((part for part in parts if self._find(part) is None), None)
         if unknown is None:
             return f"did you mean {prefix + '/'.join(parts)!r}?"
@@ -252,10 +268,15 @@ class Quantities:
             unknown = "/".join(parts)
             parts = [unknown]
         metric = _OTHER_TRAINERS_PREFIX.sub("", unknown.partition("@")[0], count=1)
-        rules = names if len(parts) == 1 else names.keys() - {ALWAYS, LAST}
+        rules: Iterable[str] = names
+        if len(parts) > 1:  # "always" and "last" cannot be parts of a rule
+            rules = names.keys() - {ALWAYS, LAST}
         meant = nearest(unknown, rules) or nearest(metric, self.directions, _SIMILARITY)
         if meant is not None:
-            rule = "/".join(meant if part == unknown else part for part in parts)
+            for index, part in enumerate(parts):
+                if part == unknown:
+                    parts[index] = meant
+            rule = "/".join(parts)
             return f"did you mean {names.get(rule, prefix + rule)!r}?"
         where = "where a step, self.log or a hook reports it"
         reported = f'metrics={{"{metric}": "min"}}, or "max" if higher is better, {where}'
@@ -268,8 +289,10 @@ class Quantities:
 def without_validation(model_saving: Any) -> Any:
     """Return the rules of a run without validation data, where "best_valid_loss" means "best_train_loss"."""
     if isinstance(model_saving, list | tuple):
-        return list(dict.fromkeys(without_validation(name) for name in model_saving))
-    return TRAIN_LOSS if model_saving in (VALID_LOSS, _PREFIX + _AS_LOGGED) else model_saving
+        return list(dict.fromkeys(map(without_validation, model_saving)))
+    if model_saving in (VALID_LOSS, _PREFIX + _AS_LOGGED):
+        return TRAIN_LOSS
+    return model_saving
 
 
 def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: float | None) -> dict[str, float]:
@@ -279,7 +302,9 @@ def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: f
         results: Losses and metrics by name; with several validation sets `<name>__<set>`.
         train_loss: Mean training loss since the last evaluation; None, if there was no step since, counts as NaN.
     """
-    values = {TRAIN_LOSS: math.nan if train_loss is None else train_loss}
+    values = {TRAIN_LOSS: math.nan}
+    if train_loss is not None:
+        values[TRAIN_LOSS] = train_loss
     for name, value in results.items():
         is_loss = name == loss_name or name.startswith(f"{loss_name}__")
         key = _PREFIX + name
@@ -377,8 +402,7 @@ class Selection:
     @property
     def needs_validation(self) -> bool:
         """Whether a rule uses validation results."""
-        quantities = chain.from_iterable(saving.rule.quantities for saving in self._savings)
-        return any(quantity.key != TRAIN_LOSS for quantity in quantities)
+        return any(saving.rule.needs_validation for saving in self._savings)
 
     def register(self, name: str, *, below: Limit = None, above: Limit = None) -> None:
         """Add a rule with its own thresholds."""
@@ -405,11 +429,15 @@ class Selection:
             step: The optimizer step before the evaluation.
         """
         self.require(values)  # before any rule records a value
-        new_best = [saving for saving in self._savings if saving.rule.update(self.best, values)]
-        chosen = [saving.rule.name for saving in new_best if saving.allows(values)]
-        self._chosen.update(chosen)
-        for saving in new_best:  # a best value outside the thresholds has no model, even if an earlier one has
+        chosen: list[str] = []
+        for saving in self._savings:
+            if not saving.rule.update(self.best, values):
+                continue
+            # A best value outside the thresholds has no model, even if an earlier one has.
             self._saved_at.pop(saving.rule.name, None)
+            if saving.allows(values):
+                chosen.append(saving.rule.name)
+        self._chosen.update(chosen)
         self._saved_at |= dict.fromkeys(chosen, step)
         return chosen
 
@@ -449,7 +477,9 @@ class Selection:
         """Restore `state_dict`; a new rule starts over, a removed one is dropped."""
         keys = set(chain.from_iterable(saving.rule.keys for saving in self._savings))
         self.best.clear()  # in place: `trainer.state.best` is this dict
-        self.best.update({key: value for key, value in state["best"].items() if key in keys})
+        for key, value in state["best"].items():
+            if key in keys:
+                self.best[key] = value
         self._chosen = set(state["chosen"]) & set(self.names)
         self._saved_at = {name: step for name, step in state["saved_at"].items() if name in self.names}
         unsaved = state.get("unsaved", {})
@@ -488,7 +518,9 @@ class Selection:
     def _read_limit(self, limit: Limit, rules: list[Rule], argument: Argument) -> dict[str, float]:
         if limit is None or not rules:  # without rules there is nothing to limit
             return {}
-        labels = [quantity.label for rule in rules for quantity in rule.quantities]
+        labels = []
+        for rule in rules:
+            labels += [quantity.label for quantity in rule.quantities]
         bounds = {}
         if not isinstance(limit, Mapping):
             bounds = dict.fromkeys(labels, limit)
@@ -500,7 +532,8 @@ class Selection:
                     argument.reject(repr(name), expected, "name one of these, or leave it out")
                 bounds[label] = bound
         if not bounds:  # an empty dict, or a limit for "always"
-            got = f"{limit!r}, and {', '.join(rule.name for rule in rules)}, which uses no value"
+            rule_names = ", ".join(rule.name for rule in rules)
+            got = f"{limit!r}, and {rule_names}, which uses no value"
             argument.reject(got, "a value for each name, and a rule that uses one", "leave it out")
         for bound in bounds.values():
             # Every comparison with NaN is false: nothing would be saved.

@@ -64,7 +64,10 @@ _OUR_SHARD = re.compile(r"(model|pytorch_model)-[0-9a-f]{16}-\d{5}-of-\d{5}\.(sa
 
 def find_entry(folder: Path) -> Path | None:
     """Return the file that a loader would start from, or None if `folder` has no weights."""
-    return next((folder / name for name in ENTRY_NAMES if (folder / name).is_file()), None)
+    for name in ENTRY_NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    return None
 
 
 def files_of(entry: Path) -> list[str]:
@@ -73,8 +76,10 @@ def files_of(entry: Path) -> list[str]:
     A damaged index raises a ValueError (invalid JSON) or a KeyError (not an index).
     """
     if entry.name == ADAPTER_CONFIG:
-        existing = [name for name in ADAPTER_NAMES if (entry.parent / name).is_file()]
-        return (existing or list(ADAPTER_NAMES))[:1]
+        for name in ADAPTER_NAMES:
+            if (entry.parent / name).is_file():
+                return [name]
+        return [ADAPTER_NAMES[0]]
     if not entry.name.endswith(".json"):
         return [entry.name]
     return sorted(set(json.loads(entry.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -82,7 +87,11 @@ def files_of(entry: Path) -> list[str]:
 
 def weight_files_in(folder: Path) -> set[str]:
     """Return the names of all weight files, of any entry."""
-    return {name for entry in ENTRY_NAMES if (folder / entry).is_file() for name in files_of(folder / entry)}
+    names: set[str] = set()
+    for entry in ENTRY_NAMES:
+        if (folder / entry).is_file():
+            names.update(files_of(folder / entry))
+    return names
 
 
 def remove_unnamed_shards(folder: Path) -> None:
@@ -246,8 +255,9 @@ class ShardedState:
     def fetch_outlined(self, outlines: Mapping[str, Tensor]) -> Callable[[str], Tensor] | None:
         """Return a function that fetches tensors by the names in `outlines`; None if it has tensors of other states."""
         names = {id(outline): name for name, outline in self.outlines.items()}
-        if any(id(outline) not in names for outline in outlines.values()):
-            return None
+        for outline in outlines.values():
+            if id(outline) not in names:
+                return None
         return lambda name: self.fetch(names[id(outlines[name])])
 
     def fetch_all(self) -> dict[str, Tensor]:
@@ -402,10 +412,13 @@ def save_weights(
     """
     named = _name_plainly(state_dict)
     tied = find_tied(named)
-    tensors = give_own_memory({name: tensor for name, tensor in named.items() if name not in tied})
-    form = SAFETENSORS if safe_serialization else PICKLE
-    if form is PICKLE:  # torch.save preserves tied weights itself
-        tensors |= {name: tensors[first] for name, first in tied.items()}
+    distinct = {name: tensor for name, tensor in named.items() if name not in tied}
+    tensors = give_own_memory(distinct)
+    form = SAFETENSORS
+    if not safe_serialization:
+        form = PICKLE
+        for name, first in tied.items():  # torch.save preserves tied weights itself
+            tensors[name] = tensors[first]
         tied = {}
     split = _split(tensors, max_shard_size)
     plan = _name_files(split, _fingerprint(tensors, split, tied), tied, form)
@@ -430,10 +443,12 @@ def stream_weights(
 
     Processes: main only.
     """
-    names = {plain: name for name, plain in plain_names(outlines).items()}
-    named = {plain: outlines[name] for plain, name in names.items()}
+    names, named = {}, {}
+    for name, plain in plain_names(outlines).items():
+        names[plain], named[plain] = name, outlines[name]
     tied = find_tied(named)
-    split = _split({name: outline for name, outline in named.items() if name not in tied}, max_shard_size)
+    distinct = {name: outline for name, outline in named.items() if name not in tied}
+    split = _split(distinct, max_shard_size)
     digest = xxhash.xxh3_64(_describe_split(split, tied))
     folder.mkdir(parents=True, exist_ok=True)
     with staging_folder(folder, "parts") as parts:
@@ -462,7 +477,9 @@ def save_adapter(
     Processes: main only.
     """
     tensors = give_own_memory(_name_plainly(state_dict))
-    name = ADAPTER_NAMES[0 if safe_serialization else 1]
+    name, pickle_name = ADAPTER_NAMES
+    if not safe_serialization:
+        name = pickle_name
     split = StateDictSplit(metadata={}, filename_to_tensors={name: list(tensors)}, tensor_to_filename={})
     digest = _fingerprint(tensors, split, {})
     plan = _Plan(digest, ADAPTER_CONFIG, {name: tensors}, _metadata(digest, {}))
@@ -545,11 +562,12 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         else:
             torch.save(tensors, path)
     except (SafetensorError, RuntimeError) as error:  # how both libraries report a full disk
+        size = sum(tensor.nbytes for tensor in tensors.values())
         raise fail(
             SavingError,
             str(path.parent.parent),
             got=f"{path.name} could not be written: {error}",
-            expected=f"space for {sum(tensor.nbytes for tensor in tensors.values()):,} more bytes",
+            expected=f"space for {size:,} more bytes",
             do="free space on that disk; the weights saved before are untouched",
         ) from error
 
