@@ -279,8 +279,8 @@ class PackingCheck(Feature):
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> PackingCheck | None:
-        is_compiled = _is_compiled(run.model)
-        if run.state.fn == "predict" or not _find_watched(run.unwrapped_model, is_compiled=is_compiled):
+        is_watched = run.settings.hps.packing or _find_watched(run.unwrapped_model, is_compiled=_is_compiled(run.model))
+        if run.state.fn == "predict" or not is_watched:
             return None
         precision = partial(autocast, run.accelerator)
         return cls(run.unwrapped_model, wrapped=run.model, precision=precision, needs_all=run.engine.needs_all)
@@ -330,6 +330,12 @@ class PackingCheck(Feature):
         """
         looked, self._looked = self._looked, None
         is_packed = looked is not None and looked.is_packed
+        if is_packed and not self._watched:
+            warn_once(
+                f"packed documents: {type(self._model).__name__} has no argument position_ids, so it is unknown "
+                "whether it separates documents",
+                about="packed documents",
+            )
         if not is_packed or self._was_passed or self._is_compiled or not any(map(is_transformers_model, self._watched)):
             return
         called = list(find_transformers_models(self._model))

@@ -245,9 +245,7 @@ def _seeding(seed: Callable[[str], None], purpose: str) -> Hook:
 
 
 def _order_of(callback: object) -> float:
-    if isinstance(callback, Callback):
-        return callback.order
-    return 0  # in a module, `order` may mean something else
+    return callback.order if isinstance(callback, Callback) else 0  # in a module, `order` may mean something else
 
 
 def find_hooks(callback: object) -> dict[str, list[Hook]]:

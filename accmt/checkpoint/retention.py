@@ -103,10 +103,7 @@ def is_kept_by_interval(path: Path) -> bool:
 
 
 def _interval_of(info: Mapping[str, Any], interval: Every) -> int:
-    key = "global_step"
-    if interval.unit == "epoch":
-        key = "epochs_done"
-    counted: int = info[key]
+    counted: int = info["epochs_done" if interval.unit == "epoch" else "global_step"]
     return int(counted // interval.number)
 
 

@@ -747,9 +747,7 @@ def map_leaves(state: Any, path: str, kind: type | tuple[type, ...], function: C
         if is_namedtuple(type(state)):
             return type(state)._make(items)
         return type(state)(items)
-    if isinstance(state, kind):
-        return function(state, path)
-    return state
+    return function(state, path) if isinstance(state, kind) else state
 
 
 def copy_state(state: Any) -> Any:

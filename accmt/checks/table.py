@@ -263,9 +263,7 @@ def _has_training_step(facts: Facts) -> None:
 def _has_validation_step(facts: Facts) -> None:
     if facts.function == "predict" or facts.function == "fit" and not facts.sets:
         return
-    module, step = facts.module, "validation_step"
-    if facts.function == "test":
-        step = "test_step"
+    module, step = facts.module, "test_step" if facts.function == "test" else "validation_step"
     *names, _ = STEPS[step]
     if not any(defines(module, name) for name in names) and not _defines_step(module):
         got = f"{step.partition('_')[0]} data, but neither {', '.join(names)} nor step"
@@ -315,9 +313,7 @@ def _kind_of_sets(facts: Facts) -> str:
 
 def _name_set(facts: Facts, name: str) -> str:
     where = f"the {_kind_of_sets(facts)} data"
-    if name:
-        return f"{where} {name!r}"
-    return where
+    return f"{where} {name!r}" if name else where
 
 
 def _describe_length(data: Any) -> str:
@@ -331,9 +327,7 @@ def _describe_length(data: Any) -> str:
 
 def _count(data: Any, unit: str = "samples") -> str:
     length = length_of(data)
-    if length is None:
-        return f"{type(data).__name__} without a length"
-    return f"{length} {unit}"
+    return f"{type(data).__name__} without a length" if length is None else f"{length} {unit}"
 
 
 _LOADER_OF_SEVERAL = (

@@ -56,9 +56,7 @@ def number_in(text: str) -> int | float | None:
             return int(text)
         except ValueError:  # Python limits the number of digits
             return None
-    if _DECIMAL.fullmatch(text):
-        return float(text)
-    return None
+    return float(text) if _DECIMAL.fullmatch(text) else None
 
 
 def read_numbers(value: Any) -> Any:
@@ -92,9 +90,7 @@ def as_float(value: Any) -> float:
 
 def whole(value: Any) -> Any:
     """Return a float without a fraction, such as `1e5` steps, as an int, and any other value unchanged."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def write_argument(name: str, value: Any) -> str:
@@ -118,9 +114,7 @@ def write_argument(name: str, value: Any) -> str:
 def write_place(name: str) -> str:
     """Return the location of an argument for messages; `name` as in `write_argument`."""
     code = write_argument(name, "...")
-    if name[0].isupper():
-        return code
-    return f"Trainer({code})"
+    return code if name[0].isupper() else f"Trainer({code})"
 
 
 # ---- The validator: classes declare the types and ranges of their fields, and pydantic checks them.
@@ -383,9 +377,7 @@ def read_unusual(value: Any, hint: Any, default: Any) -> Any:
 
 def to_python(value: Any) -> Any:
     """Return a NumPy scalar, such as the result of a computation, as a Python number, and other values unchanged."""
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _without_repetition(values: Iterable[Any]) -> list[Any]:

@@ -293,9 +293,7 @@ def _as_annotated(value: Any, annotation: Any) -> Any:
     if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
         return tuple(value)
     kinds = get_args(annotation) or (annotation,)
-    if int in kinds and float not in kinds:
-        return whole(value)
-    return value
+    return whole(value) if int in kinds and float not in kinds else value
 
 
 _EXAMPLES = {"step_size": 10, "milestones": [10, 20], "gamma": 0.9, "base_lr": 1e-4, "max_lr": 1e-3, "T_0": 10}

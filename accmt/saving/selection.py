@@ -151,9 +151,7 @@ class Quantities:
             got, expected = f"the main entry {name!r}", "a name not used by the losses"
             raise fail(MetricError, f"metric {name!r}", got=got, expected=expected, do="rename it")
         self.directions: dict[str, IsBetter] = {**_LOSSES, **directions}
-        self._sets: list[str] | None = None
-        if sets is not None:
-            self._sets = list(filter(None, sets))
+        self._sets = None if sets is None else list(filter(None, sets))
 
     def read_rule(self, name: Any, argument: Argument) -> Rule:
         """Return the rule of a name; the prefix "best_" is optional.
@@ -163,9 +161,7 @@ class Quantities:
         """
         if name == ALWAYS:
             return Rule(ALWAYS)
-        parts: list[str] = []
-        if isinstance(name, str):
-            parts = self._split(name)
+        parts = self._split(name) if isinstance(name, str) else []
         quantities = tuple(filter(None, map(self._find, parts)))
         if not parts or len(quantities) != len(parts):
             self._reject_rule(name, argument)
@@ -290,9 +286,7 @@ def without_validation(model_saving: Any) -> Any:
     """Return the rules of a run without validation data, where "best_valid_loss" means "best_train_loss"."""
     if isinstance(model_saving, list | tuple):
         return list(dict.fromkeys(map(without_validation, model_saving)))
-    if model_saving in (VALID_LOSS, _PREFIX + _AS_LOGGED):
-        return TRAIN_LOSS
-    return model_saving
+    return TRAIN_LOSS if model_saving in (VALID_LOSS, _PREFIX + _AS_LOGGED) else model_saving
 
 
 def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: float | None) -> dict[str, float]:

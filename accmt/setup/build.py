@@ -293,11 +293,8 @@ def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
     if resumed is not None:
         seed: int = resumed.states["seed"]
         return seed
-    seed_here = settings.running.seed
-    if seed_here is None:
-        seed_here = draw_seed()
-    # A drawn seed, and one that a script reads from the rank, differ between processes.
-    return broadcast_object(seed_here)
+    seed = draw_seed() if settings.running.seed is None else settings.running.seed
+    return broadcast_object(seed)  # one that was drawn, or that a script reads from the rank, differs between processes
 
 
 def _settle_monitor(

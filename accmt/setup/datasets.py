@@ -83,9 +83,7 @@ class UserData:
 
     def load(self, purpose: Purpose) -> Any:
         """Return the data for a purpose, from the datamodule if there is one; None if there are none."""
-        if self._datamodule is None:
-            return self._data.get(purpose)
-        return self._datamodule.load(purpose)
+        return self._data.get(purpose) if self._datamodule is None else self._datamodule.load(purpose)
 
     def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
         """Prepare the data, once the process group exists.
@@ -154,9 +152,7 @@ def find_data(module: AcceleratorModule, user_data: Any, purpose: Evaluation, se
 def find_validation_data(module: AcceleratorModule, user_data: Any, settings: DataSettings) -> dict[str, Any]:
     """Return the validation sets by name; empty if there are none or they are limited to 0 batches."""
     data = _ask(module.get_validation_dataloader, user_data)
-    if data is None or settings.limits.val == 0:
-        return {}
-    return name_sets(data)
+    return {} if data is None or settings.limits.val == 0 else name_sets(data)
 
 
 def name_sets(data: Any) -> dict[str, Any]:
@@ -198,11 +194,8 @@ def _is_dataset(entry: Any) -> bool:
 
 
 def _ask(method: Callable[..., Any], user_data: Any) -> Any:
-    arguments = [user_data] if inspect.signature(method).parameters else []
-    made = method(*arguments)
-    if made is None:
-        return user_data
-    return made
+    made = method(user_data) if inspect.signature(method).parameters else method()
+    return user_data if made is None else made
 
 
 def build_train_loader(
@@ -236,25 +229,18 @@ def build_train_loader(
         if micro_batches_per_batch > 1 and sets_size:
             warn("max_micro_batch_size has no effect: your DataLoader or batch sampler sets the batch size")
             micro_batches_per_batch = 1
-    shard = _shard(data_settings)
     options = SourceOptions(
         purpose="train",
         batch_size=settings.hps.train_batch_size // micro_batches_per_batch,
         micro_batches_per_batch=micro_batches_per_batch,
-        shard=shard,
-        seed=seed,
         limit=data_settings.limits.train,
         shuffle=data_settings.shuffle_train,
-        sampler=find_sampler(module, data, settings, num_shards=shard.count, seed=seed),
+        sampler=find_sampler(module, data, settings, seed=seed),
         group_stream=_find_stream_groups(module, data, settings),
         batch_sampler=data_settings.data_options.batch_sampler,
         drop_last=data_settings.data_options.drop_last,
-        collate=batcher.keep_samples if batcher else collate,
-        num_workers=data_settings.dataloader_num_workers,
-        persistent_workers=data_settings.data_options.persistent_workers,
-        pin_memory=pins_memory and not batcher,  # which collates, and pins what it makes
-        skips_bad=settings.failures.on_bad_sample == "skip",
         also_read=also_read,
+        **_reading(settings, batcher, collate=collate, seed=seed, pins_memory=pins_memory),
     )
     source = build_source(batcher.data if batcher else data, options)
     maker: Any
@@ -277,9 +263,7 @@ def build_train_loader(
 
 def _find_token_batcher(module: AcceleratorModule, data: Any, settings: Settings, **options: Any) -> Any:
     """Return what splits the samples of some data by a token budget; None if batches are used as loaded."""
-    if settings.hps.max_tokens is None:
-        return None
-    return addon("token_batches")(module, data, settings, **options)
+    return None if settings.hps.max_tokens is None else addon("token_batches")(module, data, settings, **options)
 
 
 def build_evaluation_loader(
@@ -314,16 +298,10 @@ def build_evaluation_loader(
     options = SourceOptions(
         purpose=purpose,
         batch_size=batch_size,
-        shard=_shard(data_settings),
-        seed=seed,
         limit=getattr(data_settings.limits, _DATA[purpose].limit),
         shuffle=is_validation and data_settings.shuffle_validation,
         sampler=data_settings.sampler_of("val") if is_validation else None,
-        collate=batcher.keep_samples if batcher else collate,
-        num_workers=data_settings.dataloader_num_workers,
-        persistent_workers=data_settings.data_options.persistent_workers,
-        pin_memory=pins_memory and not batcher,
-        skips_bad=settings.failures.on_bad_sample == "skip",
+        **_reading(settings, batcher, collate=collate, seed=seed, pins_memory=pins_memory),
     )
     if batcher is None:
         return Loader(build_source(data, options), through=through)
@@ -358,10 +336,21 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
     return settings.dataloader_pin_memory and device.type != "cpu"
 
 
+def _reading(settings: Settings, batcher: Any, *, collate: Any, seed: int, pins_memory: bool) -> dict[str, Any]:
+    """Return the options of a source that are the same for training and evaluation."""
+    return {
+        "shard": _shard(settings.data),
+        "seed": seed,
+        "collate": batcher.keep_samples if batcher else collate,
+        "num_workers": settings.data.dataloader_num_workers,
+        "persistent_workers": settings.data.data_options.persistent_workers,
+        "pin_memory": pins_memory and not batcher,  # which collates, and pins what it makes
+        "skips_bad": settings.failures.on_bad_sample == "skip",
+    }
+
+
 def _shard(settings: DataSettings) -> Shard:
-    if settings.data_options.shard:
-        return Shard(data_index(), num_data_processes())
-    return Shard()
+    return Shard(data_index(), num_data_processes()) if settings.data_options.shard else Shard()
 
 
 def find_collate(module: AcceleratorModule, settings: Settings, data: Any, phase: Literal["train", "val"]) -> Any:
@@ -375,13 +364,13 @@ def find_collate(module: AcceleratorModule, settings: Settings, data: Any, phase
     return in_buckets(collate, bucket)
 
 
-def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int, seed: int) -> Any:
+def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, seed: int) -> Any:
     """Return the sampler of the training data, or None.
 
     A dataset with a method `order_run`, such as a curriculum or a mixture, defines the order of the whole run.
     """
     if hasattr(data, "order_run"):
-        return data.order_run(module, settings, num_shards=num_shards, seed=seed)
+        return data.order_run(module, settings, num_shards=_shard(settings.data).count, seed=seed)
     if not _groups_by_length(data, settings) or is_stream(data):
         return settings.data.sampler_of("train")
     return addon("group_dataset")(
@@ -468,9 +457,7 @@ class Loaders:
         """Return the data that may have a state besides the place in them, by their name in a checkpoint."""
         data = self.train_data.dataset if self.takes_user_batches else self.train_data
         is_rebuilt = self._trainer.settings.data.reload_epochs > 0
-        if is_rebuilt or isinstance(data, IterableDataset):
-            return {}
-        return {"train_data": data}
+        return {} if is_rebuilt or isinstance(data, IterableDataset) else {"train_data": data}
 
     def samples_per_step(self, epoch: int = 0) -> int | None:
         """Return the samples of a full optimizer step; None if a window maker or a batch sampler decides."""
