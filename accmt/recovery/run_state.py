@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from itertools import starmap
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -55,6 +56,12 @@ def list_parts(run: Run) -> list[Part]:
     Whatever of the user's has `state_dict` and `load_state_dict` is one: the module, callbacks, the training dataset,
     its sampler. Attributes of module and callbacks that training changes are another one.
     """
+    adalora_ranks = None
+    if is_peft_model(run.unwrapped_model):
+        adalora_ranks = addon("adalora_ranks")(run.unwrapped_model)
+    trainer_state = None
+    if run.module.trainer.has_state:
+        trainer_state = _TrainerState(run.module.trainer)
     owners = {
         "state": run.state,
         "weighting": run.weighting,
@@ -65,12 +72,12 @@ def list_parts(run: Run) -> list[Part]:
         "trained": run.trained,
         "patience": run.saver.patience,
         "scaler": run.accelerator.scaler,
-        "adalora": addon("adalora_ranks")(run.unwrapped_model) if is_peft_model(run.unwrapped_model) else None,
+        "adalora": adalora_ranks,
         "features": run.features,
-        "trainer": _TrainerState(run.module.trainer) if run.module.trainer.has_state else None,
+        "trainer": trainer_state,
     }
     parts = [Part(name, owner) for name, owner in owners.items() if owner is not None]
-    parts += [Part(name, owner) for name, owner in _user_owners(run).items()]
+    parts += starmap(Part, _user_owners(run).items())
     parts.append(Part("attributes", run.attributes))
     if run.attributes.of_process is not None:
         parts.append(Part("process_attributes", run.attributes.of_process, "process"))
@@ -79,21 +86,28 @@ def list_parts(run: Run) -> list[Part]:
 
 def _user_owners(run: Run) -> dict[str, Stateful]:
     """Return the user's objects that define `state_dict` and `load_state_dict`, by their names in a checkpoint."""
-    owners: dict[str, Any] = {f"callbacks.{name}": callback for name, callback in _stateful_callbacks(run).items()}
+    owners: dict[str, Any] = {}
+    for name, callback in _stateful_callbacks(run).items():
+        owners[f"callbacks.{name}"] = callback
     # The `state_dict` of `nn.Module` would contain the model again; the other parts of such a module are attributes.
     kind: Any = type(run.module)
     if defines(run.module, "state_dict") and kind.state_dict is not nn.Module.state_dict:
         owners["module"] = run.module
-    owners |= {name: value for name, value in run.loaders.inputs_with_state().items() if isinstance(value, Stateful)}
+    for name, value in run.loaders.inputs_with_state().items():
+        if isinstance(value, Stateful):
+            owners[name] = value
     return owners
 
 
 def _stateful_callbacks(run: Run) -> dict[str, Callback]:
     """Name each stateful callback by its class and a number, so that the next start finds its state."""
     default = (Callback.state_dict, Callback.load_state_dict)
-    return name_by_class(
-        callback for callback in run.callbacks if (type(callback).state_dict, type(callback).load_state_dict) != default
-    )
+    stateful = []
+    for callback in run.callbacks:
+        kind = type(callback)
+        if (kind.state_dict, kind.load_state_dict) != default:
+            stateful.append(callback)
+    return name_by_class(stateful)
 
 
 class _TrainerState:
@@ -118,7 +132,9 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         at: The state of the step snapshot, if the run has continued since; None to collect the current state.
     """
     run.engine.share_buffers()  # any process may change them, and training continues with the main process's
-    local = LocalState(run).collect() if at is None else dict(at)
+    if at is None:
+        at = LocalState(run).collect()
+    local = dict(at)
     place, states = local.pop("place"), dict(local["parts"])
     copies = local.pop("attributes")
     states["running_averages"] = states["running_averages"].state_dict()
@@ -126,8 +142,13 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     with run.attributes.at(copies):
         states |= {part.name: part.owner.state_dict() for part in parts if part.name not in states}
     _warn_of_differences(run, states)
-    process = {part.name: states.pop(part.name) for part in parts if part.scope == "process"}
-    return {
+    process = {}
+    for part in parts:
+        if part.scope == "process":
+            process[part.name] = states.pop(part.name)
+    if local["data"] is None:
+        local["data"] = run.train_loader.source.position(*place)
+    collected = {
         "seed": run.seed,
         "run_name": run.tracking.run_name,
         "run_id": run.saver.run_id,
@@ -136,13 +157,14 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "scheduler_class": _name_of(run.scheduler),
         "plan": run.length.plan(),
         **local,
-        "data": run.train_loader.source.position(*place) if local["data"] is None else local["data"],
         "parts": states,
         "lessons": run.recovery.lessons,
         "next_stage": run.snapshot.next_stage,
         "made_step": run.snapshot.made_step,
-        **({"process": process} if process else {}),
     }
+    if process:
+        collected["process"] = process
+    return collected
 
 
 def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
@@ -153,7 +175,8 @@ def _warn_of_differences(run: Run, states: Mapping[str, Any]) -> None:
     if num_processes() == 1:
         return
     digests = dict(run.attributes.shared_digests)
-    digests |= {name: digest_state(states[name]) for name in _user_owners(run)}
+    for name in _user_owners(run):
+        digests[name] = digest_state(states[name])
     of_processes = gather_if_different(digests)
     for name in sorted(set().union(*of_processes)):
         # A buffer of DQN that each process fills by itself was restored on all from the main process, without a word.
@@ -180,11 +203,11 @@ class LocalState:
     def __init__(self, run: Run) -> None:
         self._run = run
         owners = {part.name: part.owner for part in list_parts(run)}
-        self._user_parts = {name: owners.pop(name) for name in (*_user_owners(run), "trainer") if name in owners}
+        self._user_parts = _move(owners, (*_user_owners(run), "trainer"))
         # The scaler changes only with the optimizer, and reading it would wait for the device.
         for name in ("scaler", "features", "running_averages", "attributes", "process_attributes"):
             owners.pop(name, None)
-        self._stage_parts = {name: owners.pop(name) for name in _CHANGED_BY_STAGES if name in owners}
+        self._stage_parts = _move(owners, _CHANGED_BY_STAGES)
         self._of_stages: dict[str, Any] = {}
         self._parts = owners
 
@@ -211,6 +234,12 @@ class LocalState:
         # checkpoint is written.
         if not (isinstance(source, UnshardedSource) or (state.train_step and isinstance(source, PlannedSource))):
             position = source.position(state.epoch, state.train_step)
+        scheduler = None
+        if run.scheduler is not None:
+            scheduler = run.scheduler.state_dict()
+        attributes = None
+        if copies:
+            attributes = run.attributes.capture(compares=compares)
         return {
             "place": (state.epoch, state.train_step),
             "is_last_batch": state.now.is_last_training_batch is True,  # a stream is not read on to find out
@@ -218,20 +247,31 @@ class LocalState:
             "best_metrics": dict(state.best_metrics),
             "lr": [deepcopy(group["lr"]) for group in run.stepper.optimizer.param_groups],  # may be tensors
             "data": position,
-            "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
+            "scheduler": scheduler,
             "parts": parts,
-            "attributes": run.attributes.capture(compares=compares) if copies else None,
+            "attributes": attributes,
         }
+
+
+def _move(owners: dict[str, Stateful], names: Iterable[str]) -> dict[str, Stateful]:
+    """Remove the parts of these names, as far as there are such, and return them."""
+    return {name: owners.pop(name) for name in names if name in owners}
 
 
 def copy_structure(value: Any) -> Any:
     """Copy containers; tensors are shared, because copying weights at each step would cost more than the step."""
     kind = type(value)
     if kind is dict:
-        return {key: entry if type(entry) in _PLAIN else copy_structure(entry) for key, entry in value.items()}
-    if kind is list:
-        return [copy_structure(entry) for entry in value] if value and type(value[0]) in _CONTAINERS else value.copy()
-    return value.copy() if kind is set else value
+        copied = value.copy()
+        for key, entry in value.items():
+            if type(entry) not in _PLAIN:
+                copied[key] = copy_structure(entry)
+        return copied
+    if kind is list and value and type(value[0]) in _CONTAINERS:
+        return [copy_structure(entry) for entry in value]
+    if kind is list or kind is set:
+        return value.copy()
+    return value
 
 
 _CONTAINERS = (dict, list, set, tuple)
@@ -250,8 +290,11 @@ def restore(run: Run, resumed: Resumed) -> None:
     built = group_arguments(run.stepper.optimizer)
     # Checkpoints hold training weights. An optimizer that keeps its mode beside its state would move them once more.
     run.stepper.begin_training()
+    optimizers = None
+    if not resets_optimizer:
+        optimizers = [run.stepper.optimizer]
     with rejecting_other_forms(resumed.folder):
-        saved = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
+        saved = load_state(run.model, optimizers, resumed.folder)
         built += group_arguments(run.stepper.optimizer)[len(built) :]
         if not resets_optimizer:
             _restore_scheduler(run, saved, built, resumed.changes)
@@ -259,9 +302,10 @@ def restore(run: Run, resumed: Resumed) -> None:
         run.state.metrics, run.state.best_metrics = saved["metrics"], saved["best_metrics"]
     user_owners = _user_owners(run)
     for part in list_parts(run):
-        if part.name in states:
-            # Errors of the user's own `load_state_dict` are raised unchanged.
-            with nullcontext() if part.name in user_owners else rejecting_other_forms(resumed.folder):
+        if part.name in states and part.name in user_owners:  # whose errors are raised unchanged
+            part.owner.load_state_dict(states[part.name])
+        elif part.name in states:
+            with rejecting_other_forms(resumed.folder):
                 part.owner.load_state_dict(states[part.name])
         elif part.name.startswith("callbacks."):
             name = part.name.removeprefix("callbacks.")
@@ -321,7 +365,9 @@ def _restore_scheduler(
 
 
 def _name_of(scheduler: Any) -> str | None:
-    return None if scheduler is None else type(scheduler).__qualname__
+    if scheduler is None:
+        return None
+    return str(type(scheduler).__qualname__)
 
 
 # ---- The step snapshot: the run after its last optimizer step, for a checkpoint if something fails before the next.
@@ -493,8 +539,12 @@ class _Buffers:
     def copy(self) -> None:
         for index, (module, name) in enumerate(self.places):
             buffer = buffers_of(module).get(name)
-            version = None if buffer is None or isinstance(module, WITH_STATISTICS) else _version_of(buffer)
-            if buffer is None or (version is not None and version == self._versions[index]):
+            if buffer is None:
+                continue
+            version = None
+            if not isinstance(module, WITH_STATISTICS):
+                version = _version_of(buffer)
+            if version is not None and version == self._versions[index]:
                 continue
             self._versions[index] = version
             copied = self._copies[index]
@@ -508,7 +558,9 @@ class _Buffers:
             buffer, copied = buffers_of(module).get(name), self._copies[index]
             if buffer is None or copied is None:
                 continue
-            version = None if isinstance(module, WITH_STATISTICS) else _version_of(buffer)
+            version = None
+            if not isinstance(module, WITH_STATISTICS):
+                version = _version_of(buffer)
             if version is None or version != self._versions[index]:  # otherwise unchanged, and may be read-only
                 write_into(buffer, copied)
 
@@ -518,4 +570,6 @@ def _version_of(buffer: torch.Tensor) -> tuple[int, int] | None:
 
     The kernel that writes the running statistics of batch norm does not increase the version counter.
     """
-    return None if buffer.is_inference() else (id(buffer), count_writes(buffer))
+    if buffer.is_inference():  # torch does not count the writes to such a tensor
+        return None
+    return id(buffer), count_writes(buffer)
