@@ -72,7 +72,7 @@ def read_rows(dataset: Any, length: int, *, num_workers: int, context: Any = Non
 
 
 def _fingerprint_fetched(fetched: Fetched) -> tuple[list[int], list[Fingerprint]]:
-    return list(fetched.indices), [fingerprint(sample) for sample in fetched.samples]
+    return list(fetched.indices), list(map(fingerprint, fetched.samples))
 
 
 def _rows_of(readings: Iterator[Any]) -> Rows:
@@ -81,8 +81,12 @@ def _rows_of(readings: Iterator[Any]) -> Rows:
     for (index,), first in readings:
         _, second = next(readings)
         if first and second:  # empty if the sample could not be read
-            # A value that differs is drawn from a generator that accmt cannot seed: it would be a false alarm.
-            rows[str(index)] = {path: entry for path, entry in first[0].items() if second[0].get(path) == entry}
+            repeated: Fingerprint = {}
+            for path, entry in first[0].items():
+                # A value that differs is drawn from a generator that accmt cannot seed: it would be a false alarm.
+                if second[0].get(path) == entry:
+                    repeated[path] = entry
+            rows[str(index)] = repeated
         if monotonic() > deadline:
             break
     return rows
@@ -125,20 +129,23 @@ def compare(rows: Rows, reference: Rows) -> Literal["same", "partly", "different
             tells_apart = True
     if are_alike:
         return "same"
-    return "partly" if tells_apart else "different"
+    if tells_apart:
+        return "partly"
+    return "different"
 
 
 def _entries(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name, None) for field in fields(value)}
-    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-        for key in sorted(value, key=str)[:_MAX_ENTRIES]:
-            yield from _entries(value[key], f"{path}.{key}", depth + 1)
-    elif isinstance(value, list | tuple) and depth < _MAX_DEPTH and not _is_plain(value):
-        for number, item in enumerate(value[:_MAX_ENTRIES]):
-            yield from _entries(item, f"{path}.{number}", depth + 1)
-    else:
-        yield path, value
+    match value:
+        case Mapping() if depth < _MAX_DEPTH:
+            for key in sorted(value, key=str)[:_MAX_ENTRIES]:
+                yield from _entries(value[key], f"{path}.{key}", depth + 1)
+        case list() | tuple() if depth < _MAX_DEPTH and not _is_plain(value):
+            for number, item in enumerate(value[:_MAX_ENTRIES]):
+                yield from _entries(item, f"{path}.{number}", depth + 1)
+        case _:
+            yield path, value
 
 
 def _is_plain(value: Any) -> bool:
@@ -150,19 +157,22 @@ def _is_plain(value: Any) -> bool:
 
 def _entry_of(value: Any) -> Entry | None:
     try:
-        if isinstance(value, torch.Tensor):
-            tensor = value.detach().cpu()
-            if tensor.dtype is torch.bfloat16:  # numpy has no such type
-                tensor = tensor.to(torch.float32)
-            return _entry_of_array(tensor)
-        if isinstance(value, np.ndarray | np.generic):
-            return _entry_of_array(np.asarray(value))
+        match value:
+            case torch.Tensor():
+                tensor = value.detach().cpu()
+                if tensor.dtype is torch.bfloat16:  # numpy has no such type
+                    tensor = tensor.to(torch.float32)
+                return _entry_of_array(tensor)
+            case np.ndarray() | np.generic():
+                return _entry_of_array(np.asarray(value))
+            case float() if not math.isnan(value):
+                return [_OF_FEATURES, value]
         image = sys.modules.get("PIL.Image")  # not imported, it made no sample
         if image is not None and isinstance(value, image.Image):
             return _entry_of_array(np.asarray(value))
-        if isinstance(value, float) and not math.isnan(value):
-            return [_OF_FEATURES, value]
-        return _digest(repr(value).encode()) if _is_plain(value) else None
+        if _is_plain(value):
+            return _digest(repr(value).encode())
+        return None
     except Exception:  # noqa: BLE001 - a tensor without values, a closed file: nothing to compare
         return None
 
@@ -177,8 +187,13 @@ def _entry_of_array(value: Any) -> Entry | None:
     # A fingerprint is JSON, and NaN is not equal to itself.
     flat = np.nan_to_num(array.reshape(-1).astype(np.float64), posinf=0.0, neginf=0.0)
     chosen = flat[:: max(1, flat.size // _NUM_VALUES)][:_NUM_VALUES]
-    sums = [flat.mean(), np.abs(flat).mean()] if flat.size else []
-    return [_OF_MEDIA if is_media else _OF_FEATURES, *map(float, chosen), *map(float, sums)]
+    values = list(chosen)
+    if flat.size:  # numpy warns about the mean of nothing
+        values += [flat.mean(), np.abs(flat).mean()]
+    tolerance = _OF_FEATURES
+    if is_media:
+        tolerance = _OF_MEDIA
+    return [tolerance, *map(float, values)]
 
 
 def _digest(content: bytes) -> str:
