@@ -55,10 +55,9 @@ HOOKS: dict[str, tuple[str, ...]] = {
 }
 """Each hook with its keyword arguments; a method receives those that it declares."""
 
-ONCE_PER_BATCH = {
-    *("on_before_training_step", "on_after_training_step", "on_before_backward", "on_after_backward"),
-    *("on_before_validation_step", "on_after_validation_step"),
-}
+ONCE_PER_BATCH = frozenset(
+    f"on_{moment}" for moment in ("before_training_step", "after_training_step", "before_backward", "after_backward")
+) | {"on_before_validation_step", "on_after_validation_step"}
 """Hooks that act on a batch, which differs between processes; all other hooks act for all processes together."""
 
 ALIASES: dict[str, str] = {"before_eval": "on_evaluation_start", "after_eval": "on_evaluation_end"}
@@ -258,7 +257,6 @@ def find_hooks(callback: object) -> dict[str, list[Hook]]:
     hooks: dict[str, list[Hook]] = {}
     names = names_of_hooks(callback)
     for attribute in dir(callback):
-        # Reading a property would run the user's code.
         if not attribute.startswith(HOOK_PREFIXES) or isinstance(getattr(type(callback), attribute, None), property):
             continue
         name = names.get(attribute, attribute)
@@ -288,15 +286,9 @@ def describe_hooks(callbacks: Sequence[object]) -> str:
 
 
 def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywords: tuple[str, ...]) -> Hook:
-    named, required, takes_all = set[str](), set[str](), False
-    for parameter in inspect.signature(method).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            takes_all = True
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            if parameter.kind is not parameter.POSITIONAL_ONLY:
-                named.add(parameter.name)
-            if parameter.default is parameter.empty:
-                required.add(parameter.name)
+    parameters = inspect.signature(method).parameters.values()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     unfilled = required - (named & set(keywords))
     if unfilled:  # a TypeError in the middle of the run, and perhaps on one process only
         from accmt.registry import addon
@@ -307,7 +299,7 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
         raise fail(
             ModuleContractError, where, got=f"parameters {sorted(unfilled)}", expected=f"any of: {expected}", do=do
         )
-    if takes_all or named >= set(keywords):  # no further call per step
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords):  # no further call per step
         return method
     wanted = [name for name in keywords if name in named]
 

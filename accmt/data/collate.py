@@ -63,20 +63,27 @@ class DataCollatorForLongestSequence:
 
 
 def _as_named(inputs: Any) -> dict[str, Any]:
-    return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    return {"input_ids": inputs}
 
 
 def build_collate(value: Any) -> Collate | None:
     """Return the collate function for the user's value: None, a function, or a list of functions."""
     if value is None:
         return None
-    functions = list(value) if isinstance(value, list | tuple) else [value]
-    if not functions or not all(callable(function) for function in functions):
+    functions = [value]
+    if isinstance(value, list | tuple):
+        functions = list(value)
+    if not functions or not all(map(callable, functions)):
         expected = "a function that takes a list of samples, or a list of such functions"
         raise fail(
             ArgumentError, "Trainer(collate_fn=...)", got=repr(value), expected=expected, do="collate_fn=my_function"
         )
-    return functions[0] if len(functions) == 1 else CollateChain(functions)
+    if len(functions) > 1:
+        return CollateChain(functions)
+    function: Collate = functions[0]
+    return function
 
 
 def collate_or_explain(samples: list[Any]) -> Any:
@@ -92,7 +99,9 @@ def collate_or_explain(samples: list[Any]) -> Any:
             raise
         expected = "samples of equal shape, or a collate function that pads them"
         # Samples with a label for each token need a function that pads the labels too.
-        labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
+        labels = None
+        if isinstance(samples[0], Mapping):
+            labels = samples[0].get("labels")
         collator = "DataCollatorWithPadding"
         if isinstance(labels, list) or getattr(labels, "ndim", 0) > 0:
             collator = "DataCollatorForSeq2Seq"
@@ -104,9 +113,12 @@ def _warn_of_dropped_keys(samples: list[Any]) -> None:
     """Warn about keys that the first sample lacks, which `default_collate` drops; the others have its keys."""
     first = samples[0]
     # The number of keys is enough: a sample without a key of the first raised a KeyError.
-    if not isinstance(first, Mapping) or all(len(sample) == len(first) for sample in samples):
+    if not isinstance(first, Mapping) or set(map(len, samples)) == {len(first)}:
         return
-    names = sorted({str(key) for sample in samples for key in sample if key not in first})
+    dropped: set[str] = set()
+    for sample in samples:
+        dropped.update(str(key) for key in sample if key not in first)
+    names = sorted(dropped)
     warn_once(
         f"the first sample of a batch has no {', '.join(names)}, which others have: torch's default_collate drops them "
         "for the whole batch; give every sample the same keys, or pass a collate_fn",
@@ -153,7 +165,9 @@ def in_buckets(collate: Any, bucket: int) -> Collate:
                 return CollateChain(functions)
         raise _no_buckets("functions without `pad_to_multiple_of`", bucket)
     if not hasattr(collate, "pad_to_multiple_of"):
-        name = "none" if collate is None else getattr(collate, "__qualname__", type(collate).__name__)
+        name = "none"
+        if collate is not None:
+            name = getattr(collate, "__qualname__", type(collate).__name__)
         raise _no_buckets(f"{name}, which has no `pad_to_multiple_of`", bucket)
     if collate.pad_to_multiple_of not in (None, bucket):
         raise _no_buckets(f"pad_to_multiple_of={collate.pad_to_multiple_of}", bucket)

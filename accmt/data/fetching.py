@@ -115,7 +115,8 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
             if self._skips_bad:
                 return fetched
             # An error of the whole batch alone, such as a lost connection, has no bad sample to name.
-            self._note(error, [bad.index for bad in fetched.bad] or indices)
+            bad_indices = [bad.index for bad in fetched.bad]
+            self._note(error, bad_indices or indices)
             raise
 
     def __len__(self) -> int:
@@ -159,7 +160,9 @@ class CollateFetched:
                 if fetched.seed is not None:
                     seed_generators(fetched.seed)
                 batch = self.collate(samples)
-            return ReadableBatch(batch, fetched.bad) if self.skips_bad else batch
+            if self.skips_bad:
+                return ReadableBatch(batch, fetched.bad)
+            return batch
         except Exception as error:
             if not _is_of_no_sample(error):
                 skipped = {bad.index for bad in fetched.bad}
@@ -185,12 +188,13 @@ class CollateFetched:
         expected, do = f"samples that {name} can collate", "check these samples, or pass a different collate_fn"
         columns = self._find_failing(samples)
         if columns:
-            shown = []
+            shown, advice = [], []
             for column in columns:
                 kinds = sorted({type(sample.get(column)).__name__ for sample in samples})
                 shown.append(f"{column!r} ({' or '.join(kinds)})")
+                advice.append(_advise(column, samples[0][column]))
             where += f", column {', '.join(shown)}"
-            do = " and ".join(_advise(name, samples[0][name]) for name in columns)
+            do = " and ".join(advice)
         error.add_note(explain(where, _describe(error), expected, do))
 
     def _find_failing(self, samples: Sequence[Any]) -> list[str]:
@@ -211,7 +215,10 @@ class CollateFetched:
 
     def _can_collate(self, samples: Sequence[Any], names: Sequence[str]) -> bool:
         try:
-            self.collate([{name: sample[name] for name in names} for sample in samples])
+            parts = []
+            for sample in samples:
+                parts.append({name: sample[name] for name in names})
+            self.collate(parts)
         except Exception:  # noqa: BLE001 - whatever it is, the error that is explained is another
             return False
         return True

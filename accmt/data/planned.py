@@ -113,7 +113,9 @@ class PlannedSource:
     def files(self) -> dict[str, Any]:
         """The dataset's descriptions of its files, for positions; empty if it has none."""
         describe = getattr(self._dataset, "describe_files", None)
-        return {} if describe is None else {"files": describe()}
+        if describe is None:
+            return {}
+        return {"files": describe()}
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on; skipped ones are never read.
@@ -268,14 +270,16 @@ class DatasetSource(PlannedSource):
         options = options.without_second_sharding(sampler)
         permute = getattr(dataset, "shuffle_rows", None)
         order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler, permute=permute)
-        global_batch_size = options.batch_size * options.shard.count * options.micro_batches_per_batch
+        multiple = 1
+        if options.drop_last:
+            multiple = options.batch_size * options.shard.count * options.micro_batches_per_batch
         super().__init__(
             dataset,
             options,
             order,
             options.torch_options(),
             size=order.size(0),
-            multiple=global_batch_size if options.drop_last else 1,
+            multiple=multiple,
         )
 
     def _draw(self, epoch: int) -> int:

@@ -138,37 +138,40 @@ def find_generators(owner: Any) -> list[Any]:
 
 def user_seed(generator: Any) -> int:
     """Return the seed that the user set on a generator; 0 if it is unknown or was not set."""
-    if isinstance(generator, torch.Generator):
-        return generator.initial_seed()
-    if not isinstance(generator, np.random.Generator):  # `random.Random` and `RandomState` do not keep theirs
-        return 0
-    seeds = getattr(generator.bit_generator, "seed_seq", None)  # which older versions of numpy do not show
-    entropy = getattr(seeds, "entropy", None)
-    if isinstance(entropy, int) and entropy < _DRAWN_BY_SYSTEM:
-        return entropy
+    match generator:
+        case torch.Generator():
+            return generator.initial_seed()
+        case np.random.Generator():  # `random.Random` and `RandomState` do not keep theirs
+            seeds = getattr(generator.bit_generator, "seed_seq", None)  # which older versions of numpy do not show
+            entropy = getattr(seeds, "entropy", None)
+            if isinstance(entropy, int) and entropy < _DRAWN_BY_SYSTEM:
+                return entropy
     return 0
 
 
 def reseed(generator: Any, seed: int) -> None:
     """Seed a generator of any library in place."""
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    elif isinstance(generator, np.random.RandomState):  # takes 32 bits
-        generator.seed(seed & 0xFFFFFFFF)
-    else:
-        generator.seed(seed)
+    match generator:
+        case torch.Generator():
+            generator.manual_seed(seed)
+        case np.random.Generator():
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        case np.random.RandomState():  # takes 32 bits
+            generator.seed(seed & 0xFFFFFFFF)
+        case _:
+            generator.seed(seed)
 
 
 def state_of(generator: Any) -> Callable[[], object]:
     """Return a function that restores the generator's current state."""
-    if isinstance(generator, torch.Generator | np.random.RandomState):
-        state: Any = generator.get_state()
-        return partial(generator.set_state, state)
-    if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", copy.deepcopy(generator.bit_generator.state))
-    return partial(generator.setstate, generator.getstate())
+    match generator:
+        case torch.Generator() | np.random.RandomState():
+            state: Any = generator.get_state()
+            return partial(generator.set_state, state)
+        case np.random.Generator():
+            return partial(setattr, generator.bit_generator, "state", copy.deepcopy(generator.bit_generator.state))
+        case _:
+            return partial(generator.setstate, generator.getstate())
 
 
 class _Seeded:

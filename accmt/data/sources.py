@@ -64,15 +64,17 @@ def _require_samples(data: Any, options: SourceOptions) -> None:
         got = type(data).__name__
         expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
         do = 'pass one of these to fit; if you have a dict of datasets, pass one of them, such as data["train"]'
-        if isinstance(data, Mapping):  # `load_dataset` without `split`
-            got += f" with the keys {list(data)}"
-        elif isinstance(data, str | os.PathLike):
-            got, form = repr(str(data)), _FORMATS.get(Path(data).suffix, "csv")
-            do = f'load it: datasets.load_dataset("{form}", data_files={str(data)!r}, split="train")'
-        elif isinstance(data, type):
-            got, do = f"the class {data.__name__}", f"pass an object of it: {data.__name__}(...)"
-        elif hasattr(data, "__getitem__") and not isinstance(data, bytes):
-            got, do = f"{got}, which has __getitem__ but no __len__", "def __len__(self): return the number of samples"
+        match data:
+            case Mapping():  # `load_dataset` without `split`
+                got += f" with the keys {list(data)}"
+            case str() | os.PathLike():
+                got, form = repr(str(data)), _FORMATS.get(Path(data).suffix, "csv")
+                do = f'load it: datasets.load_dataset("{form}", data_files={str(data)!r}, split="train")'
+            case type():
+                got, do = f"the class {data.__name__}", f"pass an object of it: {data.__name__}(...)"
+            case _ if hasattr(data, "__getitem__") and not isinstance(data, bytes):
+                got += ", which has __getitem__ but no __len__"
+                do = "def __len__(self): return the number of samples"
         raise options.error(got, expected, do)
     if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas: indexing selects columns
         got, expected = f"a {type(data).__name__} of pandas", "data whose [index] is a sample"
@@ -85,7 +87,9 @@ def require_readable(data: Any, kind: str) -> None:
     Raises:
         DataError: It is; the message has what to use.
     """
-    stream = data.dataset if isinstance(data, DataLoader) else data
+    stream = data
+    if isinstance(data, DataLoader):
+        stream = data.dataset
     if is_stream(stream):
         addon("reject_stream")(stream, kind)
 
@@ -191,6 +195,10 @@ class UnshardedSource:
         self._measure()
 
     def _measure(self) -> None:
-        local = self._source.num_micro_batches
-        [longest] = max(gather_numbers((math.inf if local is None else local,)))  # infinite: unknown
-        self.num_micro_batches = None if longest == math.inf else int(longest)
+        local: float | None = self._source.num_micro_batches
+        if local is None:  # unknown: no number of the others is larger
+            local = math.inf
+        [longest] = max(gather_numbers((local,)))
+        self.num_micro_batches: int | None = None
+        if longest != math.inf:
+            self.num_micro_batches = int(longest)

@@ -316,9 +316,10 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
     if num_workers > 0:
         return "their state_dict can only be used without workers (dataloader_num_workers=0)"
     streams = _streaming_datasets_in(owner, source)
-    inexact = why_states_are_inexact() if streams else None
-    if inexact is not None:
-        return inexact
+    if streams:
+        inexact = why_states_are_inexact()
+        if inexact is not None:
+            return inexact
     # No public attribute shows that there is a buffer. Source: `datasets.IterableDataset.state_dict`: "examples from
     # shuffle buffers are lost when resuming".
     for step in chain.from_iterable(map(steps_of_stream, streams)):
@@ -393,12 +394,18 @@ class StreamSource(SequentialSource):
         self._state = StreamState(data, source=source, num_workers=options.num_workers, also_read=options.also_read)
         self._rows: Rows = {}  # those at the beginning of the epoch
         # A stream may say on which settings the order of its samples depends; they are then known by their positions.
-        self._order = data.describe_order() if hasattr(data, "describe_order") else None
+        self._order: Any = None
+        if hasattr(data, "describe_order"):
+            self._order = data.describe_order()
         self._sample_positions: deque[tuple[int, range]] = deque(maxlen=_NUM_SAMPLE_POSITIONS)  # by micro-batch
         self._is_read_again = False
         # Each of several readers may end with a short batch, so the number of batches does not follow from the length.
-        length = length_of(data) if self._readers == 1 else None
-        multiple = self._global_batch_size if options.drop_last else 1
+        length = None
+        if self._readers == 1:
+            length = length_of(data)
+        multiple = 1
+        if options.drop_last:
+            multiple = self._global_batch_size
         dataloader = self._make_dataloader(dataset, options)
         super().__init__(dataloader, options, UserRandomness(data), length, multiple=multiple)
 
@@ -578,7 +585,9 @@ class _CollateShard:
     is_first: bool = True
 
     def __call__(self, samples: list[Any]) -> _GlobalBatch:
-        rows = rows_of_samples(samples) if self.is_first else {}
+        rows: Rows = {}
+        if self.is_first:
+            rows = rows_of_samples(samples)
         self.is_first = False
         positions = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
         batch = None
@@ -633,8 +642,10 @@ class UserLoaderSource(SequentialSource):
         if is_plain and not hasattr(user_loader, "state_dict"):
             # A copy, which counts the samples of each batch and starts workers for each epoch: the user's loader stays
             # unchanged, even if something else reads it meanwhile.
-            makes_batches = user_loader.batch_sampler is not None or user_loader.batch_size is not None
-            collate = _CollateAndCount(user_loader.collate_fn) if makes_batches else user_loader.collate_fn
+            collate = user_loader.collate_fn
+            # Without either, the DataLoader passes each sample to its function alone.
+            if user_loader.batch_sampler is not None or user_loader.batch_size is not None:
+                collate = _CollateAndCount(collate)
             if user_loader.persistent_workers:
                 warn_once(
                     f"persistent_workers=True has no effect on the DataLoader of the {options.kind} data: persistent "
@@ -654,7 +665,9 @@ class UserLoaderSource(SequentialSource):
         else:
             self._state = StreamState(user_loader, source=user_loader.dataset, also_read=options.also_read)
         self._rows: Rows = {}  # those at the beginning of the epoch
-        length = length_of(user_loader) if readers == 1 else None
+        length = None
+        if readers == 1:
+            length = length_of(user_loader)
         randomness = UserRandomness(user_loader, user_loader.dataset, user_loader.batch_sampler)
         # The user's batches are counted: one for each process in a micro-batch.
         options = replace(options, batch_size=1, micro_batches_per_batch=1)
@@ -684,12 +697,14 @@ class UserLoaderSource(SequentialSource):
                 if not global_batch:
                     return
                 for batch, _ in global_batch:
-                    workers.compare(batch.rows if isinstance(batch, _Counted) else {})
+                    if isinstance(batch, _Counted):
+                        workers.compare(batch.rows)
                 micro_batch = MicroBatch(index, None, own_samples=0, is_partial=len(global_batch) < shard.count)
                 if shard.index < len(global_batch):
-                    batch = global_batch[shard.index][0]
-                    micro_batch.batch = _content(batch)
-                    micro_batch.own_samples = batch.samples if isinstance(batch, _Counted) else None
+                    batch, micro_batch.own_samples = global_batch[shard.index][0], None
+                    if isinstance(batch, _Counted):
+                        batch, micro_batch.own_samples = batch.batch, batch.samples
+                    micro_batch.batch = batch
                     require_batch(micro_batch.batch, self._options)
                 position = {"kind": self._kind, **self._cut, "rows": self._rows, "num_workers": num_workers}
                 position |= {"batches": global_batch[-1][1], **self._state.take()}
@@ -715,7 +730,9 @@ class UserLoaderSource(SequentialSource):
         if first is None:
             return read
         batch = first[0]
-        rows = batch.rows if isinstance(batch, _Counted) else {}
+        rows: Rows = {}
+        if isinstance(batch, _Counted):
+            rows = batch.rows
         if not rows:
             rows = rows_of_samples([_content(batch)])
         if start is EPOCH_START:
@@ -730,7 +747,9 @@ class UserLoaderSource(SequentialSource):
 
 
 def _content(batch: Any) -> Any:
-    return batch.batch if isinstance(batch, _Counted) else batch
+    if isinstance(batch, _Counted):
+        return batch.batch
+    return batch
 
 
 class _Counted(NamedTuple):
@@ -754,5 +773,7 @@ class _CollateAndCount:
     def __call__(self, samples: list[Any]) -> _Counted:
         is_first, self.is_first = self.is_first, False
         batch = self.collate(samples)
-        rows = rows_of_samples(samples) if is_first else {}
+        rows: Rows = {}
+        if is_first:
+            rows = rows_of_samples(samples)
         return _Counted(batch, len(samples), rows)

@@ -166,7 +166,9 @@ class ByCount:
                 group = []
 
     def _micro_batches_per_step(self, epoch: int, per_batch: int) -> int:
-        return 1 if self._batches_per_step is None else (self._batches_per_step(epoch) or 1) * per_batch
+        if self._batches_per_step is None:
+            return 1
+        return (self._batches_per_step(epoch) or 1) * per_batch
 
 
 def _until_full(begin: MicroBatch, following: Iterator[MicroBatch], number: int) -> Iterator[MicroBatch]:

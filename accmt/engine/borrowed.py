@@ -54,7 +54,9 @@ def may_be_uneven(micro_batch: MicroBatch | None) -> bool:
 def running_uneven_step(micro_batch: MicroBatch) -> Iterator[None]:
     """Mark that the step runs on such a micro-batch."""
     global _step  # noqa: PLW0603 - what the user's step calls reads it
-    num_lenders = num_data_processes() if micro_batch.num_lenders is None else micro_batch.num_lenders
+    num_lenders = micro_batch.num_lenders
+    if num_lenders is None:
+        num_lenders = num_data_processes()
     _step = UnevenStep(micro_batch.batch is None, num_lenders)
     try:
         yield

@@ -49,4 +49,6 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
     if accelerator.is_fsdp2 or is_sharded(module.model):
         return Sharded(module, accelerator)
     is_alone = accelerator.distributed_type.value == "NO"  # a launcher may start a single process, which is wrapped
-    return Alone(module, accelerator) if is_alone else DataParallel(module, accelerator)
+    if is_alone:
+        return Alone(module, accelerator)
+    return DataParallel(module, accelerator)

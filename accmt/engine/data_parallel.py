@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -69,7 +69,10 @@ class DataParallel(Engine):
             # DistributedDataParallel sends buffers in place, which torch refuses where elements share memory. Nothing
             # writes to such views, so they are equal.
             views = {name: buffer for name, buffer in model.named_buffers() if is_expanded(buffer)}
-            with sending_quantized_weights(model), left_out_by_ddp(model, views) if views else nullcontext():
+            with ExitStack() as stack:
+                stack.enter_context(sending_quantized_weights(model))
+                if views:
+                    stack.enter_context(left_out_by_ddp(model, views))
                 super().wrap(optimizer, set_to_none=set_to_none)
         if isinstance(self.model, DistributedDataParallel):  # Accelerate does not wrap a model without trained weights
             self.model.__class__ = TransparentWrapper
@@ -131,7 +134,9 @@ class DataParallel(Engine):
         if self._wrapper is not None:
             return
         if parameters is None:
-            parameters = [] if self._optimizer is None else weights_of(self._optimizer)
+            parameters = []
+            if self._optimizer is not None:
+                parameters = weights_of(self._optimizer)
         average_gradients(parameters)
 
     def note_trained(self) -> None:

@@ -28,7 +28,9 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
 
         Processes: collective.
         """
-        return super().gather(tensor) if uneven_step() is None else _gather(tensor)
+        if uneven_step() is None:
+            return super().gather(tensor)
+        return _gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:  # noqa: FBT001, FBT002
         """Return the concatenated tensors, or lists of objects, of all processes, with each sample once.
@@ -47,8 +49,9 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
         step = uneven_step()
         if step is None:
             return super().reduce(tensor, reduction, scale)
-        counted = recursively_apply(torch.zeros_like, tensor) if step.is_borrowed else tensor
-        reduced = super().reduce(counted, reduction, scale)
+        if step.is_borrowed:
+            tensor = recursively_apply(torch.zeros_like, tensor)
+        reduced = super().reduce(tensor, reduction, scale)
         if reduction != "mean":
             return reduced
         # Accelerate divides by all processes, and those that borrowed a batch have added 0.
@@ -56,15 +59,24 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def _gather(data: Any) -> Any:
-    if isinstance(data, Tensor):
-        rows = data.reshape(1) if data.ndim == 0 else data
-        counted = rows[:0] if borrows_batch() else rows
-        joined, numbers = gather_ragged(counted)
-        return torch.cat(each_once(list(torch.split(joined, numbers))))  # those that share a batch have the same rows
-    if isinstance(data, Mapping):
-        return type(data)({name: _gather(value) for name, value in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, list | tuple) and any(isinstance(part, Tensor | Mapping) for part in data):
-        parts = [_gather(part) for part in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    match data:
+        case Tensor():
+            return _gather_rows(data)
+        case Mapping():
+            return type(data)({name: _gather(value) for name, value in data.items()})  # type: ignore[call-arg]
+        case list() | tuple() if any(isinstance(part, Tensor | Mapping) for part in data):
+            parts = list(map(_gather, data))
+            if hasattr(data, "_fields"):  # a named tuple takes its parts one by one
+                return type(data)(*parts)
+            return type(data)(parts)
     items = [] if borrows_batch() else list(data)
     return list(chain.from_iterable(gather_from_data(items)))
+
+
+def _gather_rows(rows: Tensor) -> Tensor:
+    if rows.ndim == 0:
+        rows = rows.reshape(1)
+    if borrows_batch():
+        rows = rows[:0]
+    joined, numbers = gather_ragged(rows)
+    return torch.cat(each_once(list(torch.split(joined, numbers))))  # those that share a batch have the same rows

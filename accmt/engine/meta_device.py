@@ -181,6 +181,7 @@ def device_of_shards(accelerator: Accelerator) -> torch.device:
     """Return the device of a model's shards between the steps."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
-    is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
-    return torch.device("cpu") if is_offloaded else accelerator.device
+    if accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        return torch.device("cpu")
+    device: torch.device = accelerator.device
+    return device

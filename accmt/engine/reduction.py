@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -82,8 +82,12 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
         if kind == _SPARSE:
             parameter.grad = _average_sparse(parameter)
         elif kind == _DENSE:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = gradient.to_dense() if gradient.is_sparse else gradient
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            parameter.grad = gradient
             dense.append(parameter.grad)
     for bucket in _buckets_of(dense):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -112,7 +116,9 @@ def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor
 def _kind_of(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return _NONE
-    return _SPARSE if gradient.is_sparse and gradient.sparse_dim() == 1 else _DENSE
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        return _SPARSE
+    return _DENSE
 
 
 def _average_sparse(parameter: nn.Parameter) -> torch.Tensor:
@@ -134,13 +140,15 @@ def gather_ragged(rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     num_rows = torch.tensor([len(rows)], device=rows.device)
     counts = [torch.zeros_like(num_rows) for _ in range(num_processes())]
     dist.all_gather(counts, num_rows)
-    numbers = [int(count) for count in counts]
+    numbers = list(map(int, counts))
     # `all_gather` takes tensors of equal shape only.
     padded = rows.new_zeros((max(numbers), *rows.shape[1:]))
     padded[: len(rows)] = rows
     parts = [torch.zeros_like(padded) for _ in numbers]
     dist.all_gather(parts, padded)
-    return torch.cat([part[:number] for part, number in zip(parts, numbers, strict=True)]), numbers
+    for rank, number in enumerate(numbers):
+        parts[rank] = parts[rank][:number]
+    return torch.cat(parts), numbers
 
 
 def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
@@ -174,13 +182,21 @@ def zero_loss_of(model: DistributedDataParallel, *, was_called: bool) -> torch.T
     # Where the step has called the model, its forward has exchanged already; a last backward still expects this output.
     if not was_called or model.require_backward_grad_sync:
         exchange_in_forward(model, zero, was_called=was_called)
-    return zero if model.require_backward_grad_sync else None
+    if not model.require_backward_grad_sync:
+        return None
+    return zero
 
 
 def _sum_of_weights(model: nn.Module) -> torch.Tensor:
     # Layers such as nn.Embedding(sparse=True), whose gradients the reducer expects to be sparse.
-    sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False) and hasattr(layer, "weight")}
-    sums = [_sum(weight, is_sparse=weight in sparse) for weight in model.parameters() if weight.requires_grad]
+    sparse: set[Any] = set()
+    for layer in model.modules():
+        if getattr(layer, "sparse", False) and hasattr(layer, "weight"):
+            sparse.add(layer.weight)
+    sums = []
+    for weight in model.parameters():
+        if weight.requires_grad:
+            sums.append(_sum(weight, is_sparse=weight in sparse))
     return torch.stack(sums).sum()
 
 
@@ -233,8 +249,10 @@ def names_without_gradient(trained: Mapping[str, nn.Parameter]) -> list[str]:
 
 def shorten(names: Sequence[str]) -> str:
     """Return the first names of a list, and the number of the others."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+    text = ", ".join(names[:_SHOWN])
+    if len(names) > _SHOWN:
+        text += f" and {len(names) - _SHOWN} more"
+    return text
 
 
 def add_note_of_unused(error: Exception, model: nn.Module) -> None:
@@ -280,7 +298,7 @@ def broadcast_weights(model: nn.Module) -> None:
 
     Processes: collective.
     """
-    broadcast_tensors(part for weight in model.parameters() for part in plain_parts(weight))
+    broadcast_tensors(chain.from_iterable(map(plain_parts, model.parameters())))
 
 
 @contextmanager
@@ -296,9 +314,11 @@ def sending_quantized_weights(model: nn.Module) -> Iterator[None]:
     for name, weight in model.named_parameters():
         if has_inner_tensors(weight) and not weight.requires_grad:
             frozen[name] = weight
-    with left_out_by_ddp(model, frozen) if frozen else nullcontext():
+    with ExitStack() as stack:
+        if frozen:
+            stack.enter_context(left_out_by_ddp(model, frozen))
         yield
-    broadcast_tensors(part for weight in frozen.values() for part in plain_parts(weight))
+    broadcast_tensors(chain.from_iterable(map(plain_parts, frozen.values())))
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> None:
@@ -331,7 +351,8 @@ def require_same_tensors(model: nn.Module) -> None:
         ModuleContractError: Names, shapes or dtypes differ.
     """
     tensors = chain(model.named_parameters(), model.named_buffers())
-    descriptions = gather_if_different({name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors})
+    local = {name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors}
+    descriptions = gather_if_different(local)
     for rank, here in enumerate(descriptions):
         on_main = descriptions[0]
         for name in {**on_main, **here}:

@@ -98,7 +98,9 @@ class Replicas:
                     _add(replica, name, buffer)
         names = list(_compare(replica))
         if names:
-            more = f", and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+            more = ""
+            if names[_SHOWN:]:
+                more = f", and {len(names) - _SHOWN} more"
             warn_once(
                 f"buffers differ between processes after a training step: {', '.join(names[:_SHOWN])}{more}. Those of "
                 "process 0 are used, so what other processes' batches have changed is lost. If forward updates them, "
@@ -112,7 +114,9 @@ class Replicas:
         more = ""
         if names[1:]:
             more = f", and {len(names) - 1} more: {', '.join(names[1 : 1 + _SHOWN])}"
-        since = f"between step {self._equal_at} and step {step}" if self._equal_at < step else f"at step {step}"
+        since = f"at step {step}"
+        if self._equal_at < step:
+            since = f"between step {self._equal_at} and step {step}"
         got = f"{names[0]} differs between process {first} and process {second} since {since}{more}"
         expected = "the same weights and optimizer state on every process that holds them"
         error = fail(ReplicasDifferError, "replicas of the model", got=got, expected=expected, do=_CAUSES)
@@ -143,13 +147,13 @@ class Replicas:
 
 
 def _add(replica: Replica, name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        if isinstance(value, bool | int | float | str | tuple):
+    match value:
+        case Tensor():
+            place = _place_of(value)
+            if place is not None:
+                replica.setdefault(place, {})[name] = checksum(value)
+        case bool() | int() | float() | str() | tuple():
             replica.setdefault("", {})[name] = repr(value)
-        return
-    place = _place_of(value)
-    if place is not None:
-        replica.setdefault(place, {})[name] = checksum(value)
 
 
 def _place_of(tensor: Tensor) -> str | None:
@@ -169,14 +173,15 @@ def _place_of(tensor: Tensor) -> str | None:
 
 
 def _flatten(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _flatten(value, str(key))
-    elif isinstance(state, list):
-        for number, value in enumerate(state):
-            yield from _flatten(value, f"{path}[{number}]")
-    else:
-        yield path, state
+    match state:
+        case Mapping():
+            for key, value in state.items():
+                yield from _flatten(value, str(key))
+        case list():
+            for number, value in enumerate(state):
+                yield from _flatten(value, f"{path}[{number}]")
+        case _:
+            yield path, state
 
 
 def _compare(replica: Replica) -> dict[str, tuple[int, int]]:
@@ -203,7 +208,9 @@ def _find_differences(replicas: list[dict[str, Any]]) -> dict[str, tuple[int, in
     for rank, replica in enumerate(replicas):
         for place, entries in replica.items():
             # A place has checksums by name, or one digest of all of them.
-            values = entries if isinstance(entries, dict) else {place: entries}
+            values = {place: entries}
+            if isinstance(entries, dict):
+                values = entries
             for name, value in values.items():
                 holder, theirs = first.setdefault((place, name), (rank, value))
                 if theirs != value:
@@ -221,7 +228,7 @@ def reject_renormalization(model: nn.Module) -> None:
         return
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
-            path = f"self.model.{name}" if name else "self.model"
+            path = f"self.model.{name}".removesuffix(".")
             got = f"max_norm={layer.max_norm}: each process rescales the rows of its own batch in the forward pass"
             do = (
                 "leave max_norm out, and rescale all rows after each step: def on_after_optimizer_step(self): "

@@ -94,7 +94,9 @@ class Sharded(Engine):
             if micro_batch is not None and may_be_uneven(micro_batch) and num_processes() > 1:
                 stack.enter_context(self._running_uneven(micro_batch))
             calls = stack.enter_context(explaining_parts(self.unwrapped_model))
-            self.calls = calls if num_processes() > 1 else None
+            self.calls = None
+            if num_processes() > 1:
+                self.calls = calls
             yield
 
     def zero_loss(self) -> torch.Tensor | None:

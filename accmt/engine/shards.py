@@ -82,7 +82,8 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
     # Check that tied weights are sharded together: torch rejects a weight in two groups, but only in the forward.
     shards = dict(model.named_parameters(remove_duplicate=False))
     for names in tied:
-        if len({id(shards[name]) for name in names if name in shards}) > 1:
+        groups = {id(shards[name]) for name in names if name in shards}
+        if len(groups) > 1:
             got = f"{' and '.join(names)}, which are tied, in two groups of sharded layers"
             expected = "tied weights in one group, as Accelerate does for embeddings and head"
             do = "untie them, or train it without `parallelism`"
@@ -207,7 +208,9 @@ def _kind_of(weight: Any) -> object:
 def _try_step(optimizer: Optimizer, group: Mapping[str, Any], weight: Any) -> None:
     copied = nn.Parameter(weight.detach().clone())
     copied.grad = copied.detach() * 0.5 + 0.01
-    closure: dict[str, Any] = {"closure": lambda: copied.detach().sum()} if needs_closure(optimizer) else {}
+    closure: dict[str, Any] = {}
+    if needs_closure(optimizer):
+        closure["closure"] = lambda: copied.detach().sum()
     try:
         alike = build_alike(optimizer, group, copied)
     except Exception:  # noqa: BLE001 - built from something else: nothing is tried
@@ -240,12 +243,14 @@ def has_tied_shards(model: nn.Module) -> bool:
     Each group gathers its own copy, and the optimizer updates only one (seen with transformers 5.23 and torch 2.13).
     Its mesh is recognized by the name of its dimension.
     """
-    parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    parameters = list(dict(model.named_parameters(remove_duplicate=False)).values())
     is_tied = len(set(parameters)) < len(parameters)
     if not is_tied:
         return False
-    meshes = [parameter.device_mesh for parameter in parameters if is_dtensor(parameter)]
-    return any("fsdp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
+    for parameter in parameters:
+        if is_dtensor(parameter) and "fsdp" in (parameter.device_mesh.mesh_dim_names or ()):
+            return True
+    return False
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:

@@ -30,7 +30,9 @@ def config_of(accelerator: Accelerator) -> ParallelismConfig | None:
 def tensor_parallel_size(accelerator: Accelerator) -> int:
     """Return the number of processes that each tensor of a model is to be split over; 1 if it is not split."""
     config = config_of(accelerator)
-    return 1 if config is None else parallel_size(config, "tp")
+    if config is None:
+        return 1
+    return parallel_size(config, "tp")
 
 
 def ranks_of_batch(model: nn.Module, asked: int) -> int:
@@ -75,6 +77,8 @@ def _mesh_of_split(parameter: Tensor, *, by_fsdp: bool) -> DeviceMesh | None:
     It is the mesh dimension "tp" or, if FSDP2 has not sharded the model, a mesh without dimension names.
     """
     mesh = mesh_of(parameter)
-    if mesh is None or mesh.mesh_dim_names is None:
-        return None if by_fsdp else mesh
-    return mesh[_NAME] if _NAME in mesh.mesh_dim_names else None
+    if mesh is None:
+        return None
+    if mesh.mesh_dim_names is not None:
+        return mesh[_NAME] if _NAME in mesh.mesh_dim_names else None
+    return None if by_fsdp else mesh

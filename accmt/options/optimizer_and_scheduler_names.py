@@ -38,13 +38,13 @@ class _Kind:
     instead: str
 
     def names(self) -> list[str]:
-        names = set(self.from_transformers)
-        for name, item in vars(self.torch_module).items():
-            is_subclass = isinstance(item, type) and issubclass(item, self.base) and item is not self.base
-            # `_LRScheduler`, the old name of the base class, is a subclass too.
-            if is_subclass and not name.startswith("_"):
-                names.add(name)
-        return sorted(names.difference(self.rejected))
+        of_torch = {
+            name
+            for name, item in vars(self.torch_module).items()
+            if isinstance(item, type) and issubclass(item, self.base) and item is not self.base
+            if not name.startswith("_")
+        }
+        return sorted((of_torch | set(self.from_transformers)) - set(self.rejected))
 
     def by_name(self, name: str) -> Any:
         if name in self.from_transformers:
@@ -150,9 +150,7 @@ def name_of(factory: Callable[..., Any]) -> str:
 
 def _find(value: Any, kind: _Kind) -> Any:
     """Return the object for a name; callables are returned unchanged."""
-    factory = value
-    if isinstance(value, str):
-        factory = _import(value, kind)
+    factory = _import(value, kind) if isinstance(value, str) else value
     if isinstance(factory, KeyFault):
         return factory
     got = describe_value(value)

@@ -104,10 +104,8 @@ def _read_number(digits: str) -> int | float | None:
         number = float(digits or 1)
     except ValueError:
         return None
-    if number <= 0:
-        return None
     if number < 1:
-        return number
+        return number if number > 0 else None
     # "2.5 epochs" would end between two steps.
     return int(number) if number == int(number) else None
 
@@ -123,8 +121,7 @@ def _suggest(value: object, units: Sequence[Unit], plain: Unit | None) -> str:
         word = nearest(match[2], [*_SPELLINGS, *_MEANT], cutoff=0.7) or ""
         unit = _SPELLINGS.get(_MEANT.get(word, word))
         if unit in units and unit != "auto":
-            ending = "s" if match[1] != "1" else ""
-            return f'"{match[1]} {unit}{ending}"'
+            return f'"{match[1]} {unit}{"s" if match[1] != "1" else ""}"'
     return f'"{_EXAMPLES[units[0]]}"'
 
 
@@ -158,23 +155,21 @@ def read_max_time(value: Any) -> float | None:
 
 
 def _read(value: Any) -> float | None:
-    match value:
-        case timedelta():
-            return value.total_seconds()
-        case Mapping():
-            try:
-                return timedelta(**value).total_seconds()
-            # A key that timedelta does not have, such as "hour".
-            except TypeError:
-                return None
-        case str():
-            written = _WRITTEN[0].fullmatch(value) or _WRITTEN[1].fullmatch(value)
-            if written is None:
-                return None
-            days, hours, minutes, seconds = (int(part or 0) for part in written.groups())
-            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
-        case _:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Mapping):
+        try:
+            return timedelta(**value).total_seconds()
+        # A key that timedelta does not have, such as "hour".
+        except TypeError:
             return None
+    if not isinstance(value, str):
+        return None
+    written = _WRITTEN[0].fullmatch(value) or _WRITTEN[1].fullmatch(value)
+    if written is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in written.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])B\s*", re.IGNORECASE)
@@ -190,7 +185,6 @@ def read_size(name: str, value: int | str) -> int:
     Raises:
         ArgumentError: It is something else.
     """
-    # True is an int too, and no size.
     if type(value) is int and value >= 1:
         return value
     size = _SIZE.fullmatch(value) if isinstance(value, str) else None

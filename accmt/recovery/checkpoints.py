@@ -100,8 +100,10 @@ class Checkpoints:
 
         Unlike `newest`, this verifies no files and is not collective.
         """
-        known = (folder for folder in (self._latest, self._newest) if folder is not None)
-        return next((folder for folder in known if (folder / MANIFEST_NAME).is_file()), None)
+        for folder in (self._latest, self._newest):
+            if folder is not None and (folder / MANIFEST_NAME).is_file():
+                return folder
+        return None
 
     def begin(self, run: Run) -> None:
         """Take over the checkpoint folder for this run.
@@ -214,7 +216,9 @@ class Checkpoints:
         run.require_equal_replicas()
         if folder is None:
             self._begin_folder(run, self._store)
-        store = self._store if folder is None else CheckpointStore(folder, max_checkpoints=sys.maxsize)
+        store = self._store
+        if folder is not None:
+            store = CheckpointStore(folder, max_checkpoints=sys.maxsize)
         writer = CheckpointWriter(store, self._collector, is_async=False, on_failure=_raise)
         with run.features.doing("checkpoint"):
             writer.save(run.state.global_step, collect_others(run), self._describe(run, run.state.state_dict()))

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,9 @@ class ModelSaver(Callback):
 
     def update_patience_left(self) -> None:
         """Update `state.patience_left`: evaluations without a better value that are still allowed."""
-        self.state.patience_left = None if self.patience is None else self.patience.remaining
+        self.state.patience_left = None
+        if self.patience is not None:
+            self.state.patience_left = self.patience.remaining
 
     def _save(self, rules: list[str]) -> None:
         run = self.trainer.run
@@ -166,7 +169,9 @@ class ModelSaver(Callback):
         if not self.selection.unsaved:
             return
         name, failures = next(iter(self.selection.unsaved.items()))
-        folder = model_folder / "last" if name == LAST else self.selection.folder(model_folder, name)
+        folder = model_folder / "last"
+        if name != LAST:
+            folder = self.selection.folder(model_folder, name)
         *_, reason = failures.values()
         got = f"the model of step {', '.join(map(str, failures))} could not be written: {reason}"
         do = "free space there; if a checkpoint of such a step exists, `accmt get` extracts its weights"
@@ -177,13 +182,15 @@ class ModelSaver(Callback):
 
         Processes: collective.
         """
-        missing = run_on_main_process(
-            lambda: [
-                rule
-                for rule in self.selection.names
-                if not holds_model_of(self.selection.folder(model_path, rule), run_id)
-            ]
-        )
+
+        def find_missing() -> list[str]:
+            missing = []
+            for rule in self.selection.names:
+                if not holds_model_of(self.selection.folder(model_path, rule), run_id):
+                    missing.append(rule)
+            return missing
+
+        missing = run_on_main_process(find_missing)
         for best in self.selection.forget(lambda rule: rule not in missing):
             warn(f"{model_path} does not contain the best model by {best}: the next evaluation counts as the best")
 
@@ -194,7 +201,9 @@ class ModelSaver(Callback):
             warn("no model was saved: there was no evaluation; evaluate more often, or at the end (eval_when_finish)")
             return
         for reason in reasons:
-            do = "lower the learning rate, or pass clip_grad=1.0" if "finite" in reason else "check the thresholds"
+            do = "check the thresholds"
+            if "finite" in reason:
+                do = "lower the learning rate, or pass clip_grad=1.0"
             warn(f"no model was saved: {reason}; {do}")
 
     def check(self, run: Run, metrics: Mapping[str, float]) -> None:
@@ -202,13 +211,9 @@ class ModelSaver(Callback):
         values = self._values(metrics, train_loss=0.0)
         # The preflight calls no hooks, so what they report is missing here.
         if run.user_hooks("on_evaluation_end") or run.user_hooks("on_validation_end"):
-            reported = {
-                metric.main_metric
-                for group in run.metrics.values()
-                for metric in group
-                if isinstance(metric, ReportedValue)
-            }
-            values = {**{f"best_{name}": math.nan for name in reported}, **values}  # rules may use these
+            for metric in chain.from_iterable(run.metrics.values()):
+                if isinstance(metric, ReportedValue):  # rules may use these
+                    values.setdefault(f"best_{metric.main_metric}", math.nan)
         self.selection.require(values)
         if self.patience is not None:
             self.patience.require(values)
@@ -256,8 +261,10 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedSta
     write_status(folder, status | state.state_dict())
     replaced = run.replaced_hps()
     left_out: dict[str, Any] = dict.fromkeys(run.set_by_module)  # the module decides them again
-    size = {"batch_size": replaced["batch_size"]} if replaced.get("batch_size") else {}
-    write_hps(folder, {"hps": {**run.settings.hps.to_dict()["hps"], **left_out, **size}})
+    hps = {**run.settings.hps.to_dict()["hps"], **left_out}
+    if replaced.get("batch_size"):
+        hps["batch_size"] = replaced["batch_size"]
+    write_hps(folder, {"hps": hps})
     write_trainer_config(folder, describe_trainer(run.settings))
     addon("write_card")(run, folder)
 
@@ -267,7 +274,9 @@ def _keep_previous(run: Run, folder: Path) -> None:
     if holds_model_of(folder, run.saver.run_id):
         return
     try:
-        previous = None if keep == 0 else keep_previous(folder, run.saver.run_id)
+        previous = None
+        if keep != 0:
+            previous = keep_previous(folder, run.saver.run_id)
         removed = remove_surplus(folder, keep)
     except OSError as error:
         warn(f"the model of an earlier run in {folder} could not be kept and is replaced: {error}")
@@ -293,12 +302,14 @@ def describe_trainer(settings: Settings) -> dict[str, Any]:
 
 
 def _name_metrics(metrics: Any) -> Any:
-    if isinstance(metrics, list | tuple):
-        return [_name_metrics(item) for item in metrics]
-    if isinstance(metrics, dict):
-        return {name: _name_metrics(item) for name, item in metrics.items()}
-    if not isinstance(metrics, Metric) or metrics.name not in METRIC_NAMES:
-        return metrics
-    kind: Any = find("accmt.metrics", metrics.name)
-    has_plain_name = kind is type(metrics) and list(inspect.signature(kind).parameters) == ["name"]
-    return metrics.name if has_plain_name else metrics
+    match metrics:
+        case list() | tuple():
+            return list(map(_name_metrics, metrics))
+        case dict():
+            return {name: _name_metrics(item) for name, item in metrics.items()}
+        case Metric() if metrics.name in METRIC_NAMES:
+            kind: Any = find("accmt.metrics", metrics.name)
+            # A class with other arguments, which its name alone would not pass again.
+            if kind is type(metrics) and list(inspect.signature(kind).parameters) == ["name"]:
+                return metrics.name
+    return metrics

@@ -131,8 +131,11 @@ def _may_start_again() -> bool:
 
 def _is_of(folder: Path, launch: dict[str, Any] | None) -> bool:
     """Return whether an earlier process of the launch wrote the checkpoint."""
-    manifest = read_manifest(folder) if STEP.fullmatch(folder.name) else None
-    before = manifest.info.get("launch") if isinstance(manifest, Manifest) else None
+    before = None
+    if STEP.fullmatch(folder.name):
+        manifest = read_manifest(folder)
+        if isinstance(manifest, Manifest):
+            before = manifest.info.get("launch")
     # The same process: a second `fit` of one program is a new run.
     if before is None or launch is None or before["process"] == launch["process"]:
         return False

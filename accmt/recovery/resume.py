@@ -60,8 +60,10 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
         _require_form(states)
         changes = compare(hide(states["hps"]), hide(hps), resets_optimizer=resets_optimizer)
     require_allowed(changes, f"continuing from {folder}")
-    manifest = read_manifest(folder)
-    resumed = Resumed(folder, states, manifest if isinstance(manifest, Manifest) else None, tuple(changes))
+    entries, manifest = read_manifest(folder), None
+    if isinstance(entries, Manifest):
+        manifest = entries
+    resumed = Resumed(folder, states, manifest, tuple(changes))
     _log_resume(resumed, settings)
     return resumed
 
@@ -88,8 +90,9 @@ def _find_folder(settings: Settings) -> Path | None:
     folder = find_newest(settings)
     if folder is not None or options.resume is not True:
         return folder
-    custom = options.checkpointer
-    got = f"no checkpoint in {settings.checkpoint_folder if custom is None else type(custom).__name__}"
+    got = f"no checkpoint in {settings.checkpoint_folder}"
+    if options.checkpointer is not None:
+        got = f"no checkpoint in {type(options.checkpointer).__name__}"
     do = 'check the path; resume="auto" starts from the beginning if there is no checkpoint'
     # A new run that was killed before it wrote a checkpoint may have moved the previous run's checkpoints.
     folder = settings.checkpoint_folder.resolve()
@@ -108,7 +111,9 @@ def find_newest(settings: Settings) -> Path | None:
     if settings.checkpoints.checkpointer is not None:
         return settings.checkpoints.checkpointer.load()
     newest = CheckpointStore(settings.checkpoint_folder).newest()
-    return None if newest is None else newest.folder
+    if newest is None:
+        return None
+    return newest.folder
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -116,9 +121,12 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
     Processes: collective.
     """
-    path = path.parent if path.name == MANIFEST_NAME else path
+    if path.name == MANIFEST_NAME:
+        path = path.parent
     is_one = is_on_any_process((path / MANIFEST_NAME).exists())  # the manifest is on one of the disks
-    newest = None if is_one else CheckpointStore(path).newest()
+    newest = None
+    if not is_one:
+        newest = CheckpointStore(path).newest()
     return newest or CheckpointStore(path.parent).find(path)
 
 
@@ -147,7 +155,10 @@ def _log_resume(resumed: Resumed, settings: Settings) -> None:
         "torch": manifest.versions.get("torch"),
     }
     current = {"process(es)": num_processes(), "CPU thread(s)": torch.get_num_threads(), "torch": torch.__version__}
-    changed = [f"{name} {saved[name]} -> {current[name]}" for name in saved if saved[name] != current[name]]
+    changed = []
+    for name in saved:
+        if saved[name] != current[name]:
+            changed.append(f"{name} {saved[name]} -> {current[name]}")
     # Bit-identical results need the same processes, threads and torch; the run goes on without them.
     if changed:
         said = "the order of samples is kept, but results will not be bit-for-bit identical to an uninterrupted run"

@@ -79,7 +79,9 @@ def watching_evaluation(watch: Watch | None, interruption: Interruption) -> Iter
         yield
     except BaseException as error:
         _send_failure(interruption, watch, error)
-        explained = _explain_consequence(watch, error) if watch.is_apart else error
+        explained = error
+        if watch.is_apart:
+            explained = _explain_consequence(watch, error)
         if explained is error:
             raise
         raise explained from None
@@ -164,8 +166,11 @@ def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
     """Return the kind of an error, including the kinds of the errors on other processes that caused it."""
     if watch is None or is_consequence(error) is False:
         return {kind_of(error)}
-    kinds = {note["kind"] for note in watch.failures().values() if note["kind"] is not None}
-    return {Handler[name] for name in kinds} | {kind_of(error)}
+    kinds: set[Handler | None] = {kind_of(error)}
+    for note in watch.failures().values():
+        if note["kind"] is not None:
+            kinds.add(Handler[note["kind"]])
+    return kinds
 
 
 def stopping_if_asked(micro_batches: Iterator[MicroBatch], trainer: Trainer) -> Iterator[MicroBatch]:
