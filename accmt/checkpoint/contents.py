@@ -281,6 +281,7 @@ class StateCollector:
         if self._has_replicas:
             # A dict on the main process too, even if it is empty: collecting it is collective.
             process_state = dict(process_state or {})
+            # The main process's weights are saved in their usual place.
             if not is_main_process():
                 process_state |= weights
         process_tensors, process_structure = _collect_of_processes(process_state)
@@ -413,6 +414,7 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
         names = referred_tensors(saved["model"])
         tensors = _read_whole(names, saved, HuggingFaceStorageReader(str(folder)), folder)
         model = join_tensors(tensors, saved["model"])
+        # A layer's `get_extra_state` may return anything.
         weights = {name: value for name, value in model.items() if isinstance(value, Tensor)}
         return weights, len(saved["frozen"])
 
@@ -435,6 +437,7 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
         OSError: A file cannot be read.
     """
     saved = _read_structure(folder)
+    # Every tensor that `saved` still refers to is read.
     if optimizers is None:
         optimizers, saved = [], {**saved, "optimizers": []}
     if "process" in saved:

@@ -72,7 +72,7 @@ def find_frozen(model: nn.Module) -> dict[str, Tensor]:
     in_state = {_memory_of(entry) for entry in model_state(model).values() if isinstance(entry, Tensor)}
     missing, quantized = {}, {}
     for name, weight in frozen.items():
-        if weight.numel() and _memory_of(weight) not in in_state:
+        if weight.numel() and _memory_of(weight) not in in_state:  # all empty tensors have the address 0
             missing[name] = weight
         if type(weight).__module__.startswith("bitsandbytes."):
             quantized[name] = weight

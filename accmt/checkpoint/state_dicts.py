@@ -294,6 +294,7 @@ def require_complete(model: nn.Module) -> None:
     """Check that a model's `state_dict` leaves out no trained parameter or persistent buffer; it may rename them."""
     tensors: dict[str, Tensor] = {}
     for name, weight in plain_parameter_names(model).items():
+        # A `state_dict` may leave out frozen weights: the checkpoint then has their digests (`find_frozen`).
         if weight.requires_grad:
             tensors[name] = weight
     tensors |= persistent_buffers(model)
@@ -475,6 +476,7 @@ def _load_groups_into(optimizer: Any, groups: list[dict[str, Any]], before: list
     Source: the end of `Optimizer.load_state_dict` in torch/optim/optimizer.py of torch 2.13.
     """
     loaded = optimizer.param_groups
+    # An optimizer with a `load_state_dict` of its own may have changed the list in place.
     if loaded is groups:
         return
     for group, values in zip(before, loaded, strict=False):
@@ -744,7 +746,7 @@ def map_leaves(state: Any, path: str, kind: type | tuple[type, ...], function: C
         items = [map_leaves(item, f"{begin}{index}", kind, function) for index, item in enumerate(state)]
         if type(state) is deque:
             return deque(items, state.maxlen)
-        if is_namedtuple(type(state)):
+        if is_namedtuple(type(state)):  # whose constructor takes the items one by one
             return type(state)._make(items)
         return type(state)(items)
     return function(state, path) if isinstance(state, kind) else state

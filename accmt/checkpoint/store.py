@@ -80,7 +80,7 @@ from accmt.registry import addon
 T = TypeVar("T")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
+_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}  # the last: a file has its name
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, CheckpointError):
-            reason = str(error)
-        number = None
-        if isinstance(error, OSError):
-            number = error.errno
+        reason, number = f"{type(error).__name__}: {error}", None
+        match error:
+            case CheckpointError():
+                reason = str(error)
+            case OSError():
+                number = error.errno
         if number in _FULL:
             advice = "free space there, lower `max_checkpoints`, or pass another `checkpoint` folder"
         elif number in _UNWRITABLE:
@@ -248,6 +248,7 @@ class CheckpointStore:
 
         def remove_here() -> None:
             self._in_progress = None
+            # It does not if it was renamed on this disk before another disk failed.
             if staging.folder.exists():
                 remove(staging.folder)
 
@@ -380,6 +381,7 @@ class CheckpointStore:
     def _list_abandoned(self, kind: Kind) -> Iterator[tuple[Path, int]]:
         for path in sorted(self.folder.glob(f".{kind}-step-*")):
             unfinished = parse_unfinished_name(path.name)
+            # `is_abandoned` takes a folder of this process for one of an earlier attempt.
             if unfinished is None or path == self._in_progress:
                 continue
             if is_abandoned(path, unfinished):

@@ -78,6 +78,7 @@ class CheckpointWriter:
         """
         self.wait()
         collected = self._collector.collect(part_states)
+        # With a copy of `info`: the thread writes it while training goes on.
         self._report_failure(lambda: self._start(step, collected, copy.deepcopy(dict(info))))
 
     def wait(self) -> None:

@@ -100,6 +100,7 @@ class PlannedSource:
     def rows(self) -> Rows:
         """Fingerprints of a few samples as in the first epoch; read when first compared or saved."""
         length = length_of(self._dataset)
+        # A run that resumes in a later epoch compares them with those of the first.
         call_set_epoch(self._dataset, 0)
         loader = self.dataloader
         with preserve_generators():

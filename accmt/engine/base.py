@@ -93,6 +93,7 @@ class Engine:
         self.spread()
         if moves_model:
             model.to(self.accelerator.device)
+        # Weights that were read in 16 bits would round away small updates.
         if self.accelerator.mixed_precision in ("fp16", "bf16"):
             hold_in_float32(model)
         if moves_model and any(True for _ in find_quantized(model)):

@@ -120,6 +120,7 @@ class DataParallel(Engine):
             return None
 
         def check() -> bool:
+            # Where other micro-batches of the window follow, they may still give the missing gradients.
             if not model.require_backward_grad_sync:
                 return False
             require_all_gradients(model)  # before hooks, which may drop gradients on purpose
@@ -131,7 +132,7 @@ class DataParallel(Engine):
         add_note_of_unused(error, self.model)
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        if self._wrapper is not None:
+        if self._wrapper is not None:  # which averages them in the backward
             return
         if parameters is None:
             parameters = []

@@ -74,6 +74,7 @@ def _gather(data: Any) -> Any:
 
 
 def _gather_rows(rows: Tensor) -> Tensor:
+    # Accelerate's `gather` makes a row of a number, too. Source: `_gpu_gather` in accelerate/utils/operations.py.
     if rows.ndim == 0:
         rows = rows.reshape(1)
     if borrows_batch():

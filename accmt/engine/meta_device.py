@@ -74,7 +74,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _require_fillable(model: nn.Module) -> None:
-    if _is_of_transformers(model):
+    if _is_of_transformers(model):  # which initializes each part, and ties weights again
         return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     # `reset_parameters` of each layer knows nothing of the tie.

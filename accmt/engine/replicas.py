@@ -138,7 +138,7 @@ class Replicas:
             _add(replica, name, weight)
         for number, group in enumerate(self._optimizer.param_groups):
             for key, value in group.items():
-                if key != "params":
+                if key != "params":  # the weights, which have been added by name
                     _add(replica, f"{key} of the optimizer's group {number}", value)
         for number, (owner, state) in enumerate(state_of(self._optimizer).items()):
             for key, value in _flatten(state):

@@ -64,6 +64,7 @@ class Sharded(Engine):
         if not is_sharded(model):
             require_same_tensors(model)
         self.spread()
+        # Accelerate does it for FSDP2. Source: `fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py.
         if self.accelerator.mixed_precision in ("fp16", "bf16") and not self.accelerator.is_fsdp2:
             hold_in_float32(model)
 
@@ -95,6 +96,7 @@ class Sharded(Engine):
                 stack.enter_context(self._running_uneven(micro_batch))
             calls = stack.enter_context(explaining_parts(self.unwrapped_model))
             self.calls = None
+            # Alone, a step may return None without a call of the model: no other process waits for its shards.
             if num_processes() > 1:
                 self.calls = calls
             yield

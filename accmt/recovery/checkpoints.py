@@ -83,6 +83,7 @@ class Checkpoints:
     def owns(self, folder: Path) -> bool:
         """Return whether a checkpoint is or was in this run's folder; if not, the run is a branch."""
         place, parent = str(self.folder), str(folder.absolute().parent)
+        # `set_aside_previous` moves checkpoints beside the folder or, if that is another disk, into it.
         return self._custom is not None or parent == place or parent.startswith((f"{place}.previous", f"{place}/"))
 
     @property

@@ -105,7 +105,7 @@ class ModelSaver(Callback):
         except BaseException as error:
             unsaved = self.selection.unsaved
             self.selection.load_state_dict(before)  # no folder contains the model of the new best value
-            self.selection.unsaved = unsaved
+            self.selection.unsaved = unsaved  # the end of the run reports it
             if not isinstance(error, _NotSavedError):
                 raise
         if self.patience is not None:

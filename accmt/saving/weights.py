@@ -210,7 +210,7 @@ def _kind(value: object) -> str:
 
 T = TypeVar("T")
 
-_END = ""
+_END = ""  # torch accepts no parameter or buffer without a name
 _CHUNK = 2**24
 
 
