@@ -103,7 +103,10 @@ def is_kept_by_interval(path: Path) -> bool:
 
 
 def _interval_of(info: Mapping[str, Any], interval: Every) -> int:
-    counted: int = info["epochs_done" if interval.unit == "epoch" else "global_step"]
+    key = "global_step"
+    if interval.unit == "epoch":
+        key = "epochs_done"
+    counted: int = info[key]
     return int(counted // interval.number)
 
 
@@ -234,11 +237,8 @@ def estimate_state(optimizer: torch.optim.Optimizer) -> int:
         state = alike.state[probe].values()
     except Exception:  # noqa: BLE001 - an optimizer of another kind; most keep two values per weight
         return 2 * trained
-    num_values = 0  # per weight; a step count is a tensor of another shape
-    for value in state:
-        if isinstance(value, torch.Tensor) and value.shape == probe.shape:
-            num_values += 1
-    return trained * num_values
+    # Only values per weight: a step count is a tensor of another shape.
+    return trained * sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state)
 
 
 def find_shortage(bytes_needed: int, folder: Path) -> str | None:

@@ -93,7 +93,9 @@ class MicroBatch:
     @property
     def place(self) -> tuple[int, ...]:
         """Its position in the epoch."""
-        return (self.index,) if self.cut is None else (self.index, self.cut.number)
+        if self.cut is None:
+            return (self.index,)
+        return self.index, self.cut.number
 
     def seed_of_step(self, seed: int, purpose: str, *epoch: int, data_index: int) -> int:
         """Return the seed for the step on this process's batch: a function of its place in the run alone."""
@@ -109,12 +111,16 @@ class MicroBatch:
     @property
     def num_finished(self) -> int:
         """The number of planned batches that end with it."""
-        return 1 if self.cut is None else self.cut.num_finished
+        if self.cut is None:
+            return 1
+        return self.cut.num_finished
 
     @property
     def places(self) -> list[tuple[int, int]] | None:
         """Where its samples were read; None if they are still in that order."""
-        return None if self.cut is None else self.cut.places
+        if self.cut is None:
+            return None
+        return self.cut.places
 
 
 ReadBatch = tuple[MicroBatch, dict[str, Any]]  # a micro-batch, and the position after it, taken before reading ahead
@@ -212,10 +218,15 @@ def first_dimension(batch: Any) -> int | None:
 
 
 def _rows_of_first_tensor(batch: Any) -> int | None:
-    if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.ndim else None  # `size`: a nested tensor has no shape
-    if isinstance(batch, np.ndarray):
-        return len(batch) if batch.ndim else None
+    match batch:
+        case torch.Tensor():
+            if batch.ndim == 0:
+                return None
+            return batch.size(0)  # `size`: a nested tensor has no shape
+        case np.ndarray():
+            if batch.ndim == 0:
+                return None
+            return len(batch)
     for value in _values_of(batch):
         rows = _rows_of_first_tensor(value)
         if rows is not None:
@@ -229,15 +240,22 @@ def _length_of_first_list(batch: Any) -> int | None:
         length = _length_of_first_list(value)
         if length is not None:
             return length
-    is_list = isinstance(batch, Sequence) and not isinstance(batch, str | bytes)  # "positive" is no batch of 8
-    return len(batch) if is_list and batch else None
+    match batch:
+        case str() | bytes():  # "positive" is no batch of 8
+            return None
+        case Sequence() if batch:
+            return len(batch)
+    return None
 
 
 def _values_of(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, Mapping):
-        return batch.values()
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        return batch
+    match batch:
+        case Mapping():
+            return batch.values()
+        case str() | bytes():  # whose characters are strings again, without end
+            return ()
+        case Sequence():
+            return batch
     if is_dataclass(batch) and not isinstance(batch, type):
         return [getattr(batch, part.name) for part in fields(batch)]
     return ()

@@ -160,9 +160,7 @@ class CollateFetched:
                 if fetched.seed is not None:
                     seed_generators(fetched.seed)
                 batch = self.collate(samples)
-            if self.skips_bad:
-                return ReadableBatch(batch, fetched.bad)
-            return batch
+            return ReadableBatch(batch, fetched.bad) if self.skips_bad else batch
         except Exception as error:
             if not _is_of_no_sample(error):
                 skipped = {bad.index for bad in fetched.bad}

@@ -114,9 +114,7 @@ class PlannedSource:
     def files(self) -> dict[str, Any]:
         """The dataset's descriptions of its files, for positions; empty if it has none."""
         describe = getattr(self._dataset, "describe_files", None)
-        if describe is None:
-            return {}
-        return {"files": describe()}
+        return {} if describe is None else {"files": describe()}
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on; skipped ones are never read.

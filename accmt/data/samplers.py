@@ -132,10 +132,12 @@ class UserRandomness:
     def __init__(self, *parts: Any) -> None:
         inner = [getattr(part, "sampler", None) for part in parts]
         self._parts = [part for part in (*parts, *inner) if part is not None]
-        # Each generator once: a batch sampler and the sampler in it may share theirs.
-        generators = dict.fromkeys(chain(*map(find_generators, self._parts)))
-        # If the script seeds by rank, processes would draw different orders and train twice on some samples.
-        self._seeds = {generator: broadcast_object(user_seed(generator)) for generator in generators}
+        self._seeds: dict[Any, int] = {}
+        for generator in chain(*map(find_generators, self._parts)):
+            # Each generator once: a batch sampler and the sampler in it may share theirs.
+            if generator not in self._seeds:
+                # If the script seeds by rank, processes would draw different orders and train twice on some samples.
+                self._seeds[generator] = broadcast_object(user_seed(generator))
 
     def call_set_epoch(self, epoch: int) -> None:
         for part in self._parts:
@@ -210,16 +212,20 @@ class UserSampler(Generic[T]):
         self._read = read
         self._randomness = UserRandomness(sampler)
         self._drawn: tuple[int, T] | None = None
-        parts = (sampler, getattr(sampler, "sampler", None))
-        stateful = (part for part in parts if isinstance(part, Stateful) and not hasattr(part, "set_epoch"))
-        self._stateful = next(stateful, None)
+        self._stateful: Stateful | None = None
+        for part in (sampler, getattr(sampler, "sampler", None)):
+            if isinstance(part, Stateful) and not hasattr(part, "set_epoch"):
+                self._stateful = part
+                break
         self._state_at_draw: dict[str, Any] = {}
         self._saved: Mapping[str, Any] = {}
 
     @property
     def resumable(self) -> UserSampler[T] | None:
         """The sampler if it has a state."""
-        return None if self._stateful is None else self
+        if self._stateful is None:
+            return None
+        return self
 
     def state_at(self, epoch: int) -> dict[str, Any]:
         """Return the sampler's state, and that with which an epoch was drawn."""
@@ -236,7 +242,9 @@ class UserSampler(Generic[T]):
         """Do nothing: the order does not depend on what was consumed."""
 
     def _copy_state(self) -> dict[str, Any]:
-        return {} if self._stateful is None else deepcopy(self._stateful.state_dict())
+        if self._stateful is None:
+            return {}
+        return deepcopy(self._stateful.state_dict())
 
     def forget(self) -> None:
         """Draw again when an epoch is needed next."""
@@ -244,7 +252,9 @@ class UserSampler(Generic[T]):
 
     def at(self, epoch: int) -> T:
         if self._drawn is None or self._drawn[0] != epoch:
-            resumed = self._stateful if self._saved.get("epoch") == epoch else None
+            resumed = None
+            if self._saved.get("epoch") == epoch:
+                resumed = self._stateful
             if resumed is not None:
                 resumed.load_state_dict(deepcopy(self._saved["drawn"]))
             self._state_at_draw = self._copy_state()
@@ -295,7 +305,9 @@ class Order:
         self.resumable: ResumableSampler | UserSampler[torch.Tensor] | None = None
         if sampler is not None:
             self._user_sampler = UserSampler(sampler, seed, _read_indices)
-            self.resumable = sampler if isinstance(sampler, ResumableSampler) else self._user_sampler.resumable
+            self.resumable = self._user_sampler.resumable
+            if isinstance(sampler, ResumableSampler):
+                self.resumable = sampler
         self._digest: tuple[int, int, str] | None = None
         self._last: tuple[int, int, torch.Tensor] | None = None
 

@@ -87,9 +87,7 @@ def require_readable(data: Any, kind: str) -> None:
     Raises:
         DataError: It is; the message has what to use.
     """
-    stream = data
-    if isinstance(data, DataLoader):
-        stream = data.dataset
+    stream = data.dataset if isinstance(data, DataLoader) else data
     if is_stream(stream):
         addon("reject_stream")(stream, kind)
 

@@ -99,7 +99,9 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     parallelism = find_parallelism(settings)
     if isinstance(user_accelerator, Accelerator):
         accelerator = user_accelerator
-        expected = settings.mixed_precision if settings.mixed_precision in (None, *PRECISIONS) else "no"
+        expected = settings.mixed_precision
+        if expected not in (None, *PRECISIONS):  # of another package, which brings its own autocast
+            expected = "no"
         if expected not in (None, accelerator.mixed_precision):
             _reject("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
         ddp = settings.parallelism and settings.parallelism.ddp
@@ -209,8 +211,9 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
         if arguments.get("mixed_precision", settings.mixed_precision) != settings.mixed_precision:
             _reject("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
         # A precision of another package brings its own autocast: Accelerate must not cast as well.
-        is_built_in = settings.mixed_precision in PRECISIONS
-        arguments["mixed_precision"] = settings.mixed_precision if is_built_in else "no"
+        arguments["mixed_precision"] = "no"
+        if settings.mixed_precision in PRECISIONS:
+            arguments["mixed_precision"] = settings.mixed_precision
     ddp = settings.parallelism and settings.parallelism.ddp
     if ddp:
         handlers = list(arguments.get("kwargs_handlers") or [])
@@ -229,8 +232,14 @@ def _reject(name: str, trainer: Any, accelerator: Any) -> None:
 
 def _warn_of_unused_gpu(user_accelerator: Any) -> None:
     """Warn once that the machine has a GPU that torch cannot use; the run would silently train on the CPU."""
-    is_requested = isinstance(user_accelerator, Mapping) and bool(user_accelerator.get("cpu"))
-    if is_requested or not isinstance(user_accelerator, Mapping | None) or is_set("ACCELERATE_USE_CPU"):
+    match user_accelerator:
+        case None:
+            is_on_purpose = False
+        case Mapping():
+            is_on_purpose = bool(user_accelerator.get("cpu"))
+        case _:  # an Accelerator, which has its device already
+            is_on_purpose = True
+    if is_on_purpose or is_set("ACCELERATE_USE_CPU"):
         return
     if not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return

@@ -76,15 +76,23 @@ def find_parallelism(settings: RunningSettings) -> Parallelism:
     if not isinstance(user, Mapping):
         user = {name: getattr(user.state, name, None) for name in _ARGUMENTS}
     for engine, (flag, arguments, do) in _NOT_BUILT.items():
-        requests = [f"{flag}={os.environ[flag]}"] if is_set(flag) else []
-        requests += [f"Accelerator({name}=...)" for name in arguments if user.get(name) is not None]
+        requests = []
+        if is_set(flag):
+            requests.append(f"{flag}={os.environ[flag]}")
+        for name in arguments:
+            if user.get(name) is not None:
+                requests.append(f"Accelerator({name}=...)")
         if requests:  # the Accelerator would otherwise train with it, without accmt's windows and checkpoints
             _reject(f"{', '.join(requests)}: accmt does not train with {engine}", "DDP, or FSDP2", do)
     if settings.parallelism and settings.parallelism.engine:
         requested = Parallelism()  # an engine of another package spreads the model itself
     elif settings.parallelism and settings.parallelism.ddp is None:
-        duplicates = [f"Accelerator({name}=...)" for name in _SHARDING if user.get(name) is not None]
-        duplicates += [f"{name}={os.environ[name]}" for name in (_USE_FSDP, _USE_CONFIG) if is_set(name)]
+        duplicates = []
+        for name in _SHARDING:
+            if user.get(name) is not None:
+                duplicates.append(f"Accelerator({name}=...)")
+        for name in filter(is_set, (_USE_FSDP, _USE_CONFIG)):
+            duplicates.append(f"{name}={os.environ[name]}")
         # Without this, the settings of the launch would be ignored silently.
         if duplicates:
             _reject(f"parallelism=... and {', '.join(duplicates)}", "one of them", f"leave one out: {_FSDP2}")
@@ -108,7 +116,10 @@ def hidden_from_accelerate() -> Iterator[None]:
 
     Source: `Accelerator.__init__` in accelerate/accelerator.py of Accelerate 1.15, which reads them.
     """
-    hidden = {name: os.environ.pop(name) for name in (_USE_FSDP, _USE_CONFIG) if name in os.environ}
+    hidden = {}
+    for name in (_USE_FSDP, _USE_CONFIG):
+        if name in os.environ:
+            hidden[name] = os.environ.pop(name)
     try:
         yield
     finally:
@@ -139,7 +150,9 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
     kind = accelerator.distributed_type.value
     # An Accelerator that the program has built with a plugin; `find_parallelism` sees only arguments and launches.
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
-        do = _SETTINGS_OF_ZERO if kind == "DEEPSPEED" else _FSDP2
+        do = _FSDP2
+        if kind == "DEEPSPEED":
+            do = _SETTINGS_OF_ZERO
         _reject(f"an Accelerator that runs {kind}", "DDP, or FSDP2", do)
     is_requested = parallelism.plugin is not None or is_set(_USE_FSDP)
     # As with an Accelerator that was built with cpu=True: Accelerate drops the plugin, and trains replicas.
@@ -173,11 +186,15 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
 def _use_mesh(accelerator: Accelerator, config: ParallelismConfig | None) -> None:
     """Set the Accelerator's process groups to this Trainer's; its state may contain a previous Trainer's."""
     accelerator.state.parallelism_config = config
-    accelerator.state.device_mesh = None if config is None else config.get_device_mesh(accelerator.device.type)
+    accelerator.state.device_mesh = None
+    if config is not None:
+        accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
 
 
 def _mesh_of(config: ParallelismConfig | None) -> tuple[int, int, int] | None:
-    return None if config is None else (config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp"))
+    if config is None:
+        return None
+    return config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp")
 
 
 def _of_argument(requested: ParallelismOptions) -> Parallelism:
@@ -199,7 +216,9 @@ def _of_argument(requested: ParallelismOptions) -> Parallelism:
     if is_split_only and isinstance(requested.fsdp, Mapping):
         got = f"{source}: settings of FSDP2, but no processes to shard over: tp is {sizes['tp_size']}"
         _reject(got, "processes for FSDP2 in addition to tensor parallelism", 'more processes, or leave "fsdp" out')
-    plugin = None if is_split_only else _make_plugin(requested.fsdp)
+    plugin = None
+    if not is_split_only:
+        plugin = _make_plugin(requested.fsdp)
     return Parallelism(plugin, ParallelismConfig(**sizes), source)
 
 

@@ -30,9 +30,7 @@ def config_of(accelerator: Accelerator) -> ParallelismConfig | None:
 def tensor_parallel_size(accelerator: Accelerator) -> int:
     """Return the number of processes that each tensor of a model is to be split over; 1 if it is not split."""
     config = config_of(accelerator)
-    if config is None:
-        return 1
-    return parallel_size(config, "tp")
+    return 1 if config is None else parallel_size(config, "tp")
 
 
 def ranks_of_batch(model: nn.Module, asked: int) -> int:

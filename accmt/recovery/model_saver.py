@@ -114,9 +114,7 @@ class ModelSaver(Callback):
 
     def update_patience_left(self) -> None:
         """Update `state.patience_left`: evaluations without a better value that are still allowed."""
-        self.state.patience_left = None
-        if self.patience is not None:
-            self.state.patience_left = self.patience.remaining
+        self.state.patience_left = None if self.patience is None else self.patience.remaining
 
     def _save(self, rules: list[str]) -> None:
         run = self.trainer.run

@@ -286,7 +286,9 @@ def without_validation(model_saving: Any) -> Any:
     """Return the rules of a run without validation data, where "best_valid_loss" means "best_train_loss"."""
     if isinstance(model_saving, list | tuple):
         return list(dict.fromkeys(map(without_validation, model_saving)))
-    return TRAIN_LOSS if model_saving in (VALID_LOSS, _PREFIX + _AS_LOGGED) else model_saving
+    if model_saving in (VALID_LOSS, _PREFIX + _AS_LOGGED):
+        return TRAIN_LOSS
+    return model_saving
 
 
 def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: float | None) -> dict[str, float]:
