@@ -33,8 +33,9 @@ class _NoDeliveries:
     run_ids: Sequence[tuple[str, str]] = ()
 
     def get(self, name: str) -> NoReturn:
-        where = f"get_tracker({name!r})"
-        raise fail(ArgumentError, where, got="no trackers", expected="one of the run's", do="add it to log_with")
+        raise fail(
+            ArgumentError, f"get_tracker({name!r})", got="no trackers", expected="one of a run", do="add it to log_with"
+        )
 
     def held_back(self, place: RunPlace) -> Sequence[str]:
         return ()

@@ -283,7 +283,7 @@ class Trainer(TrainerProperties):
         self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
         build_callbacks(self.settings.running.callbacks)
         addon("check_stage")("arguments", self.settings)
-        if self.settings.tracking.log_with:
+        if self.settings.tracking.log_with is not None:
             addon("find_trackers")(self.settings.tracking.log_with)
         self.registered_savings: list[RegisteredSaving] = []
         self.state = TrainingState()

@@ -214,6 +214,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"callbacks": 3},
     {"log_with": "wandbb"},
     {"log_with": 3},
+    {"log_with": ""},
     {"monitor": ["learning_rates"]},
     {"monitor": {"mfu": "fast"}},
     {"monitor": 3},
