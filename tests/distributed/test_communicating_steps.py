@@ -50,7 +50,6 @@ def assert_close_after_training(weights: list[float], expected: Tensor, before: 
     assert (expected - begun).norm() > 1e-3 * expected.norm()
 
 
-@pytest.mark.feature("A01")
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_in_batch_negatives_of_all_processes_give_the_steps_of_one_big_batch(found, name: str, count: int) -> None:
@@ -59,7 +58,6 @@ def test_in_batch_negatives_of_all_processes_give_the_steps_of_one_big_batch(fou
     assert_close_after_training(found[f"{name} {count}"], train(model, make_rows(count), of_batch, LR), Encoders())
 
 
-@pytest.mark.feature("A01")
 def test_a_detection_loss_of_transformers_gives_the_steps_of_one_big_batch(found) -> None:
     model = make_detector()
     model.train()
@@ -71,7 +69,6 @@ def test_a_detection_loss_of_transformers_gives_the_steps_of_one_big_batch(found
     assert results["val_loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.feature("A01")
 def test_terms_divided_by_means_over_processes_give_the_steps_of_one_big_batch(found) -> None:
     model = Encoders()
 

@@ -24,7 +24,6 @@ def every(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
-@pytest.mark.feature("N10")
 @pytest.mark.parametrize("lora", [False, True])
 def test_recomputed_activations_give_the_same_weights_bit_for_bit(every, lora: bool):
     digests = {own[f"lora={lora} checkpointing={on}"]["digest"] for own in every for on in (False, True)}
@@ -42,7 +41,6 @@ def test_every_prompt_is_continued_once_as_one_process_would(every, lora: bool, 
         assert all(len(row) > 2 for row in run["written"].values())
 
 
-@pytest.mark.feature("N73")
 def test_frozen_weights_that_are_made_of_other_tensors_are_those_of_the_main_process(every):
     main, *others = (own["around quantized"] for own in every)
     assert all(other == main for other in others)

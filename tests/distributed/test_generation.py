@@ -29,7 +29,6 @@ def run(folder: Path, processes: int | str, batch_size: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-@pytest.mark.feature("N95")
 def test_texts_and_scores_are_those_of_one_process(tmp_path: Path) -> None:
     one = run(tmp_path, 1, 4)
     assert [len(table) for _, table in one["tables"]] == [7] * 5

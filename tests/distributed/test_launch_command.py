@@ -61,7 +61,6 @@ def contents(path):
         return file.metadata(), {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
 
 
-@pytest.mark.feature("N42", "L26")
 @pytest.mark.slow
 def test_processes_train_together_their_checkpoint_is_had_and_the_exit_code_is_that_of_the_one_that_failed(tmp_path):
     run = start(TRAIN, tmp_path)
@@ -74,7 +73,6 @@ def test_processes_train_together_their_checkpoint_is_had_and_the_exit_code_is_t
     assert contents(got) == contents(saved)
 
 
-@pytest.mark.feature("N42")
 def test_a_signal_reaches_every_process(tmp_path):
     run = start(WAIT, tmp_path)
     ready = [tmp_path / f"ready-{rank}" for rank in range(2)]
@@ -87,7 +85,6 @@ def test_a_signal_reaches_every_process(tmp_path):
     assert all((tmp_path / f"told-{rank}").exists() for rank in range(2))
 
 
-@pytest.mark.feature("N42")
 def test_the_exit_code_of_a_process_that_was_killed_is_that_of_a_shell(tmp_path):
     run = start("import os; os.kill(os.getpid(), 9)", tmp_path)
     run.communicate(timeout=60)

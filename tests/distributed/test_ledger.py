@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, read_ledger
 from tests.launching import SCRIPTS, launch, run_together
 
@@ -20,7 +18,6 @@ def ledger_of(folder: Path, processes: int | str, batch_size: int) -> list[dict[
     return list(lines)
 
 
-@pytest.mark.feature("F01")
 def test_one_process_two_and_shards_write_the_same_samples_and_initial_checksums(tmp_path: Path) -> None:
     alone, two, shards = (
         ledger_of(tmp_path / str(number), launched, size)

@@ -36,7 +36,6 @@ def train_alone(accumulation: int) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.feature("L64")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_synchronized_batch_norm_trains_as_one_process_on_the_whole_batch(results, accumulation):
     expected = train_alone(accumulation)
@@ -51,7 +50,6 @@ def test_synchronized_batch_norm_trains_as_one_process_on_the_whole_batch(result
     assert results[0]["normed"][str(accumulation)]["val_loss"] == pytest.approx(val_loss, rel=1e-4)
 
 
-@pytest.mark.feature("L64")
 def test_in_a_round_that_has_no_batch_for_every_process_nobody_waits(results):
     first, second = (result["normed"]["1"] for result in results)
     assert first["kinds"] == ["SyncBatchNorm", "SyncBatchNorm", "SyncBatchNorm"] * 2
@@ -59,13 +57,11 @@ def test_in_a_round_that_has_no_batch_for_every_process_nobody_waits(results):
     assert first["kind_after"] == second["kind_after"] == "BatchNorm1d"
 
 
-@pytest.mark.feature("L64")
 def test_processes_on_cpus_are_refused(results):
     for result in results:
         assert result["refusal"].startswith("Trainer(sync_batchnorm=True)\n  got: processes on CPUs")
 
 
-@pytest.mark.feature("L83")
 def test_one_process_prepares_the_data_and_the_others_wait(results):
     first, second = (result["given"] for result in results)
     assert first["calls"] == ["prepare", "setup fit 8", "teardown fit"]
@@ -74,6 +70,5 @@ def test_one_process_prepares_the_data_and_the_others_wait(results):
     assert first["error"] == second["error"] == "no room for the data"
 
 
-@pytest.mark.feature("L57")
 def test_loaders_of_unequal_length_are_reloaded(results):
     assert [result["reloaded"] for result in results] == [[5, 16], [5, 16]]

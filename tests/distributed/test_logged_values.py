@@ -47,7 +47,6 @@ def test_validation_values_are_the_same_everywhere(outcome):
     assert outcome["metrics"][0]["validated"] == pytest.approx((SAMPLES - 1) / 2 / SAMPLES)
 
 
-@pytest.mark.feature("L65")
 def test_the_gradient_norm_is_that_of_the_global_batch_before_clipping(outcome):
     model = Logging().model
     ((model(windows()[0]) - 1) ** 2).mean().backward()
@@ -56,7 +55,6 @@ def test_the_gradient_norm_is_that_of_the_global_batch_before_clipping(outcome):
     assert torch.isfinite(norm)
 
 
-@pytest.mark.feature("A55")
 def test_the_use_of_the_machine_is_measured_by_the_main_process_alone(outcome):
     names = {name for _, values in outcome["rows"] for name in values if name.startswith("CPU")}
     assert names == {"CPU", "CPU_PROCESS_0"}

@@ -23,7 +23,7 @@ from tests.distributed.hosts import (
 )
 from tests.launching import SCRIPTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.feature("L108")]
+pytestmark = [pytest.mark.slow]
 
 SCRIPT = SCRIPTS / "machines.py"
 LIMIT_S = 120.0

@@ -71,14 +71,12 @@ def test_what_is_gathered_goes_to_the_main_process_only(answers, processes):
     assert others == [[]] * (processes - 1)
 
 
-@pytest.mark.feature("P36")
 @pytest.mark.parametrize("processes", [1, *SEVERAL])
 def test_every_size_of_chunks_gives_the_same_bits(answers, processes):
     for answer in answers[processes]:
         assert [json.dumps(values) for values in answer["chunked"]] == [json.dumps(answer["again"])] * 3
 
 
-@pytest.mark.feature("N07")
 @pytest.mark.parametrize("kind", ["ErrorOfProcess", "ErrorOfBatch"])
 @pytest.mark.parametrize("processes", SEVERAL)
 def test_values_of_uneven_processes_weigh_their_samples(answers, processes, kind):
@@ -90,7 +88,6 @@ def test_values_of_uneven_processes_weigh_their_samples(answers, processes, kind
             assert answer["uneven"][f"{kind}_{reduction}"] == pytest.approx(value, rel=1e-15)
 
 
-@pytest.mark.feature("N07")
 @pytest.mark.parametrize("processes", SEVERAL)
 def test_a_metric_that_fails_on_one_process_fails_on_all(answers, processes):
     found = [answer["failing_on_one"] for answer in answers[processes]]

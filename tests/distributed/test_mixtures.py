@@ -13,8 +13,6 @@ import torch
 from tests.distributed.scripts import mixtures
 from tests.launching import SCRIPTS, launch
 
-pytestmark = pytest.mark.feature("N90")
-
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

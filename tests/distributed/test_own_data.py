@@ -11,7 +11,6 @@ import pytest
 from tests.launching import SCRIPTS, launch, run_together
 
 
-@pytest.mark.feature("L60")
 @pytest.mark.parametrize("processes", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3))])
 def test_a_run_on_a_distributed_sampler_resumes_within_an_epoch(tmp_path: Path, processes: int) -> None:
     path = tmp_path / "result.json"
@@ -26,7 +25,6 @@ def test_a_run_on_a_distributed_sampler_resumes_within_an_epoch(tmp_path: Path, 
         assert second[1] == weights
 
 
-@pytest.mark.feature("T22")
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tmp_path: Path, processes: int) -> None:
     path = tmp_path / "result.json"

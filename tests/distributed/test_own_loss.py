@@ -13,7 +13,6 @@ from tests.launching import SCRIPTS, launch
 from tests.unit.test_features_own_loss import LENGTHS, make_rows, of_plain_torch
 
 
-@pytest.mark.feature("A01")
 @pytest.mark.parametrize("way", ["ddp-2", "fsdp-2"])
 def test_the_gradient_is_that_of_one_big_batch(tmp_path: Path, way: str) -> None:
     path = tmp_path / "result.json"

@@ -12,7 +12,7 @@ import torch
 from tests.distributed.test_sharded import HAS_PLANS
 from tests.launching import SCRIPTS, launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.feature("N84")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

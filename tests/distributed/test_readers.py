@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.files_of_rows import check_processes
 
-pytestmark = pytest.mark.feature("N106")
 KINDS = ("parquet", "jsonl", "stream")
 
 

@@ -44,7 +44,6 @@ def order_of(outcome: dict[str, Any], *, until: dict[str, Any] | None = None) ->
     return order
 
 
-@pytest.mark.feature("D29")
 def test_four_two_three_and_one_process_see_every_sample_once_in_one_order(tmp_path) -> None:
     parts = [
         *train(tmp_path, 4, ("a", 3, 1, 4)),

@@ -32,7 +32,6 @@ def exact(size: int) -> tuple[float, float]:
     return loss.item(), (scores.argmax(-1) == labels).double().mean().item()
 
 
-@pytest.mark.feature("A43", "D23", "P05", "T14")
 def test_evaluation_counts_every_sample_once(outcome) -> None:
     processes, results, _ = outcome
     assert {int(size) for size in results["evaluations"]} == set(runs.VALIDATION_SIZES)
@@ -43,7 +42,6 @@ def test_evaluation_counts_every_sample_once(outcome) -> None:
     assert all(distributed == (processes > 1) for _, _, _, _, distributed, _, _ in results["training"]["every"])
 
 
-@pytest.mark.feature("D26", "P31", "P32", "T12", "T13", "L90", "L89")
 def test_processes_agree_and_files_are_written_once(outcome) -> None:
     processes, results, folder = outcome
     training = results["training"]
@@ -69,12 +67,10 @@ def test_statistics_of_averaged_weights_are_the_mean_over_all_processes(outcome)
         assert statistics == pytest.approx(means.mean(0).tolist(), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.feature("D18", "D17")
 def test_the_schedule_ends_with_the_last_update_whatever_the_processes(outcome) -> None:
     assert outcome[1]["training"]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
-@pytest.mark.feature("D22")
 def test_a_save_that_fails_on_the_main_process_stops_every_process(outcome) -> None:
     processes, results, _ = outcome
     assert len(results["failure"]) == processes
@@ -82,7 +78,6 @@ def test_a_save_that_fails_on_the_main_process_stops_every_process(outcome) -> N
     assert "nothing" not in results["failure"]
 
 
-@pytest.mark.feature("P37")
 def test_gradients_are_reduced_once_an_update(outcome) -> None:
     processes, results, _ = outcome
     reductions, updates = results["reductions"]
@@ -90,7 +85,6 @@ def test_gradients_are_reduced_once_an_update(outcome) -> None:
     assert reductions == updates or processes == 1  # where there is nobody to reduce with
 
 
-@pytest.mark.feature("N12", "P31")
 def test_a_step_that_evades_the_reduction_of_gradients_is_refused(outcome) -> None:
     processes, results, _ = outcome
     assert len(results["evasion"]) == processes
@@ -106,7 +100,6 @@ def test_models_that_differ_in_their_tensors_are_named(outcome, what: str) -> No
         assert ("and " in message and " on process 1" in message) if processes > 1 else message == "nothing"
 
 
-@pytest.mark.feature("P34", "N22", "N39")
 def test_after_closing_each_process_is_alone_keeps_its_place_and_trains_no_more(outcome) -> None:
     processes, _, folder = outcome
     for index in range(processes):

@@ -9,8 +9,6 @@ import pytest
 
 from tests.launching import SCRIPTS, launch
 
-pytestmark = pytest.mark.feature("L112")
-
 OF_MAIN, OF_OTHERS = ["others-0.bin", "weights-0.safetensors"], ["others-1.bin", "others-2.bin"]
 OF_OTHERS += ["weights-1.safetensors", "weights-2.safetensors"]
 WHOLE = ["manifest.json", *sorted([*OF_MAIN, *OF_OTHERS])]

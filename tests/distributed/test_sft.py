@@ -12,7 +12,7 @@ import torch
 
 from tests.launching import SCRIPTS, launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.feature("N68")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -82,26 +82,6 @@ def reference(case: Any, processes: int) -> dict[str, Any]:
     return {"gradients": gradients, "losses": losses, "weights": weights, "learning_rates": rates}
 
 
-@pytest.mark.feature(
-    "A25",
-    "L13",
-    "L14",
-    "P22",
-    "P27",
-    "P31",
-    "A24",
-    "A26",
-    "A60",
-    "L61",
-    "L85",
-    "T29",
-    "T35",
-    "N12",
-    "P05",
-    "P21",
-    "L59",
-    "D17",
-)
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str, Any]) -> None:
     check(CASES[name], results[name])
@@ -131,7 +111,6 @@ def check(case: windows.Case, result: dict[str, Any]) -> None:
     assert (torch.tensor(result["weights"]) - expected["weights"]).norm() / expected["weights"].norm() <= 1e-6
 
 
-@pytest.mark.feature("T30", "T28", "T35")
 @pytest.mark.parametrize("name", CASES)
 def test_counts_do_not_depend_on_the_launch(name: str, results: dict[str, Any]) -> None:
     check_counts(CASES[name], results[name])

@@ -181,7 +181,6 @@ RUNS = {
 }
 
 
-@pytest.mark.feature("N17", "T23", "P13")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_hooks_of_a_run_are_called_in_the_order_of_the_picture(name):
     calls = train(*RUNS[name])
@@ -189,7 +188,6 @@ def test_the_hooks_of_a_run_are_called_in_the_order_of_the_picture(name):
     assert re.fullmatch(pattern, "".join(f"{call} " for call in calls)), calls
 
 
-@pytest.mark.feature("N17")
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), ValueError("x"), RuntimeError("x"), RuntimeError("out of memory")]
 )
@@ -238,7 +236,6 @@ def test_a_run_calls_every_hook_but_those_of_errors():
 # What pages list
 
 
-@pytest.mark.feature("T09")
 def test_the_table_of_hooks_is_the_real_one():
     rows = read_table(read_section(CONCEPTS, "Hooks"))
     cells = [[tuple(re.findall(r"`(\w+)`", cell)) for cell in row] for row in rows]

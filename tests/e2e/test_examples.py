@@ -66,7 +66,6 @@ def accelerate_launch(*arguments: str, timeout_s: float = 240) -> subprocess.Com
 
 
 @pytest.mark.slow
-@pytest.mark.feature("L09", "L03")
 def test_two_runs_of_the_digits_with_one_seed_give_equal_weights(tmp_path: Path):
     runs = [run_script(DIGITS, "--output", tmp_path / name, "--seed", "3") for name in ("a", "b")]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
@@ -77,7 +76,6 @@ def test_two_runs_of_the_digits_with_one_seed_give_equal_weights(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.feature("D26")
 def test_the_digits_run_under_accelerate_launch_and_on_two_processes(tmp_path: Path):
     launched = accelerate_launch(str(DIGITS), "--output", str(tmp_path / "launched"))
     assert launched.returncode == 0, launched.stderr
@@ -89,7 +87,6 @@ def test_the_digits_run_under_accelerate_launch_and_on_two_processes(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.feature("D32", "D12", "A19", "A15")
 def test_the_text_classifier_ends_with_a_folder_that_transformers_loads(tmp_path: Path):
     run = accelerate_launch(str(CLASSIFIER), "--output", str(tmp_path / "model"), "--limit", "12")
     assert run.returncode == 0, run.stderr
@@ -118,7 +115,6 @@ def test_a_narrowed_tokenizer_has_the_same_ids_each_time(import_example):
 
 
 @pytest.mark.slow
-@pytest.mark.feature("D03")
 def test_the_perplexity_of_the_language_model_is_that_of_its_target_tokens(tmp_path: Path, import_example):
     printed = run_example("language_model", "--output", "model", "--limit", "24")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -159,7 +155,6 @@ def test_the_perplexity_of_the_sharded_model_is_that_of_the_saved_whole_one(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.feature("D32")
 def test_the_student_is_smaller_and_as_like_its_teacher_as_printed(tmp_path: Path, import_example):
     printed = run_example("distill_text_encoder", "--output", "student", "--limit", "12")
     example = import_example("distill_text_encoder")
@@ -179,7 +174,6 @@ def test_the_student_is_smaller_and_as_like_its_teacher_as_printed(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.feature("N09", "N49", "A07")
 def test_the_bag_of_words_is_validated_on_each_set_and_saved_by_one(tmp_path: Path):
     printed = run_example("several_validation_sets", "--output", "model", "--limit", "40")
     status = read_status(Path("model"))
@@ -195,7 +189,6 @@ def test_the_bag_of_words_is_validated_on_each_set_and_saved_by_one(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.feature("D32")
 def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path):
     printed = run_example("finetune_with_lora", "--output", "adapter", "--limit", "24")
     assert not Path("adapter/config.json").exists()
@@ -279,7 +272,6 @@ def test_the_articles_of_headlines_are_found_as_often_as_printed(tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.feature("N68")
 def test_the_answers_of_the_fine_tuned_model_are_as_right_as_printed(tmp_path: Path, import_example):
     run = run_script(EXAMPLES / "sft.py", "--output", "model", "--limit", "24", timeout_s=240)
     assert run.returncode == 0, run.stderr
@@ -294,7 +286,6 @@ def test_the_answers_of_the_fine_tuned_model_are_as_right_as_printed(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.feature("N84")
 def test_the_tuned_model_prefers_the_chosen_answers_as_often_as_printed(tmp_path: Path, import_example):
     printed = run_example("prefer", "--output", "model", "--limit", "24")
     example = import_example("prefer")
@@ -369,7 +360,6 @@ def test_cases_become_labels_of_first_tokens_and_are_written_back(import_example
 
 
 @pytest.mark.slow
-@pytest.mark.feature("N31")
 def test_the_curriculum_is_as_accurate_on_short_texts_as_printed(tmp_path: Path, import_example):
     printed = run_example("curriculum", "--output", "model", "--limit", "24")
     example = import_example("curriculum")
@@ -393,7 +383,6 @@ def test_an_example_is_guarded_and_takes_a_folder_and_a_limit(path: Path):
         assert line in text
 
 
-@pytest.mark.feature("D15")
 def test_every_file_of_hyper_parameters_loads():
     from accmt import HyperParameters
 
@@ -405,7 +394,6 @@ def test_every_file_of_hyper_parameters_loads():
 
 
 @pytest.mark.slow
-@pytest.mark.feature("N90")
 def test_the_topics_of_the_mixture_have_the_shares_that_the_file_says(tmp_path: Path):
     printed = run_example("mix", "--limit", "24", "--output", str(tmp_path / "model"))
     shares = {"sports": 50, "business": 30, "politics": 20}

@@ -81,7 +81,6 @@ def test_cards_and_hyper_parameters_of_the_user_stay():
     assert {Path("out/model", name).read_text() for name in names} == {"mine"}
 
 
-@pytest.mark.feature("T08")
 def test_the_arguments_in_the_folder_make_the_same_trainer_again():
     first, second = Linear(), Linear()
     trainer = make_trainer(
@@ -107,7 +106,6 @@ def test_the_arguments_in_the_folder_make_the_same_trainer_again():
     assert (config["log_with"], config["tensorboard"]) == (["tensorboard"], {"flush_secs": 5})
 
 
-@pytest.mark.feature("T08")
 def test_the_arguments_in_the_folder_hold_neither_objects_nor_secrets():
     class Own(GeneralTracker):
         name, requires_logging_directory, main_process_only = "own", False, True

@@ -369,7 +369,6 @@ CORRECT: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.feature("F04")
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_correct_program_passes(name: str, tmp_path: Path) -> None:
     make, made = CORRECT[name]

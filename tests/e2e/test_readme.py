@@ -21,7 +21,6 @@ def test_the_yaml_is_the_file_of_the_repository():
 
 
 @pytest.mark.slow
-@pytest.mark.feature("D26", "L03")
 def test_the_script_runs_as_a_script(tmp_path: Path):
     write_files(README, tmp_path)
     (tmp_path / "hps").mkdir(exist_ok=True)

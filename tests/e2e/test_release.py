@@ -54,7 +54,6 @@ def release(repository: Path, version: str) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "docs/release.py", version, cwd=repository)
 
 
-@pytest.mark.feature("D39")
 def test_a_release_is_a_commit_and_a_tag_with_version_date_and_notes(repository: Path):
     done = release(repository, "0.2.0")
     assert done.returncode == 0, done.stderr
@@ -72,13 +71,11 @@ def test_a_release_is_a_commit_and_a_tag_with_version_date_and_notes(repository:
     assert "nothing was pushed or uploaded" in done.stdout
 
 
-@pytest.mark.feature("D39")
 def test_after_a_release_there_is_nothing_to_release(repository: Path):
     release(repository, "0.2.0")
     assert "no line under Unreleased" in release(repository, "0.3.0").stderr
 
 
-@pytest.mark.feature("D39")
 @pytest.mark.parametrize(
     ("version", "why"),
     [
@@ -98,7 +95,6 @@ def test_a_version_that_cannot_follow_is_refused(repository: Path, version: str,
     assert git(repository, "status", "--porcelain") == ""
 
 
-@pytest.mark.feature("D39")
 def test_all_that_is_in_the_way_is_said_at_once(repository: Path):
     git(repository, "switch", "--quiet", "--create", "side")
     (repository / "left").write_text("over")

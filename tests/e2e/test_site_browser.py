@@ -50,7 +50,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.feature("D38")
 @pytest.mark.parametrize("size", ["1400,900", "390,844"], ids=["desktop", "phone"])
 def test_the_search_finds_pages_without_a_server(site: Path, tmp_path: Path, size: str):
     page = site / "index.html"

@@ -22,7 +22,6 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.feature("A01")
 @pytest.mark.parametrize("example", [pytest.param(example, id=example.title) for example in EXAMPLES])
 def test_two_processes_have_the_losses_of_one_batch_in_plain_torch(losses: Any, example: Example) -> None:
     assert losses[example.title] == pytest.approx(in_plain_torch(example), rel=2e-6, abs=1e-6)

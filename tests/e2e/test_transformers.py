@@ -33,7 +33,6 @@ def make_data(labels: int) -> Dataset:
     return Dataset.from_dict(rows).with_format("torch")
 
 
-@pytest.mark.feature("A57", "A58", "D12", "A60", "D32", "L01")
 @pytest.mark.parametrize("form", ["tuple", "module"])
 def test_a_model_folder_trains_and_comes_back_as_a_folder(form: str, pretrained: Path):
     from transformers import AutoModelForSequenceClassification
@@ -53,7 +52,6 @@ def test_a_model_folder_trains_and_comes_back_as_a_folder(form: str, pretrained:
     assert torch.equal(saved(**batch).logits, trained(**batch).logits)
 
 
-@pytest.mark.feature("A57")
 def test_metrics_of_a_classifier_need_no_module(pretrained: Path):
     kind, data = "AutoModelForSequenceClassification", make_data(2)
     metrics = {"both": ["accuracy", F1(num_classes=2)], "one": ["accuracy"]}
@@ -67,7 +65,6 @@ def test_metrics_of_a_classifier_need_no_module(pretrained: Path):
     assert trainer.test(module, {"both": data, "one": data})["f1__both"] == state.metrics["f1__both"]
 
 
-@pytest.mark.feature("A57")
 def test_metrics_of_a_regression_need_no_module(pretrained: Path):
     data = make_data(3).cast_column("labels", Value("float32")).with_format("torch")
     trainer = make_trainer({"batch_size": 5}, metrics="mse", seed=1)
@@ -76,7 +73,6 @@ def test_metrics_of_a_regression_need_no_module(pretrained: Path):
     assert state.metrics["mse"] == pytest.approx(state.metrics["val_loss"], rel=1e-5)
 
 
-@pytest.mark.feature("A57")
 def test_metrics_of_tokens_ask_for_a_module(pretrained: Path):
     rows = {"input_ids": [[i, 3] for i in range(8)], "labels": [[0, 1]] * 8}
     data = Dataset.from_dict(rows).with_format("torch")
@@ -84,13 +80,11 @@ def test_metrics_of_tokens_ask_for_a_module(pretrained: Path):
         make_trainer(metrics="accuracy").fit((str(pretrained), "AutoModelForTokenClassification"), data, data)
 
 
-@pytest.mark.feature("A57")
 def test_a_path_alone_is_a_model_too(pretrained: Path):
     with raises_at(ModuleContractError, "BertModel", "['input_ids']", do="AutoModelForSequenceClassification"):
         make_trainer().fit(str(pretrained), make_data(2).select_columns(["input_ids"]))
 
 
-@pytest.mark.feature("A57")
 def test_a_head_without_labels_asks_for_labels_not_for_a_head(pretrained: Path):
     data = make_data(2).select_columns(["input_ids"])
     with raises_at(
@@ -100,13 +94,11 @@ def test_a_head_without_labels_asks_for_labels_not_for_a_head(pretrained: Path):
     assert "AutoModelForSequenceClassification" not in str(error.value)
 
 
-@pytest.mark.feature("D12")
 def test_a_wrong_class_name_gives_the_nearest(pretrained: Path):
     with raises_at(ArgumentError, "from_hf(type=", do="'AutoModelForSequenceClassification'"):
         make_trainer().fit((str(pretrained), "AutoModelForSequenceClasification"), make_data(2))
 
 
-@pytest.mark.feature("A25", "D12")
 def test_the_gradient_of_a_language_model_does_not_depend_on_accumulation(tmp_path: Path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -92,7 +92,6 @@ def names_in(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-@pytest.mark.feature("D33")
 def test_the_wheel_holds_only_the_package(wheel: Path):
     names = names_in(wheel)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"accmt"}
@@ -111,7 +110,6 @@ def test_the_wheel_says_what_it_is(wheel: Path):
     assert said.get_payload().startswith("# accmt")
 
 
-@pytest.mark.feature("D33")
 def test_the_source_distribution_builds_the_same_wheel_and_can_be_tested(built: Path, wheel: Path, tmp_path: Path):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as files:

@@ -8,7 +8,6 @@ from tests.faults.random_forks import main
 
 
 @pytest.mark.slow
-@pytest.mark.feature("F05")
 def test_forks_of_a_sharded_run_are_the_run_bit_for_bit() -> None:
     """Two forks of one run; `random_forks.py --forks 30` has the other kinds."""
     assert main(forks=2, seed=2, first=0)

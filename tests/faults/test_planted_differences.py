@@ -9,7 +9,6 @@ import pytest
 from tests.faults.planted_differences import DIFFERENCES, compare
 
 
-@pytest.mark.feature("F03")
 @pytest.mark.parametrize(
     "name",
     [

@@ -61,7 +61,6 @@ def unbroken(tmp_path_factory):
         return state_of(*train("out/m", **SETTINGS))
 
 
-@pytest.mark.feature("D28")
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_save_that_fails_anywhere_changes_no_bit_of_the_run(fault, unbroken):
     outcomes = set()
@@ -105,7 +104,6 @@ def test_a_checkpoint_of_a_future_version_stops_the_run():
 
 
 @pytest.mark.slow
-@pytest.mark.feature("D28", "D29")
 def test_runs_killed_at_random_moments_end_with_the_same_bits(capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("ACCMT_TEST_WIDTH", "1280")  # saves of 20 MB

@@ -115,7 +115,6 @@ def break_and_continue(hook, number, *, handlers=Handler.ANY, error=None):
     return {**state_of(trainer, module), "seen": counting.seen}
 
 
-@pytest.mark.feature("A45", "A48")
 @pytest.mark.parametrize(
     ("hook", "number"), [*((hook, 1) for hook in FIRST), *((hook, 3) for hook in WHOLE if hook not in RARE)]
 )
@@ -123,7 +122,6 @@ def test_an_error_in_any_hook_leaves_a_checkpoint_of_the_last_update(hook, numbe
     assert_same(unbroken, break_and_continue(hook, number))
 
 
-@pytest.mark.feature("A45")
 def test_an_error_in_the_middle_of_a_window_is_continued_from_its_beginning(unbroken):
     assert_same(unbroken, break_and_continue("on_after_backward", 8))
     assert names_in(Path("out/checkpoint-m")) == ["step-00000003"]
@@ -137,7 +135,6 @@ def test_no_checkpoint_is_taken_of_an_update_that_is_half_done(hook, caplog):
     assert not Path("out/checkpoint-m").exists()
 
 
-@pytest.mark.feature("A46", "A47", "A48", "A49")
 @pytest.mark.parametrize(
     ("error", "matching"),
     [
@@ -166,7 +163,6 @@ def breaking(error):
     return BreakIn("on_before_backward", 4, error)
 
 
-@pytest.mark.feature("A45")
 def test_a_safe_checkpoint_never_replaces_those_of_an_earlier_run():
     train("out/m", stop=9)
     with pytest.raises(BrokenError):
@@ -200,7 +196,6 @@ def status_of(trainer):
     return [row["status"] for row in read_history(trainer.log_dir) if "status" in row][-1]
 
 
-@pytest.mark.feature("L07", "L08", "T24", "A46")
 @pytest.mark.parametrize(
     ("hook", "sent", "error", "status"),
     [
@@ -258,7 +253,6 @@ def test_a_signal_without_checkpoints_ends_the_run_at_once():
         assert not trainer.checkpoint_path.exists()
 
 
-@pytest.mark.feature("L07")
 def test_a_second_ctrl_c_leaves_at_once(monkeypatch, capfd):
     monkeypatch.setattr("accmt.failures.interruption._SAME_CTRL_C_S", -1.0)
     twice = SignalAt("on_before_training_step", 2, signal.SIGINT, signal.SIGINT)
@@ -333,7 +327,6 @@ def test_exit_codes_that_do_not_exist_are_refused(code):
         make("out/m", failures={"preempt_exit_code": code})
 
 
-@pytest.mark.feature("L97")
 def test_should_stop_ends_training_at_the_update_with_evaluation_and_checkpoint():
     class Stop(Callback):
         def on_update_end(self):
@@ -347,7 +340,6 @@ def test_should_stop_ends_training_at_the_update_with_evaluation_and_checkpoint(
     assert (resumed.state.epoch, resumed.state.global_step) == (3, 18)
 
 
-@pytest.mark.feature("L97", "L42")
 def test_neither_should_stop_nor_max_time_ends_training_before_min_steps():
     class Stop(Callback):
         def on_fit_start(self):
@@ -357,7 +349,6 @@ def test_neither_should_stop_nor_max_time_ends_training_before_min_steps():
     assert train("out/b", max_time={"microseconds": 1}, min_length="8 steps")[0].state.global_step == 8
 
 
-@pytest.mark.feature("L42")
 def test_the_time_of_a_run_goes_on_counting_when_it_continues(caplog):
     with caplog.at_level(logging.INFO, logger="accmt"):
         trainer, _ = train("out/m", max_time={"microseconds": 1}, verbose=True)
@@ -370,7 +361,6 @@ def test_the_time_of_a_run_goes_on_counting_when_it_continues(caplog):
     assert again.state.global_step == 18
 
 
-@pytest.mark.feature("L42")
 def test_the_time_before_an_interruption_counts_towards_the_longest_time(monkeypatch):
     """Each update takes a second: after four, three more are left of seven."""
     clock = Ticks()
@@ -388,7 +378,6 @@ def test_the_time_before_an_interruption_counts_towards_the_longest_time(monkeyp
     assert (trainer.state.global_step, trainer.state.status) == (7, "finished")
 
 
-@pytest.mark.feature("L42")
 def test_max_time_is_read_as_people_write_it():
     from datetime import timedelta
 

@@ -27,7 +27,6 @@ def run_unbroken(folder: Path, trials: int) -> dict[str, Any]:
     return read_study(sweep)
 
 
-@pytest.mark.feature("S80")
 def test_a_sweep_killed_at_random_moments_is_the_unbroken_one(tmp_path: Path):
     expected = run_unbroken(tmp_path / "unbroken", 4)
     killed = write_sweep(tmp_path / "killed", 4)
@@ -49,7 +48,6 @@ def newest_checkpoint(sweep: Path) -> Path | None:
     return next((sweep.parent / "sweep" / "trials" / "0000" / "checkpoints").glob("step-*6"), None)
 
 
-@pytest.mark.feature("S80")
 def test_a_program_whose_worker_was_killed_stops_itself_and_the_next_worker_continues_it(tmp_path: Path):
     expected = run_unbroken(tmp_path / "unbroken", 1)
     sweep = write_sweep(tmp_path / "killed", 1)
@@ -70,7 +68,6 @@ def test_a_program_whose_worker_was_killed_stops_itself_and_the_next_worker_cont
     assert read_study(sweep) == expected
 
 
-@pytest.mark.feature("S80", "F02")
 def test_trials_that_run_side_by_side_are_those_that_run_one_by_one_and_can_be_replayed(tmp_path: Path, capsys):
     space = {"optim.lr": {"log_uniform": [1e-3, 1.0]}, "trainer.ledger": True}
     keys = {"space": space, "sampler": "random", "pruner": "none"}
@@ -86,7 +83,6 @@ def test_trials_that_run_side_by_side_are_those_that_run_one_by_one_and_can_be_r
     assert "bit-for-bit identical" in capsys.readouterr().out
 
 
-@pytest.mark.feature("S81")
 @pytest.mark.skipif(find_server() is None, reason="no PostgreSQL: apt-get install postgresql")
 def test_workers_that_share_a_database_take_over_the_trials_of_a_killed_one(tmp_path: Path):
     def start_worker(name: str) -> subprocess.Popen[bytes]:

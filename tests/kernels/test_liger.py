@@ -19,7 +19,6 @@ from accmt import AcceleratorModule, Trainer
 from accmt.errors import HyperParameterError
 
 pytestmark = [
-    pytest.mark.feature("N76"),
     pytest.mark.filterwarnings("default"),  # of Liger's backends for other hardware
 ]
 INTERPRETED = {"type": "liger", "rms_norm": False, "swiglu": False}

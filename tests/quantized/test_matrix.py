@@ -21,7 +21,6 @@ from accmt.errors import ModuleContractError, WeightsError
 from tests.resume.unbroken import InterruptAt, InterruptionError
 
 pytestmark = [
-    pytest.mark.feature("N73"),
     pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching:UserWarning"),  # torch, of torchao's tensors
     pytest.mark.filterwarnings("ignore:Merge lora module to:UserWarning"),  # peft: rounding, which a test bounds
     pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning"),

@@ -16,7 +16,6 @@ from tests.conversations import make_tokenizer
 from tests.resume.unbroken import InterruptAt, InterruptionError
 
 pytestmark = [
-    pytest.mark.feature("N84"),
     pytest.mark.filterwarnings("ignore:.*_check_is_size will be removed:FutureWarning"),
 ]
 ROWS = [{"prompt": f"why {n}?", "chosen": f" because {n % 3}", "rejected": f" so {n % 4} it is"} for n in range(10)]

@@ -28,7 +28,6 @@ from tests.files_of_rows import (
 
 stand_in_for_torchvision()
 pytestmark = [
-    pytest.mark.feature("N107"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),

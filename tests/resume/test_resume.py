@@ -25,7 +25,6 @@ def unbroken():
     return state_of(*train("out/unbroken"))
 
 
-@pytest.mark.feature("D29", "A06")
 @pytest.mark.parametrize("stop", [2, 3, 5, 6, 7, 11, 12, 17])
 def test_the_continued_run_ends_with_the_same_bits(unbroken, stop):
     train("out/b", stop=stop)
@@ -100,7 +99,6 @@ def test_what_was_trained_on_is_not_read_again():
     assert len(data.fetched) == (22 - 16) + 22
 
 
-@pytest.mark.feature("A13")
 @pytest.mark.parametrize(
     ("every", "settings", "steps"),
     [
@@ -116,13 +114,11 @@ def test_checkpoints_come_as_often_as_told(every, settings, steps):
     assert names_in(trainer.checkpoint_path) == [f"step-{step:08d}" for step in steps]
 
 
-@pytest.mark.feature("A14", "N01", "L27")
 def test_without_checkpoints_there_is_no_folder():
     trainer, _ = train("out/m", checkpoint_every=None)
     assert not trainer.checkpoint_path.exists()
 
 
-@pytest.mark.feature("A05", "L107")
 def test_the_folder_lies_beside_the_model():
     trainer, _ = train("out/m")
     assert trainer.checkpoint_path == Path("out/checkpoint-m")
@@ -131,7 +127,6 @@ def test_the_folder_lies_beside_the_model():
     assert make("out/m", checkpoint="ck").checkpoint_path == Path("ck")
 
 
-@pytest.mark.feature("N02")
 def test_the_newest_are_kept():
     trainer, _ = train("out/m", checkpoint_options={"max_checkpoints": 2}, checkpoint_every="4 steps")
     assert names_in(trainer.checkpoint_path) == ["step-00000016", "step-00000018"]
@@ -159,7 +154,6 @@ class TestWhereARunBegins:
         assert trainer.state.samples_seen == 66
         assert names_in(Path("out/checkpoint-m.previous")) == ["step-00000004"]
 
-    @pytest.mark.feature("P17", "L103")
     def test_a_path_is_a_checkpoint_or_a_folder_of_them(self):
         train("out/m", checkpoint_options={"max_checkpoints": 10}, stop=9)
         for path in ("out/checkpoint-m/step-00000004", "out/checkpoint-m"):
@@ -195,7 +189,6 @@ class TestWhereARunBegins:
 
 
 class TestWhatItHolds:
-    @pytest.mark.feature("P18")
     def test_module_callbacks_and_trainer_may_add_to_it(self):
         class Counting(Fragile):
             steps = 0
@@ -230,7 +223,6 @@ class TestWhatItHolds:
         _, module = train("out/m", module=Counting(), callbacks=second, resume=True)
         assert (module.steps, second[0].total, second[1].total) == (18, 18, 18)
 
-    @pytest.mark.feature("P18", "P29")
     def test_a_trainer_of_ones_own_adds_its_state(self):
         from accmt import Trainer
 
@@ -252,7 +244,6 @@ class TestWhatItHolds:
         second.fit(Linear(), make_points())
         assert second.k == 7
 
-    @pytest.mark.feature("P19")
     def test_optimizer_and_schedule_can_begin_anew(self):
         train("out/m", stop=7)
         trainer, _ = train(
@@ -266,7 +257,6 @@ class TestWhatItHolds:
         assert trainer.run.scheduler.last_epoch == 12
         assert trainer.run.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
 
-    @pytest.mark.feature("P28", "D25")
     def test_the_manifest_tells_where_the_run_was(self):
         trainer, _ = train("out/m")
         info = json.loads((trainer.checkpoint_path / "step-00000018" / "manifest.json").read_text())["info"]
@@ -294,7 +284,6 @@ class TestWhatItHolds:
 
 
 class TestSavingByHand:
-    @pytest.mark.feature("P15", "N37")
     def test_a_callback_may_ask_for_one(self):
         class At3(Callback):
             def on_update_end(self):
@@ -346,7 +335,6 @@ class TestSavingByHand:
             trainer.save_checkpoint("later")
         assert not Path("later").exists()
 
-    @pytest.mark.feature("P17")
     def test_the_next_run_continues_from_a_chosen_one(self, unbroken):
         train("out/b", stop=7, checkpoint_options={"max_checkpoints": 9})
         trainer = make("out/b", checkpoint_options={"max_checkpoints": 9})
@@ -371,7 +359,6 @@ class TestSavingByHand:
         assert hearing.folders == ["step-00000009", "step-00000018", "step-00000018"]
 
 
-@pytest.mark.feature("P11")
 def test_a_checkpointer_of_ones_own_stores_in_memory(tmp_path):
     class InMemory:
         def __init__(self):

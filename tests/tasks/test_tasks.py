@@ -26,7 +26,6 @@ from tests.conversations import make_tokenizer
 from tests.launching import launch
 
 pytestmark = [
-    pytest.mark.feature("N99"),
     pytest.mark.filterwarnings("default"),  # of the harness
 ]
 WORDS = ["red", "green", "blue", "one"]

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from accmt import Aim
 from tests.trackers.contract import TrackerContract
 
@@ -28,7 +26,6 @@ print(json.dumps({"images": images, "curves": curves, "hparams": run["hparams"],
 
 
 class TestAim(TrackerContract):
-    pytestmark = pytest.mark.feature("A21")
     kind = Aim
     replaces = True
     has_key_of_its_own = False

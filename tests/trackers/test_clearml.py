@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-import pytest
 
 from accmt import ClearML
 from tests.toys import Linear, make_points, make_trainer
@@ -28,7 +27,6 @@ api {
 
 
 class TestClearML(TrackerContract):
-    pytestmark = pytest.mark.feature("A22")
     kind = ClearML
     keeps_nan = False
     switch = {"CLEARML_OFFLINE_MODE": "1"}

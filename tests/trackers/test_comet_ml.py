@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from zipfile import ZipFile
 
-import pytest
-
 from accmt import CometML
 from accmt.tracking import Tracking
 from tests.trackers.contract import TrackerContract
@@ -30,7 +28,6 @@ def messages(tracking: Tracking, kind: str) -> Iterator[dict]:
 
 
 class TestCometML(TrackerContract):
-    pytestmark = pytest.mark.feature("A20")
     kind = CometML
     switch = {"online": False}
 

@@ -38,7 +38,6 @@ def table(tmp_path, name):
     return [tuple(map(float, line.split("\t"))) for line in lines[1:]]
 
 
-@pytest.mark.feature("A23")
 def test_rows_and_configuration_lie_in_the_run_folder_with_their_own_steps(tmp_path):
     tracking = make(tmp_path)
     tracking.start({"optim": {"lr": 0.1}, "betas": [0.9, 0.99], "note": None})

@@ -6,8 +6,6 @@ import json
 import struct
 from collections.abc import Iterator
 
-import pytest
-
 from accmt import WandB
 from accmt.tracking import Tracking
 from tests.trackers.contract import TrackerContract
@@ -38,7 +36,6 @@ def values_of(items) -> dict:
 
 
 class TestWandB(TrackerContract):
-    pytestmark = pytest.mark.feature("A18")
     kind = WandB
     statuses = {
         "FINISHED": (0, "FINISHED"),

@@ -26,7 +26,6 @@ def draw(curriculum, max_steps, samples_per_step=2, *, shuffle=False, epoch=0, s
     return [int(curriculum[index]) for index in Order(len(curriculum), seed, sampler=order).at(epoch).tolist()]
 
 
-@pytest.mark.feature("N31")
 @each(
     ("curriculum", "max_steps", "updates"),
     [
@@ -47,7 +46,6 @@ def test_each_stage_has_its_updates(curriculum, max_steps, updates):
     assert curriculum.updates(max_steps) == updates
 
 
-@pytest.mark.feature("N31")
 @each("max_steps", [1, 2, 3, 7, 10, 99, 1000, 12_345])
 def test_ratios_become_whole_updates_that_sum_to_those_of_the_run(max_steps):
     ratios = [1 / 3, 1 / 7, 0.2, 1 - 1 / 3 - 1 / 7 - 0.2]
@@ -57,7 +55,6 @@ def test_ratios_become_whole_updates_that_sum_to_those_of_the_run(max_steps):
     assert [*accumulate(updates)] == [round(end * max_steps) for end in ends], "the nearest whole updates"
 
 
-@pytest.mark.feature("N31")
 @each(
     ("ratios", "max_steps", "updates"),
     [
@@ -72,7 +69,6 @@ def test_a_stage_ends_at_the_nearest_whole_update(ratios, max_steps, updates):
     assert RatioCurriculum([(ratio, EASY) for ratio in ratios]).updates(max_steps) == updates
 
 
-@pytest.mark.feature("N31")
 def test_the_stages_follow_one_another_in_as_many_passes_as_they_take():
     read = draw(StepsCurriculum([(4, EASY), (-1, HARD)]), 6)
     assert read == [0, 1, 2, 3, 4, 0, 1, 2, 100, 101, 102, 103]
@@ -83,7 +79,6 @@ def test_the_stages_follow_one_another_in_as_many_passes_as_they_take():
     assert passes[2] != passes[3]
 
 
-@pytest.mark.feature("N31")
 def test_the_order_follows_from_the_seed_alone():
     def read(seed):
         torch.rand(seed)
@@ -92,14 +87,12 @@ def test_the_order_follows_from_the_seed_alone():
     assert read(1) == read(1) != read(2)
 
 
-@pytest.mark.feature("N31")
 def test_further_epochs_make_up_for_what_was_left_out_with_the_last_stage():
     curriculum = StepsCurriculum([(2, EASY), (1, HARD)])
     assert draw(curriculum, 3) == [0, 1, 2, 3, 100, 101]
     assert draw(curriculum, 3, epoch=1) == [102, 103, 104, 105, 106, 100]
 
 
-@pytest.mark.feature("N31")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_all_processes_change_over_at_the_same_update(count):
     curriculum = StepsCurriculum([(3, EASY), (-1, HARD)])

@@ -137,7 +137,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.feature("F06")
 def test_rows_and_best_model_are_those_of_evaluations_in_the_run(project: Path, capsys: pytest.CaptureFixture) -> None:
     plain = train("plain", evaluate_every_n_steps=2, model_saving="best_draw")
     trainer = train("off", log_with="tensorboard")
@@ -338,7 +337,6 @@ def rows_beside(name: str) -> list[tuple[int, dict[str, float]]]:
     return [(row["step"], row["values"]) for row in rows if "val_loss" in row.get("values", {})]
 
 
-@pytest.mark.feature("F06")
 def test_models_without_checkpoints_have_the_rows_of_evaluations_in_the_run(
     project: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -553,7 +551,6 @@ def wait(process: subprocess.Popen[bytes], folder: Path) -> int:
         raise AssertionError((folder / "output.txt").read_text()) from None
 
 
-@pytest.mark.feature("F06")
 def test_the_run_and_the_process_beside_it_survive_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = ("-m", "accmt.cli.main", "evaluate", "logs/off/run", "--watch", "--wait", "120s")
@@ -593,7 +590,6 @@ MODELS = PROGRAM.replace("import AcceleratorModule", "import AcceleratorModule, 
 MODELS = MODELS.replace("**often", "callbacks=Save(), checkpoint_every=None")
 
 
-@pytest.mark.feature("F06")
 def test_evaluations_of_models_survive_a_kill_before_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "program.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)

@@ -76,7 +76,6 @@ def is_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
-@pytest.mark.feature("F05")
 @pytest.mark.parametrize("step", [3, 4, 5, 6, 8])
 def test_without_a_change_a_fork_ends_as_its_parent(
     trained: tuple[Path, list[torch.Tensor]], parent: Path, step: int
@@ -97,7 +96,6 @@ def test_without_a_change_a_fork_ends_as_its_parent(
         assert rows == sorted(set(rows))
 
 
-@pytest.mark.feature("F05")
 def test_a_changed_rate_applies_after_the_step_and_the_fork_is_resumed_by_the_same_call(
     trained: tuple[Path, list[torch.Tensor]], parent: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +116,6 @@ def test_a_changed_rate_applies_after_the_step_and_the_fork_is_resumed_by_the_sa
     assert is_same(same, weights)
 
 
-@pytest.mark.feature("F05")
 def test_forks_and_parents_name_each_other_also_when_they_are_moved(parent: Path, tmp_path: Path) -> None:
     train(parent, SLOWER, fork=at(parent, 3))
     train(parent, fork=f"{parent / 'logs' / 'model' / 'run-at-3'}@6")
@@ -154,7 +151,6 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.feature("F05")
 @pytest.mark.parametrize("stop", [4, 5, 6])
 def test_a_fork_that_was_stopped_continues_also_while_it_makes_steps_again(
     trained: tuple[Path, list[torch.Tensor]], parent: Path, stop: int
@@ -176,7 +172,6 @@ def test_a_fork_that_was_stopped_continues_also_while_it_makes_steps_again(
     assert is_same(weights, expected)
 
 
-@pytest.mark.feature("F05")
 def test_an_optimizer_that_is_reset_is_reset_once(parent: Path) -> None:
     arguments = {"checkpoint_options": {"max_checkpoints": 9, "reset_optimizer_on_resume": True}, "run_name": "reset"}
     other = {"optim": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}
@@ -194,7 +189,6 @@ def test_an_optimizer_that_is_reset_is_reset_once(parent: Path) -> None:
     assert is_same(weights, expected)
 
 
-@pytest.mark.feature("F05")
 def test_a_run_that_has_ended_is_continued_for_longer(parent: Path) -> None:
     trainer, _ = train(parent, {"epochs": 3}, fork=at(parent, 8))
     assert trainer.state.global_step == 12
@@ -205,7 +199,6 @@ def test_a_run_that_has_ended_is_continued_for_longer(parent: Path) -> None:
     assert [line["step"] for line in read_launches(run)] == [6, 8]
 
 
-@pytest.mark.feature("F05")
 def test_steps_that_come_out_otherwise_are_an_error_and_nothing_continues_from_them(parent: Path) -> None:
     class Other(Linear):
         def step(self, batch: Any) -> torch.Tensor:
@@ -217,7 +210,6 @@ def test_steps_that_come_out_otherwise_are_an_error_and_nothing_continues_from_t
     assert [path.name for path in list_published(parent / "checkpoint-model-run-at-5")] == ["step-00000003"]
 
 
-@pytest.mark.feature("F05")
 def test_a_checkpoint_that_vanishes_while_it_is_copied_is_replaced_by_the_one_before(
     trained: tuple[Path, list[torch.Tensor]], parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +249,6 @@ def launched_on_two(parent: Path) -> None:
 Prepare = Callable[[Path], None]
 
 
-@pytest.mark.feature("F05")
 @pytest.mark.parametrize(
     ("step", "hps", "arguments", "prepare", "got"),
     [
@@ -284,7 +275,6 @@ def test_what_cannot_be_forked_is_an_error_before_anything_is_written(
     assert content_of(parent) == before
 
 
-@pytest.mark.feature("F05")
 @pytest.mark.parametrize(
     ("fork", "arguments"),
     [
@@ -315,7 +305,6 @@ def test_no_such_run(tmp_path: Path) -> None:
         train(tmp_path, fork=f"{tmp_path / 'nowhere'}@3")
 
 
-@pytest.mark.feature("F05")
 @pytest.mark.parametrize(
     ("places", "expected"),
     [

@@ -32,7 +32,6 @@ ROWS = [
     }
     for number in range(10)
 ]
-pytestmark = pytest.mark.feature("N95")
 
 
 def make_module(seed: int = 0) -> SFTModule:

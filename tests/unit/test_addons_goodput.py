@@ -86,7 +86,6 @@ def windows(clock: Clock, count: int, parts: int = 1) -> Iterator[Window]:
         yield Window((object(),) if parts == 1 else micro_batches(), parts)  # type: ignore[arg-type]
 
 
-@pytest.mark.feature("G02")
 @pytest.mark.parametrize("parts", [1, 3])
 def test_every_second_is_in_one_bin(parts: int) -> None:
     clock = Clock()
@@ -366,7 +365,6 @@ def test_a_run_that_slows_down_does_not_wait_for_the_planned_step() -> None:
     assert 600 <= clock.now - 100 < 2 * 600
 
 
-@pytest.mark.feature("G01")
 def test_the_interval_follows_what_checkpoints_and_failures_cost() -> None:
     assert Costs.of(Totals()) is None
     costs = Costs(pause_s=2.0, save_s=20.0, restart_s=60.0, mtbf_s=7140.0, failures=3)

@@ -15,7 +15,6 @@ from accmt.addons.peft_adapters import save_adapters
 from accmt.errors import WeightsError
 
 pytestmark = [
-    pytest.mark.feature("N75"),
     pytest.mark.filterwarnings("ignore:Model (with|has) `tie_word_embeddings=True`:UserWarning"),  # what is tested here
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed:UserWarning"),
 ]

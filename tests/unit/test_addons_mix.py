@@ -31,7 +31,6 @@ from tests.resume.unbroken import InterruptAt, InterruptionError
 from tests.tables import each
 from tests.toys import Record
 
-pytestmark = pytest.mark.feature("N90")
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.01}}
 MIX = {"news": 0.5, "code": 0.3, "chat": "rest"}
 

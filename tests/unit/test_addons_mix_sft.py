@@ -20,8 +20,6 @@ from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
 from tests.unit.test_addons_sft import make_model
 
-pytestmark = pytest.mark.feature("N91")
-
 
 @pytest.mark.parametrize(
     ("hps", "settings"),
@@ -63,7 +61,6 @@ def test_the_loss_of_each_source_is_the_mean_over_its_target_tokens(tmp_path: Pa
     assert sum(tokens for _, tokens in expected.values()) == trainer.state.target_tokens_seen
 
 
-@pytest.mark.feature("N92")
 def test_the_command_mixes_files_by_name_and_shows_them_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

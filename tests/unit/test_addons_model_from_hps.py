@@ -30,8 +30,6 @@ from accmt.huggingface import pretrained
 from tests.raising import raises_at
 from tests.tables import each
 
-pytestmark = pytest.mark.feature("N72")
-
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "AdamW", "lr": 1e-3}}
 
 

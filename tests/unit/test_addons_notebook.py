@@ -69,7 +69,6 @@ def points_of(html, name):
 
 
 @pytest.mark.slow
-@pytest.mark.feature("L56", "L07")
 def test_a_notebook_shows_one_output_with_bar_and_curves_and_survives_ctrl_c():
     fit, interrupt, afterwards, silent = run_notebook(
         """

@@ -58,7 +58,6 @@ def calls(trainer):
     return {name: phase.calls for name, phase in trainer.profile.phases.items() if phase.calls}
 
 
-@pytest.mark.feature("L54")
 def test_every_second_is_that_of_the_phase_it_was_spent_in(clock, monkeypatch):
     monkeypatch.setattr("accmt.addons.model_card.write_card", lambda *_: setattr(clock, "now", clock.now + 16))
     trainer = SlowTrainer(
@@ -89,7 +88,6 @@ def test_every_second_is_that_of_the_phase_it_was_spent_in(clock, monkeypatch):
     assert trainer.profile.total_s == clock.now - before
 
 
-@pytest.mark.feature("L54")
 @pytest.mark.parametrize(("accumulation", "updates"), [(1, 10), (2, 6), (4, 4)])
 def test_calls_are_counted_as_they_were_made(accumulation, updates):
     trainer = make_trainer(

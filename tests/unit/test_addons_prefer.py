@@ -23,7 +23,6 @@ from tests.conversations import make_tokenizer
 from tests.raising import raises_at
 from tests.resume.unbroken import InterruptAt, InterruptionError
 
-pytestmark = pytest.mark.feature("N84")
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.5}}
 WORDS = ["the", "rain", "window", "price", "don't", "e.g.", "3.14", "yes", "no", "why"]
 

@@ -19,7 +19,6 @@ from accmt.addons.prefer import losses
 from accmt.addons.prefer.module import log_probs
 from tests.unit.test_addons_prefer import labeled, make_model, make_reward_model, pairs, tokenizer
 
-pytestmark = pytest.mark.feature("N84")
 trl = pytest.importorskip("trl")
 CLOSE: dict[str, float] = {"rtol": 1e-6, "atol": 1e-6}
 

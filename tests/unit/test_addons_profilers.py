@@ -48,7 +48,6 @@ class Failing(Callback):
             raise self.error
 
 
-@pytest.mark.feature("L53", "L54", "L55", "N44")
 def test_no_profiler_changes_a_bit_of_the_training():
     outcomes = {}
     for kind in (None, "simple", "advanced", "pytorch"):
@@ -59,7 +58,6 @@ def test_no_profiler_changes_a_bit_of_the_training():
     assert all(outcome == outcomes[None] for outcome in outcomes.values())
 
 
-@pytest.mark.feature("L53")
 def test_without_one_no_hook_is_called_and_no_file_written():
     assert build_profiler(None, is_main_process=True) == ([], [])
     trainer = fit(None)
@@ -70,7 +68,6 @@ def test_without_one_no_hook_is_called_and_no_file_written():
     assert set(inside) < set(HOOKS)
 
 
-@pytest.mark.feature("L54")
 def test_the_table_is_said_and_kept_as_text_and_numbers(caplog):
     with caplog.at_level(logging.INFO, "accmt"):
         trainer = fit("simple", verbose=True)
@@ -90,7 +87,6 @@ def test_phases_are_measured_on_the_main_process_alone():
     assert build_profiler("simple", is_main_process=False) == ([], [])
 
 
-@pytest.mark.feature("L54")
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 def test_a_run_that_ends_before_its_time_leaves_its_profile(error):
     for kind, expected in {
@@ -154,7 +150,6 @@ def test_a_profile_that_cannot_be_written_is_a_warning(kind, caplog):
     assert "the profile could not be written" in caplog.text
 
 
-@pytest.mark.feature("L55")
 def test_functions_are_told_and_kept_for_pstats(caplog):
     with caplog.at_level(logging.INFO, "accmt"):
         trainer = fit("advanced", verbose=True)
@@ -178,7 +173,6 @@ def test_a_second_profiler_of_functions_is_refused():
         sys.setprofile(None)
 
 
-@pytest.mark.feature("L55")
 def test_a_trace_is_of_three_updates_after_the_first_two():
     trainer = fit("pytorch", points=40, grad_accumulation_steps=2)
     assert files(trainer) == ["trace-0-1.json"]
@@ -195,7 +189,6 @@ def test_a_run_too_short_for_its_trace_says_so(caplog):
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # each cycle is kept in a file of its own
-@pytest.mark.feature("L55")
 def test_profile_kwargs_say_what_is_traced_and_where(tmp_path):
     seen = []
     schedule = {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}
@@ -216,7 +209,6 @@ def test_an_error_of_the_users_handler_is_raised_as_it_is():
         fit(ProfileKwargs(schedule_option=schedule, on_trace_ready=broken))
 
 
-@pytest.mark.feature("L55")
 def test_the_accelerators_own_profile_kwargs_are_those_of_pytorch():
     schedule = {"wait": 0, "warmup": 1, "active": 2, "repeat": 1}
     accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(schedule_option=schedule)])
@@ -224,7 +216,6 @@ def test_the_accelerators_own_profile_kwargs_are_those_of_pytorch():
     assert updates_in(trainer.log_dir / "profile" / "trace-0-1.json") == {1, 2}
 
 
-@pytest.mark.feature("L55")
 def test_a_profile_of_torch_is_used_as_it_is_and_given_back():
     given = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     trainer = fit(given)

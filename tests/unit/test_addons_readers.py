@@ -24,7 +24,6 @@ from tests.files_of_rows import FILES, HPS, Points, check_resume, make_rows, rea
 from tests.raising import raises_at
 from tests.toys import make_trainer
 
-pytestmark = pytest.mark.feature("N106")
 KINDS = ("parquet", "jsonl", "file", "stream", "feather")
 
 

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from accmt.addons.report import read_run
 from accmt.addons.report.page import MOST_ROWS, build_page, write_tables
 from accmt.addons.report.records import RunRecord
 from accmt.tracking import Tracking
-
-pytestmark = pytest.mark.feature("H70")
 
 
 def log_run(folder: Path, *tables: Sequence[Sequence[Any]]) -> RunRecord:

@@ -57,7 +57,6 @@ def shown(error: BaseException) -> list[str]:
     return "".join(traceback.format_exception(error)).splitlines()
 
 
-@pytest.mark.feature("L07")
 def test_ctrl_c_ends_with_a_line_on_how_to_go_on_below_a_traceback_of_two_frames(ended, capfd):
     error, said = ended(3, signal.SIGINT, error=KeyboardInterrupt)
     assert said == ON_IT_GOES.format(WITH_TRUE, 4)

@@ -23,7 +23,6 @@ from tests.pairs import pairs
 from tests.raising import raises_at
 from tests.resume.unbroken import InterruptAt, InterruptionError
 
-pytestmark = pytest.mark.feature("N68")
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
 

@@ -16,7 +16,6 @@ from tests.conversations import draw_conversations, in_parts, make_tokenizer, sh
 from tests.raising import raises_at
 from tests.tables import each
 
-pytestmark = pytest.mark.feature("N67")
 OWN = {"chatml": conversations.CHATML, "llama": conversations.LLAMA, "rewriting": conversations.REWRITING}
 SHIPPED = shipped_templates()
 BY_HAND = [*OWN, "smolvlm", "llama4", "qwen2_audio"]

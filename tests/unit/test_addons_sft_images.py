@@ -31,7 +31,6 @@ from tests.pictures import (
 )
 from tests.raising import raises_at
 
-pytestmark = pytest.mark.feature("N97")
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 1.0}}
 
 drawn = cache(draw_picture_conversations)

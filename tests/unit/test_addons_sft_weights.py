@@ -30,7 +30,6 @@ from tests.turn_weights import (
     weights_by_turn,
 )
 
-pytestmark = pytest.mark.feature("N68")
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
 

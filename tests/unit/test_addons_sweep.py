@@ -56,7 +56,6 @@ def read(sweep: Sweep) -> list[Any]:
     return [(one.params, one.state, one.values, one.intermediate_values) for one in study.trials()]
 
 
-@pytest.mark.feature("S80")
 def test_trials_get_their_values_and_folders_and_the_best_one_is_ready_to_use() -> None:
     space = {**SPACE, "script.hidden": [4, 8], "epochs": 1}
     lrs = []
@@ -122,7 +121,6 @@ def run_to_the_end(sweep: Sweep, places: list[int]) -> int:
     raise AssertionError
 
 
-@pytest.mark.feature("S80")
 @pytest.mark.parametrize("sampler", ["tpe", "qmc"])
 def test_a_sweep_that_was_interrupted_anywhere_ends_like_one_that_was_not(sampler: str):
     kinds = {"sampler": {"type": sampler}, "pruner": {"type": "median", "n_startup_trials": 1}, "trials": 4}
@@ -214,7 +212,6 @@ def test_budgets_in_steps_and_hours():
     assert len(make(name="hours", trials=None, max_hours=1e-9).run(train).trials) == 1
 
 
-@pytest.mark.feature("S82")
 def test_successive_halving_lets_the_best_trials_continue_as_the_same_runs():
     whole = make(name="whole", trials=6, sampler="random")
     whole.run(train)
@@ -234,7 +231,6 @@ def test_successive_halving_lets_the_best_trials_continue_as_the_same_runs():
     assert all(min(firsts[i], firsts[i + 1]) == firsts[i] for i in (0, 2, 4))
 
 
-@pytest.mark.feature("S82")
 def test_the_worst_members_of_a_population_are_replaced_by_forks_of_the_best():
     kinds = {
         "space": {"optim.lr": {"log_uniform": [1e-3, 0.5]}, "trainer.clip_grad": [1.0, 2.0, 5.0]},
@@ -423,7 +419,6 @@ def test_a_file_that_one_trial_lacks_does_not_end_a_sweep(is_in_fit: bool):
     assert [one.state for one in result.trials] == ["failed", "complete"]
 
 
-@pytest.mark.feature("S80")
 def test_a_study_of_another_search_space_or_one_that_is_damaged_is_rejected(tmp_path: Path):
     make(trials=1).run(train)
     for keys, got in (

@@ -74,7 +74,6 @@ WRONG = [
 ]
 
 
-@pytest.mark.feature("S80")
 def test_mistakes_are_named_with_what_to_write_instead():
     missed = []
     for keys, expected in WRONG:

@@ -42,18 +42,15 @@ def kinds(log_with):
     return [type(spec) for spec in resolve_trackers(log_with)]
 
 
-@pytest.mark.feature("A16", "L37")
 @pytest.mark.parametrize("log_with", [None, False, []])
 def test_nothing_asked_for_is_no_tracker(log_with):
     assert resolve_trackers(log_with) == []
 
 
-@pytest.mark.feature("L37")
 def test_true_means_tensorboard():
     assert kinds(True) == [TensorBoard]
 
 
-@pytest.mark.feature("A16", "A17", "A19")
 @pytest.mark.parametrize(
     ("log_with", "expected"),
     [
@@ -95,7 +92,6 @@ def test_a_tracker_named_twice_is_an_error():
         resolve_trackers([MLFlow, "mlflow"])
 
 
-@pytest.mark.feature("A16")
 @pytest.mark.parametrize(("spec", "package"), [(MLFlow, "mlflow"), (TensorBoard, "tensorboard")])
 def test_a_missing_package_is_an_error_that_names_it(monkeypatch, spec, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -164,18 +160,15 @@ class Greedy(GeneralTracker):
 BOTH = [TensorBoard(), MLFlow()]
 
 
-@pytest.mark.feature("A56")
 def test_a_keyword_goes_to_every_tracker_that_takes_it():
     assert kwargs_of_each(BOTH, {"tags": {"a": "b"}, "flush_secs": 5}) == [{"flush_secs": 5}, {"tags": {"a": "b"}}]
 
 
-@pytest.mark.feature("A56")
 def test_a_keyword_reaches_every_tracker_that_takes_anything():
     specs = resolve_trackers([MLFlow, Greedy])
     assert kwargs_of_each(specs, {"description": "x"}) == [{"description": "x"}, {"description": "x"}]
 
 
-@pytest.mark.feature("A56")
 def test_a_dict_under_a_trackers_name_goes_to_that_one_only():
     given = {"mlflow": {"description": "x"}, "tensorboard": {"purge_step": 3}}
     assert kwargs_of_each(BOTH, given) == [{"purge_step": 3}, {"description": "x"}]

@@ -73,7 +73,6 @@ def test_long_names_leave_room_for_a_digest():
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
-@pytest.mark.feature("D27")
 def test_mlflow_runs_end_with_the_status_they_had(store, status):
     run = MLFlowRun(store, is_quiet=True, experiment_name="adapters", run_name=status)
     run.start()
@@ -227,7 +226,6 @@ def test_a_dead_server_is_noticed_at_once_and_leaves_no_environment(monkeypatch)
     assert dict(os.environ) == before
 
 
-@pytest.mark.feature("A52")
 @pytest.mark.parametrize("is_quiet", [True, False])
 def test_a_start_hushes_mlflows_store_and_a_quiet_one_all_of_it(store, monkeypatch, is_quiet):
     of_store, of_run = (logging.getLogger(f"mlflow.{name}") for name in ("store.db.utils", "tracking.fluent"))
@@ -247,7 +245,6 @@ def test_a_start_hushes_mlflows_store_and_a_quiet_one_all_of_it(store, monkeypat
     assert of_store.isEnabledFor(logging.INFO)
 
 
-@pytest.mark.feature("A15")
 def test_mlflow_keeps_a_folders_runs_in_one_database(tmp_path):
     uri = MLFlow().tracking_uri(RunPlace(str(tmp_path), "t", "r"))
     assert uri == f"sqlite:///{tmp_path}/mlflow.db"
@@ -262,7 +259,6 @@ def test_the_database_of_a_folder_whose_name_has_a_meaning_in_urls_is_in_it(tmp_
     assert make_url(MLFlow().dashboard_command(RunPlace(str(folder), "t", "r"))[-1]).database == f"{folder}/mlflow.db"
 
 
-@pytest.mark.feature("A15")
 def test_mlflow_takes_a_url_as_tracking_uri():
     assert MLFlow().tracking_uri(RunPlace("localhost:5000", "t", "r")) == "http://localhost:5000"
 
@@ -282,7 +278,6 @@ def test_the_dashboard_is_started_on_the_folder_of_all_runs(tmp_path):
     assert MLFlow().dashboard_command(RunPlace("http://host", "t", "r")) == []
 
 
-@pytest.mark.feature("F05")
 def test_a_fork_is_a_child_of_its_parent(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = {"logging_dir": store, "log_with": "mlflow", "checkpoint_every": "step", "run_name": "run"}

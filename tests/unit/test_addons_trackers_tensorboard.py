@@ -1,4 +1,3 @@
-import pytest
 from accelerate.state import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -8,7 +7,6 @@ from accmt.addons.trackers.tensorboard import TensorBoard, TensorBoardRun
 from accmt.tracking.history import RunPlace
 
 
-@pytest.mark.feature("D27")
 def test_tensorboard_keeps_the_configuration_in_the_runs_own_event_file(tmp_path):
     PartialState(cpu=True)
     run = TensorBoardRun(run_name="run", logging_dir=tmp_path)

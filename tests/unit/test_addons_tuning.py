@@ -48,7 +48,6 @@ def test_the_search_finds_the_largest_or_a_power_of_two_of_the_first(fits: int, 
     assert power <= min(fits, limit) <= 2 * power
 
 
-@pytest.mark.feature("L16", "L18", "L79")
 @pytest.mark.parametrize(("search", "expected"), [("power", 4), ("binsearch", 6)])
 def test_a_batch_size_that_fits_is_put_into_the_hyper_parameters(search: Any, expected: int, tmp_path: Path) -> None:
     module, recorder = Hungry(6), Recorder()
@@ -95,7 +94,6 @@ def test_no_batch_is_larger_than_the_data(tmp_path: Path) -> None:
     assert found.batch_size == 22
 
 
-@pytest.mark.feature("L17")
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "tests.low_bit.TensorRates"])
 def test_the_learning_rate_lies_where_the_loss_falls_fastest(optimizer: str, tmp_path: Path) -> None:
     module = Linear()
@@ -150,7 +148,6 @@ def test_a_batch_size_is_not_looked_for_where_documents_are_packed(tmp_path: Pat
         trainer.tune(Linear(), make_points(), batch_size="power")
 
 
-@pytest.mark.feature("L79")
 def test_a_trainer_has_all_six_methods() -> None:
     assert all(callable(getattr(Trainer, name)) for name in ("__init__", "fit", "validate", "test", "predict", "tune"))
 

@@ -40,7 +40,6 @@ def run(*, warmup=False, **settings):
     return ema, watching, module
 
 
-@pytest.mark.feature("T36")
 class TestAverage:
     def test_it_follows_the_formula(self):
         ema, watching, _ = run()

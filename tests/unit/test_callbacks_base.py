@@ -21,7 +21,6 @@ def test_a_callback_of_functions_calls_them_with_the_keywords_that_they_name():
     assert callback.order == 3
 
 
-@pytest.mark.feature("T09")
 def test_a_callback_of_functions_takes_builtins():
     values = []
     hooks = Hooks([LambdaCallback(on_epoch_end=values.clear, on_log=lambda values, step: None)])

@@ -28,7 +28,6 @@ def named(names, **attributes):
     return callback
 
 
-@pytest.mark.feature("T11", "L21")
 def test_callbacks_run_by_order_and_equal_ones_as_they_were_given():
     names = []
     callbacks = [
@@ -38,7 +37,6 @@ def test_callbacks_run_by_order_and_equal_ones_as_they_were_given():
     assert names == ["b", "c", "e", "f", "a", "d"]
 
 
-@pytest.mark.feature("T11")
 def test_ord_is_another_name_of_order_where_other_names_are_taken():
     names = []
 
@@ -50,7 +48,6 @@ def test_ord_is_another_name_of_order_where_other_names_are_taken():
     assert names == ["b", "c", "a"]
 
 
-@pytest.mark.feature("T11")
 def test_an_order_of_the_module_that_means_something_else_is_not_ours():
     names = []
     module = make_callback(AcceleratorModule, order="ascending", on_epoch_end=lambda self: names.append("module"))
@@ -58,7 +55,6 @@ def test_an_order_of_the_module_that_means_something_else_is_not_ours():
     assert names == ["b", "module", "a"]
 
 
-@pytest.mark.feature("T12")
 def test_a_main_process_callback_acts_on_the_main_process_only():
     names = []
     everywhere = make_callback(on_epoch_end=lambda self: names.append("everywhere"))
@@ -68,7 +64,6 @@ def test_a_main_process_callback_acts_on_the_main_process_only():
     assert names == ["main", "everywhere", "everywhere"]
 
 
-@pytest.mark.feature("T09")
 def test_hooks_take_any_of_the_keywords_of_the_table():
     seen = []
     batch, outputs, both = object(), object(), {}
@@ -112,7 +107,6 @@ def test_a_hook_without_keywords_says_so():
         Hooks([make_callback(on_epoch_end=lambda self, epoch: None)])
 
 
-@pytest.mark.feature("T09")
 @each("kind", [Callback, AcceleratorModule, object])
 @each(
     ("misspelt", "nearest"),
@@ -127,7 +121,6 @@ def test_a_misspelt_hook_is_an_error_that_names_the_nearest(kind, misspelt, near
         find_hooks(make_callback(kind, **{misspelt: lambda self: None}))
 
 
-@pytest.mark.feature("T09")
 def test_what_only_looks_like_a_hook_is_none():
     names = ("before_norm", "on_gpu", "after_all", "on_epoch_end", "on_fit_end", "after_step", "on_time")
     values = (nn.LayerNorm(2), True, "text", False, None, nn.Linear(2, 2), partial(print))
@@ -151,7 +144,6 @@ def test_methods_that_do_not_begin_like_a_hook_are_free():
     assert find_hooks(make_callback(**methods)) == {}
 
 
-@pytest.mark.feature("T09")
 def test_a_hook_defined_under_several_names_is_called_under_each():
     seen = []
     names = ("on_fit_start", "on_train_start", "before_fit")
@@ -160,7 +152,6 @@ def test_a_hook_defined_under_several_names_is_called_under_each():
     assert sorted(seen) == sorted(names)
 
 
-@pytest.mark.feature("T09")
 def test_the_module_has_hooks_too_and_inherited_ones_count():
     seen = []
     module = type("Child", (type(make_callback(AcceleratorModule, on_epoch_end=lambda self: seen.append("m"))),), {})()
@@ -183,7 +174,6 @@ def test_every_hook_is_called_with_the_keywords_of_its_row():
     assert seen == HOOKS
 
 
-@pytest.mark.feature("T06")
 def test_one_callback_several_or_none_may_be_given():
     callback = Callback()
     assert build_callbacks(None) == []
@@ -192,7 +182,6 @@ def test_one_callback_several_or_none_may_be_given():
     assert build_callbacks((callback,)) == [callback]
 
 
-@pytest.mark.feature("T06")
 @pytest.mark.parametrize("value", [MainProcessCallback, [Callback(), MainProcessCallback]])
 def test_a_class_in_the_place_of_a_callback_is_an_error(value):
     with raises_at(ModuleContractError, "Trainer(callbacks=...)"):

@@ -86,7 +86,6 @@ def train(folder: Path, *, compiling: Any = COMPILE, data: Any = None, hps: Any 
     return module
 
 
-@pytest.mark.feature("N63")
 @pytest.mark.parametrize("max_tokens", [64, None])
 def test_lengths_are_rounded_up_and_each_needs_one_graph(tmp_path: Path, max_tokens: int | None) -> None:
     before = count_graphs()

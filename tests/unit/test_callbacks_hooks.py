@@ -1,5 +1,3 @@
-import pytest
-
 from accmt.callbacks import ALIASES, HOOKS, Callback, Hooks
 from accmt.callbacks.callback import HOOK_PREFIXES, reject_unknown_hook
 from accmt.compat import HOOK_NAMES, OtherHookNames
@@ -47,13 +45,11 @@ def test_names_of_hooks_begin_as_a_misspelt_one_is_recognized_by():
     assert all(name.startswith(HOOK_PREFIXES) for name in (*HOOKS, *ALIASES, *HOOK_NAMES))
 
 
-@pytest.mark.feature("T09")
 def test_every_alias_is_another_name_of_a_hook():
     assert {*ALIASES.values(), *HOOK_NAMES.values()} <= set(HOOKS)
     assert len({*ALIASES, *HOOK_NAMES, *HOOKS}) == len(ALIASES) + len(HOOK_NAMES) + len(HOOKS)
 
 
-@pytest.mark.feature("T09")
 @each(("alias", "hook"), [pair for pairs in OF_OTHERS.values() for pair in pairs])
 def test_a_name_of_another_trainer_reaches_our_hook_where_it_is_asked_for(alias, hook):
     called = []

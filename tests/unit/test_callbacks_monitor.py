@@ -39,7 +39,6 @@ FIELDS = {
 }
 
 
-@pytest.mark.feature("D30", "A53", "A54")
 @each(("field", "names"), FIELDS.items())
 def test_each_field_adds_exactly_its_values_to_rows_of_training(field, names):
     trainer = fit([field], val=4)
@@ -104,7 +103,6 @@ def expected_norm(order, samples, points=8):
     return torch.cat([p.grad.reshape(-1) for p in module.model.parameters()]).norm(order).item()
 
 
-@pytest.mark.feature("L65")
 @each("order", [1, 2.0, 3.5, "inf"])
 @each("clip", [None, 0.01])
 def test_the_gradient_norm_of_any_order_is_that_before_clipping(order, clip):
@@ -213,7 +211,6 @@ def test_tokens_are_counted_where_batches_have_them(clock):
     assert logged(trainer, "tokens_per_s") == [(1, 2.5), (2, 2.5)]
 
 
-@pytest.mark.feature("A55")
 def test_memory_and_use_are_plausible():
     import psutil
 

@@ -58,7 +58,6 @@ def test_its_methods_are_hooks():
     assert set(find_hooks(ProgressBar())) == evaluation | {"on_fit_start", "on_update_end", "on_log", "on_fit_end"}
 
 
-@pytest.mark.feature("L56")
 def test_a_terminal_shows_loss_lr_speed_and_time_left():
     stream = Terminal()
     bar = make(stream)
@@ -190,7 +189,6 @@ def test_a_long_evaluation_shows_its_batches():
     bar.on_fit_end()
 
 
-@pytest.mark.feature("L56")
 def test_without_a_terminal_nothing_is_drawn():
     stream = io.StringIO()
     bar = make(stream)
@@ -202,7 +200,6 @@ def test_without_a_terminal_nothing_is_drawn():
     assert stream.getvalue() == ""
 
 
-@pytest.mark.feature("L56")
 def test_asked_for_it_is_drawn_anywhere_and_refused_nowhere():
     plain, terminal = io.StringIO(), Terminal()
     for stream, enable in ((plain, True), (terminal, False)):
@@ -352,7 +349,6 @@ def test_an_update_that_draws_nothing_costs_a_look_at_the_clock(monkeypatch):
     assert len(looks) == 1000
 
 
-@pytest.mark.feature("L56")
 def test_an_evaluation_by_hand_shows_its_batches_on_a_terminal():
     stream = Terminal()
     micro_batches = draw_batches(iter(range(12)), enable=None, text="validate en", total=12, stream=stream)

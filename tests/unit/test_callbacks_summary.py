@@ -26,7 +26,6 @@ def test_the_table_counts_parameters_shared_ones_once():
     assert ["Sequential", "24", "21"] in lines
 
 
-@pytest.mark.feature("L75")
 def test_parts_of_parts_are_shown_to_the_depth_that_is_asked_for(caplog):
     class Deep(Linear):
         def __init__(self):
@@ -51,7 +50,6 @@ def test_what_is_no_depth_is_refused(depth):
         make_trainer(enable_model_summary=depth)
 
 
-@pytest.mark.feature("L74")
 def test_the_table_is_said_at_the_start_if_asked_for(caplog):
     for asked in (False, True):
         make_trainer(enable_model_summary=asked, verbose=True).fit(Linear(), make_points(2))

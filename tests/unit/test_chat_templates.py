@@ -18,7 +18,6 @@ from accmt.addons.sft import chat
 from accmt.addons.sft.chat import mask_row
 from tests.conversations import TAG, draw_conversations, in_parts, make_tokenizer, shipped_templates, trained_texts
 
-pytestmark = pytest.mark.feature("N67")
 SHIPPED = shipped_templates()
 NUMBER = int(os.environ.get("CONVERSATIONS", "40"))
 """How many of the 500 conversations; each costs some 10 ms for each template."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,8 +13,6 @@ from accmt.addons.sft.chat import IGNORED, mask_row
 from tests import conversations
 from tests.conversations import draw_conversations, trained_texts
 from tests.tables import each
-
-pytestmark = pytest.mark.feature("N67")
 
 MARKED = conversations.CHATML.replace(
     "{{ message.content }}",

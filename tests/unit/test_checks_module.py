@@ -122,7 +122,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.feature("D01", "D02", "D03", "D04", "T13")
 @pytest.mark.parametrize(("module", "do"), REFUSED, ids=lambda value: type(value).__name__)
 def test_a_fault_of_the_module_shows_the_line_to_write(module, do):
     where = type(module).__name__ if isinstance(module, AcceleratorModule) else "fit(module)"
@@ -130,7 +129,6 @@ def test_a_fault_of_the_module_shows_the_line_to_write(module, do):
         check(module)
 
 
-@pytest.mark.feature("D01", "D02")
 @pytest.mark.parametrize("module", [Base(), WithoutModel(), MisspeltTraining()], ids=lambda m: type(m).__name__)
 def test_fit_refuses_before_it_reads_a_sample_or_writes_a_file(module, tmp_path):
     class Untouchable(torch.utils.data.Dataset):
@@ -145,7 +143,6 @@ def test_fit_refuses_before_it_reads_a_sample_or_writes_a_file(module, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.feature("D01", "D05")
 @pytest.mark.parametrize(
     ("module", "has_validation"), [(Whole(), True), (OnlyStep(), True), (OnlyStep(), False), (Trains(), False)]
 )
@@ -153,7 +150,6 @@ def test_a_module_that_keeps_the_contract_passes(module, has_validation):
     check(module, has_validation=has_validation)
 
 
-@pytest.mark.feature("D01")
 def test_steps_set_on_the_object_count_as_defined():
     module = Base()
     module.training_step = lambda batch: batch
@@ -161,7 +157,6 @@ def test_steps_set_on_the_object_count_as_defined():
     check(module)
 
 
-@pytest.mark.feature("D02")
 def test_a_partly_frozen_model_passes():
     module = Whole()
     module.model.bias.requires_grad_(requires_grad=False)
@@ -190,7 +185,6 @@ def module_with(**methods):
 STATE = TrainingState(train_step=5, global_step=11, val_step=3)
 
 
-@pytest.mark.feature("D03")
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
@@ -210,7 +204,6 @@ def test_a_training_step_gets_the_further_parameters_it_names(name, step, expect
     assert adapt_training_step(module_with(**{name: step}), STATE)("b") == expected
 
 
-@pytest.mark.feature("D03")
 def test_further_parameters_are_those_of_the_moment_of_the_call():
     state = TrainingState()
     step = adapt_training_step(module_with(training_step=lambda self, batch, batch_idx: batch_idx), state)
@@ -219,7 +212,6 @@ def test_further_parameters_are_those_of_the_moment_of_the_call():
     assert (first, step("b")) == (0, 1)
 
 
-@pytest.mark.feature("D03")
 @pytest.mark.parametrize(
     ("step", "shown"),
     [
@@ -242,7 +234,6 @@ def validating(name, step):
     return module
 
 
-@pytest.mark.feature("D04")
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
@@ -265,7 +256,6 @@ def test_a_validation_step_gets_the_key_and_what_else_it_names(name, step, expec
     assert adapt_validation_step(validating(name, step), "validation_step")("k", "b") == expected
 
 
-@pytest.mark.feature("D04")
 @pytest.mark.parametrize("step", [lambda self: 0, lambda self, a, b, c: 0, lambda self, batch, *, flag: 0])
 def test_a_validation_step_with_other_parameters_is_refused(step):
     with raises_at(ModuleContractError, "Own", "validation_step(", do="def validation_step(self, key, batch)"):
@@ -278,7 +268,6 @@ def test_the_validation_step_stands_in_for_a_missing_test_step():
         assert adapt_validation_step(module, "test_step")("k", "b") == ["k", "b"]
 
 
-@pytest.mark.feature("D04", "D05")
 def test_training_alone_needs_no_validation_step():
     module = module_with(step=lambda self, batch, batch_idx: batch_idx)
     adapt_validation_step(module, "validation_step")

@@ -68,7 +68,6 @@ def losses_of(run: Path) -> dict[int, str]:
     }
 
 
-@pytest.mark.feature("F05")
 def test_a_fork_a_fork_of_it_and_a_replay_of_that(project: Path, tmp_path: Path) -> None:
     logs = project / "logs" / "model"
     command = ("-m", "accmt.cli.main", "fork", "logs/model/run", "--at", "5", "--hps.optim.lr=0.05", "--clip_grad", "1")
@@ -97,7 +96,6 @@ def test_a_fork_a_fork_of_it_and_a_replay_of_that(project: Path, tmp_path: Path)
     assert "bit-for-bit identical" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
-@pytest.mark.feature("F05")
 def test_another_training_of_the_program_is_not_taken_for_the_run(project: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(project, tmp_path / "moved"))
     (moved / "program.py").write_text(PROGRAM.replace("sys.argv[1]", '"out/other"'))
@@ -108,7 +106,6 @@ def test_another_training_of_the_program_is_not_taken_for_the_run(project: Path,
     assert not (moved / "out" / "other").exists()
 
 
-@pytest.mark.feature("F05")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -137,7 +134,6 @@ def test_what_cannot_be_forked_is_said_before_the_program_starts(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.feature("F05")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

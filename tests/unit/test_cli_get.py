@@ -61,7 +61,6 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.feature("N42")
 def test_the_weights_load_into_a_new_model_bit_for_bit(folder, models, tmp_path, capsys):
     exit_code, said = get(capsys, folder / "step-00000001", tmp_path / "out")
     loaded = build_model(9)
@@ -73,7 +72,6 @@ def test_the_weights_load_into_a_new_model_bit_for_bit(folder, models, tmp_path,
     assert not any(name.startswith(("model.", "optim")) for name in load_file(tmp_path / "out" / "model.safetensors"))
 
 
-@pytest.mark.feature("N42")
 def test_of_a_folder_of_checkpoints_the_newest_is_taken(folder, models, tmp_path, capsys):
     assert get(capsys, folder, tmp_path / "out")[0] == 0
     loaded = build_model(9)
@@ -95,7 +93,6 @@ def test_a_size_that_is_none_is_an_error_of_the_command_line(folder, tmp_path, c
     assert "KB, MB, GB or TB, got 'large'" in capsys.readouterr().err
 
 
-@pytest.mark.feature("N42")
 @pytest.mark.parametrize("damage", [flip, cut_in_half, delete])
 @pytest.mark.parametrize("name", [TENSORS, "state.json", "manifest.json"])
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(damage, name, folder, tmp_path, capsys):
@@ -111,7 +108,6 @@ def test_where_there_is_no_checkpoint_it_says_so(tmp_path, capsys):
     assert get(capsys, tmp_path / "nowhere", tmp_path / "out")[0] == 2
 
 
-@pytest.mark.feature("N42")
 def test_a_folder_with_files_is_only_overwritten_when_told_to(folder, models, tmp_path, capsys):
     output = tmp_path / "out"
     get(capsys, folder / "step-00000001", output)
@@ -155,7 +151,6 @@ def bert(tmp_path):
     return model
 
 
-@pytest.mark.feature("N42")
 def test_a_transformers_model_gets_its_config_and_loads_by_from_pretrained(bert, tmp_path, capsys):
     from transformers import AutoModelForSequenceClassification
 

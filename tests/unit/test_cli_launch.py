@@ -46,7 +46,6 @@ def processes_of(words):
     return next((int(word.partition("=")[2]) for word in words if word.startswith("--nproc-per-node=")), "single")
 
 
-@pytest.mark.feature("L26", "L62")
 @pytest.mark.usefixtures("four_gpus", "script")
 @pytest.mark.parametrize(
     ("typed", "processes", "environment"),
@@ -103,7 +102,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(typed, message, capsys
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.feature("L62")
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -119,7 +117,6 @@ def test_what_cannot_be_read_is_an_error_of_the_command_line(typed, message, cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.feature("N42")
 def test_one_process_is_the_script_itself(script):
     script.write_text(script.read_text() + "sys.exit(3)\n")
     program = "import sys; from accmt.cli.main import main; sys.exit(main())"
@@ -128,7 +125,6 @@ def test_one_process_is_the_script_itself(script):
     assert (done.returncode, done.stdout) == (3, "['--lr', '1e-3'] true\n")
 
 
-@pytest.mark.feature("N42", "L62")
 def test_strats_lists_what_there_is_and_what_there_is_not(capsys):
     assert main(["strats"]) == 0
     said = capsys.readouterr().out
@@ -178,7 +174,6 @@ def test_processes_that_cannot_be_split_alike_are_an_error(arguments, tmp_path, 
     assert "an integer >= 2 that divides them" in capsys.readouterr().err
 
 
-@pytest.mark.feature("N42")
 def test_example_writes_the_files_of_the_quickstart_once(tmp_path, capsys):
     assert main(["example", str(tmp_path / "new")]) == 0
     page = (ROOT / "docs" / "quickstart.md").read_text()

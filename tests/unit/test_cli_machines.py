@@ -30,7 +30,6 @@ def torchrun(capsys, typed):
     return words[begin:end], words[:begin]
 
 
-@pytest.mark.feature("L109")
 @pytest.mark.parametrize(
     ("typed", "arguments"),
     [

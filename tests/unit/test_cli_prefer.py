@@ -31,8 +31,6 @@ from tests import conversations
 from tests.conversations import make_tokenizer
 from tests.raising import raises_at
 
-pytestmark = pytest.mark.feature("N85")
-
 ROWS = [{"prompt": f"why {n}?", "chosen": f" because {n % 3}", "rejected": f" so {n % 4}"} for n in range(8)]
 
 

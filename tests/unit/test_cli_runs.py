@@ -90,7 +90,6 @@ def logs(tmp_path):
     return logs
 
 
-@pytest.mark.feature("F05")
 def test_runs_are_listed_and_forks_drawn_below_their_parents(logs, capsys):
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(0))
     with (logs / "news" / "a-at-6" / ".lock").open("w") as lock:
@@ -123,7 +122,6 @@ def test_runs_are_listed_and_forks_drawn_below_their_parents(logs, capsys):
     assert "no such folder; you are in" in capsys.readouterr().err
 
 
-@pytest.mark.feature("F05")
 def test_a_report_has_the_forks_and_the_parents_of_a_run_each_from_its_step(logs, tmp_path, capsys):
     assert read_run(logs / "news" / "a-at-4").curves["train_loss"].steps == [4, 5, 6]
     assert main(["report", str(logs / "news" / "a-at-4"), "-o", str(tmp_path / "page.html")]) == 0

@@ -25,8 +25,6 @@ from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
 from tests.raising import raises_at
 
-pytestmark = pytest.mark.feature("N74", "N75")
-
 PAGE = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text()
 LORA = {"r": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
 

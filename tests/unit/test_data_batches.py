@@ -4,7 +4,6 @@ from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 
 from accmt.data import MicroBatch, count_samples, first_dimension
@@ -42,14 +41,12 @@ FORMS = {
 }
 
 
-@pytest.mark.feature("T22")
 @each("form", FORMS)
 def test_the_first_tensor_or_list_of_each_form_of_batch_has_its_samples(form):
     batch, size = FORMS[form]
     assert first_dimension(batch) == count_samples(batch, size) == count_samples(batch, None) == size
 
 
-@pytest.mark.feature("T22")
 @each("batch", [torch.tensor(1.0), 3, "text", b"bytes", None, {}, [], {"x": 3}, object()])
 def test_a_batch_without_tensors_and_lists_is_an_error(batch):
     assert first_dimension(batch) is None
@@ -62,7 +59,6 @@ def images(*channels):
     return [torch.zeros(count, 5, 5) for count in channels]
 
 
-@pytest.mark.feature("T22")
 @each(
     "batch",
     [

@@ -22,21 +22,18 @@ def add_one(batch):
     return batch + 1
 
 
-@pytest.mark.feature("A33")
 def test_none_leaves_the_choice_to_torch_and_a_function_stays_itself():
     assert build_collate(None) is None
     assert build_collate(double) is double
     assert build_collate([double]) is double
 
 
-@pytest.mark.feature("A35")
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_several_functions_are_applied_one_after_the_other(kind):
     collate = build_collate(kind([default_collate, double, add_one]))
     assert torch.equal(collate([1, 2, 3]), torch.tensor([3, 5, 7]))
 
 
-@pytest.mark.feature("A35")
 def test_a_chain_does_not_follow_later_changes_of_the_list():
     functions = [default_collate, double]
     collate = build_collate(functions)
@@ -44,13 +41,11 @@ def test_a_chain_does_not_follow_later_changes_of_the_list():
     assert torch.equal(collate([1, 2]), torch.tensor([2, 4]))
 
 
-@pytest.mark.feature("A35")
 def test_a_chain_travels_to_loader_workers():
     collate = pickle.loads(pickle.dumps(build_collate([double, add_one])))
     assert collate(3) == 7
 
 
-@pytest.mark.feature("A33", "A35")
 @each("value", ["pad", 3, [], (), [double, 3], [double, None]])
 def test_what_cannot_be_called_is_rejected_by_the_name_of_its_argument(value):
     with raises_at(ArgumentError, "Trainer(collate_fn=...)"):
@@ -80,7 +75,6 @@ def make_tokenizer(side="right"):
     return PreTrainedTokenizerFast(tokenizer_object=words, padding_side=side, **tokens)
 
 
-@pytest.mark.feature("N30")
 @pytest.mark.parametrize(("side", "ids"), [("right", [[1, 2, 3], [4, 0, 0]]), ("left", [[1, 2, 3], [0, 0, 4]])])
 def test_inputs_are_padded_to_the_longest_on_the_side_of_the_tokenizer_and_targets_are_stacked(side, ids):
     collate = DataCollatorForLongestSequence(make_tokenizer(side))
@@ -90,7 +84,6 @@ def test_inputs_are_padded_to_the_longest_on_the_side_of_the_tokenizer_and_targe
     assert torch.equal(targets, torch.tensor([0.5, 1.5], dtype=torch.float64))
 
 
-@pytest.mark.feature("N30")
 def test_inputs_alone_need_no_targets_and_targets_can_stay_a_list():
     tokenizer = make_tokenizer()
     alone = DataCollatorForLongestSequence(tokenizer)([tokenizer("1 2"), tokenizer("3")])
@@ -119,14 +112,12 @@ def train(samples, collate, **settings):
     return module.seen
 
 
-@pytest.mark.feature("N30")
 def test_ragged_pairs_train():
     samples = [(list(range(1, 2 + index)), index) for index in range(6)]
     seen = train(samples, DataCollatorForLongestSequence(make_tokenizer()), num_sanity_val_steps=0)
     assert [len(batch["input_ids"][0]) for batch in seen] == [3, 6, 3, 6]
 
 
-@pytest.mark.feature("N30")
 def test_the_labels_of_transformers_own_collate_function_are_padded_with_what_no_loss_counts():
     from transformers import DataCollatorForSeq2Seq
 
@@ -136,7 +127,6 @@ def test_the_labels_of_transformers_own_collate_function_are_padded_with_what_no
     assert batch["labels"] == [[3, -100], [4, 5]]
 
 
-@pytest.mark.feature("N30")
 def test_the_tokens_that_transformers_masks_follow_from_seed_and_epoch_whatever_the_workers():
     from transformers import DataCollatorForLanguageModeling
 

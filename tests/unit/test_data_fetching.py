@@ -76,7 +76,6 @@ def read(data, **settings):
     return list(loader.micro_batches(0))
 
 
-@pytest.mark.feature("L09")
 @pytest.mark.parametrize("kind", [Noisy, Batched])
 def test_a_batch_is_fetched_under_the_seed_that_it_carries(kind):
     dataset = SeededDataset(kind())

@@ -35,7 +35,6 @@ def lengths_of_texts(number: int) -> list[int]:
     return [min(512, max(5, int(draws.lognormvariate(4.2, 0.75)))) for _ in range(number)]
 
 
-@pytest.mark.feature("N62")
 def test_each_sample_comes_once_in_groups_of_50_batches_sorted_by_length() -> None:
     lengths = lengths_of_texts(1000)
     order = draw(lengths)

@@ -14,7 +14,6 @@ def options(**settings):
     return SourceOptions(**{"purpose": "train", "batch_size": 2, **settings})
 
 
-@pytest.mark.feature("L32", "L33")
 @each(
     ("limit", "micro_batches", "used"),
     [
@@ -36,7 +35,6 @@ def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, micro_bat
     assert options(limit=limit).limit_micro_batches(micro_batches) == used
 
 
-@pytest.mark.feature("A41", "A42", "A33")
 def test_options_of_the_torch_loader():
     settings = options(num_workers=2, persistent_workers=True, pin_memory=True, collate=list).torch_options()
     start = settings.pop("worker_init_fn")
@@ -67,7 +65,6 @@ def test_workers_do_not_outlive_an_epoch_if_the_dataset_changes_between_epochs(d
     assert source.dataloader.persistent_workers == persist
 
 
-@pytest.mark.feature("L60")
 def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
     settings = options(shard=Shard(1, 2), seed=3)
     samplers = [DistributedSampler(range(8), num_replicas=2, rank=rank) for rank in (0, 1)]

@@ -87,7 +87,6 @@ def test_the_batches_of_a_dataloader_are_those_that_torch_cuts(count, drop_last)
         assert {loader.num_micro_batches for loader in loaders} == {-(-len(expected) // count)}
 
 
-@pytest.mark.feature("A60", "L58", "A28")
 def test_every_sample_is_seen_once_over_all_processes_whatever_the_sizes():
     for length in (1, 2, 3, 7, 12, 40):
         expected = None
@@ -101,7 +100,6 @@ def test_every_sample_is_seen_once_over_all_processes_whatever_the_sizes():
                 assert loaders[0].samples_in(0, loaders[0].num_micro_batches) == length
 
 
-@pytest.mark.feature("A28")
 def test_epochs_have_orders_of_their_own_that_repeat_with_the_seed():
     (loader,) = build_all(lambda: Counted(30), 1, shuffle=True)
     (again,) = build_all(lambda: Counted(30), 1, shuffle=True)
@@ -112,7 +110,6 @@ def test_epochs_have_orders_of_their_own_that_repeat_with_the_seed():
     assert in_global_order([plain], 5) == list(range(30))
 
 
-@pytest.mark.feature("A30")
 @each("count", [1, 2])
 @each("sampler", [SubsetRandomSampler([1, 3]), [1, 3], lambda data: SubsetRandomSampler([1, len(data) - 5])])
 def test_a_sampler_a_factory_or_a_list_decides_which_samples_are_seen(sampler, count):
@@ -120,7 +117,6 @@ def test_a_sampler_a_factory_or_a_list_decides_which_samples_are_seen(sampler, c
     assert sorted(in_global_order(loaders)) == [1, 3]
 
 
-@pytest.mark.feature("A30", "L60")
 def test_a_distributed_sampler_is_not_shared_a_second_time():
     samples = []
     for rank in range(2):
@@ -130,7 +126,6 @@ def test_a_distributed_sampler_is_not_shared_a_second_time():
     assert samples == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-@pytest.mark.feature("A30")
 def test_a_sampler_whose_length_changes_changes_the_epochs_rounds():
     class Growing:
         def set_epoch(self, epoch):
@@ -145,7 +140,6 @@ def test_a_sampler_whose_length_changes_changes_the_epochs_rounds():
     assert loader.num_micro_batches == 3
 
 
-@pytest.mark.feature("N15")
 @pytest.mark.parametrize(("count", "micro_batches"), [(1, 2), (2, 1)])
 def test_drop_last_leaves_out_a_round_that_is_not_full(count, micro_batches):
     loaders = build_all(lambda: Counted(5), count, drop_last=True)
@@ -156,13 +150,11 @@ def test_drop_last_leaves_out_a_round_that_is_not_full(count, micro_batches):
     assert in_global_order(full) == list(range(8))
 
 
-@pytest.mark.feature("N15")
 def test_dropping_all_there_is_is_an_error():
     with raises_at(DataError, "the training data", "3 samples for batches of 4", do="drop_last"):
         build_source(Counted(3), options(batch_size=4, drop_last=True))
 
 
-@pytest.mark.feature("L32", "L33")
 @each(("limit", "micro_batches"), [(0.25, 2), (1.0, 8), (1, 1), (3, 3), (100, 8), (0.01, 1), (0, 0), (0.0, 0)])
 def test_limits_end_the_epoch_and_mark_its_last_round(limit, micro_batches):
     (loader,) = build_all(lambda: Counted(16), 1, limit=limit)
@@ -172,7 +164,6 @@ def test_limits_end_the_epoch_and_mark_its_last_round(limit, micro_batches):
     assert [r.is_last for r in found] == [False] * (micro_batches - 1) + [True] * (micro_batches > 0)
 
 
-@pytest.mark.feature("L32")
 def test_what_a_limit_leaves_out_is_not_even_prefetched():
     data = Counted(100)
     (loader,) = build_all(lambda: data, 1, limit=2)
@@ -182,7 +173,6 @@ def test_what_a_limit_leaves_out_is_not_even_prefetched():
 
 
 @pytest.mark.usefixtures("without_fingerprints")
-@pytest.mark.feature("A60")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(count):
     whole = in_global_order(build_all(lambda: Counted(23), count, shuffle=True), epoch=1)
@@ -195,7 +185,6 @@ def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(co
         assert sorted(i for d in data for i in d.read) == sorted(tail)
 
 
-@pytest.mark.feature("A60")
 def test_of_ten_million_samples_skipped_none_is_read():
     class Large(Counted):
         def __getitem__(self, index):
@@ -210,7 +199,6 @@ def test_of_ten_million_samples_skipped_none_is_read():
     assert len(data.read) == 10
 
 
-@pytest.mark.feature("A42", "L09")
 def test_workers_change_neither_samples_nor_augmentation():
     def read(num_workers, epochs, first=0, count=1, index=0):
         loader = build_source(Augmented(), options(num_workers=num_workers, shard=Shard(index, count), shuffle=True))
@@ -226,7 +214,6 @@ def test_workers_change_neither_samples_nor_augmentation():
     assert len(torch.unique(of_two[:, 1:], dim=0)) == 12
 
 
-@pytest.mark.feature("L09")
 def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_happens_in_between():
     def read(**settings):
         loader = build_source(Augmented(), options(**settings))
@@ -244,7 +231,6 @@ def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_h
     assert not torch.equal(read(purpose="validate")[:, 1:], first[:, 1:])
 
 
-@pytest.mark.feature("A42")
 def test_an_epoch_left_in_the_middle_does_not_disturb_the_next():
     loader = build_source(Counted(40), options(num_workers=2, shuffle=True))
     whole = in_global_order([loader], epoch=1)
@@ -263,13 +249,11 @@ def test_a_dataset_is_told_the_epoch_in_its_workers_too(num_workers):
             assert {int(sample) for r in loader.micro_batches(epoch) for sample in r.batch} == {epoch}
 
 
-@pytest.mark.feature("A60")
 def test_anything_with_a_length_and_items_is_a_dataset():
     for data in ([5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), torch.tensor([5, 6, 7]), range(5, 8)):
         assert in_global_order(build_all(lambda: data, 2)) == [5, 6, 7]  # noqa: B023
 
 
-@pytest.mark.feature("A60")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_datasets_dataset_is_one_with_whole_batches_fetched_at_once(num_workers):
     data = datasets.Dataset.from_dict({"number": list(range(7)), "text": list("abcdefg")}).with_format("torch")
@@ -279,14 +263,12 @@ def test_a_datasets_dataset_is_one_with_whole_batches_fetched_at_once(num_worker
     assert [r.batch["text"] for r in micro_batches[1]] == [["c", "d"], ["g"]]
 
 
-@pytest.mark.feature("A33")
 def test_a_collate_function_makes_the_batches():
     loader = build_source(Counted(3), options(collate=lambda samples: {"sum": sum(samples)}))
     assert [r.batch for r in loader.micro_batches(0)] == [{"sum": 1}, {"sum": 2}]
     assert [r.own_samples for r in loader.micro_batches(0)] == [2, 1]
 
 
-@pytest.mark.feature("T03", "L01")
 def test_a_user_dataloader_keeps_batches_sampler_and_collate_function():
     data = TensorDataset(torch.arange(7))
     given = DataLoader(
@@ -299,7 +281,6 @@ def test_a_user_dataloader_keeps_batches_sampler_and_collate_function():
     assert loader.num_micro_batches == 3
 
 
-@pytest.mark.feature("T03", "L58", "L01")
 @pytest.mark.parametrize(("count", "num_workers"), [(1, 0), (2, 0), (3, 0), (5, 0), (2, 2)])
 def test_a_user_dataloader_is_shared_without_loss_or_repetition(count, num_workers):
     def make():
@@ -316,7 +297,6 @@ def test_a_user_dataloader_is_shared_without_loss_or_repetition(count, num_worke
     assert tail == whole[3 * count :]
 
 
-@pytest.mark.feature("T03")
 def test_a_user_dataloader_skips_samples_without_reading_them():
     data = Counted(100)
     loader = build_source(DataLoader(data, batch_size=10), options())
@@ -324,7 +304,6 @@ def test_a_user_dataloader_skips_samples_without_reading_them():
     assert data.read == list(range(90, 100))
 
 
-@pytest.mark.feature("T03")
 def test_a_user_dataloaders_generator_is_respected_and_the_same_on_every_process():
     def make(seed):
         return DataLoader(range(10), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed))
@@ -343,7 +322,6 @@ def test_a_user_dataloaders_generator_is_respected_and_the_same_on_every_process
     assert first[0] != first[1]
 
 
-@pytest.mark.feature("L60", "T03")
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_dataloader_with_a_distributed_sampler_is_not_shared_twice(nested):
     seen, draws = [], []
@@ -365,7 +343,6 @@ def test_a_dataloader_with_a_distributed_sampler_is_not_shared_twice(nested):
     assert len(torch.unique(torch.cat(draws), dim=0)) == 24
 
 
-@pytest.mark.feature("N13")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_batch_sampler_decides_the_batches(count):
     batches = [[0, 5], [3], [1, 2, 4]]
@@ -374,7 +351,6 @@ def test_a_batch_sampler_decides_the_batches(count):
     assert loaders[0].num_micro_batches == -(-3 // count)
 
 
-@pytest.mark.feature("N13")
 def test_a_batch_sampler_may_give_another_number_of_batches_than_its_length_says():
     class Estimating:
         def __len__(self):
@@ -388,7 +364,6 @@ def test_a_batch_sampler_may_give_another_number_of_batches_than_its_length_says
     assert in_global_order(loaders) == [0, 1, 2, 3]
 
 
-@pytest.mark.feature("L32")
 def test_limits_count_rounds_of_a_user_dataloader():
     assert [
         build_all(lambda: DataLoader(range(16), batch_size=2), 2, limit=limit)[0].num_micro_batches
@@ -403,7 +378,6 @@ def test_the_torch_loader_underneath_knows_its_length():
     assert len(build_source(Counted(10), options()).dataloader) == 5
 
 
-@pytest.mark.feature("T03")
 def test_options_of_a_user_dataloader_are_kept():
     given = DataLoader(
         range(4), num_workers=1, prefetch_factor=3, timeout=20, worker_init_fn=print, multiprocessing_context="fork"

@@ -52,7 +52,6 @@ def global_draws():
     return torch.rand(1).item(), float(np.random.rand()), random.random()
 
 
-@pytest.mark.feature("A28")
 def test_the_order_is_a_permutation_of_its_own_in_each_epoch_and_repeats_with_the_seed():
     orders = [Order(50, 1, shuffle=True).at(epoch).tolist() for epoch in range(5)]
     assert all(sorted(order) == list(range(50)) for order in orders)
@@ -61,12 +60,10 @@ def test_the_order_is_a_permutation_of_its_own_in_each_epoch_and_repeats_with_th
     assert Order(50, 2, shuffle=True).at(0).tolist() != orders[0]
 
 
-@pytest.mark.feature("A28")
 def test_without_shuffling_the_order_is_that_of_the_data():
     assert Order(5, 1).at(3).tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.feature("A28")
 @pytest.mark.parametrize(
     "sampler", [None, ShuffledBy(random.shuffle), RandomSampler(range(20))], ids=lambda value: type(value).__name__
 )
@@ -78,7 +75,6 @@ def test_drawing_an_order_leaves_the_global_generators_alone(sampler):
     assert global_draws() == expected
 
 
-@pytest.mark.feature("A30")
 @each("indices", [[4, 1, 1], (4, 1, 1), np.array([4, 1, 1]), torch.tensor([4, 1, 1]), Told([4, 1, 1])])
 def test_a_sampler_or_a_list_of_indices_is_the_order(indices):
     order = Order(5, 1, shuffle=True, sampler=indices)
@@ -86,7 +82,6 @@ def test_a_sampler_or_a_list_of_indices_is_the_order(indices):
     assert order.size(0) == 3
 
 
-@pytest.mark.feature("A30")
 @pytest.mark.parametrize(
     "shuffle", [shuffle_by_torch, np.random.shuffle, random.shuffle], ids=["torch", "numpy", "random"]
 )
@@ -101,7 +96,6 @@ def test_a_sampler_that_draws_from_a_global_generator_depends_on_seed_and_epoch_
     assert sorted(orders[0][0]) == list(range(20))
 
 
-@pytest.mark.feature("A30")
 @pytest.mark.parametrize(
     "make",
     [
@@ -127,7 +121,6 @@ def test_a_users_generator_decides_the_order_and_is_left_as_it_was(make):
     assert generator.initial_seed() == 1
 
 
-@pytest.mark.feature("A30")
 def test_a_sampler_is_told_the_epoch_and_drawn_once_in_it():
     sampler = Told([1, 2])
     order = Order(5, 1, sampler=sampler)
@@ -137,7 +130,6 @@ def test_a_sampler_is_told_the_epoch_and_drawn_once_in_it():
     assert sampler.epochs == [2, 3]
 
 
-@pytest.mark.feature("A30")
 def test_a_sampler_may_give_another_number_in_each_epoch():
     class Growing(Told):
         def __iter__(self):
@@ -147,7 +139,6 @@ def test_a_sampler_may_give_another_number_in_each_epoch():
     assert [order.size(epoch) for epoch in range(3)] == [1, 2, 3]
 
 
-@pytest.mark.feature("A28", "L58")
 def test_the_global_order_does_not_depend_on_the_number_of_processes():
     def read(count):
         of_all = []
@@ -164,7 +155,6 @@ def test_the_global_order_does_not_depend_on_the_number_of_processes():
     assert read(1) == read(2) == read(3) == read(4) == Order(23, 5, shuffle=True).at(1).tolist()
 
 
-@pytest.mark.feature("L09")
 def test_each_fetch_has_a_seed_of_its_own_over_batches_epochs_processes_and_purposes():
     seeds = []
     for purpose in ("train", "validate"):
@@ -191,7 +181,6 @@ def test_a_global_batch_sampler_starts_and_ends_where_it_is_told():
     assert len(sampler) == 0
 
 
-@pytest.mark.feature("N13", "T03", "L01")
 def test_batch_i_goes_to_process_i_mod_processes():
     batches = [[0, 1], [2], [3, 4, 5], [6, 7], [8]]
     shards = [GlobalBatchSampler(UserBatches(batches, 1), seed=1, purpose="train") for _ in range(2)]
@@ -208,7 +197,6 @@ def test_batch_i_goes_to_process_i_mod_processes():
     assert list(map(read_indices, shards)) == [[[3, 4, 5]], [[6, 7]]]
 
 
-@pytest.mark.feature("T03", "L01")
 def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
     class Balanced:
         """Draws each batch when it is asked for, from numpy's generator."""
@@ -237,7 +225,6 @@ def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
     assert num_samples == 6 * 3
 
 
-@pytest.mark.feature("T03")
 def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
     def draw(epochs):
         inner = RandomSampler(range(10), generator=torch.Generator().manual_seed(4))
@@ -260,7 +247,6 @@ def test_a_batch_sampler_is_told_the_epoch_and_so_is_the_sampler_in_it():
     assert inner.epochs == [4]
 
 
-@pytest.mark.feature("L09")
 def test_each_of_a_users_batches_has_a_seed_of_its_own_and_the_same_on_any_number_of_processes():
     def seeds(count):
         found = {}

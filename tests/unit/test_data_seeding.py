@@ -28,7 +28,6 @@ def test_a_derived_seed_is_the_same_in_every_version_of_the_program():
     assert derive_seed(-1, "order", 0) == derive_seed(2**64 - 1, "order", 0)
 
 
-@pytest.mark.feature("L09")
 def test_one_seed_sets_all_three_generators():
     seed_generators(5)
     first = draw()
@@ -66,7 +65,6 @@ def test_a_cpu_device_has_no_generator_of_its_own():
     assert draw() == first
 
 
-@pytest.mark.feature("L09")
 @pytest.mark.parametrize("workers", [True, False])
 def test_set_seed_repeats_all_draws_and_returns_the_seed(workers):
     assert set_seed(42, workers=workers) == 42

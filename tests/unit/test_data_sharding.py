@@ -1,5 +1,3 @@
-import pytest
-
 from accmt.data import Shard
 from accmt.data.samplers import Plan
 
@@ -16,7 +14,6 @@ def samples_in(plan, first, last):
     return plan.samples_before(last) - plan.samples_before(first)
 
 
-@pytest.mark.feature("A60", "L58")
 def test_every_position_belongs_to_one_process_and_round_in_the_order_of_the_whole():
     for num_samples, batch_size, count in grid():
         shares = plans(num_samples, batch_size, count)
@@ -29,7 +26,6 @@ def test_every_position_belongs_to_one_process_and_round_in_the_order_of_the_who
         assert positions == list(range(num_samples)), (num_samples, batch_size, count)
 
 
-@pytest.mark.feature("A60", "L58")
 def test_the_parts_of_a_round_are_as_even_as_can_be_and_no_larger_than_a_batch():
     for num_samples, batch_size, count in grid():
         shares = plans(num_samples, batch_size, count)
@@ -41,7 +37,6 @@ def test_the_parts_of_a_round_are_as_even_as_can_be_and_no_larger_than_a_batch()
             assert sum(sizes) == samples_in(shares[0], micro_batch, micro_batch + 1)
 
 
-@pytest.mark.feature("A60")
 def test_only_the_last_round_may_be_short():
     for num_samples, batch_size, count in grid():
         plan = Plan(num_samples, batch_size, Shard(0, count))
@@ -50,7 +45,6 @@ def test_only_the_last_round_may_be_short():
         assert 0 < sizes[-1] <= batch_size * count
 
 
-@pytest.mark.feature("T30")
 def test_samples_of_several_rounds_are_the_sum_of_theirs():
     for num_samples, batch_size, count in grid():
         plan = Plan(num_samples, batch_size, Shard(0, count))

@@ -1,5 +1,4 @@
 import datasets
-import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -33,7 +32,6 @@ def options(**settings):
     return SourceOptions(**{"purpose": "validate", "batch_size": 2, **settings})
 
 
-@pytest.mark.feature("A60", "T03", "L01")
 @each(
     ("make", "kind"),
     [
@@ -57,7 +55,6 @@ def test_each_kind_of_data_gets_its_loader(make, kind):
     assert sum(1 for _ in loader.micro_batches(0)) > 0
 
 
-@pytest.mark.feature("N13")
 def test_a_batch_sampler_makes_a_loader_of_batches():
     loader = build_source(TENSORS, options(batch_sampler=[[0], [1, 2, 3]], collate=len))
     assert type(loader) is BatchesSource
@@ -76,7 +73,6 @@ def test_a_dict_of_datasets_is_rejected_with_its_keys():
         build_source(splits, options())
 
 
-@pytest.mark.feature("L60")
 def test_a_dataloader_that_accelerate_has_prepared_is_rejected():
     from accelerate import Accelerator
 

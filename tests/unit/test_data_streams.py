@@ -94,7 +94,6 @@ def in_global_order(loaders, epoch=0, first=0):
     ]
 
 
-@pytest.mark.feature("L61", "A60")
 @pytest.mark.parametrize("kind", [Stream, Sized, Plain])
 def test_every_sample_of_a_stream_is_seen_once_over_all_processes_in_its_order(kind):
     for length in (1, 2, 3, 5, 8, 12, 13):
@@ -104,7 +103,6 @@ def test_every_sample_of_a_stream_is_seen_once_over_all_processes_in_its_order(k
                 assert in_global_order(loaders) == list(range(length)), (length, batch_size, count)
 
 
-@pytest.mark.feature("L61", "A60")
 def test_the_last_round_of_a_stream_is_split_as_evenly_as_can_be():
     of_all = micro_batches_of_all(build_all(lambda: Stream(13), 3))
     assert [[r.own_samples for r in micro_batches] for micro_batches in of_all] == [[2, 2, 1], [2, 2, 0], [2, 2, 0]]
@@ -112,7 +110,6 @@ def test_the_last_round_of_a_stream_is_split_as_evenly_as_can_be():
     assert [r.is_partial for r in of_all[0]] == [False, False, True]
 
 
-@pytest.mark.feature("A60")
 @pytest.mark.parametrize("data", [[1, 2, 3].__reversed__, lambda: {4: 1, 5: 2}.keys(), lambda: {"a": 7}.values()])
 def test_anything_that_can_be_iterated_is_a_stream(data):
     expected = list(data())
@@ -121,7 +118,6 @@ def test_anything_that_can_be_iterated_is_a_stream(data):
     assert in_global_order([loader]) == expected
 
 
-@pytest.mark.feature("A60")
 def test_a_stream_begins_anew_and_is_told_each_epoch():
     stream = Stream(3)
     loader = build_source(stream, options())
@@ -129,7 +125,6 @@ def test_a_stream_begins_anew_and_is_told_each_epoch():
     assert stream.epochs == [0, 1]
 
 
-@pytest.mark.feature("A60", "L61")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_streaming_dataset_of_datasets_is_shared_and_shuffled_by_epoch(count):
     def make():
@@ -150,7 +145,6 @@ def test_a_streaming_dataset_of_datasets_is_shared_and_shuffled_by_epoch(count):
     assert numbers(0) == numbers(0) != numbers(1)
 
 
-@pytest.mark.feature("A42", "A60")
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", [Stream, Sized, Plain, "datasets"])
 def test_workers_read_the_same_samples_of_a_stream(kind, count):
@@ -200,7 +194,6 @@ def test_a_plain_iterable_which_knows_nothing_of_workers_gets_one():
     assert build_source(Stream(3), options(num_workers=2)).dataloader.num_workers == 2
 
 
-@pytest.mark.feature("L09", "L61")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("given", [False, True])
 def test_a_stream_that_draws_while_it_is_read_is_the_same_on_every_process(given, num_workers):
@@ -229,7 +222,6 @@ def test_a_stream_that_draws_while_it_is_read_is_the_same_on_every_process(given
     assert not torch.equal(torch.cat(read(0, 1, seed=4)), samples)
 
 
-@pytest.mark.feature("L09")
 def test_the_workers_of_a_stream_begin_each_epoch_with_its_seed():
     class Augmenting(IterableDataset):
         def __iter__(self):
@@ -242,7 +234,6 @@ def test_the_workers_of_a_stream_begin_each_epoch_with_its_seed():
     assert torch.equal(read((0, 1))[1], read((1,))[0])
 
 
-@pytest.mark.feature("L32", "L61")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_whole_number_limits_a_stream_and_the_last_round_knows(count):
     loaders = build_all(lambda: Stream(100), count, limit=3)
@@ -251,7 +242,6 @@ def test_a_whole_number_limits_a_stream_and_the_last_round_knows(count):
     assert build_all(lambda: Stream(100), count)[0].num_micro_batches is None
 
 
-@pytest.mark.feature("L32")
 def test_a_limit_above_what_there_is_ends_with_the_stream():
     assert in_global_order(build_all(lambda: Stream(5), 2, limit=50)) == list(range(5))
     assert list(build_source(Stream(5), options(limit=0)).micro_batches(0)) == []
@@ -277,7 +267,6 @@ def test_a_stream_that_uses_the_model_has_the_weights_after_the_last_step(kind, 
     assert fresh == [True] * 8
 
 
-@pytest.mark.feature("L32")
 def test_a_stream_is_read_when_it_is_needed_and_no_further():
     read = []
 
@@ -308,14 +297,12 @@ def test_streams_of_unequal_length_on_processes_are_an_error_with_both(data, own
         list(loader.micro_batches(1))
 
 
-@pytest.mark.feature("L32")
 @pytest.mark.parametrize("data", [Stream(8), Plain(8), DataLoader(Stream(8))], ids=["stream", "iterable", "loader"])
 def test_a_fraction_of_an_unknown_length_is_rejected(data):
     with raises_at(DataError, "the training data", "0.25"):
         build_source(data, options(limit=0.25))
 
 
-@pytest.mark.feature("A60", "L32")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_stream_with_a_length_has_a_known_number_of_rounds(count):
     loaders = build_all(lambda: Sized(16), count)
@@ -328,7 +315,6 @@ def test_a_stream_with_a_length_has_a_known_number_of_rounds(count):
     assert build_all(lambda: Sized(7), count, drop_last=True)[0].num_micro_batches == 7 // (2 * count)
 
 
-@pytest.mark.feature("A60")
 def test_a_stream_that_is_shorter_than_it_says_ends_where_it_ends():
     class Boasting(Sized):
         def __len__(self):
@@ -359,7 +345,6 @@ SAYING = {
 }
 
 
-@pytest.mark.feature("A60")
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("saying", SAYING)
 @pytest.mark.parametrize("kind", ["stream", "loader"])
@@ -377,12 +362,10 @@ def test_a_length_that_is_not_that_of_the_stream_is_a_warning_before_the_epoch_e
     assert caplog.text.count("correct __len__") == (expected is not None)
 
 
-@pytest.mark.feature("N15")
 def test_drop_last_leaves_out_the_last_round_of_a_stream():
     assert in_global_order(build_all(lambda: Stream(7), 2, drop_last=True)) == [0, 1, 2, 3]
 
 
-@pytest.mark.feature("A60")
 @each("first", [0, 1, 3, 4])
 @each("count", [1, 2])
 def test_an_epoch_of_a_stream_begun_later_is_the_tail_of_the_whole(first, count):
@@ -395,7 +378,6 @@ def test_samples_of_a_stream_are_not_known_beforehand():
     assert build_source(DataLoader(Sized(8)), options()).samples_in(0, 1) is None
 
 
-@pytest.mark.feature("L61", "T03", "L01")
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(
     "make",
@@ -413,7 +395,6 @@ def test_a_user_dataloader_that_cannot_be_cut_is_read_by_all_and_shared_by_batch
     assert sorted(in_global_order(loaders)) == list(range(11))
 
 
-@pytest.mark.feature("T03")
 def test_a_dataloader_class_that_iterates_in_its_own_way_keeps_its_way():
     class Doubling(DataLoader):
         def __iter__(self):
@@ -424,7 +405,6 @@ def test_a_dataloader_class_that_iterates_in_its_own_way_keeps_its_way():
     assert loaders[0].num_micro_batches == 3
 
 
-@pytest.mark.feature("T03")
 def test_persistent_workers_of_such_a_class_begin_anew_with_each_epoch():
     class Own(DataLoader):
         def __iter__(self):
@@ -450,7 +430,6 @@ def test_the_generator_of_such_a_loader_is_a_function_of_the_epoch_and_left_as_i
     assert torch.equal(generator.get_state(), before)
 
 
-@pytest.mark.feature("T03")
 def test_a_user_dataloaders_stream_is_told_the_epoch():
     stream = Stream(3)
     loader = build_source(DataLoader(stream), options())

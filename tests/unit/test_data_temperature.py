@@ -28,7 +28,6 @@ def draw_classes(temperature: float, num_samples: int = 40_000) -> torch.Tensor:
     return torch.tensor(LABELS)[indices].bincount(minlength=len(COUNTS))
 
 
-@pytest.mark.feature("N46")
 @each("temperature", [0.5, 1, 3.0, 100.0, 1e9, math.inf])
 def test_classes_are_drawn_in_proportion_to_the_power_of_their_part(temperature):
     powers = [(count / 1000) ** (1 / temperature) for count in COUNTS]
@@ -38,7 +37,6 @@ def test_classes_are_drawn_in_proportion_to_the_power_of_their_part(temperature)
     assert chi_square < 16.27  # 3 degrees of freedom: more than this once in a thousand fair draws; the seed is fixed
 
 
-@pytest.mark.feature("N46")
 def test_temperature_1_keeps_the_classes_and_a_high_one_makes_them_equal():
     assert TemperatureSampler(LABELS).probabilities.tolist() == pytest.approx([0.7, 0.2, 0.09, 0.01])
     assert TemperatureSampler(LABELS, 100).probabilities.tolist() == pytest.approx([0.25] * 4, rel=0.03)
@@ -46,7 +44,6 @@ def test_temperature_1_keeps_the_classes_and_a_high_one_makes_them_equal():
     assert TemperatureSampler(LABELS, 1e-3).probabilities.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.feature("N46")
 def test_the_samples_of_a_class_are_drawn_evenly():
     order = Order(1000, 3, sampler=TemperatureSampler(LABELS, math.inf, 80_000)).at(0)
     of_last = order[order >= 990].bincount(minlength=1000)[990:]
@@ -55,7 +52,6 @@ def test_the_samples_of_a_class_are_drawn_evenly():
     assert ((of_last - expected) ** 2 / expected).sum() < 27.88  # 9 degrees of freedom, one in a thousand
 
 
-@pytest.mark.feature("N46")
 @each(
     "labels",
     [
@@ -74,7 +70,6 @@ def test_labels_may_be_of_any_kind_and_in_any_order(labels):
     assert len(TemperatureSampler([2, 1, 2, 2])) == 4
 
 
-@pytest.mark.feature("N46")
 def test_labels_may_be_a_column_of_a_datasets_dataset():
     from datasets import Dataset
 
@@ -93,7 +88,6 @@ def test_labels_may_be_a_column_of_a_datasets_dataset():
     assert sum(module.seen[0]) == pytest.approx(100, abs=30)
 
 
-@pytest.mark.feature("N46")
 def test_the_order_follows_from_seed_and_epoch_alone():
     def draw(seed, epoch):
         torch.rand(seed + epoch + 1)  # where the generator stands is no matter
@@ -114,7 +108,6 @@ def iter_under_the_seed(seed: int) -> list[int]:
         return list(TemperatureSampler(LABELS, 3))
 
 
-@pytest.mark.feature("N46")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_any_number_of_processes_has_the_same_global_order(count):
     labels = [index % 5 == 0 for index in range(23)]
@@ -132,7 +125,6 @@ def test_any_number_of_processes_has_the_same_global_order(count):
     assert read == expected
 
 
-@pytest.mark.feature("N46")
 def test_a_run_continues_within_an_epoch_bit_for_bit(tmp_path):
     def run(path, **settings):
         labels = [index < 3 for index in range(22)]
@@ -144,7 +136,6 @@ def test_a_run_continues_within_an_epoch_bit_for_bit(tmp_path):
     assert_same(unbroken, continued)
 
 
-@pytest.mark.feature("N46")
 def test_it_orders_the_batches_of_a_dataloader_too():
     given = DataLoader(TensorDataset(torch.arange(1000.0)), 250, sampler=TemperatureSampler(LABELS, 1))
     loader = build_source(given, SourceOptions(purpose="train", batch_size=1, seed=3))
@@ -181,7 +172,6 @@ def test_several_labels_of_a_sample_are_rejected(labels):
         TemperatureSampler(labels, 1)
 
 
-@pytest.mark.feature("N46")
 @pytest.mark.parametrize("length", [7, 9])
 def test_labels_of_other_data_are_rejected_before_the_first_batch(length):
     sampler, module = TemperatureSampler([0, 1] * 4), Scripted()

@@ -182,7 +182,6 @@ def test_every_table_of_the_page_is_read():
     assert len(SPANS) > 100
 
 
-@pytest.mark.feature("L12", "L43", "L106")
 @each(
     ("what", "instead"),
     [
@@ -306,7 +305,6 @@ def test_what_the_page_says_to_write_instead_of_methods_is_known_to_the_error():
     assert names - known == {"rank_zero_only"}
 
 
-@pytest.mark.feature("A01")
 def test_every_argument_that_was_added_is_told_to_somebody_or_is_our_own():
     advice = [example_of(name) for names in FOREIGN.values() for name in names]
     told = set(re.findall(r"(\w+)=", " ".join([*SPANS, *advice])))

@@ -25,7 +25,6 @@ def block_with(text: str) -> Block:
     return block
 
 
-@pytest.mark.feature("N48")
 @pytest.mark.parametrize(("processes", "rate"), [(None, 0.1), ("1", 0.1), ("2", 0.2), ("8", 0.8)])
 def test_the_learning_rate_grows_with_the_processes(processes, rate, monkeypatch):
     with monkeypatch.context() as patch:

@@ -39,7 +39,6 @@ def used_in_the_documents() -> set[str]:
     return {f"{module}.{name.strip()}" for module, names in imports for name in names.split(",")}
 
 
-@pytest.mark.feature("D38")
 def test_the_reference_shows_every_public_name_once():
     shown = [name for page in REFERENCE.glob("*.md") for name in shown_on(page)]
     assert [name for name, count in Counter(shown).items() if count > 1] == []
@@ -70,7 +69,6 @@ def pages_of(entries: Any) -> list[str]:
     return [page for entry in (entries if isinstance(entries, list) else entries.values()) for page in pages_of(entry)]
 
 
-@pytest.mark.feature("D38")
 def test_the_navigation_leads_to_every_page_once(hooks: dict[str, Any]):
     sections = hooks["read_sections"](DOCS / "index.md")
     assert [next(iter(section)) for section in sections] == ["Start", "Guides", "Recipes", "Reference", "Project"]
@@ -78,7 +76,6 @@ def test_the_navigation_leads_to_every_page_once(hooks: dict[str, Any]):
     assert sorted(pages_of(sections)) == sorted(pages)
 
 
-@pytest.mark.feature("D38")
 def test_a_page_says_which_tests_run_it_and_which_read_it(hooks: dict[str, Any]):
     said = hooks["say_tests"](DOCS / "metrics.md")
     assert re.search(r"The \d+ Python blocks of this page are run by `pytest tests/e2e/test_docs.py -k", said)
@@ -86,7 +83,6 @@ def test_a_page_says_which_tests_run_it_and_which_read_it(hooks: dict[str, Any])
     assert "tests/unit/test_docstring_examples.py" in hooks["say_tests"](REFERENCE / "metrics.md")
 
 
-@pytest.mark.feature("D38")
 def test_a_link_to_a_file_of_the_repository_becomes_a_page_with_its_code(hooks: dict[str, Any], tmp_path: Path):
     linked = hooks["links_outside"](DOCS / "machines.md")
     assert ROOT / "examples" / "slurm" / "train.py" in linked

@@ -36,7 +36,6 @@ def kinds(model: nn.Module) -> list[str]:
     return [type(layer).__name__ for layer in model.modules()]
 
 
-@pytest.mark.feature("L64")
 def test_batch_norm_becomes_synchronized_and_its_own_kind_again():
     model, untouched = build(), build()
     objects, weights, names = list(model.modules()), list(model.parameters()), list(model.state_dict())
@@ -54,7 +53,6 @@ def test_batch_norm_becomes_synchronized_and_its_own_kind_again():
     assert {name: sorted(vars(layer)) for name, layer in model.named_modules()} == attributes
 
 
-@pytest.mark.feature("L64")
 def test_it_is_what_torch_converts():
     ours, theirs = build(), nn.SyncBatchNorm.convert_sync_batchnorm(build())
     synchronize(ours)
@@ -65,7 +63,6 @@ def test_it_is_what_torch_converts():
             assert {name: vars(own)[name] for name in plain} == plain
 
 
-@pytest.mark.feature("L64")
 def test_a_layer_keeps_its_hooks_and_a_copy_finds_back_too():
     model, calls = build(), []
     model[1].register_forward_hook(lambda *_: calls.append("called"))
@@ -78,7 +75,6 @@ def test_a_layer_keeps_its_hooks_and_a_copy_finds_back_too():
     assert kinds(model) != kinds(build())
 
 
-@pytest.mark.feature("L64")
 def test_a_round_apart_is_that_of_plain_batch_norm(monkeypatch):
     model, plain, inputs = build()[:3], build()[:3], torch.randn(5, 3)
     synchronize(model)
@@ -94,7 +90,6 @@ def test_a_round_apart_is_that_of_plain_batch_norm(monkeypatch):
     assert not model[1].training
 
 
-@pytest.mark.feature("L64")
 def test_a_layer_that_computes_more_is_refused_before_any_is_changed():
     class NormAndActivation(nn.BatchNorm1d):
         def forward(self, inputs):
@@ -106,7 +101,6 @@ def test_a_layer_that_computes_more_is_refused_before_any_is_changed():
     assert kinds(model) == ["Sequential", "BatchNorm1d", "NormAndActivation"]
 
 
-@pytest.mark.feature("L64")
 def test_synchronized_layers_of_the_users_own_stay_so():
     model = nn.Sequential(nn.SyncBatchNorm(4), nn.BatchNorm1d(4))
     synchronize(model)
@@ -132,7 +126,6 @@ class Normed(AcceleratorModule):
         return nn.functional.mse_loss(self.model(inputs), targets)
 
 
-@pytest.mark.feature("L64")
 def test_with_one_process_nothing_changes():
     module, plain = Normed(), Normed()
     make_trainer(sync_batchnorm=True).fit(module, make_points())
@@ -145,7 +138,6 @@ def settings_of(hps: Any = None, **settings: Any) -> Any:
     return make_trainer(hps, **settings).settings
 
 
-@pytest.mark.feature("L64")
 def test_several_processes_synchronize_on_gpus_and_are_refused_on_cpus(monkeypatch):
     monkeypatch.setattr(sync_batchnorm, "num_processes", lambda: 2)
     model, told = build(), settings_of(sync_batchnorm=True)
@@ -157,7 +149,6 @@ def test_several_processes_synchronize_on_gpus_and_are_refused_on_cpus(monkeypat
     assert len(synchronized_layers(model)) == 2
 
 
-@pytest.mark.feature("L64")
 def test_it_cannot_stand_beside_batches_that_may_run_out_of_memory_alone(monkeypatch):
     monkeypatch.setattr(sync_batchnorm, "num_processes", lambda: 2)
     told = settings_of({"max_micro_batch_size": "auto"})

@@ -36,7 +36,6 @@ class Hosts:
         return said
 
 
-@pytest.mark.feature("L108")
 def test_a_machine_that_falls_silent_ends_the_run_on_the_others_and_is_named() -> None:
     hosts = Hosts(0)
     assert hosts.pass_time(0, 20, 2, 4) == []

@@ -37,7 +37,6 @@ class Manual(ExtendedAcceleratorModule):
         return self.loss(batch)
 
 
-@pytest.mark.feature("N29")
 def test_the_manual_loop_gives_the_bits_of_the_automatic_one():
     outcomes = []
     for module in (Linear(), Manual()):
@@ -56,7 +55,6 @@ def test_the_manual_loop_gives_the_bits_of_the_automatic_one():
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.feature("N29", "D03")
 def test_further_values_of_a_step_are_logged_as_the_automatic_loop_logs_them():
     def with_largest(self, batch):
         loss = type(self).__bases__[0].training_step(self, batch)
@@ -71,7 +69,6 @@ def test_further_values_of_a_step_are_logged_as_the_automatic_loop_logs_them():
     assert rows[0] == rows[1]
 
 
-@pytest.mark.feature("N29", "L106")
 def test_several_steps_of_one_batch_count_as_one_update():
     class Twice(Manual):
         def training_step(self, batch):
@@ -83,7 +80,6 @@ def test_several_steps_of_one_batch_count_as_one_update():
     assert (state.global_step, state.samples_seen, recorder.calls.count("on_after_optimizer_step")) == (6, 16, 12)
 
 
-@pytest.mark.feature("N29")
 def test_accumulation_by_hand_counts_the_updates_that_were_made():
     class Every(Manual):
         def training_step(self, batch):
@@ -99,7 +95,6 @@ def test_accumulation_by_hand_counts_the_updates_that_were_made():
     assert not torch.equal(module.model.weight, before)
 
 
-@pytest.mark.feature("N29")
 def test_step_is_no_shared_logic_of_a_manual_module():
     class Incomplete(ExtendedAcceleratorModule):
         def __init__(self):
@@ -312,7 +307,6 @@ def train_as_in_torch(kind, path="out/model", **settings):
     return module.model.weight.tolist(), state.state_dict(), rows, names
 
 
-@pytest.mark.feature("N29")
 def test_an_optimizers_own_step_is_clipped_counted_and_followed_as_a_step_of_the_module():
     by_module, by_torch = train_as_in_torch(Manual, "out/a"), train_as_in_torch(AsInTorch, "out/b")
     assert by_module == by_torch

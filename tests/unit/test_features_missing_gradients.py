@@ -58,14 +58,12 @@ class ZeroFirst(Classifier):
         return {"loss": super().training_step(batch), "weight": float(self.seen > 2)}
 
 
-@pytest.mark.feature("N77")
 @pytest.mark.parametrize("kind", [Detached, Copied, DetachedByHand])
 def test_a_loss_that_does_not_reach_the_model_is_an_error(kind):
     with raises_at(ModuleContractError, "training_step"):
         make_trainer(HPS).fit(kind(), DATA)
 
 
-@pytest.mark.feature("N77")
 @pytest.mark.parametrize("kind", [Classifier, ZeroFirst])
 def test_parameters_that_the_first_step_does_not_train_are_named_once(kind, caplog):
     with caplog.at_level(logging.INFO, "accmt"):
@@ -76,7 +74,6 @@ def test_parameters_that_the_first_step_does_not_train_are_named_once(kind, capl
     assert "idle.weight, idle.bias" in lines[0]
 
 
-@pytest.mark.feature("N77")
 def test_gradients_that_a_callback_holds_back_are_not_missing():
     class Holding(Callback):
         def on_after_backward(self):
@@ -95,7 +92,6 @@ def test_gradients_that_a_callback_holds_back_are_not_missing():
     assert not torch.equal(module.model["used"].weight, before)
 
 
-@pytest.mark.feature("N77")
 def test_gradients_used_within_backward_are_not_missing():
     module = Classifier()
 

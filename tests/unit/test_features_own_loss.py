@@ -163,7 +163,6 @@ OTHER_TARGETS = {
 }
 
 
-@pytest.mark.feature("A01")
 @pytest.mark.parametrize("kind", [Own, HuggingFaceModule])
 @pytest.mark.parametrize("targets", OTHER_TARGETS)
 def test_frames_and_observed_values_are_counted(kind: Any, targets: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -280,7 +279,6 @@ def test_a_loss_that_adds_a_mean_over_other_things_is_named(caplog: pytest.LogCa
 WHOLE, REGIONS = {"compile": {"backend": "eager"}}, {"compile": {"backend": "eager", "regional": True}}
 
 
-@pytest.mark.feature("A01")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what the compiler looks at
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -300,7 +298,6 @@ def test_a_window_has_the_gradient_and_the_loss_of_one_big_batch(kind: type[Own]
     assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.feature("A01")
 @pytest.mark.parametrize("kind", [HuggingFaceModule, Supervised, Own])
 @pytest.mark.parametrize("adapter", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
 def test_a_window_through_a_trained_prompt_has_the_gradient_of_one_big_batch(kind: Any, adapter: Any) -> None:
@@ -340,7 +337,6 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.feature("A01")
 @pytest.mark.parametrize("module", [Own, HuggingFaceModule])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_window_has_the_gradient_of_one_big_batch_with_every_kind_of_loss_over_tokens(module: Any, kind: str) -> None:

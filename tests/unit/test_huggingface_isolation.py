@@ -78,7 +78,6 @@ CASES = [
 ]
 
 
-@pytest.mark.feature("N64")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # an older DeBERTa's
 @pytest.mark.parametrize(("model_type", "attention"), CASES)
 def test_the_trial_says_of_each_architecture_whether_it_mixes_documents(model_type: str, attention: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, PeftConfig, get_peft_model
 from torch.utils.data import TensorDataset
@@ -13,8 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accmt import AcceleratorModule, Trainer
 from accmt.errors import ModuleContractError
 from tests.raising import raises_at
-
-pytestmark = pytest.mark.feature("N73")
 
 
 class Adapted(AcceleratorModule):

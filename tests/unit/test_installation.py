@@ -39,7 +39,6 @@ def test_alone_it_is_imported(site_packages: Path):
     assert (done.stdout, done.stderr) == (f"{site_packages / 'accmt' / '__init__.py'}\n", "")
 
 
-@pytest.mark.feature("D37")
 @pytest.mark.parametrize("metadata", ["accmt-1.9.5.1.dist-info", "accmt-1.7.6.egg-info"])
 def test_after_the_other_project_it_is_an_error(site_packages: Path, metadata: str):
     (site_packages / metadata).mkdir()
@@ -49,7 +48,6 @@ def test_after_the_other_project_it_is_an_error(site_packages: Path, metadata: s
     assert "PackageConflictError" in done.stderr
 
 
-@pytest.mark.feature("D37")
 def test_where_the_other_project_came_last_it_is_an_error_too(site_packages: Path):
     """The other project's `__init__.py` has replaced ours, and finds our folders before its own files."""
     (site_packages / "accmt-1.9.5.1.dist-info").mkdir()

@@ -78,7 +78,6 @@ class Counting(Linear):
         return len(batch[0])
 
 
-@pytest.mark.feature("T22", "A25")
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_collate_function_that_drops_samples_needs_a_module_that_counts_them(source):
     make, settings = SOURCES[source]
@@ -93,7 +92,6 @@ def test_a_collate_function_that_drops_samples_needs_a_module_that_counts_them(s
         assert (got - expected).norm() / expected.norm() < 1e-6
 
 
-@pytest.mark.feature("T22")
 def test_where_the_step_gives_weights_samples_are_only_counted():
     class Packed(AcceleratorModule):
         def __init__(self):
@@ -107,13 +105,11 @@ def test_where_the_step_gives_weights_samples_are_only_counted():
     assert state.samples_seen == 16
 
 
-@pytest.mark.feature("T22", "A25")
 def test_a_dataset_that_fetches_fewer_than_it_was_asked_for_is_an_error():
     with raises_at(DataError, "the number of samples in a batch", "2, in a batch of 4"):
         fit(FewerAtOnce())
 
 
-@pytest.mark.feature("T22", "A25")
 def test_manual_steps_count_what_the_module_says():
     class Manual(ExtendedAcceleratorModule):
         def __init__(self):
@@ -136,7 +132,6 @@ def test_manual_steps_count_what_the_module_says():
     assert trainer.fit(Manual(), Unreadable()).samples_seen == 13
 
 
-@pytest.mark.feature("T22")
 @pytest.mark.parametrize("data", [Unreadable(), Stream(), DataLoader(Stream(), 4)], ids=["sized", "stream", "loader"])
 def test_a_collate_function_that_returns_nothing_is_an_error(data):
     if isinstance(data, DataLoader):

@@ -38,7 +38,6 @@ class Played:
             self.state.count_evaluation()
 
 
-@pytest.mark.feature("A24")
 @pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (4, [4]), (7, []), (-1, [])])
 def test_rows_of_the_log_are_counted_over_epochs(every, expected):
     assert Played(Cadence(epochs=2, max_steps=None, log_every=every), 3).logged == expected
@@ -65,20 +64,17 @@ EVALUATIONS = [
 ]
 
 
-@pytest.mark.feature("A11", "A50", "L69", "L70", "L71", "L72")
 @pytest.mark.parametrize(("epochs", "updates", "every", "expected"), EVALUATIONS)
 def test_evaluations_come_as_told_and_never_twice_on_the_same_weights(epochs, updates, every, expected):
     assert Played(Cadence(epochs=epochs, max_steps=None, evaluate_every=every), updates).evaluated == expected
 
 
-@pytest.mark.feature("A50")
 @pytest.mark.parametrize(("every", "expected"), [(4, [4, 8]), (5, [5, 10]), (None, [10])])
 def test_the_last_update_is_left_unevaluated_where_told_so(every, expected):
     cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every, evaluate_at_end=False)
     assert Played(cadence, 10).evaluated == expected
 
 
-@pytest.mark.feature("L24")
 @pytest.mark.parametrize(
     ("epochs", "every", "expected"), [(4, 2, [6, 12]), (4, 1, [3, 6, 9, 12]), (3, 2, [6]), (1, 5, [])]
 )
@@ -86,14 +82,12 @@ def test_epochs_between_evaluations_are_counted(epochs, every, expected):
     assert Played(Cadence(epochs=epochs, max_steps=None, evaluate_every_n_epochs=every), 3).evaluated == expected
 
 
-@pytest.mark.feature("L71")
 @pytest.mark.parametrize(("every", "expected"), [(4, [4, 8, 10]), (None, [7, 10])])
 def test_data_without_a_length_are_evaluated_by_count(every, expected):
     cadence = Cadence(epochs=None, max_steps=10, evaluate_every=every)
     assert Played(cadence, 7, is_sized=False).evaluated == expected
 
 
-@pytest.mark.feature("L38", "L39")
 @pytest.mark.parametrize(
     ("epochs", "max_steps", "steps", "done"),
     [(3, None, 15, 3), (5, 3, 3, 0), (None, 9, 9, 1), (2, 10, 10, 2), (2, 11, 10, 2), (2, 5, 5, 1), (1, 1, 1, 0)],
@@ -158,7 +152,6 @@ def test_a_skipped_update_after_an_evaluation_is_not_evaluated_again(every):
     assert not cadence.is_evaluation_due_at_end(state)
 
 
-@pytest.mark.feature("A11", "A24", "A50", "L24", "L38", "L39")
 def test_the_rhythm_is_read_from_the_settings():
     hps = {"epochs": -1, "max_steps": 9, "batch_size": 1, "optim": {"type": "SGD"}}
     settings = {"log_every": 3, "evaluate_every_n_steps": 0.5, "eval_when_finish": False, "checkpoint_every": None}
@@ -173,7 +166,6 @@ def test_the_rhythm_is_read_from_the_settings():
     assert Cadence.of(trainer.settings) == Cadence(2, None, evaluate_every_n_epochs=2, checkpoint_every=every_epoch)
 
 
-@pytest.mark.feature("A13")
 @pytest.mark.parametrize(
     ("every", "due"),
     [

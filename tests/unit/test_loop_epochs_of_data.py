@@ -140,7 +140,6 @@ def levels(workers, **settings):
     return seen
 
 
-@pytest.mark.feature("A42")
 def test_workers_see_what_changed_in_the_dataset_between_epochs():
     assert levels(0) == levels(1) == [0, 0, 1, 1, 2, 2]
     assert levels(1, data_options={"persistent_workers": True}) == [0] * 6  # as was asked for
@@ -191,7 +190,6 @@ def test_workers_of_a_stream_draw_the_same_in_each_evaluation_and_after_a_resume
     assert caplog.text.count("persistent_workers=True has no effect") > 0
 
 
-@pytest.mark.feature("A60")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_dataset_that_has_grown_is_read_to_its_end_in_the_next_epoch(shuffle, caplog):
     points = [POINTS[index] for index in range(4)]

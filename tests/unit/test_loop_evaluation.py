@@ -29,14 +29,12 @@ class Classifier(Linear):
         return {"loss": batch.mean(), "accuracy": (torch.ones_like(batch), batch.sign())}
 
 
-@pytest.mark.feature("A43", "T22")
 def test_validation_loss_is_the_mean_over_samples_not_over_batches():
     trainer = make_trainer({"batch_size": 4})
     trainer.fit(Scripted(), Numbers(4), Numbers([1, 1, 1, 1, 6]))
     assert logged(trainer, "val_loss") == [(1, 2.0)]
 
 
-@pytest.mark.feature("A44")
 def test_loss_can_be_reported_by_batch_and_still_decides():
     trainer = make_trainer(
         {"batch_size": [8, 2]}, report_loss_after_eval=False, model_saving="best_valid_loss", num_sanity_val_steps=0
@@ -46,14 +44,12 @@ def test_loss_can_be_reported_by_batch_and_still_decides():
     assert state.best == {"best_valid_loss": 3.0}
 
 
-@pytest.mark.feature("A44")
 def test_batches_are_reported_every_log_every():
     trainer = make_trainer({"batch_size": [8, 1]}, report_loss_after_eval=False, log_every=2, num_sanity_val_steps=0)
     trainer.fit(Scripted(), Numbers(8), Numbers([1, 2, 3, 4, 5]))
     assert logged(trainer, "val_loss") == [(2, 2.0), (4, 4.0)]
 
 
-@pytest.mark.feature("A11", "A50", "L71", "L72", "L69", "L24", "A09")
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -85,7 +81,6 @@ def test_a_last_window_that_is_not_full_is_a_step_of_its_epoch(every: float, ste
     assert lasts == [False, True]
 
 
-@pytest.mark.feature("L39", "A50")
 def test_a_run_that_max_steps_ends_inside_an_epoch_is_evaluated():
     trainer = make_trainer({"epochs": 3, "max_steps": 7})
     state = trainer.fit(Scripted(), Numbers(10), Numbers(2))
@@ -93,7 +88,6 @@ def test_a_run_that_max_steps_ends_inside_an_epoch_is_evaluated():
     assert state.epoch == 1
 
 
-@pytest.mark.feature("A51")
 def test_evaluation_before_training_is_logged_at_step_0_and_saves_nothing():
     recorder = Recorder()
     trainer = make_trainer(eval_when_start=True, model_saving="best_valid_loss", callbacks=recorder)
@@ -124,7 +118,6 @@ def test_a_run_that_max_steps_ends_is_evaluated_at_its_end(every: int, updates: 
     assert [step for step, _ in logged(trainer, "val_loss")] == evaluated
 
 
-@pytest.mark.feature("L44")
 def test_the_trial_evaluation_leaves_no_trace():
     recorder = Recorder()
     module = Scripted()
@@ -136,7 +129,6 @@ def test_the_trial_evaluation_leaves_no_trace():
     assert len(logged(trainer, "val_loss")) == 1
 
 
-@pytest.mark.feature("L44")
 @pytest.mark.parametrize(("steps", "tried"), [(0, 0), (-1, 5), (3, 3)])
 def test_the_trial_evaluation_takes_as_many_batches_as_asked_for(steps: int, tried: int):
     module = Scripted()
@@ -144,7 +136,6 @@ def test_the_trial_evaluation_takes_as_many_batches_as_asked_for(steps: int, tri
     assert len(module.validated) == tried + 5
 
 
-@pytest.mark.feature("T25", "N25", "L77", "D04", "L78")
 class Sloped(Linear):
     """Needs gradients in its validation step."""
 
@@ -347,7 +338,6 @@ def test_data_of_an_evaluation_are_fetched_with_gradients_as_those_of_training_a
     assert state.metrics["val_loss"] == 3.0  # the mean of 0, 2, 4 and 6
 
 
-@pytest.mark.feature("D23")
 def test_metrics_see_every_sample_once_and_a_model_can_be_selected_by_them():
     trainer = make_trainer({"batch_size": 2}, metrics=Accuracy(), model_saving="best_accuracy")
     state = trainer.fit(Classifier(), Numbers(4), Numbers([1, -1, 1, 1, 1]))
@@ -356,7 +346,6 @@ def test_metrics_see_every_sample_once_and_a_model_can_be_selected_by_them():
     assert state.metrics == {"accuracy": 0.8, "val_loss": pytest.approx(0.6)}
 
 
-@pytest.mark.feature("D23", "L44")
 def test_a_wrong_metric_name_fails_before_the_first_update():
     class Misnamed(Classifier):
         def validation_step(self, batch):
@@ -368,7 +357,6 @@ def test_a_wrong_metric_name_fails_before_the_first_update():
     assert recorder.calls == []
 
 
-@pytest.mark.feature("A07", "D04")
 def test_a_validation_step_without_the_loss_that_decides_fails_before_the_first_update():
     class Lossless(Scripted):
         def validation_step(self, batch):
@@ -378,7 +366,6 @@ def test_a_validation_step_without_the_loss_that_decides_fails_before_the_first_
         make_trainer(metrics=Accuracy(), model_saving="best_valid_loss").fit(Lossless(), Numbers(4), Numbers(4))
 
 
-@pytest.mark.feature("T20")
 def test_a_validation_step_needs_no_loss_where_nothing_is_selected_by_it():
     class Lossless(Scripted):
         def validation_step(self, batch):
@@ -388,14 +375,12 @@ def test_a_validation_step_needs_no_loss_where_nothing_is_selected_by_it():
     assert state.metrics == {"accuracy": 1.0}
 
 
-@pytest.mark.feature("D05", "T02")
 def test_step_serves_for_training_and_validation():
     trainer = make_trainer()
     trainer.fit(Linear(), make_points(), make_points())
     assert len(logged(trainer, "val_loss")) == 1
 
 
-@pytest.mark.feature("L23")
 def test_a_callback_that_edits_the_results_influences_what_is_saved():
     class Edit(Callback):
         def on_evaluation_end(self, metrics):
@@ -405,7 +390,6 @@ def test_a_callback_that_edits_the_results_influences_what_is_saved():
     assert state.best == {"best_valid_loss": 0.125}
 
 
-@pytest.mark.feature("D17")
 def test_reduce_on_plateau_steps_by_the_validation_loss():
     hps = {"epochs": 4, "scheduler": {"type": "ReduceLROnPlateau", "patience": 0, "factor": 0.5}}
     trainer = make_trainer(hps)
@@ -414,7 +398,6 @@ def test_reduce_on_plateau_steps_by_the_validation_loss():
     assert module.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
 
 
-@pytest.mark.feature("D23")
 def test_a_metric_may_return_several_values():
     class Spread(Metric):
         def compute(self, predictions, references):

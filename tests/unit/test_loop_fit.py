@@ -43,7 +43,6 @@ def status_of(trainer) -> str:
     return [row["status"] for row in read_history(trainer.log_dir) if "status" in row][-1]
 
 
-@pytest.mark.feature("N17", "T23", "P13", "P27", "L02")
 def test_hooks_come_in_the_documented_order():
     recorder = Recorder()
     trainer = make_trainer(
@@ -56,7 +55,6 @@ def test_hooks_come_in_the_documented_order():
     assert recorder.calls == ["on_fit_start", *epoch, *epoch, "on_fit_end"]
 
 
-@pytest.mark.feature("N24")
 def test_a_module_is_a_callback_of_its_own():
     class Watching(Linear):
         def __init__(self):
@@ -74,7 +72,6 @@ def test_a_module_is_a_callback_of_its_own():
     assert module.calls == ["before_eval", "on_epoch_end"] * 2
 
 
-@pytest.mark.feature("L22")
 def test_callbacks_of_the_module_replace_those_of_the_same_class():
     class Counting(Callback):
         def __init__(self):
@@ -95,7 +92,6 @@ def test_callbacks_of_the_module_replace_those_of_the_same_class():
     assert (of_trainer.epochs, of_module.epochs) == (0, 2)
 
 
-@pytest.mark.feature("N38", "L95", "L94", "L96", "L82", "L85", "L84")
 def test_state_shows_what_runs_and_what_is_finished():
     seen = []
 
@@ -127,7 +123,6 @@ def test_state_shows_what_runs_and_what_is_finished():
     assert trainer.current_epoch == 2
 
 
-@pytest.mark.feature("L39", "N33", "L38")
 @pytest.mark.parametrize(
     ("hps", "updates"),
     [({"epochs": 5, "max_steps": 3}, 3), ({"epochs": 1, "max_steps": 9}, 4), ({"epochs": -1, "max_steps": 7}, 7)],
@@ -139,7 +134,6 @@ def test_the_earlier_of_epochs_and_max_steps_ends_the_run(hps: dict, updates: in
     assert trainer.estimated_stepping_batches == updates
 
 
-@pytest.mark.feature("L93", "P22")
 @pytest.mark.parametrize("accumulation", [None, 3, {1: 2}])
 def test_estimated_updates_equal_the_counted_ones(accumulation):
     trainer = make_trainer({"epochs": 3}, grad_accumulation_steps=accumulation)
@@ -147,7 +141,6 @@ def test_estimated_updates_equal_the_counted_ones(accumulation):
     assert trainer.estimated_stepping_batches == state.global_step
 
 
-@pytest.mark.feature("A57", "D02")
 def test_fit_can_be_called_again_and_gives_the_model_back():
     module, trainer = Linear(), make_trainer()
     own = module.model
@@ -158,7 +151,6 @@ def test_fit_can_be_called_again_and_gives_the_model_back():
     assert first.global_step == second.global_step == 4
 
 
-@pytest.mark.feature("L09", "A28", "N50")
 def test_equal_seeds_give_equal_bits_and_other_seeds_others():
     class Dropout(Linear):
         def __init__(self):
@@ -175,7 +167,6 @@ def test_equal_seeds_give_equal_bits_and_other_seeds_others():
     assert not torch.equal(train(3), train(4))
 
 
-@pytest.mark.feature("N24", "L44")
 def test_evaluating_in_between_changes_no_weight():
     def train(**settings) -> torch.Tensor:
         module = Linear()
@@ -187,7 +178,6 @@ def test_evaluating_in_between_changes_no_weight():
     assert torch.equal(often, train(limit_batches={"val": 0}))
 
 
-@pytest.mark.feature("D27", "N17")
 @pytest.mark.parametrize(
     ("error", "status", "hooks"),
     [
@@ -218,7 +208,6 @@ def test_an_error_reaches_the_caller_after_hooks_and_trackers_were_told(error, s
     assert trainer.state.status == ("interrupted" if trainer.interrupted else "failed")
 
 
-@pytest.mark.feature("D27")
 def test_a_finished_run_is_marked_finished_and_tells_its_configuration():
     trainer = make_trainer({"batch_size": 4}, grad_accumulation_steps=2, tracker_options={"config": {"note": "x"}})
     trainer.fit(Linear(), make_points())
@@ -229,13 +218,11 @@ def test_a_finished_run_is_marked_finished_and_tells_its_configuration():
     assert config["model_path"].endswith("out/model")
 
 
-@pytest.mark.feature("A52")
 def test_a_quiet_run_prints_nothing(capfd):
     make_trainer(verbose=False).fit(Linear(), make_points(), make_points())
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.feature("A03", "A10", "P12")
 def test_a_run_without_saving_makes_no_model_folder():
     trainer = make_trainer()
     assert not list(Path().iterdir())
@@ -243,7 +230,6 @@ def test_a_run_without_saving_makes_no_model_folder():
     assert [path.name for path in Path().iterdir()] == ["logs"]
 
 
-@pytest.mark.feature("T15", "T16", "T17")
 def test_subclasses_replace_backward_step_and_zero_grad():
     from accmt import Trainer
 
@@ -283,7 +269,6 @@ def test_subclasses_replace_backward_step_and_zero_grad():
     assert torch.equal(module.model.weight, before)
 
 
-@pytest.mark.feature("P08")
 def test_a_given_accelerator_is_used():
     from accelerate import Accelerator
 
@@ -293,7 +278,6 @@ def test_a_given_accelerator_is_used():
     assert trainer.run.accelerator is accelerator
 
 
-@pytest.mark.feature("P10")
 def test_an_accelerator_of_ones_own_class_does_the_backward():
     from accelerate import Accelerator
 
@@ -309,7 +293,6 @@ def test_an_accelerator_of_ones_own_class_does_the_backward():
     assert accelerator.backwards == 4
 
 
-@pytest.mark.feature("P08", "A25")
 def test_an_accelerator_that_accumulates_itself_is_refused():
     from accelerate import Accelerator
 
@@ -318,7 +301,6 @@ def test_an_accelerator_that_accumulates_itself_is_refused():
         trainer.fit(Linear(), make_points())
 
 
-@pytest.mark.feature("A25")
 def test_accumulation_in_the_environment_changes_nothing(monkeypatch):
     def train() -> torch.Tensor:
         module, trainer = Linear(), make_trainer()
@@ -331,7 +313,6 @@ def test_accumulation_in_the_environment_changes_nothing(monkeypatch):
     assert torch.equal(train(), plain)
 
 
-@pytest.mark.feature("L48", "P09")
 def test_bf16_runs_the_training_step_in_autocast_and_keeps_weights_in_fp32():
     kinds = []
 
@@ -347,19 +328,16 @@ def test_bf16_runs_the_training_step_in_autocast_and_keeps_weights_in_fp32():
     assert not hasattr(module.model.forward, "__wrapped__"), "autocast must not stay on the user's model"
 
 
-@pytest.mark.feature("L49", "P09")
 def test_fp16_on_a_cpu_is_refused():
     with raises_at(ValueError, "mixed_precision"):
         make_trainer(mixed_precision="fp16").fit(Linear(), make_points())
 
 
-@pytest.mark.feature("A61", "A59")
 def test_training_without_data_says_both_ways_to_give_them():
     with raises_at(DataError, "fit", "no training data", do="get_train_dataloader(self)"):
         make_trainer().fit(Linear())
 
 
-@pytest.mark.feature("A59", "D10")
 @pytest.mark.parametrize("takes_dataset", [False, True])
 def test_loaders_of_the_module_win(takes_dataset: bool):
     class Own(Scripted):
@@ -385,7 +363,6 @@ def test_loaders_of_the_module_win(takes_dataset: bool):
     assert len(trainer.val_dataloaders) == 1
 
 
-@pytest.mark.feature("A60")
 def test_empty_data_are_refused():
     with raises_at(DataError, "the training data", "length 0"):
         make_trainer().fit(Linear(), Numbers(0))
@@ -393,7 +370,6 @@ def test_empty_data_are_refused():
         make_trainer({"batch_size": 16}, data_options={"drop_last": True}).fit(Linear(), make_points(8))
 
 
-@pytest.mark.feature("L71", "A60")
 def test_a_stream_trains_for_epochs_and_for_max_steps():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -406,7 +382,6 @@ def test_a_stream_trains_for_epochs_and_for_max_steps():
     assert (state.global_step, state.evaluations_done, state.samples_seen) == (10, 3, 18)
 
 
-@pytest.mark.feature("L71", "D18")
 def test_a_schedule_over_an_unknown_length_is_refused_at_the_start():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -417,7 +392,6 @@ def test_a_schedule_over_an_unknown_length_is_refused_at_the_start():
         trainer.fit(Linear(), Stream())
 
 
-@pytest.mark.feature("A24")
 @pytest.mark.parametrize(
     ("log_every", "expected"),
     [(3, [(3, 2.0), (6, 5.0), (7, 7.0)]), (7, [(7, 4.0)]), (1, [(i, float(i)) for i in range(1, 8)]), (-1, [(7, 4.0)])],
@@ -428,7 +402,6 @@ def test_logged_losses_are_means_since_the_last_row(log_every: int, expected: li
     assert logged(trainer, "train_loss") == expected
 
 
-@pytest.mark.feature("A39", "A40")
 def test_losses_are_logged_under_their_chosen_names():
     trainer = make_trainer(train_loss_metric_name="loss/train", val_loss_metric_name="loss/val")
     trainer.fit(Linear(), make_points(), make_points())
@@ -436,7 +409,6 @@ def test_losses_are_logged_under_their_chosen_names():
     assert names == {"loss/train", "loss/val"}
 
 
-@pytest.mark.feature("D03", "T19")
 def test_further_entries_of_a_training_step_are_logged_as_means():
     class Talking(Scripted):
         def training_step(self, batch):
@@ -447,7 +419,6 @@ def test_further_entries_of_a_training_step_are_logged_as_means():
     assert logged(trainer, "double") == [(2, 4.0), (3, 10.0)]
 
 
-@pytest.mark.feature("A27")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_are_dropped_or_zeroed_after_an_update(set_to_none: bool):
     kinds = []
@@ -461,7 +432,6 @@ def test_gradients_are_dropped_or_zeroed_after_an_update(set_to_none: bool):
     assert set_to_none or all(not gradient.any() for gradient in kinds)
 
 
-@pytest.mark.feature("A26", "L30", "L31")
 def test_clipping_by_norm_and_value():
     def train(**settings) -> torch.Tensor:
         module = Linear()
@@ -476,7 +446,6 @@ def test_clipping_by_norm_and_value():
     assert torch.equal(train(clip_grad=0), train())
 
 
-@pytest.mark.feature("D08", "D09", "T04")
 def test_optimizer_and_schedule_of_the_module_are_used_with_true_lengths():
     asked = []
 
@@ -496,7 +465,6 @@ def test_optimizer_and_schedule_of_the_module_are_used_with_true_lengths():
     assert module.own.param_groups[0]["lr"] == pytest.approx(0.5 * 0.5**15)
 
 
-@pytest.mark.feature("N34")
 def test_a_schedule_per_epoch_changes_at_epoch_ends_only():
     rates = []
 
@@ -514,7 +482,6 @@ def test_a_schedule_per_epoch_changes_at_epoch_ends_only():
     assert rates == [0.1, 0.1, 0.05, 0.05]
 
 
-@pytest.mark.feature("D11")
 def test_a_teacher_is_frozen_and_in_eval_mode():
     class Student(Linear):
         def __init__(self):
@@ -541,7 +508,6 @@ def test_a_teacher_that_has_weights_of_the_student_is_refused_unless_they_are_fr
     assert make_trainer().fit(Tied(is_frozen=True), make_points()).finished
 
 
-@pytest.mark.feature("D11")
 def test_a_teacher_is_neither_trained_nor_saved():
     class Distilled(Linear):
         def __init__(self):
@@ -561,7 +527,6 @@ def test_a_teacher_is_neither_trained_nor_saved():
     assert load_file("out/model/model.safetensors").keys() == {"weight", "bias"}
 
 
-@pytest.mark.feature("A38", "N11")
 def test_a_compiled_model_trains_and_keeps_the_names_of_its_weights():
     module = Linear()
     trainer = make_trainer(compile={"backend": "eager"}, model_saving="always")
@@ -572,7 +537,6 @@ def test_a_compiled_model_trains_and_keeps_the_names_of_its_weights():
     assert torch.equal(fresh.model.weight, module.model.weight)
 
 
-@pytest.mark.feature("A33", "A34", "A35", "N14")
 def test_collate_functions_and_who_wins():
     def double(samples):
         return 2 * torch.stack(samples)
@@ -598,7 +562,6 @@ def test_collate_functions_and_who_wins():
     assert run(OwnTrain(), collate_fn={"train": double}) == ([[1001, 1002]], [[103]])
 
 
-@pytest.mark.feature("A28", "A29", "A30")
 def test_order_of_training_and_validation_samples():
     def train(**settings):
         module = Scripted()
@@ -620,7 +583,6 @@ def test_order_of_training_and_validation_samples():
     assert module.seen == [[3], [1]]
 
 
-@pytest.mark.feature("L32", "L33")
 @pytest.mark.parametrize(("limit", "batches"), [(0.25, 2), (10, 8), (1, 1), (1.0, 8)])
 def test_limits_of_batches(limit, batches: int):
     module = Scripted()
@@ -630,7 +592,6 @@ def test_limits_of_batches(limit, batches: int):
     assert (len(module.seen), len(module.validated)) == (batches, batches)
 
 
-@pytest.mark.feature("A57", "D01")
 def test_an_untrained_argument_is_named():
     with raises_at(UnknownArgumentError, "fit", "['num_labels']"):
         make_trainer().fit(Linear(), make_points(), num_labels=3)
@@ -640,7 +601,6 @@ def test_an_untrained_argument_is_named():
     assert not hasattr(Linear, "state")
 
 
-@pytest.mark.feature("D01", "D03")
 @pytest.mark.parametrize(
     ("output", "got", "do"),
     [(None, "None", "return loss"), ([1.0], "list [1.0]", ""), (torch.ones(3), "(3,)", "return loss.mean")],
@@ -657,13 +617,11 @@ def test_a_wrong_training_output_stops_the_run_with_the_line_to_write(output, go
         make_trainer().fit(Wrong(), Numbers(4))
 
 
-@pytest.mark.feature("T06")
 def test_a_callback_that_is_none_is_refused_at_once():
     with raises_at(TypeError, "Trainer(callbacks=...)"):
         make_trainer(callbacks=5)
 
 
-@pytest.mark.feature("D04")
 def test_validation_data_of_the_module_need_a_validation_step():
     class Own(AcceleratorModule):
         def __init__(self):
@@ -679,7 +637,6 @@ def test_validation_data_of_the_module_need_a_validation_step():
         make_trainer().fit(Own(), Numbers(4))
 
 
-@pytest.mark.feature("L69")
 def test_a_fraction_of_an_unknown_epoch_is_refused():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -689,7 +646,6 @@ def test_a_fraction_of_an_unknown_epoch_is_refused():
         make_trainer(evaluate_every_n_steps=0.5).fit(Linear(), Stream(), make_points(2))
 
 
-@pytest.mark.feature("D03")
 def test_an_entry_with_the_name_of_the_loss_does_not_replace_it():
     class Clashing(Scripted):
         def training_step(self, batch):
@@ -700,7 +656,6 @@ def test_an_entry_with_the_name_of_the_loss_does_not_replace_it():
     assert logged(trainer, "train_loss") == [(1, 2.0)]
 
 
-@pytest.mark.feature("D23")
 def test_two_metrics_with_one_name_are_refused():
     from accmt import Accuracy
 
@@ -710,7 +665,6 @@ def test_two_metrics_with_one_name_are_refused():
         make_trainer(metrics=Accuracy).fit(Linear(), make_points(), make_points())
 
 
-@pytest.mark.feature("P21")
 def test_micro_batches_keep_the_batch_that_was_asked_for():
     module = Scripted()
     trainer = make_trainer(
@@ -721,7 +675,6 @@ def test_micro_batches_keep_the_batch_that_was_asked_for():
     assert (state.global_step, trainer.train_step_batch_size, trainer.estimated_stepping_batches) == (2, 3, 2)
 
 
-@pytest.mark.feature("P21")
 @pytest.mark.parametrize("cuts", ["loader", "batch sampler"])
 def test_micro_batches_cannot_cut_the_batches_that_a_user_cuts(cuts: str, caplog):
     data, settings = Numbers(8), {}
@@ -735,7 +688,6 @@ def test_micro_batches_cannot_cut_the_batches_that_a_user_cuts(cuts: str, caplog
     assert "max_micro_batch_size has no effect" in caplog.text
 
 
-@pytest.mark.feature("P08")
 @pytest.mark.parametrize("setting", ["split_batches", "dispatch_batches"])
 def test_launch_settings_that_change_batches_are_refused(setting: str):
     from accelerate import Accelerator
@@ -746,7 +698,6 @@ def test_launch_settings_that_change_batches_are_refused(setting: str):
         make_trainer(accelerator=accelerator).fit(Linear(), make_points())
 
 
-@pytest.mark.feature("T18")
 def test_nested_batches_keep_their_types_on_the_way_to_the_device():
     class Nested(Linear):
         def training_step(self, batch):
@@ -762,7 +713,6 @@ def test_nested_batches_keep_their_types_on_the_way_to_the_device():
     assert make_trainer(collate_fn=collate).fit(Nested(), make_points()).global_step == 4
 
 
-@pytest.mark.feature("L86", "L87")
 def test_trackers_are_at_hand_during_a_run():
     from torch.utils.tensorboard import SummaryWriter
 

@@ -116,7 +116,6 @@ def run(folder: Path, module: Any = None, data: Any = None, hps: Any = None, **s
     return trainer, module, hooks
 
 
-@pytest.mark.feature("N66")
 def test_the_trial_leaves_no_trace_in_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runs = []
     for tries in (True, False):

@@ -40,7 +40,6 @@ def fit(module, train=6, val=None, **settings):
     return trainer
 
 
-@pytest.mark.feature("D13", "L102")
 def test_values_are_means_since_the_last_row():
     values = iter([1.0, 3.0, 5.0, 8.0])
     trainer = fit(Logging(lambda module, batch: module.log("a", next(values))), train=8, log_every=2)
@@ -110,7 +109,6 @@ def test_the_trial_evaluation_leaves_no_value_behind():
     assert [step for step, _ in logged(trainer, "v")] == [2]
 
 
-@pytest.mark.feature("L91")
 def test_prog_bar_shows_the_newest_row():
     stream = io.StringIO()
     trainer = fit(Logging(lambda module, batch: module.log("acc", batch[0], prog_bar=True)), train=4)
@@ -123,7 +121,6 @@ def test_prog_bar_shows_the_newest_row():
     assert "acc 2" in stream.getvalue()
 
 
-@pytest.mark.feature("L88")
 def test_the_newest_values_that_trackers_got_can_be_read_off_the_trainer():
     trainer = fit(Logging(lambda module, batch: module.log("acc", batch[0])), train=4, val=2)
     assert trainer.logged_metrics == {"acc": 2.0, "train_loss": 2.5, "val_loss": 0.5}

@@ -27,7 +27,6 @@ class WithCollate(Linear):
         collate(samples)
 
 
-@pytest.mark.feature("N78")
 @pytest.mark.parametrize("val_data", [None, make_points(4)])
 @pytest.mark.parametrize("function", [collate, Collate(), partial(collate), [default_collate, lambda batch: None]])
 def test_a_collate_function_without_return_is_an_error(function, val_data):
@@ -35,7 +34,6 @@ def test_a_collate_function_without_return_is_an_error(function, val_data):
         make_trainer(collate_fn=function).fit(Linear(), make_points(8), val_data)
 
 
-@pytest.mark.feature("N78")
 def test_so_is_that_of_a_module_and_of_a_dataloader():
     with raises_at(DataError, "a batch of the training data", "the collate function"):
         make_trainer().fit(WithCollate(), make_points(8))
@@ -55,7 +53,6 @@ class WithoutWeight(Linear):
         return {"loss": super().training_step(batch), "weight": torch.tensor(0.0)}
 
 
-@pytest.mark.feature("N78")
 @pytest.mark.parametrize(
     ("module", "why"),
     [

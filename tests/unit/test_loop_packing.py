@@ -88,7 +88,6 @@ def reference_gradient(model: Any, indices: list[int]) -> torch.Tensor:
     return torch.cat([weight.grad.flatten() for weight in model.parameters()]) / targets
 
 
-@pytest.mark.feature("N65")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("model_type", ISOLATED)
 def test_the_gradient_of_packed_documents_is_that_of_each_by_itself(

@@ -18,7 +18,6 @@ from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
 
 
-@pytest.mark.feature("D01", "D02")
 def test_a_trainable_model_beside_the_model_is_refused():
     class WithHead(Linear):
         def __init__(self):
@@ -32,7 +31,6 @@ def test_a_trainable_model_beside_the_model_is_refused():
     assert make_trainer().fit(module, make_points()).global_step == 4
 
 
-@pytest.mark.feature("D08")
 def test_an_optimizer_of_foreign_parameters_is_refused():
     class Foreign(Linear):
         def get_optimizer(self):
@@ -42,13 +40,11 @@ def test_an_optimizer_of_foreign_parameters_is_refused():
         make_trainer().fit(Foreign(), make_points())
 
 
-@pytest.mark.feature("A07", "D23")
 def test_a_model_cannot_be_selected_by_validation_without_validation_data():
     with raises_at(ValueError, "Trainer(model_saving='best_accuracy')"):
         make_trainer(model_saving="best_accuracy", metrics=Accuracy()).fit(Linear(), make_points())
 
 
-@pytest.mark.feature("D17")
 def test_a_plateau_schedule_needs_validation_data():
     with raises_at(ValueError, "scheduler"):
         make_trainer({"scheduler": "ReduceLROnPlateau"}).fit(Linear(), make_points())
@@ -70,14 +66,12 @@ def test_a_loss_that_is_not_finite_is_told_once_and_so_is_that_nothing_was_saved
     assert "no model was saved: best_valid_loss was never finite" in caplog.text
 
 
-@pytest.mark.feature("A60")
 def test_an_iterator_is_refused_before_training_where_it_would_be_read_twice():
     with raises_at(DataError, "the training data", "an iterator"):
         make_trainer({"epochs": 2}).fit(Linear(), iter(make_points()))
     assert make_trainer({"epochs": 1}).fit(Linear(), iter(make_points())).global_step == 4
 
 
-@pytest.mark.feature("A33")
 def test_samples_of_unequal_lengths_are_told_what_to_do():
     class Ragged(Dataset):
         def __getitem__(self, index):
@@ -90,7 +84,6 @@ def test_samples_of_unequal_lengths_are_told_what_to_do():
         make_trainer().fit(Scripted(), Ragged())
 
 
-@pytest.mark.feature("D03")
 def test_a_batch_that_weighs_nothing_cannot_poison_its_window():
     class Masked(Linear):
         def training_step(self, batch):
@@ -136,7 +129,6 @@ def Linear_like(module):  # noqa: N802 - a module of the same class, untouched
     return fresh
 
 
-@pytest.mark.feature("D03")
 def test_logged_parameters_are_those_of_the_step_not_of_the_log():
     class Tempered(Linear):
         def __init__(self):
@@ -170,7 +162,6 @@ def set_offset(worker_id: int) -> None:
     get_worker_info().dataset.offset = 100.0
 
 
-@pytest.mark.feature("T03")
 def test_a_workers_start_sees_the_users_own_dataset():
     module = Scripted()
     loader = DataLoader(Offset(), batch_size=2, num_workers=1, worker_init_fn=set_offset)
@@ -178,7 +169,6 @@ def test_a_workers_start_sees_the_users_own_dataset():
     assert module.seen == [[100, 101], [102, 103]]
 
 
-@pytest.mark.feature("D27", "P21")
 def test_the_configuration_tells_the_batch_that_was_asked_for():
     trainer = make_trainer({"batch_size": 8, "max_micro_batch_size": 2})
     trainer.fit(Linear(), make_points())
@@ -186,7 +176,6 @@ def test_the_configuration_tells_the_batch_that_was_asked_for():
     assert (config["effective_batch_size"], config["grad_accumulation_steps"]) == (8, 1)
 
 
-@pytest.mark.feature("L39")
 def test_a_run_that_can_never_end_is_refused_after_an_epoch():
     class Weightless(Linear):
         def training_step(self, batch):
@@ -196,7 +185,6 @@ def test_a_run_that_can_never_end_is_refused_after_an_epoch():
         make_trainer({"epochs": -1, "max_steps": 3}).fit(Weightless(), make_points())
 
 
-@pytest.mark.feature("A26")
 def test_parameter_groups_added_later_are_clipped_too():
     norms = []
 
@@ -232,7 +220,6 @@ def test_a_module_can_be_copied_and_pickled_during_a_run():
     assert "trainer" not in vars(copies[0])
 
 
-@pytest.mark.feature("L02")
 def test_a_part_that_the_user_keeps_in_eval_mode_stays_there():
     class PartlyFrozen(Linear):
         def __init__(self):
@@ -246,7 +233,6 @@ def test_a_part_that_the_user_keeps_in_eval_mode_stays_there():
     assert torch.equal(module.model[0].running_mean, torch.zeros(3))
 
 
-@pytest.mark.feature("L44", "L77")
 def test_what_a_model_caches_in_the_trial_evaluation_can_be_trained_with():
     class Caching(nn.Module):
         def __init__(self):
@@ -264,7 +250,6 @@ def test_what_a_model_caches_in_the_trial_evaluation_can_be_trained_with():
     assert make_trainer().fit(module, make_points(), make_points()).global_step == 4
 
 
-@pytest.mark.feature("A42")
 def test_no_worker_process_is_left_behind():
     import psutil
 
@@ -276,7 +261,6 @@ def test_no_worker_process_is_left_behind():
     assert trainer.train_dataloader._iterator is None
 
 
-@pytest.mark.feature("P08")
 def test_a_given_accelerator_keeps_what_the_user_prepared():
     from accelerate import Accelerator
 
@@ -286,7 +270,6 @@ def test_a_given_accelerator_keeps_what_the_user_prepared():
     assert any(model is own for model in accelerator._models)
 
 
-@pytest.mark.feature("N17")
 def test_hooks_that_fail_hide_neither_the_error_nor_one_another(caplog):
     closed = []
 
@@ -314,7 +297,6 @@ def test_hooks_that_fail_hide_neither_the_error_nor_one_another(caplog):
     assert "an error hook raised KeyError" in caplog.text
 
 
-@pytest.mark.feature("D04")
 def test_a_second_parameter_of_another_name_is_refused():
     class Indexed(Linear):
         def validation_step(self, batch, index):
@@ -324,7 +306,6 @@ def test_a_second_parameter_of_another_name_is_refused():
         make_trainer().fit(Indexed(), make_points(), make_points())
 
 
-@pytest.mark.feature("L09")
 def test_a_seed_set_before_is_the_runs_seed_and_generators_are_left_alone():
     from accmt import set_seed
 

@@ -36,7 +36,6 @@ def train(module=None, **settings):
     return module, trainer, state, torch.stack(norms)
 
 
-@pytest.mark.feature("A26", "P09", "L48")
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_scaled_training_sees_the_true_gradients(clip, accumulation: int):
@@ -46,7 +45,6 @@ def test_scaled_training_sees_the_true_gradients(clip, accumulation: int):
     assert clip is None or scaled.norm(dim=1).max() <= clip * (1 + 1e-5)
 
 
-@pytest.mark.feature("T16", "P27")
 def test_an_update_that_the_scaler_skips_advances_nothing_and_is_counted():
     class Overflowing(Linear):
         def training_step(self, batch):
@@ -61,7 +59,6 @@ def test_an_update_that_the_scaler_skips_advances_nothing_and_is_counted():
     assert torch.isfinite(module.model.weight).all()
 
 
-@pytest.mark.feature("T16")
 def test_a_window_that_weighs_nothing_leaves_the_scaler_usable():
     class Weightless(Linear):
         def training_step(self, batch):
@@ -72,7 +69,6 @@ def test_a_window_that_weighs_nothing_leaves_the_scaler_usable():
     assert isinstance(module.model, nn.Linear)
 
 
-@pytest.mark.feature("T16")
 @pytest.mark.parametrize("weightless", [0, 1], ids=["first window", "second window"])
 def test_a_window_without_any_gradient_is_skipped(weightless: int):
     class Weightless(Linear):

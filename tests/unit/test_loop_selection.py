@@ -48,7 +48,6 @@ def fit(val_losses, samples=4, **settings):
     return trainer, recorder
 
 
-@pytest.mark.feature("A31", "A32")
 @pytest.mark.parametrize(
     ("losses", "thresholds", "saves"),
     [
@@ -65,7 +64,6 @@ def test_thresholds_hold_saving_back_but_not_the_best_value(losses, thresholds, 
     assert ("no model was saved" in caplog.text) == (saves == 0)
 
 
-@pytest.mark.feature("D24")
 def test_several_rules_have_a_folder_each():
     rules = ["best_valid_loss", "best_train_loss", "always"]
     trainer, recorder = fit([3.0, 1.0, 2.0], model_saving=rules)
@@ -77,7 +75,6 @@ def test_several_rules_have_a_folder_each():
         Scripted().load_weights(f"out/model/{rule}")
 
 
-@pytest.mark.feature("N04", "L105")
 class TestPatience:
     @pytest.mark.parametrize(
         ("losses", "patience", "evaluations"),
@@ -96,7 +93,6 @@ class TestPatience:
         assert trainer.state.finished
         assert recorder.calls[-1] == "on_fit_end"
 
-    @pytest.mark.feature("L40", "L41")
     @pytest.mark.parametrize(
         ("minimum", "updates"),
         [
@@ -171,7 +167,6 @@ class TestPatience:
             make_trainer(patience={"valid_loss": 2}).fit(Linear(), make_points())
 
 
-@pytest.mark.feature("N09", "P14", "L101")
 class TestSeveralSets:
     @pytest.mark.parametrize(
         ("sets", "names"),
@@ -213,7 +208,6 @@ class TestSeveralSets:
         assert trainer.state.best.items() >= best.items()
         assert Path("out/model/model.safetensors").exists()
 
-    @pytest.mark.feature("N06")
     def test_a_set_can_have_metrics_of_its_own(self):
         class OnlyOne(TwoSets):
             def validation_step(self, key, batch):
@@ -240,7 +234,6 @@ class TestSeveralSets:
         assert trainer.run.scheduler.best == pytest.approx(4.0)
 
 
-@pytest.mark.feature("P16")
 def test_the_last_weights_can_be_saved_apart():
     trainer, _ = fit([1.0, 2.0], model_saving=["best_valid_loss", "last"])
     module = Scripted()
@@ -283,7 +276,6 @@ def test_batches_with_and_without_a_weight_cannot_be_averaged():
         make_trainer().fit(Mixed(), Numbers(4), Numbers(4))
 
 
-@pytest.mark.feature("N49")
 def test_metrics_are_given_by_name():
     pytest.importorskip("torchmetrics")
 
@@ -298,7 +290,6 @@ def test_metrics_are_given_by_name():
     assert trainer.state.best == {"best_mse": trainer.state.metrics["mse"]}
 
 
-@pytest.mark.feature("N05")
 class TestRegisteredRules:
     def test_one_more_rule_with_thresholds_of_its_own(self):
         trainer = make_trainer({"epochs": 3}, model_saving="best_valid_loss")

@@ -21,7 +21,6 @@ def loss():
     return PARAMETER * 1.5
 
 
-@pytest.mark.feature("D03", "T19")
 def test_a_tensor_is_the_loss():
     tensor = loss()
     output = read_training_output(tensor)
@@ -29,7 +28,6 @@ def test_a_tensor_is_the_loss():
     assert (output.weight, output.values) == (None, None)
 
 
-@pytest.mark.feature("D03", "T19")
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 def test_a_dict_holds_the_loss_and_what_else_is_logged(kind):
     attached = loss()
@@ -52,7 +50,6 @@ def test_numbers_beside_the_loss_keep_double_precision():
     assert output.values["value"].item() == 0.1
 
 
-@pytest.mark.feature("D03")
 @pytest.mark.parametrize(
     ("weight", "expected"),
     [
@@ -93,7 +90,6 @@ def test_a_wrong_weight_is_refused(weight):
         read_weight_of_validation(weight)
 
 
-@pytest.mark.feature("D03", "T19", "T20")
 @pytest.mark.parametrize(
     ("output", "got", "do"),
     [
@@ -125,7 +121,6 @@ def test_a_long_value_does_not_fill_the_message():
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.feature("D04", "T20")
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
@@ -141,7 +136,6 @@ def test_a_validation_step_may_return_a_dict_with_or_without_a_loss(output, expe
     assert output == before
 
 
-@pytest.mark.feature("D04", "A40")
 @pytest.mark.parametrize("tensor", [torch.tensor(1.5), torch.tensor([1.5])])
 def test_a_validation_step_may_return_the_loss_alone(tensor):
     entries, weight = read_validation_output(tensor, "my_loss")
@@ -149,7 +143,6 @@ def test_a_validation_step_may_return_the_loss_alone(tensor):
     assert weight is None
 
 
-@pytest.mark.feature("D04")
 @pytest.mark.parametrize(
     ("output", "got"),
     [

@@ -138,7 +138,6 @@ def run(folder: Path, *, data: Any = None, module: Any = None, hps: Any = None, 
     return module, recorder
 
 
-@pytest.mark.feature("N60")
 @pytest.mark.parametrize("weighted", [False, True], ids=["samples", "weights"])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_each_step_has_its_samples_and_the_gradient_of_one_big_batch(

@@ -104,7 +104,6 @@ def make_trainer(folder: Path, max_tokens: int | None = TOKENS, **settings: Any)
     return Trainer(hps, folder / "model", **{"metrics": metrics} | base | settings)
 
 
-@pytest.mark.feature("N61")
 @pytest.mark.parametrize("make_data", [Texts, Stream], ids=["sized", "stream"])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("function", ["validate", "test"])

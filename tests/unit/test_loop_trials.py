@@ -16,7 +16,6 @@ from tests.raising import raises_at
 from tests.toys import HPS, Linear, Numbers, Recorder, Scripted, make_points, make_trainer
 
 
-@pytest.mark.feature("L28")
 @pytest.mark.parametrize("number", [True, 1, 2])
 def test_a_trial_run_has_so_many_batches_of_each_kind_and_then_ends(number: Any) -> None:
     module = Scripted()
@@ -36,7 +35,6 @@ def test_a_trial_run_leaves_the_hyper_parameters_of_the_user_alone() -> None:
     assert (hps.epochs, hps.max_steps) == (3, 5)
 
 
-@pytest.mark.feature("L29")
 def test_a_trial_run_writes_nothing_and_calls_no_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recorder = Recorder()
@@ -80,7 +78,6 @@ def test_a_trial_run_of_something_else_is_refused(value: Any) -> None:
         make_trainer(fast_dev_run=value)
 
 
-@pytest.mark.feature("L45")
 @pytest.mark.parametrize(("number", "batches"), [(2, 2), (0.3, 3)])
 def test_overfitting_trains_and_validates_on_the_same_batches_in_each_epoch(number: Any, batches: int) -> None:
     module = Scripted()
@@ -125,7 +122,6 @@ OFF = {
 }
 
 
-@pytest.mark.feature("L19", "L20", "T37")
 @pytest.mark.parametrize(
     ("settings", "changed"),
     [
@@ -150,7 +146,6 @@ def test_flags_are_set_for_the_time_of_a_run(settings: dict[str, Any], changed: 
     assert module.flags == OFF
 
 
-@pytest.mark.feature("L19")
 def test_a_choice_of_the_program_is_kept_and_deterministic_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     module = Looking()
@@ -161,7 +156,6 @@ def test_a_choice_of_the_program_is_kept_and_deterministic_ends_it(monkeypatch: 
     assert torch.backends.cudnn.benchmark
 
 
-@pytest.mark.feature("L20")
 def test_an_operation_that_is_not_deterministic_is_an_error() -> None:
     class Scattering(Linear):
         def training_step(self, batch: Any) -> Any:
@@ -174,7 +168,6 @@ def test_an_operation_that_is_not_deterministic_is_an_error() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.feature("L104")
 @pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")
 def test_the_operation_that_made_a_nan_is_found() -> None:
     class Rooted(Linear):

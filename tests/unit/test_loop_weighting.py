@@ -25,7 +25,6 @@ class Weighted(AcceleratorModule):
         return {"loss": self.model.weight.sum() * batch.mean(), "weight": self.weigh(batch)}
 
 
-@pytest.mark.feature("D03", "T20")
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["float", "tensor"])
 def test_a_window_is_the_mean_weighted_by_what_the_step_says(kind):
     module = Weighted(lambda batch: kind(float(batch[0])))
@@ -35,7 +34,6 @@ def test_a_window_is_the_mean_weighted_by_what_the_step_says(kind):
     assert module.model.weight.item() == pytest.approx(-(1 * 1 + 3 * 3) / 4)
 
 
-@pytest.mark.feature("T16")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_window_that_weighs_nothing_is_skipped_and_counted(accumulation: int):
     module = Weighted(lambda batch: float(batch[0] > 2))
@@ -56,7 +54,6 @@ def test_weights_for_some_batches_only_are_refused():
         make_trainer({"batch_size": 1}, shuffle_train=False).fit(module, Numbers(4))
 
 
-@pytest.mark.feature("T22")
 def test_the_module_may_say_how_many_samples_a_batch_has():
     class Halves(Linear):
         def get_batch_size(self, batch):
@@ -66,7 +63,6 @@ def test_the_module_may_say_how_many_samples_a_batch_has():
     assert state.samples_seen == 80
 
 
-@pytest.mark.feature("T22")
 def test_a_batch_that_shows_no_samples_is_an_error_until_the_module_counts_them():
     class Opaque(Linear):
         def training_step(self, batch):
@@ -89,7 +85,6 @@ def test_a_batch_that_shows_no_samples_is_an_error_until_the_module_counts_them(
     assert make_trainer().fit(Counted(), DataLoader(Batches(), batch_size=None)).samples_seen == 8
 
 
-@pytest.mark.feature("A25", "L15")
 def test_accumulation_may_change_with_the_epoch():
     steps = []
 

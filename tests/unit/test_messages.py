@@ -14,7 +14,6 @@ def alone(monkeypatch):
     monkeypatch.setattr(messages, "logger", logging.Logger("accmt"))
 
 
-@pytest.mark.feature("A52")
 def test_messages_and_warnings_reach_the_terminal_during_a_run_only(alone, capsys):
     with speaking(verbose=True):
         say("begun")
@@ -24,7 +23,6 @@ def test_messages_and_warnings_reach_the_terminal_during_a_run_only(alone, capsy
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.feature("A52")
 def test_quiet_runs_let_warnings_through_only(alone, capsys):
     with speaking(verbose=False):
         say("begun")

@@ -10,7 +10,6 @@ from accmt.errors import MetricError
 from tests.raising import raises_at
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize(
     ("predictions", "references", "expected"),
     [
@@ -26,7 +25,6 @@ def test_accuracy_is_the_share_of_equal_entries(predictions, references, expecte
     assert Accuracy().compute(kind(predictions), kind(references)) == {"accuracy": expected}
 
 
-@pytest.mark.feature("D23")
 def test_accuracy_of_many_samples_is_counted_in_double_precision():
     references = torch.zeros(2**24 + 3, dtype=torch.int8)
     predictions = references.clone()
@@ -46,7 +44,6 @@ def test_references_of_minus_100_are_skipped():
         Accuracy().compute(torch.tensor([1]), torch.tensor([-100]))
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize(("predictions", "references"), [((4, 3), (2,)), ((4,), (3,)), ((4, 3, 2), (4,))])
 def test_shapes_that_do_not_fit_are_rejected(predictions, references):
     with raises_at(MetricError, "metric 'accuracy'"):

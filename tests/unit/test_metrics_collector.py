@@ -34,19 +34,16 @@ def collect(metrics, *batches):
     return collector.compute()
 
 
-@pytest.mark.feature("A43")
 def test_losses_are_averaged_over_samples_not_over_batches():
     results = collect([], ({"val_loss": torch.tensor(1.25)}, 4), ({"val_loss": torch.tensor(5.0)}, 1))
     assert results == {"val_loss": 2.0}
 
 
-@pytest.mark.feature("A43", "D04")
 @pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor(3.0)])
 def test_weights_may_be_numbers_or_tensors(weight):
     assert collect([], ({"a": torch.tensor(1.0)}, weight), ({"a": torch.tensor([[5.0]])}, 1)) == {"a": 2.0}
 
 
-@pytest.mark.feature("D04")
 @pytest.mark.parametrize("value", [2, 2.0, np.float32(2), torch.tensor(2), torch.tensor([2.0]), torch.tensor(True) + 1])
 def test_scalars_of_any_kind_are_averaged(value):
     assert collect([], ({"own": value}, 1.0), ({"own": 4.0}, 1.0)) == {"own": 3.0}
@@ -69,7 +66,6 @@ def test_values_beyond_all_bounds_are_averaged_as_floats_are(values):
     assert mean == expected or (math.isnan(mean) and math.isnan(expected))
 
 
-@pytest.mark.feature("D23", "D04")
 def test_a_metric_sees_all_samples_at_once_in_order():
     metric = Seen()
     pairs = [(torch.tensor([0, 1]), torch.tensor([2, 3])), (torch.tensor([4]), torch.tensor([5]))]
@@ -78,7 +74,6 @@ def test_a_metric_sees_all_samples_at_once_in_order():
     assert metric.references.tolist() == [2, 3, 5]
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
@@ -100,7 +95,6 @@ def test_predictions_may_be_tensors_arrays_or_lists(parts, expected):
     assert (joined.tolist() if isinstance(joined, torch.Tensor) else joined) == expected
 
 
-@pytest.mark.feature("D23")
 def test_samples_of_different_shapes_are_padded_as_transformers_does():
     metric = Seen()
     collect([metric], *(({"seen": (torch.ones(1, 2, width), [0])}, 1) for width in (1, 3)))
@@ -117,7 +111,6 @@ def test_the_padding_of_a_metric_may_be_another_or_none():
     assert [sample.tolist() for sample in metric.predictions] == [[1], [1, 1]]
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize(
     "parts", [[torch.ones(2, 3), torch.ones(2, 5, 1)], [torch.ones(2, 3).bool(), torch.ones(2, 5).bool()]]
 )
@@ -133,7 +126,6 @@ def test_predictions_are_kept_without_their_graph():
     assert not metric.predictions.requires_grad
 
 
-@pytest.mark.feature("D23")
 def test_several_metrics_stand_beside_the_means():
     outputs = {"val_loss": 1.0, "accuracy": (torch.tensor([1, 0]), torch.tensor([1, 1])), "seen": ([1], [1])}
     results = collect([Accuracy(), Seen(result={"seen": torch.tensor(7), "more": np.float64(0.5)})], (outputs, 2))
@@ -141,19 +133,16 @@ def test_several_metrics_stand_beside_the_means():
     assert {type(value) for value in results.values()} == {float}
 
 
-@pytest.mark.feature("D23")
 def test_a_metric_without_predictions_is_said_so():
     with raises_at(MetricError, "metric 'accuracy'"):
         collect([Accuracy()], ({"val_loss": 1.0}, 1))
 
 
-@pytest.mark.feature("D23")
 def test_a_misspelt_name_of_a_metric_is_named_with_the_nearest():
     with raises_at(MetricError, "validation_step"):
         collect([Accuracy()], ({"acuracy": ([1], [1])}, 1))
 
 
-@pytest.mark.feature("D23")
 def test_predictions_for_no_metric_ask_for_one():
     with raises_at(MetricError, "validation_step"):
         collect([Accuracy()], ({"bleu": ([1], [1])}, 1))
@@ -161,14 +150,12 @@ def test_predictions_for_no_metric_ask_for_one():
         collect([], ({"accuracy": ([1], [1])}, 1))
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize("value", [1.0, torch.ones(3), (1, 2, 3), None])
 def test_a_metric_s_entry_has_to_be_a_pair(value):
     with raises_at(ModuleContractError, "validation_step"):
         collect([Accuracy()], ({"accuracy": value}, 1))
 
 
-@pytest.mark.feature("D04")
 @pytest.mark.parametrize(
     ("value", "got"), [(torch.ones(2), r"a tensor of shape \(2,\)"), ("high", "'high'"), (None, "None"), ([1], "list")]
 )
@@ -177,20 +164,17 @@ def test_an_entry_that_is_no_scalar_is_rejected(value, got):
         collect([], ({"own": value}, 1))
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize("result", [{"other": 1.0}, {}, 0.5, [("seen", 1.0)]])
 def test_a_result_without_the_main_metric_is_rejected(result):
     with raises_at(MetricError, "metric 'seen'"):
         collect([Seen(result=result)], ({"seen": ([1], [1])}, 1))
 
 
-@pytest.mark.feature("D23")
 def test_the_main_metric_may_have_another_name():
     metric = Seen("scores", result={"f1": 0.5, "recall": 1.0}, main_metric="f1")
     assert collect([metric], ({"scores": ([1], [1])}, 1)) == {"f1": 0.5, "recall": 1.0}
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize(
     ("value", "got"), [("high", r"'high' \(str\)"), (torch.ones(2), r"a tensor of shape \(2,\)"), (None, "None")]
 )

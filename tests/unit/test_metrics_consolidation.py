@@ -41,7 +41,6 @@ def fit(means, *, sets=SETS, epochs=1, metrics=None, options=None, **settings):
 # In a run
 
 
-@pytest.mark.feature("N08")
 @pytest.mark.parametrize("choice", [starts_with_mean, ["mean__en", "mean__de", "mean__fr"]], ids=["function", "names"])
 def test_the_mean_of_what_is_taken_is_a_result(choice):
     trainer = fit({"average": choice})
@@ -49,7 +48,6 @@ def test_the_mean_of_what_is_taken_is_a_result(choice):
     assert logged(trainer, "average") == [(2, pytest.approx(8 / 3))]
 
 
-@pytest.mark.feature("N08")
 @pytest.mark.parametrize("reports_all", [False, True])
 def test_what_was_taken_is_logged_only_if_it_is_asked_for(reports_all):
     trainer = fit({"average": starts_with_mean}, options={"report_all": reports_all})
@@ -60,7 +58,6 @@ def test_what_was_taken_is_logged_only_if_it_is_asked_for(reports_all):
     assert taken <= trainer.state.metrics.keys()
 
 
-@pytest.mark.feature("N08")
 def test_a_function_of_all_their_values_gives_further_results():
     def lowest(values):
         assert values == {"average": [2.0, 6.0, 0.0], "germanic": [2.0, 6.0]}
@@ -73,14 +70,12 @@ def test_a_function_of_all_their_values_gives_further_results():
     assert logged(trainer, "lowest") == [(2, 0.0)]
 
 
-@pytest.mark.feature("N08")
 def test_losses_are_never_taken():
     trainer = fit({"all": lambda name: True}, metrics=[Accuracy("mean")])
     of_metrics = [trainer.state.metrics[f"{name}__{key}"] for name in ("mean", "count") for key in SETS]
     assert trainer.state.metrics["all"] == pytest.approx(sum(of_metrics) / 6)
 
 
-@pytest.mark.feature("N08")
 def test_models_are_saved_and_runs_end_by_it():
     class Changing(OfSets):
         def validation_step(self, key, batch):
@@ -95,7 +90,6 @@ def test_models_are_saved_and_runs_end_by_it():
     assert Path("out/model/model.safetensors").exists()
 
 
-@pytest.mark.feature("N08")
 def test_its_direction_is_that_of_what_is_taken():
     class Falling(Mean):
         def __init__(self):
@@ -106,7 +100,6 @@ def test_its_direction_is_that_of_what_is_taken():
     assert not trainer.run.saver.selection.consider({"best_average": 9.0})
 
 
-@pytest.mark.feature("N08")
 def test_evaluations_by_hand_have_it_too_and_may_be_of_other_sets():
     trainer = fit({"average": starts_with_mean, "two": ["mean__en", "mean__de"]}, model_saving=None)
     assert trainer.validate() == trainer.state.metrics
@@ -136,7 +129,6 @@ def test_one_set_alone_and_a_run_without_any_are_no_error():
 # What goes wrong
 
 
-@pytest.mark.feature("N08")
 @pytest.mark.parametrize(
     ("choice", "got", "do"),
     [

@@ -16,7 +16,6 @@ class Own(Metric):
         return {self.main_metric: 1.0}
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize(
     ("arguments", "greater", "comparator", "worst"),
     [
@@ -37,7 +36,6 @@ def test_the_direction_may_be_said_in_two_ways(arguments, greater, comparator, w
     assert all(metric.is_better(value, metric.worst) for value in (-1e30, 0.0, 1e30))
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize(
     ("comparator", "rises", "stays", "falls"),
     [(">", True, False, False), (">=", True, True, False), ("<", False, False, True), ("<=", False, True, True)],
@@ -47,28 +45,24 @@ def test_a_new_value_is_compared_as_the_comparator_says(comparator, rises, stays
     assert [metric.is_better(new, 0.0) for new in (0.1, 0.0, -0.1)] == [rises, stays, falls]
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize("comparator", [">", ">=", "<", "<="])
 @pytest.mark.parametrize("best", [0.0, math.inf, -math.inf, math.nan])
 def test_nan_is_never_better(comparator, best):
     assert Own("own", comparator=comparator).is_better(math.nan, best) is False
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize(("greater", "comparator"), [(True, "<"), (True, "<="), (False, ">"), (False, ">=")])
 def test_two_directions_that_differ_are_rejected(greater, comparator):
     with raises_at(MetricError, "Metric('own')"):
         Own("own", greater_is_better=greater, comparator=comparator)
 
 
-@pytest.mark.feature("D23")
 @pytest.mark.parametrize("comparator", ["==", "", "max", "=>"])
 def test_an_unknown_comparator_is_rejected(comparator):
     with raises_at(MetricError, "Metric('own', comparator=...)"):
         Own("own", comparator=comparator)
 
 
-@pytest.mark.feature("D23")
 def test_the_main_metric_is_the_name_unless_given():
     assert Own("f1").main_metric == "f1"
     assert Own("scores", main_metric="f1").main_metric == "f1"

@@ -18,7 +18,6 @@ def collected(*batches):
     return collector.all_outputs
 
 
-@pytest.mark.feature("P24", "P25")
 class TestCollector:
     def test_tensors_are_joined(self):
         (joined,) = collected(torch.ones(2, 3), torch.zeros(2, 3))

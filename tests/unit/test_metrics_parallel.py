@@ -46,7 +46,6 @@ def numbers(*values):
     return torch.tensor(values, dtype=torch.float64), None
 
 
-@pytest.mark.feature("N07")
 @pytest.mark.parametrize(
     ("reduction", "expected"),
     [
@@ -63,7 +62,6 @@ def test_values_of_batches_are_reduced_as_declared(reduction, expected):
     assert metric.calls == 2
 
 
-@pytest.mark.feature("N07")
 def test_a_process_computes_once_over_all_its_samples_in_order():
     class InOrder(MetricParallel):
         def compute(self, predictions, references):
@@ -158,7 +156,6 @@ class MetricBatchOfErrors(MetricBatch):
         return {self.name: (predictions - references).abs().mean()}
 
 
-@pytest.mark.feature("N07")
 @pytest.mark.parametrize(("reduction", "is_warned"), [("mean", True), ("max", False)])
 def test_people_are_told_once_what_a_mean_over_batches_is_not_for(caplog, reduction, is_warned):
     metric = MetricBatchOfErrors("error", reduction=reduction)
@@ -176,7 +173,6 @@ def test_one_process_alone_is_the_whole_and_needs_no_warning(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.feature("N07")
 def test_models_are_saved_by_them():
     class Judged(Scripted):
         def validation_step(self, batch):

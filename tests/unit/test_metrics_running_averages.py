@@ -21,7 +21,6 @@ def values_and_weights(count):
     return torch.randn(count, generator=generator), torch.randint(1, 9, (count,), generator=generator)
 
 
-@pytest.mark.feature("A24")
 @pytest.mark.parametrize("count", [0, 1, 3, COMPACT_AT - 1, COMPACT_AT, COMPACT_AT + 1, 5 * COMPACT_AT + 7])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_sums_are_those_of_exact_arithmetic(count, as_tensor):
@@ -141,7 +140,6 @@ def window_of(*losses, others=None):
     return averages
 
 
-@pytest.mark.feature("A24", "A39")
 def test_a_row_is_the_weighted_mean_since_the_last_row():
     averages = window_of((1.0, 1.0), (4.0, 2.0))
     assert averages.take_row("my_loss") == {"my_loss": 3.0}
@@ -150,7 +148,6 @@ def test_a_row_is_the_weighted_mean_since_the_last_row():
     assert averages.take_row("my_loss") == {"my_loss": 7.0}
 
 
-@pytest.mark.feature("A08", "A24")
 def test_means_since_the_log_and_since_the_evaluation_are_independent():
     averages = window_of((1.0, 1.0), (3.0, 1.0))
     assert averages.take_row("loss") == {"loss": 2.0}
@@ -162,7 +159,6 @@ def test_means_since_the_log_and_since_the_evaluation_are_independent():
     assert averages.take_since_evaluation() is None
 
 
-@pytest.mark.feature("D03")
 def test_other_values_have_means_of_their_own():
     averages = RunningAverages()
     averages.add(torch.tensor(1.0), 1.0, {"a": torch.tensor(2.0)})

@@ -24,7 +24,6 @@ class Bare(AcceleratorModule):
     pass
 
 
-@pytest.mark.feature("D07")
 def test_a_module_shows_its_size_and_its_structure():
     module = Classifier()
     assert repr(module) == "Classifier(3 parameters)"
@@ -33,31 +32,26 @@ def test_a_module_shows_its_size_and_its_structure():
     assert bool(module) is True
 
 
-@pytest.mark.feature("D07")
 def test_a_module_without_parameters_is_still_true():
     module = Classifier(nn.ReLU())
     assert (len(module), bool(module), repr(module)) == (0, True, "Classifier(0 parameters)")
 
 
-@pytest.mark.feature("D07")
 @pytest.mark.parametrize("module", [Bare(), Classifier("bert")])
 def test_a_module_without_a_model_can_still_be_shown(module):
     assert repr(module) == f"{type(module).__name__}(no model)"
     assert bool(module) is True
 
 
-@pytest.mark.feature("D07")
 def test_a_model_on_the_class_counts_too():
     kind = type("Shared", (AcceleratorModule,), {"model": nn.Linear(2, 1)})
     assert repr(kind()) == "Shared(3 parameters)"
 
 
-@pytest.mark.feature("D07")
 def test_large_sizes_are_readable():
     assert repr(Classifier(nn.Linear(1000, 1234, bias=False))) == "Classifier(1,234,000 parameters)"
 
 
-@pytest.mark.feature("D07")
 def test_calling_a_module_runs_forward_which_runs_the_model():
     module = Classifier()
     batch = torch.ones(1, 2)
@@ -71,7 +65,6 @@ def test_calling_a_module_runs_forward_which_runs_the_model():
     assert torch.equal(twice(batch, scale=2), twice.model(batch) * 2)
 
 
-@pytest.mark.feature("D05")
 def test_steps_fall_back_on_the_shared_one():
     class Shared(Classifier):
         def step(self, batch):
@@ -89,14 +82,12 @@ def test_test_step_falls_back_on_the_validation_step():
     assert Validates().test_step(1) == ("validation", 1)
 
 
-@pytest.mark.feature("D01", "P06")
 def test_a_step_that_is_not_defined_says_what_to_define():
     for step in (Classifier().training_step, Classifier().validation_step, Classifier().step):
         with pytest.raises(NotImplementedError, match=r"define training_step\(self, batch\), or step"):
             step(1)
 
 
-@pytest.mark.feature("D08", "D09", "D10", "A59", "L22")
 def test_what_a_module_may_decide_is_left_to_the_settings_by_default():
     module = Classifier()
     assert module.get_optimizer() is None
@@ -108,13 +99,11 @@ def test_what_a_module_may_decide_is_left_to_the_settings_by_default():
     assert (module.teacher, module.processor) == (None, None)
 
 
-@pytest.mark.feature("D02")
 def test_outside_a_run_the_unwrapped_model_is_the_model():
     module = Classifier()
     assert module.unwrapped_model is module.model
 
 
-@pytest.mark.feature("D03")
 def test_the_status_is_the_dict_of_the_counters():
     module = Classifier()
     module.state = TrainingState(epoch=2, global_step=7)
@@ -134,7 +123,6 @@ def test_modules_share_no_state():
     assert second.model.weight.any()
 
 
-@pytest.mark.feature("D12")
 def test_a_transformers_module_takes_the_loss_that_its_model_computes():
     class Model(nn.Module):
         def forward(self, labels, inputs):
@@ -147,7 +135,6 @@ def test_a_transformers_module_takes_the_loss_that_its_model_computes():
     assert module.processor is processor
 
 
-@pytest.mark.feature("N36")
 def test_parts_of_the_model_are_frozen_and_trained_again():
     class Two(AcceleratorModule):
         def __init__(self):

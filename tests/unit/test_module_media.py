@@ -40,7 +40,6 @@ class Logging(Linear):
         self.log_artifacts("plots", step=100)
 
 
-@pytest.mark.feature("N28", "P41")
 def test_steps_and_hooks_log_images_tables_and_files_at_the_update_they_are_at():
     trainer = make_trainer()
     module = Logging()

@@ -36,7 +36,6 @@ def fit(module, **settings):
     return trainer
 
 
-@pytest.mark.feature("T01")
 @pytest.mark.parametrize("step", [train_step, lambda *both: train_step(*both)["loss"]], ids=["a dict", "a loss"])
 def test_functions_train_as_a_class_of_the_same_steps_does(step):
     of_class, of_functions = Linear(), AcceleratorModule.from_functions(make_model(), step)
@@ -45,7 +44,6 @@ def test_functions_train_as_a_class_of_the_same_steps_does(step):
     assert results[0] == results[1] != {}
 
 
-@pytest.mark.feature("T01")
 def test_a_function_for_evaluation_is_used_there_and_without_training_too():
     module = AcceleratorModule.from_functions(make_model(), train_step, twice_the_loss)
     plain = make_trainer().validate(Linear(), make_points(4))["val_loss"]
@@ -54,7 +52,6 @@ def test_a_function_for_evaluation_is_used_there_and_without_training_too():
     assert trainer.validate()["val_loss"] == trainer.state.metrics["val_loss"]
 
 
-@pytest.mark.feature("T01", "T04")
 def test_a_given_optimizer_is_used():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -65,7 +62,6 @@ def test_a_given_optimizer_is_used():
     assert torch.equal(model.weight, before)
 
 
-@pytest.mark.feature("T01")
 def test_every_run_begins_with_the_optimizer_as_it_was_given():
     def trained(runs):
         model = make_model()
@@ -81,7 +77,6 @@ def test_every_run_begins_with_the_optimizer_as_it_was_given():
     assert once[1] == twice[1] == 4
 
 
-@pytest.mark.feature("T01")
 def test_a_function_that_takes_something_else_is_refused_by_its_own_error():
     with pytest.raises(TypeError, match="positional argument"):
         fit(AcceleratorModule.from_functions(make_model(), lambda batch: None))

@@ -34,7 +34,6 @@ def train(optimizer, weight, steps):
         optimizer.step()
 
 
-@pytest.mark.feature("D16")
 @pytest.mark.parametrize("name", optimizer_names())
 def test_every_optimizer_builds_steps_and_continues_from_its_state(name):
     hps = HyperParameters(optim=name, optim_kwargs={"lr": 0.01})
@@ -52,7 +51,6 @@ def test_every_optimizer_builds_steps_and_continues_from_its_state(name):
     assert torch.equal(weight, copy)
 
 
-@pytest.mark.feature("D16")
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
 def test_the_fused_implementation_is_used_where_it_works(name):
     assert build_optimizer(HyperParameters(optim=name), nn.ParameterList([weights()])).defaults["fused"] is True

@@ -24,8 +24,6 @@ from accmt.optimization import build_optimizer, build_scheduler
 from accmt.options.optimizer_and_scheduler_names import scheduler_names
 from tests.raising import raises_at
 
-pytestmark = pytest.mark.feature("N70")
-
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20}
 
 

@@ -60,7 +60,6 @@ def test_no_name_is_no_schedule():
     assert build_scheduler(hps, optimizer_of(hps), total_steps=10, steps_per_epoch=5) is None
 
 
-@pytest.mark.feature("D17")
 @pytest.mark.parametrize("name", scheduler_names())
 def test_every_schedule_builds_steps_and_continues_from_its_state(name):
     hps = with_schedule(name, NEEDED.get(name))
@@ -72,7 +71,6 @@ def test_every_schedule_builds_steps_and_continues_from_its_state(name):
     assert rates(optimizer, scheduler, 10) == rates(resumed_optimizer, resumed, 10)
 
 
-@pytest.mark.feature("D18")
 @pytest.mark.parametrize(
     ("name", "kwargs", "plain"),
     [
@@ -107,7 +105,6 @@ def test_each_update_has_the_rate_of_the_plain_schedule(name, kwargs, plain):
     assert rates(optimizer, scheduler, 30) == rates(reference, plain(reference), 30)
 
 
-@pytest.mark.feature("D18")
 def test_a_linear_schedule_over_three_epochs_ends_at_zero_with_the_last_update():
     *before, last, after = rates(*scheduled(with_schedule("LinearWithWarmup", epochs=3), total=15), 15)
     assert after == 0
@@ -123,7 +120,6 @@ def test_one_cycle_survives_exactly_its_updates(total):
         scheduler.step()
 
 
-@pytest.mark.feature("D18")
 @pytest.mark.parametrize(
     ("warmup", "total", "updates"),
     [
@@ -143,14 +139,12 @@ def test_warm_up_reaches_the_full_rate_after_its_updates_rounded_up(warmup, tota
     assert values.index(0.1) == updates
 
 
-@pytest.mark.feature("N34")
 def test_a_schedule_stepped_per_epoch_is_counted_in_epochs():
     hps = with_schedule("LinearWithWarmup", {"num_warmup_steps": 1}, step_scheduler_per_epoch=True, epochs=5)
     values = rates(*scheduled(hps, total=35, per_epoch=7), 5)
     assert values == pytest.approx([0, 0.1, 0.075, 0.05, 0.025, 0])
 
 
-@pytest.mark.feature("D18")
 def test_a_schedule_of_ones_own_gets_the_lengths_it_asks_for():
     assert scheduled(with_schedule(TwoNumbers), total=15)[1].lengths == (3, 5)
     assert scheduled(with_schedule(TwoNumbers), total=16)[1].lengths == (4, 5)

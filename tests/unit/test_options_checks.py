@@ -56,7 +56,6 @@ WRONG = {
 }
 
 
-@pytest.mark.feature("A24", "A25", "A26", "A36", "A60", "L09", "L69")
 @pytest.mark.parametrize(
     ("name", "value"),
     [(name, value) for name, values in WRONG.items() for value in values],
@@ -140,7 +139,6 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.feature("A24", "A25", "A26", "A36", "L30", "L44", "L69")
 @pytest.mark.parametrize(("name", "value"), ACCEPTED, ids=lambda value: str(value)[:24])
 def test_values_at_the_edge_are_kept_as_given(name, value):
     trainer = Trainer(HPS, "out", **{name: value})
@@ -153,7 +151,6 @@ def groups_of(trainer):
     return [getattr(trainer.settings, name) for name in trainer.settings.GROUPS]
 
 
-@pytest.mark.feature("A11", "A24", "L24", "N04")
 def test_how_often_is_written_in_one_grammar_or_as_the_number_it_always_was():
     def settings(**arguments):
         return Trainer(HPS, "out", **arguments).settings
@@ -202,7 +199,6 @@ def test_what_is_part_of_another_argument_here_is_refused_with_the_line_to_write
         Trainer(HPS, "out", **{name: value})
 
 
-@pytest.mark.feature("N13")
 def test_a_sampler_beside_a_batch_sampler_is_one_too_many():
     with raises_at(ArgumentError, 'Trainer(sampler=..., data_options={"batch_sampler": ...})'):
         Trainer(HPS, "out", sampler=[0, 1], data_options={"batch_sampler": [[0], [1]]})
@@ -214,14 +210,12 @@ def test_a_phase_that_does_not_exist_is_an_error(name):
         Trainer(HPS, "out", **{name: {"test": list}})
 
 
-@pytest.mark.feature("L25")
 @pytest.mark.parametrize("path", [Path("s3://bucket/model"), "s3:/bucket/model", "s3://"])
 def test_a_model_path_that_looks_like_a_url_and_is_none_is_refused(path):
     with raises_at(ValueError, "Trainer(model_path=...)"):
         Trainer(HPS, path)
 
 
-@pytest.mark.feature("L25")
 def test_a_model_path_on_the_hub_is_refused():
     with raises_at(ValueError, "Trainer(model_path=...)"):
         Trainer(HPS, "hf://user/name")
@@ -234,26 +228,22 @@ def test_a_url_as_model_path_has_a_local_folder(url, name):
     assert settings.checkpoint_folder == Path("out", f"checkpoint-{name}")
 
 
-@pytest.mark.feature("A03")
 @pytest.mark.parametrize("path", ["", "  ", None, 3])
 def test_a_model_path_that_is_no_path_is_refused(path):
     with raises_at(ArgumentError, "Trainer(model_path=...)"):
         Trainer(HPS, path)
 
 
-@pytest.mark.feature("A03")
 @pytest.mark.parametrize("path", ["out/m", Path("out/m"), "a:b", "C:/models"])
 def test_a_model_path_may_be_text_or_a_path(path):
     assert Trainer(HPS, path).settings.model_folder == Path(path)
 
 
-@pytest.mark.feature("L15")
 def test_accumulation_begins_at_the_epochs_of_the_table():
     told = Trainer(HPS, "out", grad_accumulation_steps={4: 3, 2: 2}).settings.optimization
     assert [told.accumulation_at(epoch) for epoch in range(6)] == [1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.feature("A25")
 @pytest.mark.parametrize(("steps", "expected"), [(None, 1), (1, 1), (7, 7), ({}, 1)])
 def test_accumulation_is_the_same_in_every_epoch_without_a_table(steps, expected):
     told = Trainer(HPS, "out", grad_accumulation_steps=steps).settings.optimization

@@ -33,7 +33,6 @@ def hps_file(tmp_path):
     return str(path)
 
 
-@pytest.mark.feature("L04")
 def test_flags_make_the_trainer_that_arguments_make(hps_file):
     typed = ["--hps_config", hps_file, "--model_path", "out/x", "--monitor", "{grad_norm: true}"]
     typed += ["--log_every", "5", "--clip_grad", "1", "--resume", "true", "--max_time", "1h", "--seed", "3"]
@@ -42,7 +41,6 @@ def test_flags_make_the_trainer_that_arguments_make(hps_file):
     assert Trainer.from_argparse_args(parse(*typed)).config() == expected.config()
 
 
-@pytest.mark.feature("L04")
 def test_every_argument_is_a_flag_or_known_to_be_no_text():
     flags = {flag.name for flag in list_flags()}
     assert flags & NOT_TEXT == set()
@@ -59,7 +57,6 @@ def test_every_flag_has_a_help_and_can_be_given_its_default_as_text(flag):
         assert getattr(make(f"--{flag.name}", str(value)), "settings", None) is not None
 
 
-@pytest.mark.feature("L04")
 def test_only_what_was_typed_is_in_the_namespace_and_the_users_flags_stay():
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
@@ -95,7 +92,6 @@ READ = {
 }
 
 
-@pytest.mark.feature("L04")
 @pytest.mark.parametrize(("name", "text"), READ)
 def test_a_text_is_read_as_the_argument_may_be(name, text):
     value = getattr(parse(f"--{name}", text), name)
@@ -125,7 +121,6 @@ def test_a_value_that_cannot_be_is_an_error_of_the_trainer():
         make("--log_every", "0")
 
 
-@pytest.mark.feature("L04")
 def test_keywords_win_over_flags_and_flags_over_the_file(tmp_path, hps_file):
     path = tmp_path / "trainer.yaml"
     path.write_text(f"hps_config: {hps_file}\nmodel_path: out/file\nlog_every: 7\nseed: 1\nclip_grad: 2.0\n")
@@ -143,7 +138,6 @@ def test_a_subclass_makes_its_own_kind():
     assert type(Mine.from_config({"hps_config": HPS, "model_path": "out/x"})) is Mine
 
 
-@pytest.mark.feature("L04")
 @pytest.mark.parametrize("flag", [("--seed",), ("--lr-seed", "seed"), ("seed",)], ids=["flag", "dest", "positional"])
 def test_a_clash_with_a_flag_of_the_user_is_an_error_that_adds_nothing(flag):
     parser = argparse.ArgumentParser()
@@ -174,7 +168,6 @@ def test_a_config_that_is_no_mapping_is_refused(tmp_path):
             make_of(path)
 
 
-@pytest.mark.feature("L04")
 def test_the_help_says_what_the_docstrings_say():
     text = " ".join(Trainer.add_argparse_args(argparse.ArgumentParser()).format_help().split())
     assert "Trainer: arguments of accmt.Trainer" in text

@@ -21,7 +21,6 @@ def names_under(heading: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`([A-Z]\w+)`", row)}
 
 
-@pytest.mark.feature("D15")
 def test_the_example_of_the_page_is_the_shipped_file_and_the_python_form():
     shipped = (ROOT / "hps" / "example.yaml").read_text()
     assert block("yaml", 0) in shipped
@@ -31,7 +30,6 @@ def test_the_example_of_the_page_is_the_shipped_file_and_the_python_form():
     assert scope["hps"] == HyperParameters.from_config(ROOT / "hps" / "example.yaml")
 
 
-@pytest.mark.feature("D16", "D17")
 def test_the_page_lists_every_name():
     assert names_under("Optimizers") == set(optimizer_names())
     assert names_under("Schedulers") == set(scheduler_names())

@@ -11,8 +11,6 @@ from accmt.addons.hps_flags import split_flags
 from accmt.errors import ArgumentError, HyperParameterError
 from tests.raising import raises_at
 
-pytestmark = pytest.mark.feature("N71")
-
 YAML = """\
 hps:
   epochs: 1

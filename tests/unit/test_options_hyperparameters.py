@@ -44,7 +44,6 @@ def write_yaml(folder: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.feature("D14")
 def test_defaults_are_one_epoch_of_single_samples_with_sgd():
     hps = HyperParameters()
     assert (hps.epochs, hps.batch_size, hps.optim, hps.optim_kwargs) == (1, 1, "SGD", {})
@@ -53,7 +52,6 @@ def test_defaults_are_one_epoch_of_single_samples_with_sgd():
     assert hps.optimizer_class is torch.optim.SGD
 
 
-@pytest.mark.feature("D14")
 def test_arguments_are_taken_by_position_in_the_documented_order():
     hps = HyperParameters(2, 4, "Adam", {"lr": 0.1}, "StepLR", {"step_size": 2}, 7, True, 2)
     assert [hps[key] for key in ("epochs", "batch_size", "optim", "optim_kwargs")] == [2, 4, "Adam", {"lr": 0.1}]
@@ -61,7 +59,6 @@ def test_arguments_are_taken_by_position_in_the_documented_order():
     assert [hps[key] for key in ("step_scheduler_per_epoch", "max_micro_batch_size")] == [True, 2]
 
 
-@pytest.mark.feature("A02", "D15", "N34")
 def test_every_form_of_one_configuration_is_equal(tmp_path):
     yaml_path, json_path = tmp_path / "a.yaml", tmp_path / "a.json"
     yaml_path.write_text(yaml.safe_dump({"hps": CONFIG}))
@@ -72,7 +69,6 @@ def test_every_form_of_one_configuration_is_equal(tmp_path):
     assert all(item.to_dict() == hps[0].to_dict() for item in hps)
 
 
-@pytest.mark.feature("D14", "D15")
 def test_optimizer_is_another_name_of_optim(tmp_path):
     hps = HyperParameters(optim="AdamW", optim_kwargs={"lr": 0.1})
     assert hps == HyperParameters(optimizer="AdamW", optimizer_kwargs={"lr": 0.1})
@@ -82,7 +78,6 @@ def test_optimizer_is_another_name_of_optim(tmp_path):
     assert from_file.where("optim", "lr") == f"{path}:5 optim.lr"
 
 
-@pytest.mark.feature("D14")
 @each(
     ("arguments", "place"),
     [
@@ -102,7 +97,6 @@ def test_both_spellings_in_one_file_are_refused():
         HyperParameters.from_config({"epochs": 1, "batch_size": 1, "optim": "SGD", "optimizer": "SGD"})
 
 
-@pytest.mark.feature("D15")
 @pytest.mark.parametrize("key", ["epochs", "batch_size"])
 def test_a_required_key_that_is_missing_is_named_with_what_to_write(key):
     config = {"epochs": 1, "batch_size": 1, "optim": "SGD"}
@@ -121,7 +115,6 @@ def test_a_file_without_an_optimizer_is_read_for_modules_that_bring_one():
         hps.optimizer_class  # noqa: B018
 
 
-@pytest.mark.feature("D15", "L38", "L39")
 @each(
     ("key", "value", "do"),
     [
@@ -144,7 +137,6 @@ def test_each_wrong_value_is_the_one_fault_reported(key, value, do):
     assert len(raised.value.faults) == 1
 
 
-@pytest.mark.feature("D15", "D16", "D18", "D20")
 def test_all_faults_of_a_file_are_reported_at_once_in_the_order_of_their_lines(tmp_path):
     path = write_yaml(
         tmp_path,
@@ -170,7 +162,6 @@ def test_all_faults_of_a_file_are_reported_at_once_in_the_order_of_their_lines(t
     ]
 
 
-@pytest.mark.feature("N33", "L38", "L39")
 def test_epochs_are_unlimited_only_under_max_steps():
     assert HyperParameters(max_steps=9).epochs == -1
     assert HyperParameters(epochs=-1, max_steps=7).epochs == -1
@@ -181,7 +172,6 @@ def test_epochs_are_unlimited_only_under_max_steps():
         HyperParameters(epochs=-1)
 
 
-@pytest.mark.feature("D19")
 @each(("given", "sizes"), [(4, (4, 4, 4)), ([2, 5], (2, 5, 5)), ((2, 5, 7), (2, 5, 7)), (["8"], (8, 8, 8))])
 def test_a_batch_size_that_is_left_out_equals_the_one_before_it(given, sizes):
     hps = HyperParameters(batch_size=given)
@@ -191,13 +181,11 @@ def test_a_batch_size_that_is_left_out_equals_the_one_before_it(given, sizes):
     assert (hps.train_batch_size, hps.val_batch_size, hps.test_batch_size) == (64, *sizes[1:])
 
 
-@pytest.mark.feature("P21")
 @each(("batch", "limit", "part"), [(48, 20, 16), (7, 4, 1), (8, None, 8), (8, 100, 8), (12, 6, 6)])
 def test_a_batch_is_split_into_the_largest_equal_parts_within_the_limit(batch, limit, part):
     assert HyperParameters(batch_size=batch, max_micro_batch_size=limit).train_step_batch_size == part
 
 
-@pytest.mark.feature("D20")
 def test_a_whole_float_is_a_count_and_the_callers_dict_is_left_alone():
     config = {**copy.deepcopy(CONFIG), "max_steps": 1e5}
     before = copy.deepcopy(config)
@@ -207,7 +195,6 @@ def test_a_whole_float_is_a_count_and_the_callers_dict_is_left_alone():
     assert (hps.max_steps, type(hps.max_steps)) == (100_000, int)
 
 
-@pytest.mark.feature("D21")
 @pytest.mark.parametrize(
     "hps",
     [
@@ -228,7 +215,6 @@ def test_the_dict_form_survives_yaml_and_json_and_reads_back_as_an_equal(hps, tm
     assert pickle.loads(pickle.dumps(hps)) == hps
 
 
-@pytest.mark.feature("D21")
 def test_classes_are_written_as_their_names():
     hps = HyperParameters(
         optim=torch.optim.AdamW, scheduler=lr_scheduler.ExponentialLR, scheduler_kwargs={"gamma": 0.9}
@@ -239,7 +225,6 @@ def test_classes_are_written_as_their_names():
     assert hps == HyperParameters(optim="AdamW", scheduler="ExponentialLR", scheduler_kwargs={"gamma": 0.9})
 
 
-@pytest.mark.feature("D21")
 def test_trackers_get_one_flat_level_of_plain_values():
     assert example().get_config() == {
         "epochs": 3,
@@ -257,7 +242,6 @@ def test_trackers_get_one_flat_level_of_plain_values():
     assert "scheduler.type" not in HyperParameters().get_config()
 
 
-@pytest.mark.feature("D21")
 def test_fields_are_read_by_key():
     assert example()["optim_kwargs"]["lr"] == 0.001
     with pytest.raises(KeyError, match="'bath_size' is not one of epochs, batch_size"):
@@ -273,7 +257,6 @@ def test_objects_compare_by_content_and_show_it():
         hash(example())
 
 
-@pytest.mark.feature("D15")
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "hps").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_shipped_files_are_right(path):
     hps = HyperParameters.from_config(path)

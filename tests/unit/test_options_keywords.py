@@ -16,7 +16,6 @@ from tests.toys import HPS
 FOREIGN_NAMES = [name for names in FOREIGN.values() for name in names]
 
 
-@pytest.mark.feature("A56")
 @pytest.mark.parametrize("tracker", [None, "tensorboard"])
 def test_arguments_of_other_trainers_are_told_what_to_write_here(tracker):
     with pytest.raises(UnknownArgumentError) as caught:
@@ -60,7 +59,6 @@ def test_nothing_is_wrong_with_no_keyword_or_with_those_of_a_tracker():
     check_keywords({"tags": 1}, ["log_every"], has_tracker=True)
 
 
-@pytest.mark.feature("A56")
 def test_faults_in_arguments_and_hyper_parameters_are_told_together():
     with pytest.raises(CombinedError) as caught:
         Trainer({**HPS, "epochs": -2, "batch_size": 0}, "out", max_epochs=3, log_every=0, seed="x")

@@ -1,12 +1,9 @@
 import math
 
 import numpy as np
-import pytest
 
 from accmt.options.checks import as_float, number_in, read_numbers, whole
 from tests.tables import each
-
-pytestmark = pytest.mark.feature("D20")
 
 
 @each(

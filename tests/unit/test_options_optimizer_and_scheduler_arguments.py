@@ -1,6 +1,5 @@
 from typing import Optional
 
-import pytest
 import torch
 from torch.optim import lr_scheduler
 
@@ -45,7 +44,6 @@ def scheduler_faults(name, **given):
     ]
 
 
-@pytest.mark.feature("D16", "D20")
 def test_values_come_in_the_types_of_the_signature():
     arguments, faults = check_optimizer(torch.optim.AdamW, {"lr": 1, "betas": [0.9, 0.98], "amsgrad": True})
     assert faults == []
@@ -101,7 +99,6 @@ def test_a_value_that_the_optimizer_refuses_is_traced_to_its_key(name, given, ke
     assert message in expected
 
 
-@pytest.mark.feature("D18")
 @each(
     ("name", "given", "key", "got", "expected"),
     [

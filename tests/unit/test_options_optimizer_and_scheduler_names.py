@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch.optim import lr_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -52,7 +51,6 @@ class MyOptimizer(torch.optim.SGD):
     """Found by its import path."""
 
 
-@pytest.mark.feature("D16")
 @each("name", sorted({*OPTIMIZERS, *optimizer_names()}))
 def test_every_optimizer_name_leads_to_a_class_and_back(name):
     found = find_optimizer(name)
@@ -76,7 +74,6 @@ def test_what_transformers_calls_a_schedule_is_told_the_name_of_the_same_schedul
     assert advised is (lr_scheduler.ReduceLROnPlateau if name == "reduce_lr_on_plateau" else theirs)
 
 
-@pytest.mark.feature("D17")
 @each("name", sorted({*SCHEDULERS, *scheduler_names()}))
 def test_every_schedule_name_leads_to_a_factory_and_back(name):
     assert name_of(find_scheduler(name)) == name

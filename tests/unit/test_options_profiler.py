@@ -12,7 +12,6 @@ from tests.raising import raises_at
 from tests.toys import make_trainer
 
 
-@pytest.mark.feature("L53")
 @pytest.mark.parametrize("given", [None, "simple", "advanced", "pytorch"])
 def test_names_come_back_from_the_configuration(given):
     config = make_trainer(profiler=given).config()
@@ -20,7 +19,6 @@ def test_names_come_back_from_the_configuration(given):
     assert ("profiler" in config) == (given is not None)
 
 
-@pytest.mark.feature("L55")
 def test_objects_of_accelerate_and_torch_are_kept():
     for given in (ProfileKwargs(with_stack=True), torch.profiler.profile()):
         assert make_trainer(profiler=given).settings.running.profiler is given

@@ -32,7 +32,6 @@ def test_groups_and_attributes_are_the_same():
     assert set(Settings.GROUPS) | {"hps", "home"} == {field.name for field in fields(Settings)}
 
 
-@pytest.mark.feature("A01")
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_every_setting_is_documented_in_its_class_and_nothing_else_is(group):
     section = inspect.getdoc(group).partition("Args:\n")[2]
@@ -44,7 +43,6 @@ def round_trip(trainer):
     return Trainer.from_config(trainer.config())
 
 
-@pytest.mark.feature("D31")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -66,13 +64,11 @@ def test_config_makes_an_equal_trainer_again(arguments):
     assert set(trainer.config()) == {"hps_config", "model_path", *arguments}
 
 
-@pytest.mark.feature("D31")
 def test_config_keeps_a_limit_of_one_batch_apart_from_all_batches():
     again = round_trip(Trainer(HPS, "out", limit_batches={"train": 1}))
     assert isinstance(again.settings.data.limits.train, int)
 
 
-@pytest.mark.feature("D31")
 def test_config_of_paths_can_be_written_as_yaml(tmp_path):
     trainer = Trainer(HPS, tmp_path / "out", logging_dir=tmp_path / "logs", log_every=5)
     file = tmp_path / "trainer.yaml"
@@ -83,7 +79,6 @@ def test_config_of_paths_can_be_written_as_yaml(tmp_path):
     )
 
 
-@pytest.mark.feature("D31")
 def test_a_trainer_of_a_file_takes_objects_beside_it(tmp_path):
     (tmp_path / "hps.yaml").write_text(yaml.safe_dump({"hps": HPS}))
     file = tmp_path / "trainer.yaml"
@@ -92,14 +87,12 @@ def test_a_trainer_of_a_file_takes_objects_beside_it(tmp_path):
     assert trainer.settings == Trainer("hps.yaml", "out", log_every=7, clip_grad=1.0, collate_fn=list).settings
 
 
-@pytest.mark.feature("D31")
 def test_a_json_file_of_arguments_is_read_too(tmp_path):
     file = tmp_path / "trainer.json"
     file.write_text('{"hps_config": {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD"}}, "model_path": "out"}')
     assert Trainer.from_config(str(file)).hps.epochs == 1
 
 
-@pytest.mark.feature("D31")
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "3"])
 def test_a_file_without_arguments_by_name_is_refused(tmp_path, text):
     file = tmp_path / "trainer.yaml"
@@ -108,13 +101,11 @@ def test_a_file_without_arguments_by_name_is_refused(tmp_path, text):
         Trainer.from_config(file)
 
 
-@pytest.mark.feature("D31")
 def test_a_missing_file_of_arguments_is_said_so():
     with raises_at(FileNotFoundError, "Trainer.from_config('nowhere.yaml')", "no such file"):
         Trainer.from_config("nowhere.yaml")
 
 
-@pytest.mark.feature("T08")
 @pytest.mark.parametrize(
     ("arguments", "written"),
     [
@@ -144,13 +135,11 @@ def kinds_of(metrics):
     return [(type(metric), metric.name) for group in groups for metric in build_metrics(group)]
 
 
-@pytest.mark.feature("D31")
 def test_a_misspelt_argument_in_a_file_is_named_with_the_nearest():
     with raises_at(TypeError, "Trainer(log_evry=...)"):
         Trainer.from_config({"hps_config": HPS, "model_path": "out", "log_evry": 5})
 
 
-@pytest.mark.feature("A02", "P07", "T05")
 def test_five_forms_of_hyper_parameters_are_equal(tmp_path):
     (tmp_path / "hps.yaml").write_text(yaml.safe_dump({"hps": HPS}))
     (tmp_path / "hps.json").write_text(json.dumps({"hps": HPS}))
@@ -160,7 +149,6 @@ def test_five_forms_of_hyper_parameters_are_equal(tmp_path):
     assert dicts[0]["hps"]["optim"]["lr"] == 0.1
 
 
-@pytest.mark.feature("A02")
 def test_other_forms_of_hyper_parameters_are_refused():
     with raises_at(TypeError, "hps_config", "3 (int)"):
         Trainer(3, "out")

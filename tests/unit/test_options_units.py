@@ -9,7 +9,6 @@ from tests.raising import raises_at
 UNITS = ("epoch", "step", "eval")
 
 
-@pytest.mark.feature("A12")
 @pytest.mark.parametrize(
     ("text", "number", "unit"),
     [

@@ -86,14 +86,12 @@ def test_a_dict_is_read_without_changing_it():
     assert json.dumps(given) == before
 
 
-@pytest.mark.feature("A02")
 @each("source", [None, 5, ["hps.yaml"], b"hps.yaml"])
 def test_a_wrong_type_is_a_type_error_that_names_the_argument(source):
     with raises_at(TypeError, "hps_config", repr(source)):
         read_document(source)
 
 
-@pytest.mark.feature("A02")
 def test_a_missing_file_is_a_file_not_found_error(tmp_path):
     with raises_at(FileNotFoundError, "a.yaml", str(Path.cwd())) as caught:
         read_document(tmp_path / "a.yaml")

@@ -25,7 +25,6 @@ def _restore():
     torch.backends.cudnn.allow_tf32 = cudnn
 
 
-@pytest.mark.feature("D34")
 @pytest.mark.parametrize(("arguments", "precision", "cudnn"), [((), "high", True), ((False,), "highest", False)])
 def test_tf32_is_allowed_and_taken_back_for_products_and_convolutions(arguments, precision, cudnn):
     torch.set_float32_matmul_precision("medium")
@@ -69,7 +68,6 @@ def is_warned(caplog: pytest.LogCaptureFixture) -> bool:
     return "are bfloat16: rounding drops updates smaller than about 0.20% of a weight; load" in caplog.text
 
 
-@pytest.mark.feature("L48")
 def test_mixed_precision_trains_weights_in_float32_whatever_they_were_read_in(in_halves, caplog):
     read_so, asked = read(in_halves), read(in_halves, dtype="float32")
     assert read_so.model.dtype == torch.bfloat16
@@ -84,7 +82,6 @@ def test_mixed_precision_trains_weights_in_float32_whatever_they_were_read_in(in
     assert not is_warned(caplog)
 
 
-@pytest.mark.feature("L48")
 def test_such_a_run_resumes_with_equal_bits(in_halves):
     settings = {"mixed_precision": "bf16", "checkpoint_every": "step"}
     whole, resumed = read(in_halves), read(in_halves)
@@ -95,7 +92,6 @@ def test_such_a_run_resumes_with_equal_bits(in_halves):
     assert all(torch.equal(weight, found[name]) for name, weight in weights_of(whole).items())
 
 
-@pytest.mark.feature("L48")
 def test_frozen_weights_keep_their_type(in_halves):
     module = read(in_halves)
     module.freeze()
@@ -113,7 +109,6 @@ def test_frozen_weights_keep_their_type(in_halves):
             assert torch.equal(weight, before[name])
 
 
-@pytest.mark.feature("L48")
 def test_weights_that_are_trained_in_16_bits_are_named_with_what_to_write(in_halves, caplog):
     module = read(in_halves)
     before = weights_of(module)
@@ -124,7 +119,6 @@ def test_weights_that_are_trained_in_16_bits_are_named_with_what_to_write(in_hal
     assert torch.stack(changed).mean() < 0.5, "which is why"
 
 
-@pytest.mark.feature("L48")
 def test_weights_in_16_bits_that_are_unfrozen_in_a_run_are_named_then(in_halves, caplog):
     said: list[bool] = []
 
@@ -144,7 +138,6 @@ def test_weights_in_16_bits_that_are_unfrozen_in_a_run_are_named_then(in_halves,
     assert said[-1] is True
 
 
-@pytest.mark.feature("L48")
 def test_an_optimizer_that_rounds_by_chance_may_have_weights_in_16_bits(in_halves, caplog):
     class Rounding(torch.optim.AdamW):
         bf16_stochastic_round = True
@@ -175,7 +168,6 @@ def around(normalization: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), normalization, *after).bfloat16()
 
 
-@pytest.mark.feature("L48")
 @pytest.mark.parametrize("frozen", [(), ("1.weight",), ("1.weight", "1.bias")], ids=["none", "weight", "all"])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, lambda size: nn.GroupNorm(2, size)], ids=["batches", "groups"])
 def test_normalization_beside_weights_that_become_float32_computes(kind, frozen):
@@ -189,7 +181,6 @@ def test_normalization_beside_weights_that_become_float32_computes(kind, frozen)
     assert [name for name, weight in model.named_parameters() if not weight.requires_grad] == list(frozen)
 
 
-@pytest.mark.feature("L48")
 def test_frozen_normalization_takes_what_trained_embeddings_return():
     model = nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 2)).bfloat16()
     model[1].requires_grad_(requires_grad=False)

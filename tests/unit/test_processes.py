@@ -78,7 +78,6 @@ def test_objects_are_gathered_in_the_order_of_ranks_and_handed_on_from_the_main_
     assert of_both(answers, "broadcast") == [["of", 0]] * 2
 
 
-@pytest.mark.feature("P35")
 def test_tensors_of_unequal_length_are_gathered_whole_or_in_chunks(answers):
     rows = [[0.0], [1.0], [2.0], [10.0], [11.0], [12.0], [13.0], [14.0]]
     assert of_both(answers, "rows") == [[rows] * 4] * 2
@@ -118,7 +117,6 @@ def test_after_errors_the_processes_are_still_in_step(answers):
     assert of_both(answers, "in_step_afterwards") == [[0, 1]] * 2
 
 
-@pytest.mark.feature("A30", "L58", "T03")
 @pytest.mark.parametrize("name", ["sampler", "loader"])
 def test_generators_with_another_seed_on_each_process_neither_repeat_nor_lose_a_sample(answers, name):
     first, second = (answer["read"][name] for answer in answers)
@@ -132,7 +130,6 @@ def answers_on_gpus(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.mark.feature("A30")
 def test_what_is_in_host_memory_does_not_go_through_a_group_of_gpus(answers_on_gpus):
     first, second = answers_on_gpus["first"]
     assert "No backend type associated with device type cpu" in first["refusal"]

@@ -9,7 +9,6 @@ from accmt.errors import ProcessFailedError
 from accmt.processes import serving
 
 
-@pytest.mark.feature("N39")
 @pytest.mark.parametrize(
     ("place", "names"),
     [
@@ -35,7 +34,6 @@ def test_a_function_acts_on_its_process_only(monkeypatch, place, names):
     assert acted == names
 
 
-@pytest.mark.feature("N39")
 def test_arguments_go_in_and_the_result_comes_out_or_none(monkeypatch):
     @accmt.on_main_process
     def add(a: int, *, b: int) -> int:

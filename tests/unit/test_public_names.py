@@ -49,7 +49,6 @@ def test_star_import_gives_the_public_names():
     assert set(accmt.__all__) <= set(names)
 
 
-@pytest.mark.feature("L09", "N50")
 def test_seed_everything_is_set_seed():
     assert accmt.seed_everything is accmt.set_seed
 
@@ -107,7 +106,6 @@ from accmt import Trainer
 """
 
 
-@pytest.mark.feature("D26", "D34")
 @pytest.mark.parametrize(
     "code",
     [BARE, QUICK, NO_EFFECT, WITHOUT_OPTUNA],
@@ -124,7 +122,6 @@ def test_importing_has_no_effect(tmp_path, code):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.feature("D34")
 def test_there_is_no_accelerator_before_a_run():
     code = "import accmt; assert accmt.accelerator is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

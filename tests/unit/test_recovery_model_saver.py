@@ -35,7 +35,6 @@ def saved_at(model_saving, val_losses=(), epochs=4, train=(1.0,), **settings) ->
     return saves.steps
 
 
-@pytest.mark.feature("A07")
 def test_the_lowest_validation_loss_is_saved():
     assert saved_at("best_valid_loss", [3, 2, 4, 1]) == [1, 2, 4]
     status = json.loads(Path("out/model/status.json").read_text())
@@ -43,7 +42,6 @@ def test_the_lowest_validation_loss_is_saved():
     assert (status["global_step"], status["evaluations_done"]) == (4, 4)
 
 
-@pytest.mark.feature("A07")
 @pytest.mark.parametrize(
     ("losses", "steps"),
     [
@@ -58,13 +56,11 @@ def test_values_that_are_not_finite_and_ties_are_never_best(losses: list[float],
     assert saved_at("best_valid_loss", losses) == steps
 
 
-@pytest.mark.feature("A07", "A08")
 def test_without_validation_data_the_training_loss_decides(caplog):
     assert saved_at("best_valid_loss", train=[2.0], verbose=True) == [1]
     assert "models are saved by best_train_loss" in caplog.text
 
 
-@pytest.mark.feature("A08")
 def test_the_training_loss_since_the_last_evaluation_decides():
     class Falling(Scripted):
         def training_step(self, batch):
@@ -82,14 +78,12 @@ def test_the_training_loss_since_the_last_evaluation_decides():
     assert run(+1) == [2]
 
 
-@pytest.mark.feature("A09")
 def test_always_saves_at_each_evaluation():
     assert saved_at("always", [1, 2, 3, 4]) == [1, 2, 3, 4]
     assert saved_at("always") == [1, 2, 3, 4]
     assert saved_at("always", [1, 2, 3, 4], evaluate_every_n_steps=2) == [2, 4]
 
 
-@pytest.mark.feature("A10", "N03")
 def test_none_saves_nothing():
     assert saved_at(None, [1, 2, 3, 4]) == []
     assert not Path("out").exists()
@@ -104,7 +98,6 @@ def test_a_run_that_saved_nothing_leaves_no_folder_of_a_model():
     assert not list(Path("kept").iterdir())
 
 
-@pytest.mark.feature("D22")
 def test_the_best_weights_are_in_the_folder_not_the_last():
     weights = []
 
@@ -128,7 +121,6 @@ def test_the_best_weights_are_in_the_folder_not_the_last():
     assert torch.equal(fresh.model.weight, weights[2])
 
 
-@pytest.mark.feature("A36", "A37")
 @pytest.mark.parametrize("safe", [True, False])
 def test_weights_are_split_and_written_in_the_format_asked_for(safe: bool):
     module = Linear()
@@ -147,7 +139,6 @@ def test_weights_are_split_and_written_in_the_format_asked_for(safe: bool):
     assert torch.equal(fresh.model[1].weight, module.model[1].weight)
 
 
-@pytest.mark.feature("A03")
 def test_a_model_path_below_a_file_is_refused_before_training():
     Path("file").write_text("x")
     recorder = Recorder()
@@ -157,7 +148,6 @@ def test_a_model_path_below_a_file_is_refused_before_training():
     assert recorder.calls == []
 
 
-@pytest.mark.feature("A03")
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/sys").exists(), reason="needs a place that root cannot write")
 def test_a_read_only_place_is_refused_before_training():
     trainer = make_trainer(model_path="/proc/sys/model", model_saving="always")
@@ -165,7 +155,6 @@ def test_a_read_only_place_is_refused_before_training():
         trainer.fit(Linear(), make_points(), make_points())
 
 
-@pytest.mark.feature("A07", "D23")
 def test_a_misspelt_rule_names_the_nearest():
     with raises_at(ValueError, "Trainer(model_saving=...)"):
         make_trainer(model_saving="best_valid_los").fit(Linear(), make_points(), make_points())
@@ -176,7 +165,6 @@ def test_a_model_can_only_be_saved_after_a_run():
         make_trainer().save_model()
 
 
-@pytest.mark.feature("A04", "L89")
 def test_the_run_folder_is_named_after_the_model_path():
     trainer = Trainer(
         {"epochs": 1, "batch_size": 4, "optim": "SGD"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -29,7 +28,6 @@ class Own(Linear):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-@pytest.mark.feature("N79")
 def test_the_optimizer_and_the_scheduler_of_a_module_are_recorded(caplog):
     trainer = make_trainer(HPS, model_saving="best_valid_loss")
     with caplog.at_level(logging.INFO, "accmt"):
@@ -47,7 +45,6 @@ def test_the_optimizer_and_the_scheduler_of_a_module_are_recorded(caplog):
     assert [line.split(" ")[0] for line in lines] == ["Own.get_optimizer", "Own.get_scheduler"]
 
 
-@pytest.mark.feature("N79")
 def test_the_batch_size_of_a_dataloader_is_recorded():
     trainer = make_trainer(HPS, model_saving="best_valid_loss", grad_accumulation_steps=2)
     trainer.fit(Linear(), DataLoader(make_points(8), 4), make_points(4))

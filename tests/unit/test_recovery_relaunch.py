@@ -48,7 +48,6 @@ def steps_of(folder: Path, max_steps: int, **settings: Any) -> list[int]:
     return seen
 
 
-@pytest.mark.feature("L110")
 @pytest.mark.parametrize("resume", [False, None, "auto", True])
 def test_a_process_of_the_same_launcher_continues_whatever_resume_says(
     resume: Any, launches: Launches, tmp_path: Path

@@ -133,7 +133,6 @@ def test_weights_take_the_dtype_of_the_model(tmp_path):
     assert torch.equal(model[0].weight, source[0].weight.float())
 
 
-@pytest.mark.feature("A37")
 @pytest.mark.parametrize(("dtype", "is_said"), [(torch.bfloat16, True), (torch.float64, False), (torch.float32, False)])
 def test_weights_that_are_rounded_are_said(tmp_path, caplog, dtype, is_said):
     caplog.set_level("INFO", "accmt")

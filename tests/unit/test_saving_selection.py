@@ -39,7 +39,6 @@ SEQUENCES = [
 ]
 
 
-@pytest.mark.feature("A07", "A08", "D23")
 @pytest.mark.parametrize(("rule", "values", "saved", "best"), SEQUENCES)
 def test_a_model_is_saved_at_each_new_best_value(rule, values, saved, best):
     selection = Selection(rule, DIRECTIONS)
@@ -88,7 +87,6 @@ def test_random_sequences_save_what_the_definition_says(rule):
         assert found == is_saved(rule, values), values
 
 
-@pytest.mark.feature("A09", "A10")
 @pytest.mark.parametrize(("rule", "expected"), [("always", True), (None, False)])
 def test_always_and_never_look_at_no_value(rule, expected):
     selection = Selection(rule, DIRECTIONS)
@@ -96,7 +94,6 @@ def test_always_and_never_look_at_no_value(rule, expected):
     assert selection.best == {}
 
 
-@pytest.mark.feature("A07", "A08", "A09", "D23")
 @pytest.mark.parametrize(
     ("rule", "nearest"),
     [
@@ -116,13 +113,11 @@ def test_an_unknown_rule_is_refused_with_the_nearest(rule, nearest):
     assert "'best_valid_loss', 'best_train_loss', 'best_accuracy'" in str(error.value)
 
 
-@pytest.mark.feature("D23")
 def test_a_metric_that_was_not_given_is_no_rule():
     with raises_at(ArgumentError, "Trainer(model_saving=...)"):
         Selection("best_accuracy", {})
 
 
-@pytest.mark.feature("A07")
 @pytest.mark.parametrize(
     ("rule", "advice"),
     [("best_valid_loss", 'return {"loss": loss} from validation_step'), ("best_accuracy", "['best_wer']")],
@@ -137,14 +132,12 @@ def test_an_evaluation_without_what_decides_is_an_error(rule, advice):
     assert selection.best == {}
 
 
-@pytest.mark.feature("A07")
 def test_requiring_takes_no_note_of_the_values():
     selection = Selection("best_valid_loss", {})
     selection.require({"best_valid_loss": -1.0})
     assert selection.best == {}
 
 
-@pytest.mark.feature("A07")
 @pytest.mark.parametrize("values", [[], [3.0], [3.0, NAN], [0.0]])
 def test_the_best_value_survives_a_round_trip_through_json(values):
     selection = Selection("best_valid_loss", {})
@@ -167,7 +160,6 @@ def test_the_state_is_a_copy():
     assert state == {"best": {}, "chosen": [], "saved_at": {}}
 
 
-@pytest.mark.feature("D23")
 def test_a_metric_s_own_comparison_decides():
     metric = Accuracy()
     selection = Selection("best_accuracy", {metric.main_metric: metric.is_better})

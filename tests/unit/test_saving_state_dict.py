@@ -5,7 +5,6 @@ from accmt.errors import WeightsError
 from accmt.saving.weights import find_tied, give_own_memory, plain_names, require_dense_tensors
 
 
-@pytest.mark.feature("A38")
 @pytest.mark.parametrize(
     ("names", "plain"),
     [

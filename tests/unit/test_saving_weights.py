@@ -99,7 +99,6 @@ def outputs(model):
         return model.eval()(torch.linspace(-1, 1, 24).reshape(4, 6).to(dtype))
 
 
-@pytest.mark.feature("A36", "A37", "A38", "D22", "T37")
 @pytest.mark.parametrize("shards", ["one file", "three shards"])
 @pytest.mark.parametrize("safe", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
@@ -117,7 +116,6 @@ def test_saved_model_loads_into_a_fresh_one_bit_for_bit(tmp_path, build, safe, s
     assert torch.equal(outputs(fresh), expected)
 
 
-@pytest.mark.feature("A38")
 @pytest.mark.parametrize("safe", FORMATS.values(), ids=FORMATS)
 def test_compiled_and_eager_models_load_each_others_weights(tmp_path, safe):
     for source, target in [(compiled(), Plain()), (Plain(), compiled())]:
@@ -126,14 +124,12 @@ def test_compiled_and_eager_models_load_each_others_weights(tmp_path, safe):
         assert torch.equal(outputs(source), outputs(target))
 
 
-@pytest.mark.feature("A38", "D22")
 @pytest.mark.parametrize("build", [compiled, parallel, Plain], ids=lambda build: build.__name__)
 def test_names_in_the_file_are_those_of_the_bare_model(tmp_path, build):
     save_weights(build().state_dict(), tmp_path)
     assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == Plain().state_dict().keys()
 
 
-@pytest.mark.feature("A37")
 def test_tied_tensors_are_written_once_and_recorded(tmp_path):
     model = Tied()
     save_weights(model.state_dict(), tmp_path)
@@ -142,7 +138,6 @@ def test_tied_tensors_are_written_once_and_recorded(tmp_path):
         assert json.loads(file.metadata()["accmt.shared"]) == {"head.weight": "second.weight"}
 
 
-@pytest.mark.feature("A37")
 def test_tied_model_is_still_tied_after_loading(tmp_path):
     save_weights(Tied().state_dict(), tmp_path)
     model = Tied()
@@ -150,7 +145,6 @@ def test_tied_model_is_still_tied_after_loading(tmp_path):
     assert model.head.weight is model.second.weight
 
 
-@pytest.mark.feature("A37")
 @pytest.mark.parametrize("safe", FORMATS.values(), ids=FORMATS)
 def test_tied_weights_fill_both_names_of_a_model_that_does_not_tie_them(tmp_path, safe):
     model, untied = Tied(), Tied()
@@ -184,7 +178,6 @@ def test_dtypes_and_shapes_come_back_as_they_were(tmp_path, safe):
         assert torch.equal(loaded, tensor)
 
 
-@pytest.mark.feature("A36")
 @pytest.mark.parametrize(("size", "num_shards"), [("1KB", 3), (1_000, 3), (2_000, 2)])
 def test_shards_keep_to_the_largest_size_and_the_index_names_them(tmp_path, size, num_shards):
     tensors = {f"weight{number}": torch.randn(100) for number in range(6)}
@@ -212,7 +205,6 @@ def test_digest_tells_saves_apart_by_value_dtype_name_and_split(tmp_path):
     assert save_weights(weights, tmp_path).digest == digests[0]
 
 
-@pytest.mark.feature("D22")
 def test_files_that_go_with_the_weights_are_listed_and_lie_beside_them(tmp_path):
     def write_others(folder):
         assert (folder / "model.safetensors").exists()
@@ -226,7 +218,6 @@ def test_files_that_go_with_the_weights_are_listed_and_lie_beside_them(tmp_path)
     assert (tmp_path / "inside" / "tokens.txt").read_text() == "a b"
 
 
-@pytest.mark.feature("D22")
 def test_files_that_cannot_be_written_leave_weights_and_others_as_they_were(tmp_path):
     def write_others(folder):
         (folder / "config.json").write_text("new")
@@ -288,7 +279,6 @@ def test_values_that_a_weight_file_cannot_hold_are_refused_by_name(tmp_path, sta
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.feature("D22")
 @pytest.mark.parametrize("safe", FORMATS.values(), ids=FORMATS)
 def test_full_disk_leaves_the_model_before_it_and_no_other_file(tmp_path, safe):
     old = Plain()

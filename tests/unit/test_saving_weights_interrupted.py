@@ -114,7 +114,6 @@ def save_until_it_survives(folder, new, old, *, kill):
     raise AssertionError("the save never ended")
 
 
-@pytest.mark.feature("D22")
 @pytest.mark.parametrize(("old", "new", "kill"), pairs(KINDS, KINDS, [False, True]))
 def test_interrupted_save_leaves_the_old_or_the_new_weights(tmp_path, old, new, kill):
     for name, content in FOREIGN.items():
@@ -130,7 +129,6 @@ def test_interrupted_save_leaves_the_old_or_the_new_weights(tmp_path, old, new, 
     assert {name: (tmp_path / name).read_text() for name in FOREIGN} == FOREIGN
 
 
-@pytest.mark.feature("D22")
 @pytest.mark.parametrize("new", ["bin file", "bin shards"])
 def test_weights_that_an_earlier_save_left_unread_never_come_to_light(tmp_path, new):
     outcomes = []
@@ -148,7 +146,6 @@ def test_weights_that_an_earlier_save_left_unread_never_come_to_light(tmp_path, 
     assert set(outcomes) == {1.0, 2.0}
 
 
-@pytest.mark.feature("D22")
 @pytest.mark.parametrize("new", KINDS)
 def test_save_after_a_killed_one_leaves_only_its_own_files(tmp_path, new):
     for _ in save_until_it_survives(tmp_path, KINDS[new], KINDS["safetensors shards"], kill=True):
@@ -157,7 +154,6 @@ def test_save_after_a_killed_one_leaves_only_its_own_files(tmp_path, new):
         assert value_in(tmp_path) == 3.0
 
 
-@pytest.mark.feature("A36", "A37")
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("old", KINDS)
 def test_second_save_in_another_form_leaves_no_stray_files(tmp_path, old, new):
@@ -167,7 +163,6 @@ def test_second_save_in_another_form_leaves_no_stray_files(tmp_path, old, new):
     assert value_in(tmp_path) == 2.0
 
 
-@pytest.mark.feature("D22")
 def test_error_during_a_first_save_leaves_an_empty_folder(tmp_path):
     with pytest.MonkeyPatch.context() as monkeypatch:
         FailingOperations(monkeypatch, 4, kill=False)
@@ -176,7 +171,6 @@ def test_error_during_a_first_save_leaves_an_empty_folder(tmp_path):
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.feature("D22")
 def test_same_weights_saved_twice_survive_an_interruption(tmp_path):
     save(build(2.0), tmp_path, **KINDS["bin shards"])
     for allowed in range(15):

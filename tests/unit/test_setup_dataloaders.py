@@ -37,7 +37,6 @@ class Growing(Scripted):
         return Numbers([100 + self.state.epoch])
 
 
-@pytest.mark.feature("L57")
 def test_the_module_is_asked_anew_every_so_many_epochs():
     module = Growing()
     trainer = make_trainer({"epochs": 4}, **EVERY_TWO)
@@ -56,7 +55,6 @@ def test_without_it_the_module_is_asked_once():
     assert module.asked == [("train", 0), ("validation", 0)]
 
 
-@pytest.mark.feature("L57")
 def test_hooks_of_an_epoch_see_its_loaders_and_its_length():
     class Looking(Callback):
         seen: list[tuple[int, Any, int]] = []  # noqa: RUF012 - one run
@@ -78,7 +76,6 @@ def test_hooks_of_an_epoch_see_its_loaders_and_its_length():
     assert [values[0] for values in module.validated if values[0] >= 100] == [100, 100, 100, 101, 101]
 
 
-@pytest.mark.feature("L57")
 def test_a_sampler_that_is_a_function_is_called_with_the_new_data():
     lengths = []
 
@@ -102,7 +99,6 @@ class Varying(Fragile):
         return Augmented(5 + self.state.epoch)
 
 
-@pytest.mark.feature("L57")
 @pytest.mark.parametrize(("every", "stop"), [(1, 9), (2, 5), (2, 17)])
 def test_a_run_interrupted_inside_any_epoch_goes_on_bit_for_bit(tmp_path, every, stop):
     settings: dict[str, Any] = {"hps": {"epochs": 4}, "reload_dataloaders_every_n_epochs": every}
@@ -114,7 +110,6 @@ def test_a_run_interrupted_inside_any_epoch_goes_on_bit_for_bit(tmp_path, every,
     assert again[0].run.is_resumed
 
 
-@pytest.mark.feature("L57")
 def test_a_run_interrupted_between_epochs_asks_once_for_the_next(tmp_path):
     settings: dict[str, Any] = {"checkpoint_every": "epoch", "model_path": str(tmp_path / "model"), **EVERY_TWO}
     make_trainer({"epochs": 2}, **settings).fit(Growing())
@@ -123,7 +118,6 @@ def test_a_run_interrupted_between_epochs_asks_once_for_the_next(tmp_path):
     assert module.asked == [("train", 2), ("validation", 2)]
 
 
-@pytest.mark.feature("L57")
 def test_the_schedule_is_the_one_planned_with_the_first_loaders_and_stays_at_its_end():
     schedule = {"type": "OneCycleLR", "max_lr": 0.1}  # which raises when it is stepped beyond its length
     rates: list[float] = []
@@ -143,7 +137,6 @@ def test_the_schedule_is_the_one_planned_with_the_first_loaders_and_stays_at_its
     assert set(rates[3:]) == {rates[3]}
 
 
-@pytest.mark.feature("L57")
 def test_a_resume_keeps_the_planned_length_if_loaders_differ_in_batch_size(tmp_path):
     class Stop(Callback):
         def on_update_end(self):
@@ -215,7 +208,6 @@ def test_a_sampler_that_depends_on_training_resumes_from_its_state_or_is_named_a
             run("broken", 0, resume=True)
 
 
-@pytest.mark.feature("L57")
 def test_nothing_grows_with_the_epochs():
     alive: list[weakref.ref[Any]] = []
     counts = []
@@ -240,7 +232,6 @@ def test_nothing_grows_with_the_epochs():
     assert trainer.run.accelerator._dataloaders == []
 
 
-@pytest.mark.feature("L57")
 def test_workers_end_with_their_epochs_even_where_somebody_holds_the_loader():
     held, workers = [], []
 
@@ -258,7 +249,6 @@ def test_workers_end_with_their_epochs_even_where_somebody_holds_the_loader():
     assert workers == [1, 1, 1]
 
 
-@pytest.mark.feature("L57")
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
 def test_only_a_number_of_epochs_is_taken(value):
     with raises_at(ArgumentError, "Trainer(reload_dataloaders_every_n_epochs=...)"):
@@ -302,14 +292,12 @@ def test_a_changed_number_of_epochs_is_planned_anew_at_resume(tmp_path):
     assert again.estimated_stepping_batches == 6
 
 
-@pytest.mark.feature("L57")
 def test_rows_of_the_log_go_on_over_a_reload():
     trainer = make_trainer({"epochs": 4}, **EVERY_TWO)
     trainer.fit(Growing())
     assert [step for step, _ in logged(trainer, "train_loss")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.feature("L99")
 def test_the_loader_of_training_is_a_dataloader_in_hooks():
     class Looking(Callback):
         kinds: list[type] = []  # noqa: RUF012 - one run

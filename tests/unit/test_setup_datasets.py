@@ -32,7 +32,6 @@ def run(curriculum, hps=None, **settings):
     return [stage.pop() if len(stage) == 1 else None for stage in stages]
 
 
-@pytest.mark.feature("N31")
 @pytest.mark.parametrize("curriculum", STAGES.values(), ids=STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_batches_come_of_the_first_data_for_three_updates_and_then_of_the_second(curriculum, accumulation):
@@ -40,32 +39,27 @@ def test_batches_come_of_the_first_data_for_three_updates_and_then_of_the_second
     assert stages == [False] * 3 * accumulation + [True] * 7 * accumulation
 
 
-@pytest.mark.feature("N31")
 def test_micro_batches_leave_the_stages_as_they_are():
     stages = run(STAGES["steps"], {"batch_size": 4, "max_micro_batch_size": 2}, grad_accumulation_steps=2)
     assert stages == [False] * 12 + [True] * 28
 
 
-@pytest.mark.feature("N31")
 @pytest.mark.parametrize("epochs", [1, 3, -1])
 def test_the_run_has_max_steps_updates_whatever_epochs_say(epochs):
     assert run(STAGES["steps"], {"epochs": epochs}) == [False] * 3 + [True] * 7
 
 
-@pytest.mark.feature("N31")
 def test_accumulation_that_changes_with_the_epoch_is_that_of_the_first():
     stages = run(STAGES["steps"], {"epochs": 2}, grad_accumulation_steps={0: 2, 1: 4})
     assert stages == [False] * 6 + [True] * 14
 
 
-@pytest.mark.feature("N31")
 def test_without_shuffling_each_stage_is_read_in_its_order():
     module = Scripted()
     make_trainer({"max_steps": 6, "epochs": 1}, shuffle_train=False).fit(module, STAGES["steps"])
     assert module.seen == [[0, 1], [2, 3], [4, 0], [100, 101], [102, 103], [104, 105]]
 
 
-@pytest.mark.feature("N31")
 def test_updates_that_were_left_out_are_made_up_for_with_the_last_stage():
     class Weightless(Scripted):
         def training_step(self, batch):
@@ -87,7 +81,6 @@ class Shifted(Augmented):
         return point + 5, target - 5
 
 
-@pytest.mark.feature("N31")
 @pytest.mark.parametrize("stop", [2, 5, 6, 11])
 def test_a_run_continues_in_any_stage_bit_for_bit(tmp_path, stop):
     def go(path, **settings):
@@ -101,7 +94,6 @@ def test_a_run_continues_in_any_stage_bit_for_bit(tmp_path, stop):
 
 
 @pytest.mark.usefixtures("without_fingerprints")
-@pytest.mark.feature("N31")
 def test_a_run_continues_in_other_batches_where_updates_keep_their_size(tmp_path):
     def go(path, **settings):
         hps = {"epochs": -1, "max_steps": 10, "batch_size": 4, **settings.pop("hps", {})}
@@ -117,7 +109,6 @@ def test_a_run_continues_in_other_batches_where_updates_keep_their_size(tmp_path
 
 
 @pytest.mark.usefixtures("without_fingerprints")
-@pytest.mark.feature("N31")
 def test_a_run_continues_under_another_size_of_its_updates_with_its_stages_at_the_same_steps(tmp_path):
     def go(**settings):
         easy, hard = Augmented(10), Shifted()
@@ -130,14 +121,12 @@ def test_a_run_continues_under_another_size_of_its_updates_with_its_stages_at_th
     assert go(resume=True, grad_accumulation_steps=2) == (2 * 2 * of_step, 8 * 2 * of_step)
 
 
-@pytest.mark.feature("N31")
 def test_stages_that_the_run_does_not_reach_are_told(caplog):
     with caplog.at_level(logging.WARNING, "accmt"):
         assert run(STAGES["steps"], {"max_steps": 3}) == [False] * 3
     assert "max_steps=3 leaves no steps for stage 2 of the curriculum" in caplog.text
 
 
-@pytest.mark.feature("N31")
 def test_a_fast_dev_run_takes_the_first_batches_of_a_curriculum():
     module = Scripted()
     make_trainer({"max_steps": 10}, fast_dev_run=4).fit(module, STAGES["steps"])

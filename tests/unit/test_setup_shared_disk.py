@@ -43,7 +43,6 @@ def find(folder: Path, **settings: Any) -> list[int]:
     return list(processes._disk_managers)
 
 
-@pytest.mark.feature("L108")
 def test_a_machine_that_does_not_see_the_folder_is_named(on_machines: list[int], tmp_path: Path) -> None:
     assert find(tmp_path) == []
     on_machines[1] = 2

@@ -130,7 +130,6 @@ class Predicting(Scripted):
         return batch
 
 
-@pytest.mark.feature("L83")
 def test_a_datamodule_is_prepared_set_up_asked_and_torn_down():
     data, module = Data(), Scripted()
     trainer = make_trainer(**QUIET)
@@ -141,7 +140,6 @@ def test_a_datamodule_is_prepared_set_up_asked_and_torn_down():
     assert data.trainer is trainer
 
 
-@pytest.mark.feature("L83")
 def test_validate_test_and_predict_take_that_of_the_last_fit_or_one_of_their_own():
     data, module = Data(), Predicting()
     trainer = make_trainer(**QUIET)
@@ -156,7 +154,6 @@ def test_validate_test_and_predict_take_that_of_the_last_fit_or_one_of_their_own
     assert make_trainer().validate(Scripted(), datamodule=Data())["val_loss"] == 15
 
 
-@pytest.mark.feature("L92", "L100")
 def test_the_loaders_of_tests_and_predictions_can_be_looked_at():
     class Looking(Callback):
         def on_evaluation_start(self):
@@ -172,7 +169,6 @@ def test_the_loaders_of_tests_and_predictions_can_be_looked_at():
     assert [type(loader) for loader in trainer.test_dataloaders] == [DataLoader, DataLoader]
 
 
-@pytest.mark.feature("L83")
 def test_inside_a_run_nothing_is_torn_down():
     class Testing(Callback):
         def on_epoch_end(self):
@@ -186,7 +182,6 @@ def test_inside_a_run_nothing_is_torn_down():
     assert data.calls == ["setup test", "teardown fit"]
 
 
-@pytest.mark.feature("L83")
 def test_a_lightning_datamodule_works_as_it_is():
     base = lightning_data_module()
 
@@ -208,14 +203,12 @@ def test_a_lightning_datamodule_works_as_it_is():
         trainer.fit(Linear(), datamodule=base())
 
 
-@pytest.mark.feature("L83", "L57")
 def test_reloading_asks_the_datamodule_anew_but_sets_it_up_once():
     data = Data()
     make_trainer({"epochs": 3}, reload_dataloaders_every_n_epochs=2, **QUIET).fit(Scripted(), datamodule=data)
     assert data.calls == ["prepare", "setup fit", "train", "val", "train", "val", "teardown fit"]
 
 
-@pytest.mark.feature("L83")
 def test_only_what_is_there_is_called_and_the_module_comes_first():
     class Bare:
         def train_dataloader(self):
@@ -231,7 +224,6 @@ def test_only_what_is_there_is_called_and_the_module_comes_first():
     assert module.validated == []
 
 
-@pytest.mark.feature("L83")
 @pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
 def test_data_beside_a_datamodule_are_refused(name):
     with raises_at(ArgumentError, "fit(datamodule=...)"):
@@ -240,7 +232,6 @@ def test_data_beside_a_datamodule_are_refused(name):
         make_trainer().test(Scripted(), Numbers(2), datamodule=Data())
 
 
-@pytest.mark.feature("L83")
 def test_an_object_that_makes_no_loader_is_refused():
     with raises_at(ArgumentError, "datamodule"):
         make_trainer().fit(Scripted(), datamodule=Numbers(2))
@@ -295,13 +286,11 @@ def test_a_datamodule_that_forgets_to_return_its_training_data_is_named():
     assert DataModule(own).load("validate") is None
 
 
-@pytest.mark.feature("L83")
 def test_a_class_is_refused():
     with raises_at(ArgumentError, "datamodule"):
         make_trainer().fit(Scripted(), datamodule=Data)
 
 
-@pytest.mark.feature("L83")
 def test_a_set_up_that_fails_is_torn_down():
     class Failing(Data):
         def setup(self, stage):
@@ -314,7 +303,6 @@ def test_a_set_up_that_fails_is_torn_down():
     assert data.calls[-2:] == ["setup fit", "teardown fit"]
 
 
-@pytest.mark.feature("L83")
 def test_a_failed_run_tears_down_and_its_own_error_goes_first(caplog):
     class Failing(Data):
         def teardown(self, stage):

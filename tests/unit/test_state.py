@@ -22,7 +22,6 @@ def train(state, *, epochs, batches, accumulation, samples=2):
         state.count_epoch()
 
 
-@pytest.mark.feature("N38", "T28", "T29", "T33", "T34", "T30", "L82", "L85")
 def test_counters_after_two_epochs():
     state = TrainingState()
     train(state, epochs=2, batches=5, accumulation=2)
@@ -44,7 +43,6 @@ def test_counters_after_two_epochs():
     }
 
 
-@pytest.mark.feature("T28", "T29", "T30", "L82")
 def test_the_index_of_the_work_is_the_number_of_what_is_finished():
     state = TrainingState()
     assert (state.epoch, state.batch_idx, state.optimizer_step) == (0, 0, 0)
@@ -66,7 +64,6 @@ def test_a_skipped_update_has_seen_its_samples_and_made_no_step():
     assert (state.global_step, state.epoch_step, state.skipped_steps, state.samples_seen) == (0, 0, 1, 4)
 
 
-@pytest.mark.feature("N38")
 def test_evaluations_count_their_batches_and_remember_their_step():
     state = TrainingState()
     state.count_samples(2)
@@ -79,7 +76,6 @@ def test_evaluations_count_their_batches_and_remember_their_step():
     assert (state.val_step, state.eval_global_step, state.evaluations_done, state.last_evaluation_step) == (2, 5, 2, 1)
 
 
-@pytest.mark.feature("T32")
 @pytest.mark.parametrize(
     ("accumulation", "boundaries"),
     [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (4, [3, 6]), (7, [6]), (100, [6])],
@@ -94,7 +90,6 @@ def test_a_window_ends_after_its_batches_and_with_the_epoch(accumulation, bounda
     assert found == boundaries
 
 
-@pytest.mark.feature("T32")
 def test_without_more_being_said_no_batch_is_the_last():
     assert not TrainingState(grad_accum_steps=2).is_grad_accum_boundary()
     assert TrainingState(grad_accum_steps=2, train_step=1).is_grad_accum_boundary()
@@ -127,7 +122,6 @@ def test_only_counters_are_saved_whatever_the_views_hold():
     assert set(state.state_dict()) == set(Counters.__dataclass_fields__)
 
 
-@pytest.mark.feature("L94", "L95", "L96", "L84", "T31", "N38")
 def test_the_views_show_what_the_trainer_is_doing():
     state = TrainingState(num_processes=4, grad_accum_steps=2)
     assert (state.fn, state.stage, state.status) == (None, None, "initializing")
@@ -145,7 +139,6 @@ def test_the_views_show_what_the_trainer_is_doing():
     assert (state.num_processes, state.grad_accum_steps) == (4, 2)
 
 
-@pytest.mark.feature("L94", "L95", "L96")
 @pytest.mark.parametrize(
     "view",
     [
@@ -168,7 +161,6 @@ def test_views_are_read_only(view):
         setattr(TrainingState(), view, None)
 
 
-@pytest.mark.feature("N38")
 def test_best_losses_are_those_that_models_are_saved_by_and_zero_is_a_value():
     state = TrainingState()
     assert state.best_train_loss is None

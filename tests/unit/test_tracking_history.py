@@ -9,7 +9,6 @@ import pytest
 from accmt.tracking.history import HISTORY_FILE, History, HistoryReader, read_history
 
 
-@pytest.mark.feature("P41")
 def test_history_has_one_strict_json_line_per_row(tmp_path):
     history = History(tmp_path)
     history.add_config({"epochs": 1})

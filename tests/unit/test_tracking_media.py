@@ -124,7 +124,6 @@ class Store:
         return Path(self.client.download_artifacts(self.run_id, path, str(folder)))
 
 
-@pytest.mark.feature("P41")
 def test_everything_is_in_the_run_folder_before_a_call_returns(tmp_path):
     tracking = start(None, tmp_path)
     log_everything(tracking)
@@ -178,7 +177,6 @@ def test_cells_are_plain_values(tmp_path):
     assert cells[5:] == ["[1, 2]", "x"]
 
 
-@pytest.mark.feature("P41", "N28")
 def test_trackers_get_what_they_have_a_place_for_and_say_once_what_they_have_none_for(store, tmp_path, caplog):
     own = Keeping()
     tracking = start([TensorBoard, MLFlow, own], store, "all")

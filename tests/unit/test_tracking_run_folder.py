@@ -6,7 +6,6 @@ import pytest
 from accmt.tracking.history import RunPlace, default_run_name, default_track_name, folder_name, is_url
 
 
-@pytest.mark.feature("A04")
 @pytest.mark.parametrize("model_path", ["a/b", "a/b/", "a/b//", "a/./b/.", "a/c/../b/", Path("a/b")])
 def test_track_name_is_the_base_name_however_the_path_ends(model_path):
     assert default_track_name(model_path) == "b"
@@ -33,7 +32,6 @@ def test_run_names_are_timestamped_and_differ():
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[a-z]{4}", name) for name in names)
 
 
-@pytest.mark.feature("A15")
 @pytest.mark.parametrize(
     "place",
     [
@@ -61,7 +59,6 @@ def test_folders_are_no_urls(place):
     assert not is_url(place)
 
 
-@pytest.mark.feature("A15")
 @pytest.mark.parametrize(
     ("place", "url"),
     [
@@ -76,7 +73,6 @@ def test_a_host_without_scheme_becomes_http(place, url):
     assert RunPlace(place, "track", "run").url == url
 
 
-@pytest.mark.feature("L89")
 def test_run_folder_lies_below_logging_dir_and_track():
     assert RunPlace("here/logs", "track", "run").run_folder == Path("here/logs/track/run")
 

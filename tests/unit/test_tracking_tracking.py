@@ -102,7 +102,6 @@ def mlflow_run(folder, tracking):
     return mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db").get_run(tracking.run_ids["mlflow"])
 
 
-@pytest.mark.feature("A16", "P41")
 def test_history_is_written_without_any_tracker(tmp_path):
     tracking = make(None, tmp_path)
     tracking.start(CONFIG)
@@ -116,7 +115,6 @@ def test_history_is_written_without_any_tracker(tmp_path):
     assert end["status"] == "FINISHED"
 
 
-@pytest.mark.feature("L89")
 def test_files_are_made_at_the_start_not_before(tmp_path):
     tracking = make([TensorBoard, MLFlow], tmp_path / "logs")
     assert tracking.run_folder == tmp_path / "logs" / "track" / "run"
@@ -124,7 +122,6 @@ def test_files_are_made_at_the_start_not_before(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.feature("A16", "L87")
 def test_every_tracker_gets_every_row_as_plain_floats(tmp_path):
     first, second = Recorder(), Recorder()
     tracking = make([first, second], tmp_path)
@@ -146,7 +143,6 @@ def test_every_tracker_gets_every_row_as_plain_floats(tmp_path):
     assert tracking.loggers == []
 
 
-@pytest.mark.feature("A17", "A04", "A39", "A40")
 def test_tensorboard_events_lie_in_the_run_folder(tmp_path):
     tracking = make([TensorBoard, Recorder()], tmp_path)
     tracking.start(CONFIG)
@@ -159,7 +155,6 @@ def test_tensorboard_events_lie_in_the_run_folder(tmp_path):
     ]
 
 
-@pytest.mark.feature("A15", "A19", "A56", "D27", "N18")
 def test_mlflow_keeps_rows_and_configuration_in_the_logging_dir(shared_logs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tracking = make(MLFlow, shared_logs, run_name="first", kwargs={"tags": {"team": "news"}})
@@ -182,7 +177,6 @@ def test_mlflow_keeps_rows_and_configuration_in_the_logging_dir(shared_logs, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.feature("D27")
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
 def test_runs_end_with_their_true_status_everywhere(shared_logs, status):
     tracking = make(MLFlow, shared_logs, run_name=status)
@@ -254,7 +248,6 @@ def test_a_package_that_is_installed_in_part_is_an_error_with_the_line_for_pip(t
         tracking.start({})
 
 
-@pytest.mark.feature("A15")
 def test_a_server_that_is_down_is_an_error_at_the_start_where_that_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with raises_at(TrackerError, "the tracker mlflow", do="logging_dir='127.0.0.1:9'"):
@@ -262,7 +255,6 @@ def test_a_server_that_is_down_is_an_error_at_the_start_where_that_was_asked_for
     assert mlflow.get_tracking_uri() == "http://127.0.0.1:9"
 
 
-@pytest.mark.feature("A15")
 def test_a_malformed_server_is_always_an_error(tmp_path):
     with raises_at(TrackerError, "the tracker mlflow", "http://:99999"):
         make(MLFlow, "http://:99999").start({})
@@ -308,7 +300,6 @@ def test_an_interrupted_start_ends_what_was_started(tmp_path):
     assert good.calls[-1] == ("finish",)
 
 
-@pytest.mark.feature("A15")
 @pytest.mark.parametrize("log_with", [None, TensorBoard, Recorder])
 def test_a_url_without_a_tracker_that_can_use_it_is_an_error(log_with):
     with raises_at(ArgumentError, "Trainer(logging_dir=...)"):
@@ -344,7 +335,6 @@ def test_rows_before_the_start_and_after_the_end_go_nowhere(tmp_path):
     assert [call[0] for call in recorder.calls] == ["start", "config", "finish"]
 
 
-@pytest.mark.feature("L86")
 def test_trackers_are_found_by_name_and_unwrapped(tmp_path):
     recorder = Recorder()
     tracking = make([TensorBoard, recorder], tmp_path)

@@ -34,7 +34,6 @@ def rows_of(table: str) -> list[list[str]]:
     return rows
 
 
-@pytest.mark.feature("T26")
 def test_the_first_callback_of_a_class_is_found():
     first, second = CountingMore(), Counting()
     trainer = make_trainer(callbacks=[EMA(0.9), first, second])
@@ -43,7 +42,6 @@ def test_the_first_callback_of_a_class_is_found():
     assert trainer.get_callback(MainProcessCallback, "none") == "none"
 
 
-@pytest.mark.feature("T26")
 def test_a_callback_that_is_not_there_is_a_key_error_that_names_those_that_are():
     with raises_at(KeyError, "get_callback(EMA)", expected="Counting") as caught:
         make_trainer(callbacks=Counting()).get_callback(EMA)
@@ -52,7 +50,6 @@ def test_a_callback_that_is_not_there_is_a_key_error_that_names_those_that_are()
         make_trainer().get_callback(EMA)
 
 
-@pytest.mark.feature("T26")
 def test_callbacks_of_the_module_are_found_once_a_run_was_begun():
     own = Counting()
 
@@ -69,7 +66,6 @@ def test_callbacks_of_the_module_are_found_once_a_run_was_begun():
     assert trainer.get_callback(Counting) is own
 
 
-@pytest.mark.feature("T27")
 def test_the_table_has_each_hook_and_who_acts_at_it_in_order():
     trainer = make_trainer(callbacks=[CountingMore(order=2), LambdaCallback(on_epoch_end=lambda: None, order=0.5)])
     rows = rows_of(trainer.describe_callbacks())
@@ -84,7 +80,6 @@ def test_the_table_has_each_hook_and_who_acts_at_it_in_order():
     assert [row[2] for row in rows if row[1] == "(none)"] == [""] * (len(HOOKS) - 3)
 
 
-@pytest.mark.feature("T27")
 def test_once_a_run_was_begun_the_module_and_our_own_callbacks_are_in_the_table():
     class Watching(Linear):
         def on_epoch_end(self):
@@ -97,14 +92,12 @@ def test_once_a_run_was_begun_the_module_and_our_own_callbacks_are_in_the_table(
     assert "ModelSaver" in [name for hook, name, _ in rows if hook == "on_evaluation_end"]
 
 
-@pytest.mark.feature("T27")
 @pytest.mark.parametrize("verbose", [True, False])
 def test_the_table_is_said_unless_told_otherwise(caplog, verbose):
     table = make_trainer(callbacks=Counting(), verbose=verbose).describe_callbacks()
     assert (table in caplog.text) == verbose
 
 
-@pytest.mark.feature("T27")
 def test_a_misspelt_hook_shows_in_the_table_too():
     class Misspelt(Callback):
         def on_epoch_ends(self):

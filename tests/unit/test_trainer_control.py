@@ -17,7 +17,6 @@ from tests.toys import Linear, make_points, make_trainer
 ADAM = {"optim": {"type": "Adam", "lr": 0.1}}
 
 
-@pytest.mark.feature("P34")
 def test_a_closed_trainer_holds_no_run_and_may_be_closed_again():
     trainer = make_trainer()
     trainer.fit(Linear(), make_points())
@@ -29,7 +28,6 @@ def test_a_closed_trainer_holds_no_run_and_may_be_closed_again():
     assert not dist.is_initialized()
 
 
-@pytest.mark.feature("P34")
 def test_a_closed_trainer_keeps_neither_data_nor_the_optimizers_memory_while_the_module_lives():
     trainer, module, data, other = make_trainer(ADAM), Linear(), make_points(), make_points(4)
     trainer.fit(module, data)
@@ -45,14 +43,12 @@ def test_a_closed_trainer_keeps_neither_data_nor_the_optimizers_memory_while_the
         assert module.trainer is again, "another Trainer's module is let be"
 
 
-@pytest.mark.feature("P34")
 def test_a_trainer_that_never_ran_can_be_closed():
     trainer = make_trainer()
     trainer.close()
     assert trainer.fit(Linear(), make_points()).global_step == 4, "and train after it"
 
 
-@pytest.mark.feature("P34", "N22")
 def test_one_process_may_train_on_after_closing():
     with make_trainer() as trainer:
         first = trainer.fit(Linear(), make_points()).global_step
@@ -60,7 +56,6 @@ def test_one_process_may_train_on_after_closing():
     assert trainer.fit(Linear(), make_points()).global_step == first
 
 
-@pytest.mark.feature("P34")
 def test_an_error_in_the_block_goes_on_and_the_run_is_given_back():
     trainer = make_trainer()
 
@@ -74,7 +69,6 @@ def test_an_error_in_the_block_goes_on_and_the_run_is_given_back():
     assert trainer._run is None
 
 
-@pytest.mark.feature("P34")
 def test_a_run_in_work_cannot_be_closed():
     class Closing(Callback):
         def on_epoch_end(self):
@@ -93,14 +87,12 @@ def own_group():
         dist.destroy_process_group()
 
 
-@pytest.mark.feature("P34")
 def test_a_group_that_the_program_made_stays(own_group):
     with make_trainer() as trainer:
         trainer.fit(Linear(), make_points())
     assert dist.is_initialized()
 
 
-@pytest.mark.feature("N26")
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_a_reset_optimizer_has_no_state_and_goes_on_as_a_new_one(is_reset):
     counts = []
@@ -118,7 +110,6 @@ def test_a_reset_optimizer_has_no_state_and_goes_on_as_a_new_one(is_reset):
     assert module.optimizer.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.feature("N26")
 def test_a_checkpoint_after_a_reset_continues_bit_for_bit():
     class Reset(Callback):
         def on_update_end(self):
@@ -136,7 +127,6 @@ def test_a_checkpoint_after_a_reset_continues_bit_for_bit():
     assert torch.equal(train("out/b", {"epochs": 1}, True), unbroken)
 
 
-@pytest.mark.feature("N26")
 def test_without_a_run_there_is_no_optimizer_to_reset():
     with pytest.raises(RuntimeError, match="there is no run yet"):
         make_trainer().reset_optimizer()

@@ -117,7 +117,6 @@ def test_validate_gives_the_bits_that_were_logged_in_training(settings: dict[str
     assert trainer.validate(val_dataset=data) == values
 
 
-@pytest.mark.feature("N27", "P04", "T37")
 def test_evaluate_is_another_name_of_validate():
     trainer = make_trainer()
     module = Linear()
@@ -125,7 +124,6 @@ def test_evaluate_is_another_name_of_validate():
     assert all(hasattr(trainer, name) for name in ("fit", "validate", "test", "predict"))
 
 
-@pytest.mark.feature("L05")
 def test_a_module_that_was_never_trained_is_evaluated_without_training_data():
     class Ready(AcceleratorModule):
         def __init__(self):
@@ -179,7 +177,6 @@ def test_training_is_the_same_whether_or_not_something_was_evaluated_before():
 # Test
 
 
-@pytest.mark.feature("D06", "L06")
 def test_a_test_step_is_used_and_its_loss_is_the_test_loss():
     class Tested(Scripted):
         def test_step(self, batch):
@@ -196,7 +193,6 @@ def test_without_a_test_step_the_validation_step_stands_in_its_place(module: Acc
     assert trainer.test(module, data)["test_loss"] == trainer.validate(module, data)["val_loss"]
 
 
-@pytest.mark.feature("L34")
 def test_test_batches_have_a_size_and_a_limit_of_their_own():
     module = Scripted()
     trainer = make_trainer({"batch_size": [1, 2, 3]}, limit_batches={"test": 2, "val": 1})
@@ -213,7 +209,6 @@ def test_a_limit_is_a_number_of_batches_or_a_fraction(limit: float, batches: int
     assert len(module.validated) == batches
 
 
-@pytest.mark.feature("L35")
 def test_a_limit_is_of_each_set():
     module, trainer = Scripted(), make_trainer(limit_batches={"val": 1, "test": 1, "predict": 1})
     sets = {"a": Numbers(8), "b": Numbers([5, 6, 7])}
@@ -236,7 +231,6 @@ FORMS = {
 }
 
 
-@pytest.mark.feature("L80")
 @pytest.mark.parametrize("form", FORMS)
 def test_there_is_one_prediction_for_each_sample_in_the_order_of_the_data(form: str):
     make, expected = FORMS[form]
@@ -376,7 +370,6 @@ def test_an_error_in_a_predict_step_is_the_users_own():
 # Whose weights
 
 
-@pytest.mark.feature("L103")
 def test_the_best_and_the_last_weights_are_others_and_the_modules_own_come_back():
     trainer, module = trained(model_saving=["best_valid_loss", "last"])
     own = weights_of(module)
@@ -690,7 +683,6 @@ def test_a_users_accelerator_is_used_and_holds_nothing_afterwards():
     assert accelerator._models == []
 
 
-@pytest.mark.feature("N27")
 def test_results_can_be_written_to_a_file():
     class Lost(Scripted):
         def validation_step(self, batch):
@@ -826,7 +818,6 @@ def drawn_by(monkeypatch: pytest.MonkeyPatch, function: str, settings: dict[str,
     return stream.getvalue()
 
 
-@pytest.mark.feature("L56")
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
 def test_evaluations_by_hand_draw_a_bar_for_each_set(monkeypatch: pytest.MonkeyPatch, function: str):
     drawn = drawn_by(monkeypatch, function, {"verbose": True, "metrics": Accuracy()})
@@ -836,7 +827,6 @@ def test_evaluations_by_hand_draw_a_bar_for_each_set(monkeypatch: pytest.MonkeyP
     assert "3/3" in drawn
 
 
-@pytest.mark.feature("L56")
 @pytest.mark.parametrize(
     ("settings", "told", "is_drawn"),
     [

@@ -17,7 +17,6 @@ from accmt.compat import OtherHookNames, OtherTrainerNames
 from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
 
 
-@pytest.mark.feature("L81")
 def test_callback_metrics_are_the_newest_values_of_each_name():
     seen = []
 
@@ -39,7 +38,6 @@ def test_callback_metrics_are_the_newest_values_of_each_name():
     assert seen == [values]
 
 
-@pytest.mark.feature("P20", "P26", "T07")
 def test_without_a_launcher_one_process_works_on_the_device_that_is_asked_for():
     module = Linear()
     trainer = make_trainer(accelerator=Accelerator(cpu=True))
@@ -72,7 +70,6 @@ class Stop(Callback):
         self.trainer.should_stop = True
 
 
-@pytest.mark.feature("L98")
 @pytest.mark.parametrize(
     ("minimum", "updates"),
     [
@@ -90,7 +87,6 @@ def test_should_stop_waits_for_every_minimum_that_is_given(minimum, updates):
     assert trainer.state.finished
 
 
-@pytest.mark.feature("L46", "P33", "L63")
 def test_handlers_of_accelerate_reach_the_accelerator():
     handler = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
     trainer = make_trainer(accelerator={"kwargs_handlers": [handler]}, parallelism={"ddp": {"static_graph": True}})
@@ -101,7 +97,6 @@ def test_handlers_of_accelerate_reach_the_accelerator():
     assert accelerator.ddp_handler.static_graph
 
 
-@pytest.mark.feature("L11", "L63", "P10")
 def test_an_accelerator_of_ones_own_class_is_the_one_that_works():
     class Own(Accelerator):
         prepared = 0
@@ -117,7 +112,6 @@ def test_an_accelerator_of_ones_own_class_is_the_one_that_works():
     assert accelerator.prepared == 1
 
 
-@pytest.mark.feature("N19")
 @pytest.mark.parametrize("is_placed", [True, False])
 def test_batches_reach_the_device_unless_told_otherwise(is_placed):
     trainer = make_trainer(data_options={"device_placement": is_placed})
@@ -127,14 +121,12 @@ def test_batches_reach_the_device_unless_told_otherwise(is_placed):
     assert elsewhere.place(batch)["inputs"][0].device.type == ("meta" if is_placed else "cpu")
 
 
-@pytest.mark.feature("L36")
 def test_rows_are_updates_whatever_the_batches_of_an_update():
     trainer = make_trainer(log_every=2, grad_accumulation_steps=2)
     trainer.fit(Linear(), make_points(16))
     assert [step for step, _ in logged(trainer, "train_loss")] == [2, 4]
 
 
-@pytest.mark.feature("P38")
 def test_samplers_for_training_and_validation():
     module = Scripted()
     train, val = Numbers(6), Numbers(4)
@@ -144,7 +136,6 @@ def test_samplers_for_training_and_validation():
     assert module.validated == [[0.0], [1.0], [2.0], [3.0]]
 
 
-@pytest.mark.feature("P40")
 def test_epochs_and_evaluations_have_a_cap_of_batches():
     module = Scripted()
     trainer = make_trainer({"epochs": 2}, limit_batches={"train": 3, "val": 1}, num_sanity_val_steps=0)
@@ -152,7 +143,6 @@ def test_epochs_and_evaluations_have_a_cap_of_batches():
     assert (len(module.seen), len(module.validated)) == (6, 2)
 
 
-@pytest.mark.feature("T21")
 def test_hooks_get_the_batch_the_loss_and_what_the_step_returned():
     returned, seen = [], []
 
@@ -174,7 +164,6 @@ def test_hooks_get_the_batch_the_loss_and_what_the_step_returned():
     assert len(seen) == 4
 
 
-@pytest.mark.feature("T10")
 def test_a_function_that_names_the_trainer_gets_it():
     seen = []
     callback = LambdaCallback(
@@ -187,7 +176,6 @@ def test_a_function_that_names_the_trainer_gets_it():
     assert seen == [0, 1, 2, 3, (0, 4), trainer]
 
 
-@pytest.mark.feature("P39")
 def test_callbacks_of_a_pymarlin_module_are_called_and_can_gather_what_its_steps_made():
     class OfPyMarlin(OtherHookNames, Linear):
         def on_begin_train_epoch(self):
@@ -219,7 +207,6 @@ def test_callbacks_of_a_pymarlin_module_are_called_and_can_gather_what_its_steps
     assert module.calls == [*updates, ("", ["val_loss"]), 7, "end"]
 
 
-@pytest.mark.feature("L90", "P03")
 def test_names_of_other_trainers_work_where_they_are_asked_for():
     class Ported(OtherTrainerNames, Trainer):
         pass

@@ -59,7 +59,6 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.feature("A01", "A37")
 def test_the_documented_arguments_come_first_with_their_defaults():
     first = list(PARAMETERS)[:33]
     assert len(DOCUMENTED) == 33
@@ -68,14 +67,12 @@ def test_the_documented_arguments_come_first_with_their_defaults():
     assert all(PARAMETERS[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in first)
 
 
-@pytest.mark.feature("A01")
 def test_everything_added_is_keyword_only():
     added = list(PARAMETERS.values())[33:]
     assert added.pop().kind is inspect.Parameter.VAR_KEYWORD
     assert {parameter.kind for parameter in added} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.feature("A01")
 def test_signature_and_settings_hold_the_same_names_and_defaults():
     in_signature = {name: p.default for name, p in PARAMETERS.items() if p.default is not EMPTY}
     in_settings = Settings.defaults()
@@ -86,7 +83,6 @@ def test_signature_and_settings_hold_the_same_names_and_defaults():
     assert set(PARAMETERS) - set(in_signature) == {"hps_config", "model_path", "kwargs"}
 
 
-@pytest.mark.feature("A01")
 def test_arguments_given_by_position_arrive_under_their_names():
     given = [HPS, "out", "project", None, False, "always", 7]
     settings = Trainer(*given).settings
@@ -95,7 +91,6 @@ def test_arguments_given_by_position_arrive_under_their_names():
     assert settings.evaluation.evaluate_every_n_steps == 7
 
 
-@pytest.mark.feature("A01")
 def test_more_arguments_by_position_than_documented_are_refused():
     values = [HPS, "out", *list(DOCUMENTED.values())[2:], "one more"]
     with pytest.raises(TypeError, match="positional"):
@@ -112,7 +107,6 @@ MISSPELT = {
 }
 
 
-@pytest.mark.feature("A56")
 @pytest.mark.parametrize("tracker", [None, "tensorboard"])
 @pytest.mark.parametrize("name", MISSPELT)
 def test_a_misspelt_argument_is_refused_with_the_nearest_name(name, tracker):
@@ -120,20 +114,17 @@ def test_a_misspelt_argument_is_refused_with_the_nearest_name(name, tracker):
         Trainer(HPS, "out", log_with=tracker, **{name: 1})
 
 
-@pytest.mark.feature("A56")
 @pytest.mark.parametrize("log_with", [None, []])
 def test_other_keywords_need_a_tracker_that_takes_them(log_with):
     with raises_at(TypeError, "Trainer(tags=...)"):
         Trainer(HPS, "out", log_with=log_with, tags=["a"])
 
 
-@pytest.mark.feature("A56")
 def test_other_keywords_go_to_the_tracker():
     trainer = Trainer(HPS, "out", log_with="tensorboard", tags=["a"], mlflow={"nested": True})
     assert trainer.settings.tracking.tracker_kwargs == {"tags": ["a"], "mlflow": {"nested": True}}
 
 
-@pytest.mark.feature("A56")
 @pytest.mark.parametrize(
     "name",
     ["tags", "notes", "entity", "group", "job_type", "name", "id", "mode", "project", "dir", "save_code", "nested_run"]
@@ -144,7 +135,6 @@ def test_keywords_of_real_trackers_are_not_taken_for_misspelt_arguments(name):
     assert Trainer(HPS, "out", log_with="mlflow", **{name: 1}).settings.tracking.tracker_kwargs == {name: 1}
 
 
-@pytest.mark.feature("A56")
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_and_its_argument_together_are_refused(alias):
     values = {"callbacks": Callback(), "model_saving_above": 0.5}
@@ -153,14 +143,12 @@ def test_an_alias_and_its_argument_together_are_refused(alias):
         Trainer(HPS, "out", **{name: values[name], alias: values[name]})
 
 
-@pytest.mark.feature("N17", "T06")
 @pytest.mark.parametrize("alias", ["callback", "callbacks"])
 def test_callbacks_have_the_name_of_the_original_too(alias):
     callback = Callback()
     assert Trainer(HPS, "out", **{alias: callback}).settings.running.callbacks is callback
 
 
-@pytest.mark.feature("T06", "L48")
 @pytest.mark.parametrize(
     ("name", "value", "do"),
     [
@@ -175,13 +163,11 @@ def test_names_of_other_trainers_are_refused_with_the_line_to_write(name, value,
         Trainer(HPS, "out", **{name: value})
 
 
-@pytest.mark.feature("N17")
 def test_two_names_of_callbacks_at_once_are_refused():
     with raises_at(TypeError, "Trainer(callback=..., callbacks=...)"):
         Trainer(HPS, "out", callback=Callback(), callbacks=Callback())
 
 
-@pytest.mark.feature("A32")
 def test_the_documented_misspelling_of_model_saving_above_is_understood():
     with pytest.warns(DeprecationWarning, match="write model_saving_above"):
         trainer = Trainer(HPS, "out", model_saving_aboce=0.5)
@@ -209,13 +195,11 @@ assert not {"transformers", "datasets", "mlflow", "tensorboard"} & set(sys.modul
 """
 
 
-@pytest.mark.feature("P12", "D26")
 def test_making_a_trainer_has_no_effect(tmp_path):
     subprocess.run([sys.executable, "-W", "error", "-c", QUIET], cwd=tmp_path, check=True, timeout=60)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.feature("P12")
 def test_making_a_trainer_draws_no_random_number_and_keeps_no_state_of_another():
     import torch
 
@@ -234,7 +218,6 @@ def test_properties_of_a_run_say_that_there_is_none_yet():
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.feature("A03")
 def test_hyper_parameters_of_the_caller_are_not_changed():
     hps = {"hps": {"epochs": "2", "batch_size": ["4", "8"], "optim": {"type": "SGD", "lr": "1e-1"}}}
     before = repr(hps)
@@ -255,7 +238,6 @@ def test_an_error_of_the_arguments_shows_no_frames_but_the_call():
         assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["checked"]
 
 
-@pytest.mark.feature("A56")
 def test_a_trainer_without_its_arguments_is_told_what_the_others_are_called_here():
     with pytest.raises(TypeError) as caught:
         Trainer(model=object(), train_dataset=[1], accelerator="gpu")
@@ -269,7 +251,6 @@ def test_a_trainer_without_its_arguments_is_told_what_the_others_are_called_here
     assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["checked"]
 
 
-@pytest.mark.feature("A56")
 def test_a_model_in_the_first_place_is_taken_for_another_trainers_argument():
     with raises_at(MissingArgumentError, "Trainer(train_dataset=...)") as caught:
         Trainer(torch.nn.Linear(2, 2), "args", list, train_dataset=[1])
@@ -277,7 +258,6 @@ def test_a_model_in_the_first_place_is_taken_for_another_trainers_argument():
     assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.feature("A56")
 def test_a_value_that_is_long_is_told_by_its_type():
     with pytest.raises(AccmtError) as caught:
         Trainer(HPS, torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 9), log_every="x" * 400)
@@ -285,7 +265,6 @@ def test_a_value_that_is_long_is_told_by_its_type():
     assert "got: an object of type str\n" in str(caught.value)
 
 
-@pytest.mark.feature("A56")
 @pytest.mark.parametrize(
     ("arguments", "missing"), [({}, "no hps_config and no model_path"), ({"hps_config": HPS}, "no model_path")]
 )
