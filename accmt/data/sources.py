@@ -16,7 +16,6 @@ from accmt.data.base import Source, SourceOptions, length_of
 from accmt.data.batches import MicroBatch, ReadBatch, read_when_needed
 from accmt.data.fetching import Fetched
 from accmt.data.planned import BatchesSource, DatasetSource
-from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError, fail
 from accmt.processes import (
     gather_numbers,
@@ -51,7 +50,8 @@ def _choose_source(data: Any, options: SourceOptions) -> Source:
         return _wrap_user_loader(data, options)
     _require_samples(data, options)
     if is_stream(data):
-        return StreamSource(data, options.without_split_stream(data))
+        source: Source = addon("stream_source")(data, options.without_split_stream(data))
+        return source
     if options.batch_sampler is None:
         return DatasetSource(data, options)
     loader = DataLoader(data, batch_sampler=options.batch_sampler, **options.torch_options())
@@ -110,7 +110,8 @@ def _wrap_user_loader(user_loader: DataLoader[Any], options: SourceOptions) -> S
     )
     if is_plain and length_of(user_loader.batch_sampler) is not None:
         return BatchesSource(user_loader, options)
-    return UserLoaderSource(user_loader, options.without_split_stream(user_loader.dataset))
+    source: Source = addon("user_loader_source")(user_loader, options.without_split_stream(user_loader.dataset))
+    return source
 
 
 # ---- Processes with separate data

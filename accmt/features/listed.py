@@ -6,7 +6,6 @@ from accmt.features.averaged_weights import Averages
 from accmt.features.bad_samples import BadSampleCounts
 from accmt.features.hooks import Feature
 from accmt.features.loss_guard import LossGuard
-from accmt.features.manual_optimization import ManualOptimization
 from accmt.features.missing_gradients import MissingGradients
 from accmt.features.out_of_memory import OutOfMemory
 from accmt.features.quantized_weights import QuantizedWeights
@@ -18,7 +17,6 @@ _OF_CORE: tuple[type[Feature], ...] = (
     OutOfMemory,
     LossGuard,
     MissingGradients,  # after it: steps that it skips are not checked
-    ManualOptimization,
     QuantizedWeights,
     Averages,
 )

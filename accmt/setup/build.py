@@ -124,6 +124,8 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     engine, tracking = facts.engine, trainer.chosen_tracking or _build_tracking(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", facts.metrics)
     through, kinds = partial(stopping_if_asked, trainer=trainer), all_features(settings)
+    if module.uses_manual_optimization:
+        kinds += (addon("manual_optimization"),)
     loaders = Loaders(trainer, module, user_data, recovery, engine, seed=seed, through=through)
     loaders.build(facts.train_data, facts.sets)
     saver = ModelSaver(facts.selection, facts.patience)

@@ -439,10 +439,9 @@ class Trainer(TrainerProperties):
             WeightsError: They are incomplete or for another model; `CheckpointError` for those of a checkpoint.
             SavingError: The folder of `results_output` is not writable.
         """
-        from accmt.trainer.standalone_evaluation import evaluate_alone, find_request
-
-        request = find_request(self, "validate", module, val_dataset, datamodule, ckpt_path, verbose=verbose)
-        return evaluate_alone(request, results_output)
+        arguments = self, "validate", module, val_dataset, datamodule, ckpt_path
+        evaluate_alone: Callable[..., dict[str, float]] = addon("evaluate_alone")
+        return evaluate_alone(*arguments, results_output=results_output, verbose=verbose)
 
     evaluate = validate
 
@@ -464,10 +463,9 @@ class Trainer(TrainerProperties):
 
         Processes: collective.
         """
-        from accmt.trainer.standalone_evaluation import evaluate_alone, find_request
-
-        request = find_request(self, "test", module, test_dataset, datamodule, ckpt_path, verbose=verbose)
-        return evaluate_alone(request, results_output)
+        arguments = self, "test", module, test_dataset, datamodule, ckpt_path
+        evaluate_alone: Callable[..., dict[str, float]] = addon("evaluate_alone")
+        return evaluate_alone(*arguments, results_output=results_output, verbose=verbose)
 
     def predict(
         self,
@@ -500,10 +498,7 @@ class Trainer(TrainerProperties):
         Raises:
             AccmtError: As for `validate`; also ModuleContractError if a step does not return a prediction per sample.
         """
-        from accmt.trainer.standalone_evaluation import find_request, predict_alone
-
-        request = find_request(self, "predict", module, dataset, datamodule, ckpt_path)
-        return predict_alone(request, keeps=return_predictions)
+        return addon("predict_alone")(self, module, dataset, datamodule, ckpt_path, keeps=return_predictions)
 
     def tune(
         self,

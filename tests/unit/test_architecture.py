@@ -296,7 +296,7 @@ QUESTIONS_LEFT = {
     "checkpoint/state_dicts.py": 4,
     "optimization/stepper.py": 1,
     "precision.py": 1,
-    "trainer/standalone_evaluation.py": 1,
+    "addons/standalone_evaluation.py": 1,
     "addons/tensor_parallel.py": 2,  # an engine itself
     "addons/flight_recorder/checksums.py": 1,
     "addons/flight_recorder/recorder.py": 2,

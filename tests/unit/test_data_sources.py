@@ -2,9 +2,9 @@ import datasets
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from accmt.addons.streams import StreamSource, UserLoaderSource
 from accmt.data import SourceOptions, build_source
 from accmt.data.planned import BatchesSource, DatasetSource
-from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError
 from tests.raising import raises_at
 from tests.tables import each

@@ -2,7 +2,7 @@ import datasets
 import pytest
 from torch.utils.data import DataLoader
 
-from accmt.data.streams import StreamState
+from accmt.addons.streams import StreamState
 
 
 class Resuming:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 
+from accmt.addons.streams import StreamSource, UserLoaderSource
 from accmt.data import Shard, SourceOptions, build_source
-from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError
 from accmt.messages import speaking
 from tests.raising import raises_at

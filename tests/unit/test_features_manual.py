@@ -558,7 +558,7 @@ def test_a_closure_may_return_nothing_on_any_number_of_processes(processes, monk
 
             self.optimizer.step(closure)
 
-    monkeypatch.setattr("accmt.features.manual_optimization.num_data_processes", lambda: processes)
+    monkeypatch.setattr("accmt.addons.manual_optimization.num_data_processes", lambda: processes)
     assert make_trainer({"epochs": 1, "batch_size": 4}).fit(Silent(), make_points(8)).global_step == 2
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from accmt import Callback
-from accmt.data.streams import StreamState
+from accmt.addons.streams import StreamState
 from tests.toys import Linear, make_points, make_trainer
 
 POINTS = make_points(24)

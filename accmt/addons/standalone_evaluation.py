@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from accmt.addons.prediction import predict
 from accmt.callbacks.averaging import WeightAverage
 from accmt.callbacks.progress import draw_batches
 from accmt.checkpoint.contents import load_state
@@ -26,7 +27,6 @@ from accmt.errors import ArgumentError, NoCheckpointError, fail
 from accmt.features.listed import all_features
 from accmt.files import dumps, require_writable_folder, write_text
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
-from accmt.loop.prediction import predict
 from accmt.messages import say
 from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings
@@ -199,7 +199,7 @@ class Request:
         return None
 
 
-def find_request(
+def _find_request(
     trainer: Trainer,
     function: Evaluation,
     module: AcceleratorModule | None,
@@ -207,7 +207,7 @@ def find_request(
     datamodule: Any,
     ckpt_path: CheckpointPath | None,
     *,
-    verbose: bool = True,
+    verbose: bool,
 ) -> Request:
     """Return the request for a call, with missing arguments taken from the last `fit`.
 
@@ -243,8 +243,18 @@ def find_request(
     )
 
 
-def evaluate_alone(request: Request, results_output: str | PathLike[str] | None) -> dict[str, float]:
-    """Validate or test, call the hooks, and print and write the results.
+def evaluate_alone(
+    trainer: Trainer,
+    function: Evaluation,
+    module: AcceleratorModule | None,
+    dataset: Any,
+    datamodule: Any,
+    ckpt_path: CheckpointPath | None,
+    *,
+    results_output: str | PathLike[str] | None,
+    verbose: bool,
+) -> dict[str, float]:
+    """Validate or test, call the hooks, and print and write the results: `Trainer.validate` and `test`.
 
     Processes: collective.
 
@@ -254,6 +264,7 @@ def evaluate_alone(request: Request, results_output: str | PathLike[str] | None)
     Raises:
         AccmtError: An error in module, data, weights or metrics.
     """
+    request = _find_request(trainer, function, module, dataset, datamodule, ckpt_path, verbose=verbose)
     output = None if results_output is None else Path(results_output).absolute()
     with serving(f"trainer.{request.function}"), working(request.trainer.settings.running):
         if output is not None:
@@ -279,14 +290,23 @@ def _write(path: Path, results: dict[str, float]) -> None:
     write_text(path, dumps(results, indent=2) + "\n")
 
 
-def predict_alone(request: Request, *, keeps: bool) -> Any:
-    """Predict like `accmt.loop.prediction.predict`; for a single set, return only its predictions.
+def predict_alone(
+    trainer: Trainer,
+    module: AcceleratorModule | None,
+    dataset: Any,
+    datamodule: Any,
+    ckpt_path: CheckpointPath | None,
+    *,
+    keeps: bool,
+) -> Any:
+    """Predict like `accmt.addons.prediction.predict`; for a single set, return only its predictions.
 
     Processes: collective.
 
     Raises:
         AccmtError: An error in module, data, weights or step.
     """
+    request = _find_request(trainer, "predict", module, dataset, datamodule, ckpt_path, verbose=True)
     with serving("trainer.predict"), working(request.trainer.settings.running), _open(request) as run:
         predictions = predict(run, keeps=keeps)
     if list(predictions) == [""]:
