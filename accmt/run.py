@@ -184,7 +184,7 @@ class Run(EvaluationRun):
         clock: The duration of the run.
         recovery: Lessons from failures that the run recovered from.
         interruption: Requests to end the run early.
-        watch: Listens for signals and to other processes; None with one process.
+        watch: Listens for signals and to other processes.
         is_resumed: Whether the run continues from a checkpoint.
         length: The optimizer steps of the run, as planned.
         replicas: Compares weights that processes share; None with one process.
@@ -208,7 +208,7 @@ class Run(EvaluationRun):
     clock: Clock
     recovery: Recovery
     interruption: Interruption
-    watch: Watch | None
+    watch: Watch
     is_resumed: bool
     length: RunLength
     replicas: Replicas | None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from accmt.errors import explain
-from accmt.failures.board import LEFT, Board, Machine
-from accmt.processes import process_index
+from accmt.failures.board import LEFT, Board
+from accmt.processes import gather_objects, process_index
 
 # A broken connection raises no error: a collective waits until torch's timeout, half an hour by default, and so does a
 # request to the store, which is on one machine. Each machine's launcher monitors the processes there, so here the first
@@ -16,6 +19,37 @@ from accmt.processes import process_index
 _TICK_S = 1.0
 _LOOKS = 8  # per time limit: each requests every machine's state from the store once
 _DO = 'start the run again on all machines: resume="auto" continues from the newest checkpoint'
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a run.
+
+    Attributes:
+        name: Its host name.
+        processes: The indices of its processes.
+    """
+
+    name: str
+    processes: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The index of its first process."""
+        return self.processes[0]
+
+
+def find_machines() -> list[Machine]:
+    """Return the machines of a run, ordered by their first processes.
+
+    Two machines of a launcher count as two even if they have the same name.
+
+    Processes: collective.
+    """
+    machines: dict[tuple[str, str | None], list[int]] = {}
+    for index, name_and_rank in enumerate(gather_objects((socket.gethostname(), os.environ.get("GROUP_RANK")))):
+        machines.setdefault(name_and_rank, []).append(index)
+    return [Machine(name, tuple(indices)) for (name, _), indices in machines.items()]
 
 
 class SignsOfLife:

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
+from accmt.addons.machines import Machine, find_machines
 from accmt.errors import SavingError, fail
-from accmt.failures import Machine, find_machines
 from accmt.options import Settings
 from accmt.processes import gather_objects, process_index, separate_disks
 

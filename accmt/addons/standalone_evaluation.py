@@ -368,7 +368,8 @@ def _lending_engine(request: Request) -> Iterator[Engine]:
         yield in_work.engine
         return
     accelerator = build_accelerator(settings.running)
-    with watching_evaluation(**make_watch(settings, request.trainer.state, is_listening=False, hang_timeout_s=None)):
+    _, watch = make_watch(settings, request.trainer.state, is_listening=False, hang_timeout_s=None)
+    with watching_evaluation(watch):
         engine = choose_engine(module, accelerator, settings)
         try:
             prepare_for_evaluation(engine, settings)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import socket
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from accmt.libraries.private_names import open_store
-from accmt.processes import gather_objects
 
 _runs = itertools.count()
+
+
+LEFT = "left"
+"""The topic of processes that have left in order."""
 
 
 class Board:
@@ -81,40 +81,3 @@ class Board:
     def beats_of(self, index: int) -> int:
         """Return one process's number of signals that it is alive."""
         return int(self._store.add(f"beat/{index}", 0))
-
-
-# ---- The machines of a run.
-
-
-LEFT = "left"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A machine of a run.
-
-    Attributes:
-        name: Its host name.
-        processes: The indices of its processes.
-    """
-
-    name: str
-    processes: tuple[int, ...]
-
-    @property
-    def first(self) -> int:
-        """The index of its first process."""
-        return self.processes[0]
-
-
-def find_machines() -> list[Machine]:
-    """Return the machines of a run, ordered by their first processes.
-
-    Two machines of a launcher count as two even if they have the same name.
-
-    Processes: collective.
-    """
-    machines: dict[tuple[str, str | None], list[int]] = {}
-    for index, name_and_rank in enumerate(gather_objects((socket.gethostname(), os.environ.get("GROUP_RANK")))):
-        machines.setdefault(name_and_rank, []).append(index)
-    return [Machine(name, tuple(indices)) for (name, _), indices in machines.items()]

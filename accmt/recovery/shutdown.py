@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from accmt.data import MicroBatch, UnshardedSource
-from accmt.errors import Preempted, ProcessFailedError, fail, is_out_of_memory
-from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of, record_for_launcher
+from accmt.errors import Preempted, is_out_of_memory
+from accmt.failures import Reason, Watch
 from accmt.messages import say, warn
 from accmt.options.failures import Handler
 from accmt.processes import acting_alone, is_main_process
@@ -17,8 +17,6 @@ from accmt.run import Run
 
 if TYPE_CHECKING:
     from accmt import Trainer
-
-_SAME_FAILURE_S = 2.0
 
 
 def stop_if_requested(run: Run) -> None:
@@ -50,82 +48,39 @@ def stop_run(run: Run, reason: Reason) -> NoReturn:
 @contextmanager
 def watching(run: Run) -> Iterator[None]:
     """Watch signals and the other processes; if only some processes fail, make sure that this one exits soon."""
-    watch = run.watch
-    if watch is None:
-        yield
-        return
-    watch.start()
+    run.watch.start()
     try:
         yield
     except Restart:
         raise  # on all processes together
     except BaseException as error:
-        _send_failure(run.interruption, watch, error)
+        run.watch.report_failure(error)
         raise
     finally:
-        watch.stop()
-        if watch.is_apart:
-            watch.exit_soon()
+        run.watch.stop()
 
 
 @contextmanager
-def watching_evaluation(watch: Watch | None, interruption: Interruption) -> Iterator[None]:
+def watching_evaluation(watch: Watch) -> Iterator[None]:
     """Watch the other processes outside training: an error caused by another process names it."""
-    if watch is None:
-        yield
-        return
     watch.start()
     try:
         yield
     except BaseException as error:
-        _send_failure(interruption, watch, error)
-        explained = error
-        if watch.is_apart:
-            explained = _explain_consequence(watch, error)
+        watch.report_failure(error)
+        explained = watch.explain(error)
         if explained is error:
             raise
         raise explained from None
     finally:
         watch.stop()
-        if watch.is_apart:
-            watch.exit_soon()
 
 
 def handle_failure(run: Run, error: BaseException) -> BaseException:
     """Handle an error that ends a run: inform the other processes, take an emergency checkpoint."""
-    if run.watch is not None:
-        _send_failure(run.interruption, run.watch, error)
+    run.watch.report_failure(error)
     _save_emergency_checkpoint(run, error)
-    if run.watch is None or not run.watch.is_apart:
-        return error
-    return _explain_consequence(run.watch, error)
-
-
-def _send_failure(interruption: Interruption, watch: Watch, error: BaseException) -> None:
-    # Reported already, or a stop on all processes together, which is no failure.
-    if watch.has_failed or interruption.is_left:
-        return
-    interruption.is_ending = True
-    watch.report_failure(error)
-    watch.is_apart = not watch.all_failed_alike(_SAME_FAILURE_S)
-    # torchrun shows the first error that is recorded: that of the process that failed, not of one that waited for it.
-    if not watch.is_apart or watch.find_cause(error) is None:
-        record_for_launcher(error)
-
-
-def _explain_consequence(watch: Watch, error: BaseException) -> BaseException:
-    """Return an error that names the process whose failure caused this one; the error itself if there is none."""
-    cause = watch.find_cause(error)
-    if cause is None:
-        return error
-    index, report = cause
-    if report:
-        do = "fix that error; the other processes were waiting for it"
-        return fail(ProcessFailedError, f"process {index}", got=f"it failed:\n{report}", expected="no error", do=do)
-    got = "it exited without an error message: killed, perhaps because memory ran out"
-    return fail(
-        ProcessFailedError, f"process {index}", got=got, expected="all processes alive", do="check the system log"
-    )
+    return run.watch.explain(error)
 
 
 def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
@@ -134,7 +89,7 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt | Preempted):
         is_handled = run.settings.checkpoints.every is not None or Handler.KEYBOARD in handlers
     else:
-        is_handled = bool(handlers & _kinds_of(run.watch, error))
+        is_handled = bool(handlers & run.watch.kinds_of(error))
     # A second Ctrl-C means now.
     if run.interruption.left_at_once or not is_handled:
         return
@@ -148,7 +103,7 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
     for before_emergency_checkpoint in run.features.before_emergency_checkpoint:
         before_emergency_checkpoint()
     try:
-        if run.watch is None or not run.watch.is_apart:
+        if not run.watch.is_apart:
             run.checkpoints.save_snapshot(run)
         elif run.engine.needs_all:
             lost = "the shards of the other processes are lost with them"
@@ -160,17 +115,6 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
                 run.checkpoints.save_snapshot(run, is_alone=True)
     except Exception as own:  # noqa: BLE001 - the error that ends the run has priority
         warn(f"could not write the emergency checkpoint, the newest one is kept: {own}")
-
-
-def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
-    """Return the kind of an error, including the kinds of the errors on other processes that caused it."""
-    if watch is None or is_consequence(error) is False:
-        return {kind_of(error)}
-    kinds: set[Handler | None] = {kind_of(error)}
-    for note in watch.failures().values():
-        if note["kind"] is not None:
-            kinds.add(Handler[note["kind"]])
-    return kinds
 
 
 def stopping_if_asked(micro_batches: Iterator[MicroBatch], trainer: Trainer) -> Iterator[MicroBatch]:

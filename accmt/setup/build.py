@@ -28,7 +28,7 @@ from accmt.data.seeding import seed_with_global
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.replicas import Replicas
 from accmt.errors import ArgumentError, fail
-from accmt.failures import Board, Clock, Interruption, Watch, find_machines
+from accmt.failures import Board, Clock, Interruption, Watch
 from accmt.features.listed import all_features
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.evaluation import EvaluationResults
@@ -143,12 +143,15 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     state.num_processes, state.best = num_processes(), facts.selection.best
     attach_run(trainer, module, accelerator, prepared)
     saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
-    watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
+    interruption, watch = make_watch(
+        settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s
+    )
     optimizer, own_model = prepared.stepper.optimizer, prepared.unwrapped_model
     compares = num_processes() > 1 and settings.failures.compare_replicas
     run = Run(
         **vars(prepared),
-        **watch,
+        interruption=interruption,
+        watch=watch,
         settings=settings,
         engine=engine,
         accelerator=accelerator,
@@ -249,29 +252,18 @@ def _find_folder(settings: Settings) -> Path | None:
 
 def make_watch(
     settings: Settings, state: TrainingState, *, is_listening: bool, hang_timeout_s: float | None
-) -> dict[str, Any]:
-    """Create the watch for signals and other processes, as arguments of `Run`.
+) -> tuple[Interruption, Watch]:
+    """Create the watch for signals and other processes, and what it interrupts.
 
     Processes: collective.
     """
     # Nobody else to watch, and a thread would cost each run its start.
     if num_processes() == 1 and hang_timeout_s is None:
-        return {"interruption": Interruption(is_listening=is_listening), "watch": None}
+        return Interruption(is_listening=is_listening), Watch()
     board = Board.open()
     interruption = Interruption(is_listening=is_listening, board=board)
-
-    def progress() -> tuple[int, ...]:
-        return state.batch_iteration, state.eval_global_step, state.global_step, state.epoch, state.evaluations_done
-
-    watch = Watch(
-        board,
-        interruption,
-        hang_timeout_s=hang_timeout_s,
-        progress=progress,
-        machines=find_machines(),
-        machine_timeout_s=settings.failures.machine_timeout_s,
-    )
-    return {"interruption": interruption, "watch": watch}
+    timeouts = {"hang_timeout_s": hang_timeout_s, "machine_timeout_s": settings.failures.machine_timeout_s}
+    return interruption, addon("build_watch")(board, interruption, state, **timeouts)
 
 
 def _place(

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from accmt.addons.machines import SignsOfLife
-from accmt.failures import Board, find_machines
-from accmt.failures.board import Machine
+from accmt.addons.machines import Machine, SignsOfLife, find_machines
+from accmt.failures import Board
 
 MACHINES = [Machine("here", (0, 1)), Machine("there", (2, 3)), Machine("beyond", (4,))]
 
@@ -110,5 +109,5 @@ def test_machines_are_told_apart_by_name_and_by_what_the_launcher_counts(monkeyp
     own = socket.gethostname()
     assert find_machines() == [Machine(own, (0,))]
     names = [("a", "0"), ("a", "0"), ("b", "1"), ("b", "2"), ("a", "0")]
-    monkeypatch.setattr("accmt.failures.board.gather_objects", lambda value: names)
+    monkeypatch.setattr("accmt.addons.machines.gather_objects", lambda value: names)
     assert find_machines() == [Machine("a", (0, 1, 4)), Machine("b", (2,)), Machine("b", (3,))]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from accmt.addons.watch import Stand, Waits
 from accmt.failures import Board
-from accmt.failures.watch import Stand, Waits
 
 COMPUTING = Stand(waits=False, begun={"all": 3, "host": 2})
 IN_STEP = Stand(waits=True, begun={"all": 4, "host": 2})

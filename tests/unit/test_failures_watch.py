@@ -17,8 +17,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from accmt.addons.watch import ProcessWatch
 from accmt.errors import Preempted
-from accmt.failures import Board, Interruption, Watch, record_for_launcher
+from accmt.failures import Board, Interruption, record_for_launcher
 from tests.tables import each
 
 
@@ -44,7 +45,7 @@ def end_of_waiting(main_thread: int) -> tuple[int | None, str]:
     """Return after which second a process ends itself that has seen another one fail, and what it says."""
     store, ends = HashStore(), []
     interruption = Interruption(is_listening=True)
-    watch = Watch(Board(store, 0, 2), interruption, hang_timeout_s=None, progress=lambda: 0)
+    watch = ProcessWatch(Board(store, 0, 2), interruption, hang_timeout_s=None, progress=lambda: 0)
     note = {"text": "broke", "is_consequence": False, "ticket": 1, "progress": "", "kind": None, "was_asked": False}
     Board(store, 1, 2).post("failed", note)
     watch._main_thread, watch._end = main_thread, ends.append
@@ -101,7 +102,7 @@ def test_the_first_failure_is_blamed_and_none_that_followed_from_another(
     consequences: list[bool], tickets: list[int], order: list[int]
 ) -> None:
     store = HashStore()
-    watch = Watch(Board(store, 0, 3), Interruption(is_listening=True), hang_timeout_s=None, progress=lambda: 0)
+    watch = ProcessWatch(Board(store, 0, 3), Interruption(is_listening=True), hang_timeout_s=None, progress=lambda: 0)
     for index, (is_consequence, ticket) in enumerate(zip(consequences, tickets, strict=True)):
         Board(store, index, 3).post("failed", {"is_consequence": is_consequence, "ticket": ticket})
     assert list(watch.failures()) == order
@@ -110,11 +111,11 @@ def test_the_first_failure_is_blamed_and_none_that_followed_from_another(
 
 
 @pytest.fixture
-def two_watches() -> Iterator[list[Watch]]:
+def two_watches() -> Iterator[list[ProcessWatch]]:
     store = HashStore()
     interruptions = [Interruption(is_listening=True) for _ in range(2)]
     watches = [
-        Watch(Board(store, index, 2), one, hang_timeout_s=None, progress=lambda: 0)
+        ProcessWatch(Board(store, index, 2), one, hang_timeout_s=None, progress=lambda: 0)
         for index, one in enumerate(interruptions)
     ]
     yield watches
@@ -123,7 +124,7 @@ def two_watches() -> Iterator[list[Watch]]:
         watch._sender.close()
 
 
-def test_a_process_that_was_killed_is_found_at_once_and_one_that_left_is_not(two_watches: list[Watch]) -> None:
+def test_a_process_that_was_killed_is_found_at_once_and_one_that_left_is_not(two_watches: list[ProcessWatch]) -> None:
     first, second = two_watches
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     own = {"machine": "here", "pid": os.getpid(), "created": psutil.Process().create_time()}
@@ -144,18 +145,18 @@ def test_a_process_that_was_killed_is_found_at_once_and_one_that_left_is_not(two
     assert first.find_lost() == []
 
 
-def test_an_error_is_explained_only_by_a_failure_that_came_before(two_watches: list[Watch]) -> None:
+def test_an_error_is_explained_only_by_a_failure_that_came_before(two_watches: list[ProcessWatch]) -> None:
     first, second = two_watches
     connection = dist.DistBackendError("the connection was reset")
-    first.report_failure(connection)
+    first.post_error(connection)
     assert first.find_cause(connection) is None
-    second.report_failure(ValueError("broke"))
+    second.post_error(ValueError("broke"))
     index, report = first.find_cause(connection) or (None, "")
     assert (index, "ValueError: broke" in report) == (1, True)
     assert second.find_cause(ValueError("broke")) is None
 
 
-def test_only_errors_of_one_kind_at_one_place_are_alike(two_watches: list[Watch]) -> None:
+def test_only_errors_of_one_kind_at_one_place_are_alike(two_watches: list[ProcessWatch]) -> None:
     first, second = two_watches
     for kinds, expected in [
         ((False, False), True),
@@ -168,15 +169,15 @@ def test_only_errors_of_one_kind_at_one_place_are_alike(two_watches: list[Watch]
         assert first.all_failed_alike(1.0) is expected
 
 
-def test_one_that_was_asked_to_end_explains_no_signal(two_watches: list[Watch]) -> None:
+def test_one_that_was_asked_to_end_explains_no_signal(two_watches: list[ProcessWatch]) -> None:
     first, second = two_watches
-    second.report_failure(Preempted(143))
+    second.post_error(Preempted(143))
     assert first.find_cause(Preempted(143)) is None
 
 
 def test_a_process_shows_that_it_is_there_before_its_thread_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(HashStore(), 0, 2)
-    watch = Watch(board, Interruption(is_listening=False), hang_timeout_s=None, progress=lambda: 0)
+    watch = ProcessWatch(board, Interruption(is_listening=False), hang_timeout_s=None, progress=lambda: 0)
     seen: list[int] = []
     monkeypatch.setattr(watch._thread, "start", lambda: seen.append(board.beats_of(0)))
     monkeypatch.setattr(watch._thread, "join", lambda timeout: None)

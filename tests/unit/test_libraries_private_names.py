@@ -448,9 +448,7 @@ def test_datasets_shows_the_steps_of_a_stream():
     both = datasets.concatenate_datasets([stream, stream.filter(lambda row: row["x"])])
     assert len(list(names.steps_of_stream(both))) > 3, missing("datasets", "_ex_iterable", "steps_of_stream")
     steps = names.steps_of_stream(both.shuffle(seed=0, buffer_size=2))
-    assert "BufferShuffledExamplesIterable" in [type(step).__name__ for step in steps], (
-        "as addons/streams.py knows"
-    )
+    assert "BufferShuffledExamplesIterable" in [type(step).__name__ for step in steps], "as addons/streams.py knows"
 
 
 def test_datasets_shows_which_part_of_a_stream_is_read():

@@ -10,8 +10,8 @@ import pytest
 
 from accmt import processes
 from accmt.addons import separate_disks
+from accmt.addons.machines import Machine
 from accmt.errors import SavingError
-from accmt.failures.board import Machine
 from tests.raising import raises_at
 from tests.toys import make_trainer
 

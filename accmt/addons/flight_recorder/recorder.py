@@ -21,6 +21,7 @@ from accmt.addons.flight_recorder.checksums import add_over_processes, combine, 
 from accmt.addons.flight_recorder.examiner import Examination, find_operations
 from accmt.addons.flight_recorder.facts import describe_start, find_changes
 from accmt.addons.flight_recorder.ledger import KINDS, LedgerFile, find_difference, keep, key_of
+from accmt.addons.watch import ProcessWatch
 from accmt.checkpoint.state_dicts import plain_parameter_names
 from accmt.data import MicroBatch
 from accmt.errors import StepDiffersError, fail
@@ -225,7 +226,7 @@ class Recorder(Feature):
         The others may have failed elsewhere, so nothing collective is possible.
         """
         windows, own = self._take_windows()
-        if num_processes() == 1 or self._run.watch is None:
+        if not isinstance(self._run.watch, ProcessWatch) or num_processes() == 1:
             self._write_windows(windows, [own])
             return
         board = self._run.watch.board
