@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from accmt.errors import ArgumentError, DataError, ModuleContractError, explain, fail, nearest
+from accmt.registry import addon
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -80,8 +81,6 @@ class LogsValues:
             ArgumentError: Unknown reduction or keyword, or a `step` without `instant`.
         """
         for keyword in unknown:
-            from accmt.registry import addon
-
             where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
             do = addon("hint_for_log")(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
             raise fail(ArgumentError, where, got="an unknown keyword", expected=expected, do=do)
@@ -446,10 +445,8 @@ class AcceleratorModule(LogsValues):
             ArgumentError: `type` is not a transformers class; the message suggests the closest name.
             ModuleContractError: `path` is something else, such as a model.
         """
-        from accmt.huggingface import load_pretrained
-
         processor = kwargs.pop("processor", None)
-        module = HuggingFaceModule(partial(load_pretrained, path, type, **kwargs), processor)
+        module = HuggingFaceModule(partial(addon("load_pretrained"), path, type, **kwargs), processor)
         if not in_fit:
             module.configure_model()
         return module
@@ -474,7 +471,6 @@ class AcceleratorModule(LogsValues):
             MissingPackageError: A package that it requires is not installed.
         """
         from accmt.options import HyperParameters
-        from accmt.registry import addon
 
         hps = HyperParameters.from_config(hps_config)
         module = HuggingFaceModule(partial(addon("build_from_hps"), hps), processor)
@@ -516,8 +512,6 @@ class AcceleratorModule(LogsValues):
             got, expected = "no run has started, for example in __init__", "access to it only during a run"
             message = explain(f"self.{name}", got, expected, do)
         else:
-            from accmt.registry import addon
-
             message = addon("hint_for_attribute")(self, name)
         raise AttributeError(message, name=name, obj=self)
 
@@ -804,15 +798,13 @@ class HuggingFaceModule(AcceleratorModule):
                 do += 'dataset.rename_column("label", "labels")'
             where, got = f"the transformers model {type(model).__name__}", f"no loss from a batch with {sorted(batch)}"
             raise fail(ModuleContractError, where, got=got, expected=expected, do=do)
-        from accmt.huggingface.losses import count_targets
+        count_targets = addon("count_targets")
 
         weight = count_targets(self.unwrapped_model, batch)
         if weight is None:
             return loss
         result = {"loss": loss, "weight": weight}
         if self.wants_sample_losses and torch.is_grad_enabled():  # not in an evaluation
-            from accmt.registry import addon
-
             result |= addon("find_sample_losses")(self.unwrapped_model, outputs, batch)
         return result
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from accmt.addons.peft_adapters import read_config
+from accmt.addons.pretrained import load_pretrained
 from accmt.errors import AccmtError, HyperParameterError, WeightsError, fail
 from accmt.huggingface.folder import save_model
-from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
 from accmt.saving.weights import ADAPTER_CONFIG

@@ -21,6 +21,11 @@ from torch import nn
 
 from accmt.addons.parameter_groups import read_patterns
 from accmt.addons.peft_adapters import read_base_name
+from accmt.addons.pretrained import (
+    find_model_class,
+    load_pretrained,
+    require_model_folder,
+)
 from accmt.engine.meta_device import building_for
 from accmt.errors import (
     AccmtError,
@@ -30,11 +35,6 @@ from accmt.errors import (
     describe_value,
     fail,
     nearest,
-)
-from accmt.huggingface.pretrained import (
-    find_model_class,
-    load_pretrained,
-    require_model_folder,
 )
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accmt.addons.pretrained import read_pretrained
 from accmt.engine.meta_device import accelerator_to_build_for, as_wholes, device_of_shards, distribute_empty
-from accmt.huggingface.pretrained import read_pretrained
 from accmt.libraries.private_names import distributing_as_read, has_first_value
 from accmt.processes import broadcast_object, gather_objects
 

@@ -73,7 +73,7 @@ def _build_empty(path: str, type_name: str | None) -> Any:
     """
     import torch
 
-    from accmt.huggingface.pretrained import find_model_class, load_pretrained, read_pretrained
+    from accmt.addons.pretrained import find_model_class, load_pretrained, read_pretrained
     from accmt.libraries.versions import require
     from accmt.saving.weights import ADAPTER_CONFIG
 

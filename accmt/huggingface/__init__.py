@@ -1,4 +1,4 @@
-"""Support for transformers and PEFT models: building, saving, loading, gradient checkpointing.
+"""What a run needs to know of transformers and PEFT models: their kinds, saving and loading.
 
 Nothing here imports transformers or peft before a function needs it.
 """
@@ -12,6 +12,3 @@ from accmt.huggingface.model_kinds import is_peft_model as is_peft_model
 from accmt.huggingface.model_kinds import is_transformers_model as is_transformers_model
 from accmt.huggingface.model_kinds import reject_injected_adapters as reject_injected_adapters
 from accmt.huggingface.model_kinds import require_library as require_library
-from accmt.huggingface.pretrained import enable_gradient_checkpointing as enable_gradient_checkpointing
-from accmt.huggingface.pretrained import load_pretrained as load_pretrained
-from accmt.huggingface.pretrained import load_pretrained_weights as load_pretrained_weights

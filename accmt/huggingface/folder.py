@@ -14,7 +14,6 @@ from torch import nn
 
 from accmt.errors import SavingError, WeightsError, fail
 from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, reject_injected_adapters
-from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.libraries.private_names import names_not_saved
 from accmt.messages import warn_once
 from accmt.precision import HALVES
@@ -153,7 +152,7 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
         addon("load_adapters")(model, folder, strict=strict)
     # Not with `strict=False`: `from_pretrained` would initialize again what the folder lacks.
     elif strict and is_transformers_model(model):
-        load_pretrained_weights(model, folder)
+        addon("load_pretrained_weights")(model, folder)
     else:
         load_weights(model, folder, strict=strict)
 

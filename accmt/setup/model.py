@@ -20,7 +20,6 @@ from accmt.engine.quantized import reject_training_quantized_weights
 from accmt.engine.sync_batchnorm import synchronize_if_asked
 from accmt.errors import ArgumentError, ModuleContractError, fail
 from accmt.huggingface import (
-    enable_gradient_checkpointing,
     is_peft_model,
     reject_injected_adapters,
     require_library,
@@ -168,7 +167,7 @@ def prepare(
     engine.require_trainable(settings)
     if settings.running.gradient_checkpointing is not False:
         asked = settings.running.gradient_checkpointing
-        enable_gradient_checkpointing(module.model, asked if isinstance(asked, Mapping) else None)
+        addon("enable_gradient_checkpointing")(module.model, asked if isinstance(asked, Mapping) else None)
     # Before the optimizer, which must hold the parameters as they are on the device.
     engine.distribute()
     synchronize_if_asked(module.model, settings, engine.accelerator.device)

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, HyperParameters, Trainer
-from accmt.addons import reading_in_parts
+from accmt.addons import pretrained, reading_in_parts
 from accmt.addons.model_from_hps import load_tokenizer
 from accmt.cli.main import main
 from accmt.engine.meta_device import accelerator_to_build_for, building_for
@@ -26,7 +26,6 @@ from accmt.errors import (
     UnknownArgumentError,
     WeightsError,
 )
-from accmt.huggingface import pretrained
 from tests.raising import raises_at
 from tests.tables import each
 

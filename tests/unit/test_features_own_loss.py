@@ -14,8 +14,8 @@ from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, ge
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from accmt import AcceleratorModule, Callback, SFTModule
+from accmt.addons.loss_targets import count_targets, kind_of_targets
 from accmt.errors import ModuleContractError
-from accmt.huggingface.losses import count_targets, kind_of_targets
 from accmt.module import HuggingFaceModule
 from tests.conversations import make_tokenizer
 from tests.raising import raises_at

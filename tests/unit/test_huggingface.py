@@ -29,13 +29,12 @@ from transformers import (
 
 from accmt import AcceleratorModule
 from accmt.addons.model_card import describe_model
+from accmt.addons.pretrained import load_pretrained, load_pretrained_weights
 from accmt.errors import ArgumentError, ModuleContractError, SavingError, WeightsError
 from accmt.huggingface import (
     advise_wrapping,
     is_transformers_model,
     load_model_weights,
-    load_pretrained,
-    load_pretrained_weights,
     save_model,
     to_saved_format,
 )

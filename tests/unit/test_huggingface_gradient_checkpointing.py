@@ -4,8 +4,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from accmt.addons.pretrained import enable_gradient_checkpointing
 from accmt.errors import ArgumentError
-from accmt.huggingface import enable_gradient_checkpointing
 from tests.raising import raises_at
 
 TOKENS = torch.arange(12).reshape(2, 6)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from accmt.addons.prefer.losses import divergence, in_full_precision, weighted_mean
+from accmt.addons.pretrained import load_pretrained
 from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS
 from accmt.addons.sft.module import SFTModule
 from accmt.engine.meta_device import building_for
 from accmt.errors import ArgumentError, ModuleContractError, fail
-from accmt.huggingface.pretrained import load_pretrained
 
 if TYPE_CHECKING:
     from accmt.addons.prefer.section import PreferSection
