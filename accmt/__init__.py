@@ -12,6 +12,7 @@ from accmt.installation import require_own_folder
 from accmt.version import __version__
 
 if TYPE_CHECKING:
+    from accmt.addons.averaging import EMA as EMA
     from accmt.addons.best_models import BestModels as BestModels
     from accmt.addons.curricula import RangeCurriculum as RangeCurriculum
     from accmt.addons.curricula import RatioCurriculum as RatioCurriculum
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from accmt.addons.trackers.tensorboard import TensorBoard as TensorBoard
     from accmt.addons.trackers.trackio import Trackio as Trackio
     from accmt.addons.trackers.wandb import WandB as WandB
-    from accmt.callbacks import EMA as EMA
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
@@ -136,7 +136,7 @@ _HOMES = {
     "Ledger": "accmt.options.tracking",
     "DeviceError": "accmt.errors",
     "DistillationModule": "accmt.addons.prefer.distillation",
-    "EMA": "accmt.callbacks",
+    "EMA": "accmt.addons.averaging",
     "SWA": "accmt.addons.swa",
     "Sweep": "accmt.addons.sweep.worker",
     "ExtendedAcceleratorModule": "accmt.module",

@@ -225,12 +225,14 @@ class AcceleratorModule(LogsValues):
             over batches: a checkpoint contains each process's, and a run resumes on as many processes.
         uses_manual_optimization: Whether `training_step` calls backward and optimizer itself; derive from
             `ExtendedAcceleratorModule` for this.
+        brings_feature: The name of the feature that a run of this module has, for add-ons of accmt.
         wants_sample_losses: During a run that mixes data sets: whether `training_step` may also return the loss of each
             sample as "losses", and their weights as "weights".
     """
 
     process_state: tuple[str, ...] = ()
     uses_manual_optimization: ClassVar[bool] = False
+    brings_feature: ClassVar[str | None] = None
     wants_sample_losses: bool = False
 
     model: nn.Module
@@ -569,6 +571,7 @@ class ExtendedAcceleratorModule(AcceleratorModule):
     """
 
     uses_manual_optimization = True
+    brings_feature = "manual_optimization"
     manual_steps: ManualSteps
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:

@@ -52,6 +52,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "adalora_ranks": "accmt.addons.peft_adapters:find_adalora_ranks",
         "add_flags": "accmt.addons.command_line:add_flags",
         "as_module": "accmt.addons.models_in_fit:as_module",
+        "averages_of_weights": "accmt.addons.averaged_weights:Averages",
+        "replicas": "accmt.addons.replicas:Replicas",
         "averages": "accmt.addons.averages:Averages",
         "begin_fork": "accmt.addons.fork.beginning:begin_fork",
         "deliveries": "accmt.addons.trackers.deliveries:Deliveries",
@@ -138,6 +140,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "without_bad_samples": "accmt.addons.bad_samples:without_bad_samples",
     },
     ADDED_FEATURES: {
+        "bad_samples": "accmt.addons.bad_samples:BadSampleCounts",
         "packing_check": "accmt.addons.packing_check:PackingCheck",
         "own_loss": "accmt.addons.own_loss:OwnLoss",
         "batch_notes": "accmt.addons.batch_notes:BatchNotes",
@@ -196,6 +199,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
 
 
 ONLY_WITH: dict[str, tuple[str, ...]] = {
+    "bad_samples": ("skips_bad_samples",),
     "crash_loop": ("checkpoint_every",),
     "flight_recorder": ("ledger",),
     "examiner": ("ledger",),

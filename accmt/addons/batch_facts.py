@@ -31,8 +31,8 @@ _PHASES = {
     ("/accmt/optimization/stepper.py", "backward"): _BACKWARD,
     ("/accmt/optimization/stepper.py", "step"): "the optimizer step",
     ("/accmt/metrics/", ""): "computing the metrics",
-    ("/accmt/recovery/checkpoints.py", ""): "writing a checkpoint",
-    ("/accmt/recovery/model_saver.py", ""): "saving the model",
+    ("/accmt/run/checkpoints.py", ""): "writing a checkpoint",
+    ("/accmt/run/model_saver.py", ""): "saving the model",
 }
 """What accmt does in a file or folder, and in its functions if they are named, for an error of code that it calls."""
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from accmt.addons.batch_facts import add_note_of_phase, add_note_of_step
 from accmt.errors import explain, is_out_of_memory
-from accmt.features.hooks import Feature
 from accmt.huggingface.model_kinds import find_transformers_models, predicts_next_token
 from accmt.messages import say_once, warn_once
 from accmt.run import EvaluationRun
+from accmt.run.features import Feature
 from accmt.state import TrainingState
 
 # ---- Errors in a batch for which torch raises `index out of range in self`, or nothing

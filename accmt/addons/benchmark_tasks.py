@@ -32,10 +32,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from accmt.callbacks.averaging import using_average
+from accmt.addons.averaging import using_average
 from accmt.data import preserve_generators
 from accmt.errors import ArgumentError, MissingPackageError, describe_value, fail, nearest
-from accmt.features.hooks import Feature
 from accmt.loop.evaluation import without_training
 from accmt.messages import say
 from accmt.options.checks import KeyFault
@@ -43,6 +42,7 @@ from accmt.options.units import read_every
 from accmt.options.yaml_reader import suggest
 from accmt.processes import broadcast_object, gather_objects, num_processes, process_index
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.state import Stage
 
 IsBetter = Callable[[float, float], bool]

@@ -7,10 +7,10 @@ from itertools import chain, islice
 from typing import Any
 
 from accmt.data import Window
-from accmt.features.hooks import Feature
 from accmt.glances import attributes_of, digest_glance
 from accmt.messages import warn_once
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.state import Stateful
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accmt.errors import Preempted, explain
-from accmt.features.hooks import Feature
 from accmt.files import dumps, loads, write_text
 from accmt.messages import warn
 from accmt.processes import is_main_process
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.secrets import hide_text
 
 FILE_NAME = "starts.json"

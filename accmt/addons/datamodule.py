@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, DataError, fail, nearest
+from accmt.loaders import Purpose, Stage
 from accmt.processes import run_on_every_process
-from accmt.setup.datasets import Purpose, Stage
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -22,13 +22,13 @@ from accmt.addons.benchmark_tasks import TaskSection, find_tokenizer, read_tasks
 from accmt.addons.text_metrics import TextMetric
 from accmt.data import MicroBatch
 from accmt.errors import ArgumentError, HyperParameterError, describe_value, fail, nearest
-from accmt.features.hooks import Feature
 from accmt.messages import warn_once
 from accmt.metrics.accuracy import IGNORED
 from accmt.options.checks import KeyFault, is_off
 from accmt.options.yaml_reader import suggest
 from accmt.processes import data_index, gather_from_data, run_on_main_process
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 
 _EXAMPLES = {
     "generate": "generate: {max_new_tokens: 64}",

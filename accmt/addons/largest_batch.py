@@ -13,10 +13,10 @@ from accmt.addons.token_batches.packing import DocumentPacker
 from accmt.data import LargestBatch, Loader, is_stream
 from accmt.data.collate import collate_or_explain
 from accmt.errors import DataError
+from accmt.loaders import find_collate
 from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings
 from accmt.processes import num_data_processes
-from accmt.setup.datasets import find_collate
 
 _READ = 8
 

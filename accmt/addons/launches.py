@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, explain, fail
-from accmt.features.hooks import Feature
 from accmt.files import current_folder, dumps, loads, read_json_lines, write_text
 from accmt.messages import warn
 from accmt.processes import is_main_process, num_processes
 from accmt.registry import ARGUMENTS_VARIABLE
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.secrets import HIDDEN, hide, hide_in_command, hide_text
 from accmt.tracking import default_track_name
 

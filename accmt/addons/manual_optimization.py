@@ -15,7 +15,6 @@ from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.model_calls import require_call
 from accmt.engine.reduction import names_without_gradient
 from accmt.errors import ModuleContractError, fail
-from accmt.features.hooks import Feature
 from accmt.libraries.private_names import note_optimizer_step
 from accmt.loop.evaluation import call_hooks
 from accmt.loop.step_outputs import read_further_values, read_weight
@@ -27,6 +26,7 @@ from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.sharded_tensors import dense_values
 from accmt.state import Place
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from accmt.addons.loss_targets import SAY_WHAT_COUNTS, count_targets, kind_of_targets
-from accmt.features.hooks import Feature
 from accmt.huggingface import is_peft_model, is_transformers_model
 from accmt.huggingface.model_kinds import find_transformers_models
 from accmt.libraries.private_names import is_compiled, looking_at_compiled_calls
 from accmt.messages import say_once, warn_once
 from accmt.processes import num_data_processes
 from accmt.run import EvaluationRun
+from accmt.run.features import Feature
 
 _OF_SENTENCES = frozenset({"next_sentence_label", "sentence_order_label", "mc_labels"})
 

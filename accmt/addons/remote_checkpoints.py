@@ -49,7 +49,6 @@ from accmt.checkpoint.manifest import (
 from accmt.checkpoint.retention import KEEP_EVERY, PIN_NAME, list_published, make_durable, publish
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import AccmtError, CheckpointError, MissingPackageError, NoCheckpointError, fail
-from accmt.features.hooks import Feature
 from accmt.files import dumps, fsync_file, fsync_folder, loads, write_text
 from accmt.messages import say, warn, warn_once
 from accmt.processes import (
@@ -61,6 +60,7 @@ from accmt.processes import (
     run_on_main_process,
 )
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.secrets import hide_text
 
 if TYPE_CHECKING:

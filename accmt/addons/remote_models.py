@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from accmt.addons.remote_checkpoints import Lease, RemoteCheckpoint, RemoteFolder, Uploads, explaining, start_uploads
 from accmt.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
 from accmt.errors import ArgumentError, fail
-from accmt.features.hooks import Activity, Feature
 from accmt.files import loads, write_text
 from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Activity, Feature
 from accmt.saving import RUN_KEY, ModelFolderClaim, read_status
 from accmt.saving.model_folder import STATUS_NAME
 from accmt.secrets import hide_text

@@ -16,7 +16,7 @@ from accmt.errors import CheckpointError, fail
 from accmt.messages import say, speaking
 from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
-from accmt.recovery.run_state import collect_others, list_parts
+from accmt.run.run_state import collect_others, list_parts
 
 if TYPE_CHECKING:
     from accmt import Trainer

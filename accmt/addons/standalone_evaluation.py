@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from accmt.addons.averaging import WeightAverage
 from accmt.addons.prediction import predict
-from accmt.callbacks.averaging import WeightAverage
 from accmt.callbacks.progress import draw_batches
 from accmt.checkpoint.contents import load_state
 from accmt.data import Loader, MicroBatch, draw_seed
@@ -26,18 +26,18 @@ from accmt.engine.choice import choose_engine
 from accmt.errors import ArgumentError, NoCheckpointError, fail
 from accmt.features.listed import all_features
 from accmt.files import dumps, require_writable_folder, write_text
+from accmt.loaders import Evaluation, UserData, build_evaluation_loader, end_workers
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
 from accmt.messages import say
 from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings
 from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process, serving
-from accmt.recovery.resume import find_checkpoint, find_newest
-from accmt.recovery.shutdown import watching_evaluation
 from accmt.registry import addon
 from accmt.run import EvaluationRun, Run
+from accmt.run.resume import find_checkpoint, find_newest
+from accmt.run.shutdown import watching_evaluation
 from accmt.saving.weights import find_entry
 from accmt.setup.build import connect_hooks, gather_callbacks, make_watch
-from accmt.setup.datasets import Evaluation, UserData, build_evaluation_loader, end_workers
 from accmt.setup.model import attach_evaluation, configure_model, is_prepared, prepare_for_evaluation
 from accmt.setup.torch_flags import working
 from accmt.setup.user_methods import adapt_validation_step
@@ -368,7 +368,7 @@ def _lending_engine(request: Request) -> Iterator[Engine]:
         yield in_work.engine
         return
     accelerator = build_accelerator(settings.running)
-    _, watch = make_watch(settings, request.trainer.state, is_listening=False, hang_timeout_s=None)
+    watch = make_watch(settings, request.trainer.state, is_listening=False, hang_timeout_s=None)
     with watching_evaluation(watch):
         engine = choose_engine(module, accelerator, settings)
         try:
@@ -396,6 +396,8 @@ def _build(request: Request, facts: Facts, engine: Engine) -> EvaluationRun:
     callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
     # A feature calls the others.
     acting = [callback for callback in callbacks if not isinstance(callback, WeightAverage)]
+    # Other weights have no average.
+    averaging = () if last is None or request.ckpt_path is not None else last.callbacks
     return EvaluationRun(
         settings=settings,
         engine=engine,
@@ -406,12 +408,12 @@ def _build(request: Request, facts: Facts, engine: Engine) -> EvaluationRun:
         validation_step=adapt_validation_step(module, _STEPS[function], facts.metrics),
         val_loaders={name: _build_loader(request, name, engine, data, seed=seed) for name, data in facts.sets.items()},
         metrics=facts.metrics,
-        callbacks=() if last is None or request.ckpt_path is not None else last.callbacks,
+        callbacks=averaging,
         hooks=connect_hooks(trainer, module, acting, seed=seed, device=device),
         state=trainer.state,
         seed=seed,
         counts_own_samples=defines(module, "get_batch_size"),
-        feature_kinds=all_features(settings),
+        feature_kinds=all_features(settings, *averaging),
     )
 
 

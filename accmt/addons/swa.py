@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 
-from accmt.callbacks.averaging import WeightAverage, copy_into
+from accmt.addons.averaging import WeightAverage, copy_into
 from accmt.data import derive_seed, seed_generators
 from accmt.data.planned import PlannedSource
 from accmt.engine.sync_batchnorm import is_batch_norm

@@ -16,13 +16,13 @@ import torch
 from accmt.callbacks import StatelessCallback
 from accmt.checks.table import require_module
 from accmt.errors import ArgumentError, fail, is_out_of_memory
+from accmt.loaders import find_train_data
 from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.options.settings import without_traces
 from accmt.processes import broadcast_object, num_data_processes
-from accmt.recovery.restart import Restart, free_finished
-from accmt.setup.datasets import find_train_data
+from accmt.run.restart import Restart, free_finished
 from accmt.setup.torch_flags import working
 
 if TYPE_CHECKING:

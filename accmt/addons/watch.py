@@ -190,12 +190,12 @@ class ProcessWatch(Watch):
         machines: Sequence[Machine] = (),
         machine_timeout_s: float | None = None,
     ) -> None:
+        super().__init__(interruption)
         self.board = board
         self._waits_of_all = Waits(board, lambda: describe_call(self._main_frame()))
         self._signs: SignsOfLife | None = None
         if machine_timeout_s is not None and len(machines) > 1:
             self._signs = SignsOfLife(board, machines, machine_timeout_s, self._end_lost)
-        self._interruption = interruption
         self._hang_timeout_s = hang_timeout_s
         self._progress = progress
         self._main_thread = 0
@@ -254,9 +254,9 @@ class ProcessWatch(Watch):
     def report_failure(self, error: BaseException) -> None:
         """Send the error that ends this process to the other processes."""
         # Reported already, or a stop on all processes together, which is no failure.
-        if self.has_failed or self._interruption.is_left:
+        if self.has_failed or self.interruption.is_left:
             return
-        self._interruption.is_ending = True
+        self.interruption.is_ending = True
         self.post_error(error)
         self.is_apart = not self.all_failed_alike(_SAME_FAILURE_S)
         # torchrun shows the first recorded error: that of the process that failed, not of one that waited for it.
@@ -381,8 +381,8 @@ class ProcessWatch(Watch):
                 if self._previous_fd is not None and self._previous_fd >= 0:
                     os.write(self._previous_fd, numbers)
                 for number in numbers:
-                    if number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) and self._interruption.is_listening:
-                        self._interruption.request(Reason.of_signal(number))
+                    if number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) and self.interruption.is_listening:
+                        self.interruption.request(Reason.of_signal(number))
             try:
                 self._look()
             except (RuntimeError, OSError):  # the process with the store has exited: collectives will fail
@@ -399,8 +399,8 @@ class ProcessWatch(Watch):
             self._last_census = time_s
             self._look_for_failures(time_s)
             self._end_if_apart(time_s)
-        if self._interruption.is_asked or self.board.has_news():
-            self._interruption.agree()
+        if self.interruption.is_asked or self.board.has_news():
+            self.interruption.agree()
             self._look_for_failures(time_s)
         self._end_if_stuck(time_s)
         self._end_if_hung(time_s)

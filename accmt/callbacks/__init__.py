@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from accmt.callbacks.averaging import EMA
 from accmt.callbacks.callback import (
     ALIASES,
     HOOKS,
@@ -24,7 +23,6 @@ require_own_folder(str(Path(__file__).parents[1]))
 
 __all__ = [
     "ALIASES",
-    "EMA",
     "HOOKS",
     "Callback",
     "Hooks",

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import nn
 
@@ -108,9 +108,11 @@ class Callback:
         module: Your module.
         state: The counters of the run.
         process_state: The names of attributes that differ between processes: a checkpoint contains each process's.
+        brings_feature: The name of the feature that a run with this callback has, for add-ons of accmt.
     """
 
     process_state: tuple[str, ...] = ()
+    brings_feature: ClassVar[str | None] = None
     order: float = 0
     trainer: Trainer
     module: AcceleratorModule

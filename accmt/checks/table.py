@@ -22,6 +22,7 @@ from accmt.errors import AccmtError, ArgumentError, DataError, ModuleContractErr
 from accmt.features.listed import all_features
 from accmt.files import require_writable_folder
 from accmt.huggingface import advise_wrapping
+from accmt.loaders import find_data, find_train_data, find_validation_data
 from accmt.messages import say_once
 from accmt.metrics import Metric, build_metrics
 from accmt.metrics.metric import IsBetter
@@ -33,7 +34,6 @@ from accmt.options.yaml_reader import SECTIONS
 from accmt.processes import num_processes
 from accmt.registry import addon
 from accmt.saving import Patience, Selection, without_validation
-from accmt.setup.datasets import find_data, find_train_data, find_validation_data
 from accmt.setup.user_methods import STEPS, adapt_training_step, reject_module
 from accmt.state import TrainingState
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.engine.base import Engine
-    from accmt.setup.datasets import Evaluation, UserData
+    from accmt.loaders import Evaluation, UserData
 
 Stage: TypeAlias = Literal["arguments", "start", "module", "inputs", "reload", "evaluation", "evaluation_sets"]
 Subject: TypeAlias = Literal["settings", "module", "data", "saving", "features"]

@@ -21,9 +21,11 @@ from accmt.engine.sync_batchnorm import (
     synchronized_layers,
     without_synchronization,
 )
+from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import forget_prepared, prepare_alone
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
+from accmt.processes import num_processes
 from accmt.registry import addon
 from accmt.saving.weights import ShardedState, WholeState
 
@@ -246,3 +248,23 @@ class Engine:
 
 class Alone(Engine):
     """A single process."""
+
+
+def reject_renormalization(model: nn.Module) -> None:
+    """Reject embeddings that change their weights in the forward pass: each process changes those of its own batch.
+
+    Raises:
+        ModuleContractError: A layer has a `max_norm`, and there are several processes.
+    """
+    if num_processes() == 1:
+        return
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            path = f"self.model.{name}".removesuffix(".")
+            got = f"max_norm={layer.max_norm}: each process rescales the rows of its own batch in the forward pass"
+            do = (
+                "leave max_norm out, and rescale all rows after each step: def on_after_optimizer_step(self): "
+                f"self.unwrapped_model.get_submodule({name!r}).weight.data.renorm_("
+                f"{layer.norm_type:g}, 0, {layer.max_norm:g})"
+            )
+            raise fail(ModuleContractError, path, got=got, expected="weights that only the optimizer changes", do=do)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch
-from accmt.engine.base import NOTHING, Engine
+from accmt.engine.base import NOTHING, Engine, reject_renormalization
 from accmt.engine.borrowed import may_be_uneven
 from accmt.engine.reduction import (
     TransparentWrapper,
@@ -28,7 +28,6 @@ from accmt.engine.reduction import (
     settle_buckets,
     zero_loss_of,
 )
-from accmt.engine.replicas import reject_renormalization
 from accmt.errors import ArgumentError, fail
 from accmt.libraries.private_names import left_out_by_ddp, prepare_alone
 from accmt.options.optimizer_and_scheduler_arguments import weights_of

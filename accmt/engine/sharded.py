@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from accmt.data import MicroBatch
-from accmt.engine.base import Engine
+from accmt.engine.base import Engine, reject_renormalization
 from accmt.engine.borrowed import may_be_uneven
 from accmt.engine.meta_device import device_of_shards, fill
 from accmt.engine.model_calls import explaining_parts
 from accmt.engine.quantized import reject_sharding_quantized_weights
 from accmt.engine.reduction import is_container, require_same_tensors
-from accmt.engine.replicas import reject_renormalization
 from accmt.engine.shards import (
     is_by_fsdp,
     is_on_meta,

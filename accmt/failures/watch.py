@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accmt.failures.interruption import Interruption
 from accmt.failures.kinds import kind_of
 from accmt.options.failures import Handler
 
@@ -9,11 +10,17 @@ from accmt.options.failures import Handler
 class Watch:
     """Watches nothing: a single process waits for no other. With several, `ProcessWatch` of the add-on does.
 
+    Args:
+        interruption: Requests to end the run, which the watch receives and sends.
+
     Attributes:
         is_apart: Whether this process failed while others did not, so that no collective is possible any more.
     """
 
     is_apart = False
+
+    def __init__(self, interruption: Interruption) -> None:
+        self.interruption = interruption
 
     def start(self) -> None:
         """Watch signals and the other processes."""

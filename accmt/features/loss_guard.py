@@ -18,14 +18,14 @@ import torch
 
 from accmt.checkpoint.contents import read_others
 from accmt.errors import ArgumentError, NonFiniteError, fail
-from accmt.features.hooks import Feature
-from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import warn, warn_once
 from accmt.metrics.averages import COMPACT_AT, Weight, stack
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.processes import data_index, gather_from_data, num_data_processes, process_index
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
+from accmt.run.weighting import AccumulationWindow
 from accmt.sharded_tensors import total_norm
 from accmt.state import Place
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from accmt.engine.reduction import names_without_gradient, shorten
-from accmt.features.hooks import Feature
-from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import say
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
+from accmt.run.weighting import AccumulationWindow
 
 
 class MissingGradients(Feature):

@@ -7,14 +7,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accmt.errors import ArgumentError, fail, is_out_of_memory
-from accmt.features.hooks import Feature
-from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import warn
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.processes import sum_over_processes
-from accmt.recovery.restart import free_memory
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
+from accmt.run.restart import free_memory
+from accmt.run.weighting import AccumulationWindow
 
 
 class OutOfMemory(Feature):

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from accmt.engine.quantized import keeping_quantized_weights, repacks_weights
-from accmt.features.hooks import Feature
 from accmt.run import EvaluationRun
+from accmt.run.features import Feature
 
 
 class QuantizedWeights(Feature):

@@ -16,11 +16,11 @@ from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, 
 from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
 from accmt.processes import run_on_every_process, run_on_main_process
-from accmt.recovery.restart import Restart
-from accmt.recovery.run_state import keeping_state
-from accmt.recovery.shutdown import handle_failure, watching
 from accmt.registry import addon
 from accmt.run import Run
+from accmt.run.restart import Restart
+from accmt.run.run_state import keeping_state
+from accmt.run.shutdown import handle_failure, watching
 from accmt.saving.selection import TRAIN_LOSS, VALID_LOSS
 from accmt.state import Progress
 from accmt.tracking import RunStatus

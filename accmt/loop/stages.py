@@ -12,8 +12,8 @@ from accmt.errors import DataError, fail
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.logging import log_row
 from accmt.loop.train_step import step_scheduler
-from accmt.recovery.shutdown import stop_if_requested
 from accmt.run import Run
+from accmt.run.shutdown import stop_if_requested
 
 
 def _evaluate_before_training(run: Run) -> bool:
@@ -137,7 +137,7 @@ def finish_step(run: Run) -> bool:
         Whether training ends here.
     """
     # After the first step: a replica that differs trains on gradients of other weights from here on.
-    if run.replicas is not None and run.replicas.is_new:
+    if run.trained.replicas is not None and run.trained.replicas.is_new:
         run.require_equal_replicas()
     run.snapshot.capture(run, AFTER_STEP, after_step=True)
     return _finish_step(run)

@@ -16,6 +16,7 @@ from accmt.errors import ModuleContractError, fail
 from accmt.metrics.averages import Weight
 from accmt.module import AcceleratorModule, defines
 from accmt.options.checks import as_float
+from accmt.run.weighting import require_weight
 
 _TRAINING_EXPECTED = 'the mean loss as a tensor of shape [], or a dict with it under "loss"'
 
@@ -134,25 +135,8 @@ def read_weight(step: str, weight: Any) -> Weight | None:
             return scalar.float()  # checked when it is read: checking now would wait for the device
         weight = scalar.item()
     number = as_float(weight) if isinstance(weight, Real) else math.nan
-    require_weight(step, number, weight)
+    require_weight(step, number, _describe(weight))
     return number
-
-
-def require_weight(step: str, number: float, shown: Any) -> None:
-    """Check the weight of a step's loss.
-
-    Raises:
-        ModuleContractError: It is not a finite non-negative number.
-    """
-    if not 0 <= number < math.inf:
-        do = "return the weight of the loss, such as (labels != -100).sum()"
-        raise fail(
-            ModuleContractError,
-            step,
-            got=f'"weight": {_describe(shown)}',
-            expected="a finite number of at least 0",
-            do=do,
-        )
 
 
 def _reject(got: str, do: str) -> NoReturn:

@@ -13,12 +13,12 @@ from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.model_calls import require_call
 from accmt.errors import ModuleContractError, fail
 from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_training_output, read_weight
-from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import say_once
 from accmt.metrics.averages import Weight
 from accmt.precision import autocast, is_reduced
 from accmt.processes import data_index, num_data_processes
 from accmt.run import Run
+from accmt.run.weighting import AccumulationWindow
 from accmt.state import Place
 
 # ---- The optimizer step: reduce, scale, clip, step, scheduler, zero_grad; each with its hooks

@@ -119,6 +119,11 @@ class FailureSettings(Group):
     failures: Failures = None  # type: ignore[assignment]  # set in __post_init__
 
     @property
+    def skips_bad_samples(self) -> bool:
+        """Whether samples that cannot be read are skipped."""
+        return self.failures.on_bad_sample == "skip"
+
+    @property
     def kinds(self) -> frozenset[Handler]:
         """The kinds of errors at which a safe checkpoint is taken."""
         return read_handlers("handlers", self.handlers)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from accmt.attributes import Attributes
+from accmt.cadence import Cadence, RunLength
 from accmt.callbacks import (
     Callback,
     Hooks,
@@ -26,32 +27,30 @@ from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.data.seeding import seed_with_global
 from accmt.engine.accelerator import build_accelerator
-from accmt.engine.replicas import Replicas
 from accmt.errors import ArgumentError, fail
 from accmt.failures import Board, Clock, Interruption, Watch
 from accmt.features.listed import all_features
-from accmt.loop.cadence import Cadence, RunLength
+from accmt.loaders import Loaders, UserData, at_epoch_of_building, check_reloading
 from accmt.loop.evaluation import EvaluationResults
 from accmt.loop.logging import RowLogger, logging_step
-from accmt.loop.trained_parameters import TrainedParameters
-from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
 from accmt.module import AcceleratorModule, defines
 from accmt.optimization.schedulers import monitored_by
 from accmt.options import Settings
 from accmt.options.units import read_max_time
 from accmt.processes import broadcast_object, is_main_process, num_processes
-from accmt.recovery.checkpoints import Checkpoints
-from accmt.recovery.model_saver import ModelSaver
-from accmt.recovery.restart import Recovery, is_relaunched
-from accmt.recovery.resume import Resumed, find_newest, find_resumed
-from accmt.recovery.run_state import StepSnapshot, restore
-from accmt.recovery.shutdown import stopping_if_asked
 from accmt.registry import addon
 from accmt.run import Actions, Run
+from accmt.run.checkpoints import Checkpoints
+from accmt.run.model_saver import ModelSaver
+from accmt.run.restart import Recovery, is_relaunched
+from accmt.run.resume import Resumed, find_newest, find_resumed
+from accmt.run.run_state import StepSnapshot, restore
+from accmt.run.shutdown import stopping_if_asked
+from accmt.run.trained_parameters import TrainedParameters
+from accmt.run.weighting import Weighting
 from accmt.saving import TRAIN_LOSS, Selection
 from accmt.saving.selection import Quantity
-from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_reloading
 from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
 from accmt.setup.user_methods import adapt_training_step, adapt_validation_step
 from accmt.state import Counters, TrainingState
@@ -123,10 +122,8 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
         facts = addon("check_stage")("inputs", settings, registered=trainer.registered_savings, **known)
     engine, tracking = facts.engine, trainer.chosen_tracking or _build_tracking(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", facts.metrics)
-    through, kinds = partial(stopping_if_asked, trainer=trainer), all_features(settings)
-    if module.uses_manual_optimization:
-        kinds += (addon("manual_optimization"),)
-    loaders = Loaders(trainer, module, user_data, recovery, engine, seed=seed, through=through)
+    through = partial(stopping_if_asked, trainer=trainer)
+    loaders = Loaders(trainer, module, user_data, recovery.lessons, engine, seed=seed, through=through)
     loaders.build(facts.train_data, facts.sets)
     saver = ModelSaver(facts.selection, facts.patience)
     callbacks = gather_callbacks(trainer, module)
@@ -143,14 +140,13 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
     state.num_processes, state.best = num_processes(), facts.selection.best
     attach_run(trainer, module, accelerator, prepared)
     saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
-    interruption, watch = make_watch(
-        settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s
-    )
+    watch = make_watch(settings, state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
     optimizer, own_model = prepared.stepper.optimizer, prepared.unwrapped_model
-    compares = num_processes() > 1 and settings.failures.compare_replicas
+    replicas = None
+    if num_processes() > 1 and settings.failures.compare_replicas:
+        replicas = addon("replicas")(own_model, optimizer, state.global_step)
     run = Run(
         **vars(prepared),
-        interruption=interruption,
         watch=watch,
         settings=settings,
         engine=engine,
@@ -168,7 +164,7 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
         metrics=facts.metrics,
         callbacks=tuple(callbacks),
         hooks=hooks,
-        feature_kinds=kinds,
+        feature_kinds=all_features(settings, module, *callbacks),
         cadence=cadence,
         clock=Clock(read_max_time(settings.running.max_time)),
         saver=saver,
@@ -185,8 +181,7 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
             accelerator.device,
             _objects_of(prepared, (facts.train_data, *facts.sets.values()), settings),
         ),
-        trained=TrainedParameters(module, engine, optimizer),
-        replicas=Replicas(own_model, optimizer, state.global_step) if compares else None,
+        trained=TrainedParameters(module, engine, optimizer, replicas),
     )
     if resumed is not None:
         restore(run, resumed)
@@ -250,20 +245,19 @@ def _find_folder(settings: Settings) -> Path | None:
     return next((folder for folder in folders if folder is not None), None)
 
 
-def make_watch(
-    settings: Settings, state: TrainingState, *, is_listening: bool, hang_timeout_s: float | None
-) -> tuple[Interruption, Watch]:
-    """Create the watch for signals and other processes, and what it interrupts.
+def make_watch(settings: Settings, state: TrainingState, *, is_listening: bool, hang_timeout_s: float | None) -> Watch:
+    """Create the watch for signals and other processes.
 
     Processes: collective.
     """
     # Nobody else to watch, and a thread would cost each run its start.
     if num_processes() == 1 and hang_timeout_s is None:
-        return Interruption(is_listening=is_listening), Watch()
+        return Watch(Interruption(is_listening=is_listening))
     board = Board.open()
     interruption = Interruption(is_listening=is_listening, board=board)
     timeouts = {"hang_timeout_s": hang_timeout_s, "machine_timeout_s": settings.failures.machine_timeout_s}
-    return interruption, addon("build_watch")(board, interruption, state, **timeouts)
+    watch: Watch = addon("build_watch")(board, interruption, state, **timeouts)
+    return watch
 
 
 def _place(

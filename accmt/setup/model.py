@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from accmt.cadence import Cadence, RunLength
 from accmt.data import Source
 from accmt.data.seeding import seeded_generators
 from accmt.engine.accelerator import as_trained
@@ -26,7 +27,6 @@ from accmt.huggingface import (
 )
 from accmt.libraries import private_names
 from accmt.libraries.private_names import allow_graphs, compile_in_place, is_compiled
-from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
 from accmt.messages import say, say_once, warn
 from accmt.module import AcceleratorModule, defines

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accmt.addons.profilers import PhaseTimes
+    from accmt.loaders import UserData
     from accmt.module import AcceleratorModule
     from accmt.options import HyperParameters, Settings
     from accmt.run import Run
-    from accmt.setup.datasets import UserData
     from accmt.state import TrainingState
 
 C = TypeVar("C")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accmt.addons.tuning import Search, Tuning
     from accmt.callbacks import Callback
     from accmt.checkpoint.manifest import Checkpoint
+    from accmt.loaders import UserData
     from accmt.module import Data
     from accmt.options import (
         Checkpointer,
@@ -52,8 +53,7 @@ if TYPE_CHECKING:
     )
     from accmt.options.running import ParallelismOptions, TorchFlags
     from accmt.options.saving import PatienceOptions
-    from accmt.recovery.restart import Recovery
-    from accmt.setup.datasets import UserData
+    from accmt.run.restart import Recovery
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
 
 
@@ -334,8 +334,8 @@ class Trainer(TrainerProperties):
             instead = addon(os.environ[FIT_VARIABLE])
             state: TrainingState = instead(self, module, train_dataset, val_dataset, datamodule=datamodule, **kwargs)
             return state
-        from accmt.recovery.restart import Recovery, free_finished
-        from accmt.setup.datasets import UserData
+        from accmt.loaders import UserData
+        from accmt.run.restart import Recovery, free_finished
         from accmt.setup.torch_flags import running, working
 
         trained, recovery = addon("as_module")(module, kwargs, self.hps), Recovery()
@@ -553,7 +553,7 @@ class Trainer(TrainerProperties):
             OSError: The folder is not writable.
         """
         from accmt.processes import serving
-        from accmt.recovery.model_saver import save_model
+        from accmt.run.model_saver import save_model
 
         with serving("trainer.save_model"):
             folder = self.settings.model_folder if path is None else Path(path)
@@ -624,7 +624,7 @@ class Trainer(TrainerProperties):
             CheckpointCorruptError: It is damaged.
         """
         from accmt.checkpoint.store import CheckpointStore
-        from accmt.recovery.resume import find_checkpoint
+        from accmt.run.resume import find_checkpoint
 
         checkpoint = CheckpointStore(self.checkpoint_path).newest() if path is None else find_checkpoint(Path(path))
         self.chosen_checkpoint = None if checkpoint is None else checkpoint.folder

@@ -60,7 +60,7 @@ def run(base: str, kind: str, result: str) -> None:
 
     from accmt import AcceleratorModule, Callback, Trainer
     from accmt.processes import gather_objects, is_main_process
-    from accmt.recovery.model_saver import save_model
+    from accmt.run.model_saver import save_model
 
     class Rows(Dataset[Any]):
         def __getitem__(self, index: int) -> dict[str, Any]:

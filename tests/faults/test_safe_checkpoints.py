@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accmt import Callback, Handler, read_history
-from accmt.callbacks.averaging import EMA
+from accmt.addons.averaging import EMA
 from accmt.errors import ArgumentError, Preempted
 from tests.checkpoints import names_in
 from tests.launching import run_script

@@ -109,7 +109,7 @@ def test_a_step_that_reads_its_loss_is_found(settings: dict[str, Any], without_w
 
 @pytest.mark.cuda_only("what is compared is where the host is and where the device is")
 def test_a_weight_on_the_device_is_read_while_the_backward_pass_still_runs(device: torch.device) -> None:
-    from accmt.loop.weighting import AccumulationWindow
+    from accmt.run.weighting import AccumulationWindow
 
     window = AccumulationWindow(known_samples=None)
     window.add(torch.tensor(3.0, device=device), 3)

@@ -158,14 +158,14 @@ class TestTheFolder:
     def test_places_that_cannot_be_given_back_are_named(self, caplog, monkeypatch):
         train("out/m", stop=5)
         with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-            patched.setattr("accmt.recovery.checkpoints.move_back", Path.rename)  # onto a folder that is there
+            patched.setattr("accmt.run.checkpoints.move_back", Path.rename)  # onto a folder that is there
             train("out/m", stop=1)
         assert "could not move the checkpoints of an earlier run back from" in caplog.text
 
     def test_after_a_kill_before_the_first_checkpoint_the_earlier_run_is_not_taken_for_the_new_one(self, monkeypatch):
         train("out/m", stop=5)
         with monkeypatch.context() as killed:
-            killed.setattr("accmt.recovery.checkpoints.Checkpoints._put_back", lambda *previous: None)
+            killed.setattr("accmt.run.checkpoints.Checkpoints._put_back", lambda *previous: None)
             train("out/m", stop=1)
         previous = Path("out/checkpoint-m.previous").resolve()
         for older in ("out/checkpoint-m.previous-2", "out/checkpoint-m.previous-9"):
@@ -179,7 +179,7 @@ class TestTheFolder:
     def test_a_run_that_goes_on_from_where_it_was_moved_has_its_model_still(self, monkeypatch):
         train("out/m", stop=7)
         with monkeypatch.context() as killed:
-            killed.setattr("accmt.recovery.checkpoints.Checkpoints._put_back", lambda *previous: None)
+            killed.setattr("accmt.run.checkpoints.Checkpoints._put_back", lambda *previous: None)
             train("out/m", stop=1)
         run_id = read_status("out/m")["run_id"]
         trainer, _ = train("out/m", resume="out/checkpoint-m.previous")

@@ -11,9 +11,6 @@ from typing import Any
 PACKAGE = Path(__file__).parents[2] / "accmt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-RUN = {"run", "features", "recovery", "loop", "setup"}
-"""The packages that import one another."""
-
 LAYERS = [
     {"registry", "secrets", "sharded_tensors", "state", "version"},
     {"errors"},
@@ -28,13 +25,18 @@ LAYERS = [
     {"module"},
     {"glances"},
     {"attributes"},
-    RUN,
+    {"cadence"},
+    {"loaders"},
+    {"run"},
+    {"features"},
+    {"loop"},
+    {"setup"},
     {"checks"},
     {"trainer"},
     {"addons", "compat"},
     {"cli"},
 ]
-"""Each package imports only from layers above its own in this list; those of a run also import one another."""
+"""Each package imports only from layers above its own in this list."""
 
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
@@ -80,7 +82,7 @@ def imported_rooms(tree: ast.AST) -> set[str]:
 
 
 def may_import(importer: str, imported: str) -> bool:
-    return importer == imported or {importer, imported} <= RUN or LEVEL[imported] < LEVEL[importer]
+    return importer == imported or LEVEL[imported] < LEVEL[importer]
 
 
 def upward_imports(path: Path) -> list[str]:
@@ -122,6 +124,7 @@ def load():
     assert not may_import("engine", "module")
     assert may_import("loop", "data")
     assert may_import("loop", "features")
+    assert not may_import("run", "loop")
 
 
 OUTSIDE_THE_CORE = {"addons", "compat"}
@@ -147,7 +150,7 @@ def every_import(path: Path) -> set[str]:
     """
     own = MODULES[path].removesuffix(".__init__")
     found = set()
-    aside = for_type_checkers(parse(path)) if own == "accmt.run" else set()
+    aside = for_type_checkers(parse(path)) if own == "accmt.run.run" else set()
     for node in ast.walk(parse(path)):
         if node in aside:
             continue
@@ -287,9 +290,9 @@ OF_AN_ENGINE = {
 QUESTIONS_LEFT = {
     # What is tried before training, or saved when others are gone, is another thing where a process cannot act alone.
     "loop/preflight.py": 3,
-    "recovery/shutdown.py": 1,
+    "run/shutdown.py": 1,
     "addons/packing_check.py": 3,
-    "loop/trained_parameters.py": 1,
+    "run/trained_parameters.py": 1,
     # Of single tensors, in layers below the engine.
     "sharded_tensors.py": 5,
     "checkpoint/contents.py": 2,
@@ -297,6 +300,7 @@ QUESTIONS_LEFT = {
     "optimization/stepper.py": 1,
     "precision.py": 1,
     "addons/standalone_evaluation.py": 1,
+    "addons/replicas.py": 1,
     "addons/tensor_parallel.py": 2,  # an engine itself
     "addons/flight_recorder/checksums.py": 1,
     "addons/flight_recorder/recorder.py": 2,

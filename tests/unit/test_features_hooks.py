@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from accmt.callbacks import callback
-from accmt.features.hooks import HOOKS, Feature, Features
 from accmt.features.listed import all_features
+from accmt.run.features import HOOKS, Feature, Features
 
 PACKAGE = Path(__file__).parents[2] / "accmt"
 KNOWS_NONE = [*sorted((PACKAGE / "loop").glob("*.py")), PACKAGE / "run.py", PACKAGE / "setup" / "build.py"]

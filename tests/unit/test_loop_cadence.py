@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accmt import Trainer
-from accmt.loop.cadence import Cadence
+from accmt.cadence import Cadence
 from accmt.options.units import Every
 from accmt.state import TrainingState
 

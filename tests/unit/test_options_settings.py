@@ -15,7 +15,7 @@ import yaml
 from accmt import Accuracy, HyperParameters, Trainer
 from accmt.metrics import F1, MSE, build_metrics
 from accmt.options import Settings
-from accmt.recovery.model_saver import describe_trainer
+from accmt.run.model_saver import describe_trainer
 from accmt.saving import write_trainer_config
 from tests.raising import raises_at
 

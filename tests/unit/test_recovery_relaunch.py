@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accmt.recovery import restart
-from accmt.recovery.restart import describe_launch, is_relaunched
+from accmt.run import restart
+from accmt.run.restart import describe_launch, is_relaunched
 from tests.toys import Linear, make_points, make_trainer
 
 LAUNCHER, OWN = os.getppid(), os.getpid()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
 from accmt.errors import ArgumentError
-from accmt.recovery.restart import Recovery
+from accmt.run.restart import Recovery
 from tests.raising import raises_at
 from tests.toys import Record, Recorder, logged, make_points, make_trainer
 

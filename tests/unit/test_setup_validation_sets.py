@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from accmt.errors import DataError
-from accmt.setup.datasets import name_sets
+from accmt.loaders import name_sets
 from tests.raising import raises_at
 from tests.tables import each
 from tests.toys import Numbers, Scripted, make_trainer

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from accmt.addons.averaging import WeightAverage
 from accmt.addons.best_models import BestModels
 from accmt.addons.evaluate_beside.program import Request
 from accmt.addons.evaluate_beside.published import (
@@ -40,23 +41,22 @@ from accmt.addons.sync import sync_run
 from accmt.addons.trackers.delivery_state import DeliveryFile
 from accmt.addons.trackers.spec import resolve_trackers
 from accmt.callbacks import Callback, build_callbacks
-from accmt.callbacks.averaging import WeightAverage
 from accmt.checks import check_stage, reporting_failed_setup
 from accmt.engine.accelerator import build_accelerator
 from accmt.errors import ArgumentError, explain, fail
 from accmt.files import current_folder, dumps, loads, write_text
+from accmt.loaders import UserData
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.messages import warn
 from accmt.options import Settings
 from accmt.processes import broadcast_object, is_main_process, run_on_main_process
-from accmt.recovery.restart import Recovery, free_finished
-from accmt.recovery.shutdown import watching
 from accmt.registry import FIT_VARIABLE
 from accmt.run import Run
+from accmt.run.restart import Recovery, free_finished
+from accmt.run.shutdown import watching
 from accmt.saving import read_status
 from accmt.saving.model_folder import STATUS_NAME
 from accmt.setup.build import build_run
-from accmt.setup.datasets import UserData
 from accmt.setup.model import detach_run
 from accmt.setup.torch_flags import running, working
 from accmt.state import TrainingState

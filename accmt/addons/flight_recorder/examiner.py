@@ -28,11 +28,11 @@ from accmt.addons.token_batches.windows import ByPackedRows, unpack
 from accmt.data import MicroBatch, Window, derive_seed, first_dimension, seed_generators
 from accmt.data.fetching import Fetched
 from accmt.errors import ArgumentError, DataError, fail
-from accmt.features.hooks import Feature
 from accmt.files import dumps, loads
 from accmt.options import Ledger
 from accmt.processes import data_index, gather_from_data, is_main_process
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.sharded_tensors import make_whole, total_norm
 
 _EXACT, _REDUCED = 1e-3, 5e-2  # relative errors up to which losses count as equal: float32, and reduced precisions

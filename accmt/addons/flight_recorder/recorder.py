@@ -25,7 +25,6 @@ from accmt.addons.watch import ProcessWatch
 from accmt.checkpoint.state_dicts import plain_parameter_names
 from accmt.data import MicroBatch
 from accmt.errors import StepDiffersError, fail
-from accmt.features.hooks import Feature
 from accmt.files import current_folder
 from accmt.messages import say_once, warn_once
 from accmt.metrics.averages import Weight, exact_sum, stack
@@ -33,6 +32,7 @@ from accmt.options import Ledger
 from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.processes import broadcast_object, each_once, gather_from_data, is_main_process, num_processes
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.sharded_tensors import is_dtensor
 from accmt.state import Place
 

@@ -29,8 +29,8 @@ from accmt.checkpoint.manifest import Checkpoint, examine
 from accmt.checkpoint.retention import list_published
 from accmt.errors import ArgumentError, fail
 from accmt.files import current_folder, dumps
-from accmt.recovery.restart import Restart
 from accmt.registry import FIT_VARIABLE
+from accmt.run.restart import Restart
 
 _REQUEST = "ACCMT_REPLAY"
 _ERROR_FILE = "error.txt"

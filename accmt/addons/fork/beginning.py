@@ -26,7 +26,6 @@ from accmt.checkpoint.manifest import Manifest, read_manifest
 from accmt.checkpoint.retention import delete, list_published
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import ArgumentError, CheckpointCorruptError, StepDiffersError, fail
-from accmt.features.hooks import Feature
 from accmt.files import current_folder, dumps, loads
 from accmt.messages import say, warn
 from accmt.options import HyperParameters, Settings
@@ -34,13 +33,14 @@ from accmt.options.changes import Change, compare, require_allowed
 from accmt.processes import num_processes, run_on_main_process
 from accmt.registry import HPS_SECTIONS, names
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.secrets import hide, hide_text
 from accmt.tracking.history import HISTORY_FILE, RunPlace, folder_name, read_history
 
 if TYPE_CHECKING:
     from accmt import Trainer
     from accmt.data import Window
-    from accmt.recovery.restart import Recovery
+    from accmt.run.restart import Recovery
 
 _BUILT_ONCE = ("accelerator", "mixed_precision", "parallelism")
 """Arguments that are for all runs of a program."""

@@ -22,10 +22,10 @@ from time import perf_counter
 
 from accmt.addons.goodput.recorder import GoodputRecorder
 from accmt.addons.goodput.records import Totals
-from accmt.features.hooks import Activity, Feature
 from accmt.messages import say
 from accmt.processes import broadcast_object, is_main_process
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Activity, Feature
 
 FIRST_S = 60.0
 """The interval as long as no checkpoint was measured."""

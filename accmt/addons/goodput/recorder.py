@@ -24,17 +24,17 @@ import torch
 from accmt.addons.goodput.records import SECONDS_BETWEEN_LINES, GoodputFile, Totals, read_goodput
 from accmt.callbacks.progress import is_notebook
 from accmt.checkpoint.manifest import STEP
-from accmt.features.hooks import Activity, Feature
 from accmt.files import current_folder
 from accmt.metrics.averages import Rider
 from accmt.processes import is_main_process, num_processes
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Activity, Feature
 
 if TYPE_CHECKING:
     from accmt.data import Window
     from accmt.module import AcceleratorModule
     from accmt.options import Settings
-    from accmt.recovery.restart import Recovery
+    from accmt.run.restart import Recovery
 
 _DIGITS = 6
 

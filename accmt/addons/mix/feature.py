@@ -17,10 +17,10 @@ from accmt.addons.mix.sources import MixedStream, Mixture
 from accmt.addons.mix.sums import GroupedSum
 from accmt.data import MicroBatch
 from accmt.errors import ModuleContractError, fail
-from accmt.features.hooks import Feature
 from accmt.messages import warn_once
 from accmt.metrics.averages import Weight
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 from accmt.state import Place
 
 _ROUNDING = 0.01  # of a mean in bfloat16

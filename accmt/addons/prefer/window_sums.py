@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from accmt.data import MicroBatch, Window
-from accmt.features.hooks import Feature
 from accmt.metrics import Metric
 from accmt.precision import autocast
 from accmt.processes import sum_over_data
 from accmt.run import EvaluationRun
+from accmt.run.features import Feature
 
 
 class SumsWindows(Protocol):

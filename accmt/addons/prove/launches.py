@@ -248,7 +248,7 @@ def _are_sets(val: Any) -> bool:
 
 
 def _find_data(subject: Subject) -> tuple[Any, Any]:
-    from accmt.setup.datasets import UserData, find_train_data
+    from accmt.loaders import UserData, find_train_data
 
     module, maker = subject.module, subject.datamodule
     train, val = subject.train, subject.val

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accmt.libraries.private_names import open_store
-from accmt.loop.weighting import AccumulationWindow, Weighting
 from accmt.processes import (
     broadcast_object,
     gather_objects,
@@ -26,6 +25,7 @@ from accmt.processes import (
     run_on_main_process,
     sum_over_processes,
 )
+from accmt.run.weighting import AccumulationWindow, Weighting
 
 
 class Devices(TorchDispatchMode):

@@ -42,7 +42,7 @@ import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
 from accmt.huggingface import save_model
 from accmt.processes import is_main_process
-from accmt.recovery.model_saver import save_model as save_run
+from accmt.run.model_saver import save_model as save_run
 from accmt.saving.weights import ShardedState
 
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}

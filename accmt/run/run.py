@@ -12,22 +12,21 @@ import torch
 from torch import nn
 
 from accmt.attributes import Attributes
+from accmt.cadence import Cadence, RunLength
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.callback import find_hooks
 from accmt.checkpoint.state_dicts import class_name_of
 from accmt.data import Loader, MicroBatch, count_samples
 from accmt.engine.base import Engine
-from accmt.engine.replicas import Replicas
 from accmt.errors import ReplicasDifferError
-from accmt.features.hooks import Feature, Features
-from accmt.loop.cadence import Cadence, RunLength
-from accmt.loop.trained_parameters import TrainedParameters
-from accmt.loop.weighting import Weighting
+from accmt.loaders import Loaders
 from accmt.metrics import Metric, RunningAverages
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
 from accmt.options import Settings
-from accmt.processes import num_processes
+from accmt.run.features import Feature, Features
+from accmt.run.trained_parameters import TrainedParameters
+from accmt.run.weighting import Weighting
 from accmt.saving import may_stop
 from accmt.state import TrainingState
 from accmt.tracking import Tracking
@@ -36,11 +35,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.failures import Clock, Interruption, Watch
-    from accmt.recovery.checkpoints import Checkpoints
-    from accmt.recovery.model_saver import ModelSaver
-    from accmt.recovery.restart import Recovery
-    from accmt.recovery.run_state import StepSnapshot
-    from accmt.setup.datasets import Loaders
+    from accmt.run.checkpoints import Checkpoints
+    from accmt.run.model_saver import ModelSaver
+    from accmt.run.restart import Recovery
+    from accmt.run.run_state import StepSnapshot
 
 TEST_LOSS = "test_loss"
 """The name of the test loss; that of the validation loss is `val_loss_metric_name`."""
@@ -183,11 +181,9 @@ class Run(EvaluationRun):
         snapshot: The step snapshot: the state at the last optimizer step.
         clock: The duration of the run.
         recovery: Lessons from failures that the run recovered from.
-        interruption: Requests to end the run early.
         watch: Listens for signals and to other processes.
         is_resumed: Whether the run continues from a checkpoint.
         length: The optimizer steps of the run, as planned.
-        replicas: Compares weights that processes share; None with one process.
     """
 
     training_step: Callable[[Any], Any]
@@ -207,11 +203,9 @@ class Run(EvaluationRun):
     snapshot: StepSnapshot
     clock: Clock
     recovery: Recovery
-    interruption: Interruption
     watch: Watch
     is_resumed: bool
     length: RunLength
-    replicas: Replicas | None
 
     @property
     def train_loader(self) -> Loader:
@@ -240,6 +234,11 @@ class Run(EvaluationRun):
     def micro_batch_size(self) -> int:
         """The samples of a micro-batch of one process."""
         return self.settings.hps.train_batch_size // self.train_loader.source.micro_batches_per_batch
+
+    @cached_property
+    def interruption(self) -> Interruption:
+        """Requests to end the run early."""
+        return self.watch.interruption
 
     @property
     def total_steps(self) -> int | None:
@@ -294,12 +293,11 @@ class Run(EvaluationRun):
             ReplicasDifferError: They differ; no checkpoint is written.
         """
         self.trained.require_unchanged()
-        if self.replicas is not None and num_processes() > 1:
-            try:
-                self.replicas.require_equal(self.state.global_step)
-            except ReplicasDifferError:  # an emergency checkpoint would keep one of the diverged models
-                self.snapshot.invalidate()
-                raise
+        try:
+            self.trained.require_equal_replicas(self.state.global_step)
+        except ReplicasDifferError:  # an emergency checkpoint would keep one of the diverged models
+            self.snapshot.invalidate()
+            raise
 
     def user_hooks(self, name: str) -> list[Callable[..., Any]]:
         """Return the functions of the user's callbacks and module for a hook."""

@@ -31,10 +31,17 @@ class TrainedParameters:
         module: The trained module.
         engine: The engine that trains it.
         optimizer: The optimizer of its model.
+        replicas: Compares the weights that processes share; None if no other process has any.
+
+    Attributes:
+        replicas: The same.
     """
 
-    def __init__(self, module: AcceleratorModule, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, module: AcceleratorModule, engine: Engine, optimizer: torch.optim.Optimizer, replicas: Any = None
+    ) -> None:
         self._module, self._engine, self._optimizer = module, engine, optimizer
+        self.replicas = replicas
         self._trained_model, self._model = engine.model, engine.unwrapped_model
         self._decided = self._look()
         self._at_start: dict[str, bool] = {}
@@ -102,6 +109,17 @@ class TrainedParameters:
                 expected = "changes in on_fit_start or on_epoch_start only: they hold for a whole epoch"
                 do = "move the change to on_epoch_start, which is called before each epoch"
                 raise fail(ModuleContractError, _WHERE, got=f"{got} after the epoch began", expected=expected, do=do)
+
+    def require_equal_replicas(self, step: int) -> None:
+        """Check that processes with the same part of the model have the same weights and optimizer state.
+
+        Processes: collective.
+
+        Raises:
+            ReplicasDifferError: They differ.
+        """
+        if self.replicas is not None and num_processes() > 1:
+            self.replicas.require_equal(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which parameters were frozen (False) or unfrozen (True) since the run began, by name."""

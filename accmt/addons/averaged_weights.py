@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from accmt.callbacks.averaging import WeightAverage, using_average
-from accmt.features.hooks import Feature
+from accmt.addons.averaging import WeightAverage, using_average
 from accmt.run import EvaluationRun, Run
+from accmt.run.features import Feature
 
 
 class Averages(Feature):

@@ -20,10 +20,10 @@ from accmt.errors import CheckpointError, NoCheckpointError, fail
 from accmt.messages import say, warn, warn_once
 from accmt.options import Settings
 from accmt.processes import close_cpu_group, manages_disk, new_cpu_group
-from accmt.recovery.restart import describe_launch
-from accmt.recovery.resume import find_newest
-from accmt.recovery.run_state import collect_others
-from accmt.run import Run
+from accmt.run.restart import describe_launch
+from accmt.run.resume import find_newest
+from accmt.run.run import Run
+from accmt.run.run_state import collect_others
 from accmt.secrets import hide
 
 _UNFINISHED = (

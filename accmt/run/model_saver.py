@@ -25,7 +25,7 @@ from accmt.options import Settings
 from accmt.options.saving import LAST
 from accmt.processes import run_on_main_process
 from accmt.registry import addon, find
-from accmt.run import Run
+from accmt.run.run import Run
 from accmt.saving import (
     RUN_KEY,
     ModelFolderClaim,

@@ -12,8 +12,8 @@ from accmt.failures import Reason, Watch
 from accmt.messages import say, warn
 from accmt.options.failures import Handler
 from accmt.processes import acting_alone, is_main_process
-from accmt.recovery.restart import Restart, free_memory
-from accmt.run import Run
+from accmt.run.restart import Restart, free_memory
+from accmt.run.run import Run
 
 if TYPE_CHECKING:
     from accmt import Trainer

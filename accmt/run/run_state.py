@@ -27,9 +27,9 @@ from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
 from accmt.precision import WITH_STATISTICS
 from accmt.processes import gather_if_different, num_processes
-from accmt.recovery.resume import Resumed
 from accmt.registry import addon
-from accmt.run import Run
+from accmt.run.resume import Resumed
+from accmt.run.run import Run
 from accmt.secrets import hide
 from accmt.sharded_tensors import write_into
 from accmt.state import Stateful

@@ -15,12 +15,13 @@ Source of the problem: https://unsloth.ai/blog/gradient, and https://github.com/
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from accmt.loop.step_outputs import require_weight
+from accmt.errors import ModuleContractError, fail
 from accmt.metrics.averages import Weight
 from accmt.processes import num_data_processes, sum_over_data
 
@@ -91,7 +92,7 @@ class AccumulationWindow:
         """
         for reading in self.readings:
             weight = reading.read()
-            require_weight("training_step", weight, weight)
+            require_weight("training_step", weight, f"{type(weight).__name__} {weight!r}")
             self.own_weight += weight
         self.readings = []
 
@@ -168,3 +169,20 @@ class Weighting:
         """Restore state from `state_dict`."""
         self.is_explicit = state["is_explicit"]
         self.reference = state["reference"]
+
+
+def require_weight(step: str, number: float, shown: str) -> None:
+    """Check the weight of a step's loss.
+
+    Raises:
+        ModuleContractError: It is not a finite non-negative number.
+    """
+    if not 0 <= number < math.inf:
+        do = "return the weight of the loss, such as (labels != -100).sum()"
+        raise fail(
+            ModuleContractError,
+            step,
+            got=f'"weight": {shown}',
+            expected="a finite number of at least 0",
+            do=do,
+        )

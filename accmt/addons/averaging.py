@@ -26,6 +26,7 @@ class WeightAverage(Callback):
         num_averaged: The number of optimizer steps in the average.
     """
 
+    brings_feature = "averages_of_weights"
     order = math.inf  # the training weights are restored only after the model is saved
 
     def __init__(self) -> None:

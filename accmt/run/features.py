@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
     from accmt.data import MicroBatch, Window
-    from accmt.loop.weighting import AccumulationWindow
     from accmt.metrics import Metric
     from accmt.metrics.averages import Rider, Weight
     from accmt.module import AcceleratorModule
     from accmt.options import Settings
+    from accmt.run.weighting import AccumulationWindow
     from accmt.state import Place, Stage
 
 

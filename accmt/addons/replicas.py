@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import checksum
-from accmt.errors import ModuleContractError, ReplicasDifferError, fail
+from accmt.errors import ReplicasDifferError, fail
 from accmt.messages import warn_once
 from accmt.options.optimizer_and_scheduler_arguments import state_of
 from accmt.precision import WITH_STATISTICS
@@ -216,23 +216,3 @@ def _find_differences(replicas: list[dict[str, Any]]) -> dict[str, tuple[int, in
                 if theirs != value:
                     differences.setdefault(name, (holder, rank))
     return differences
-
-
-def reject_renormalization(model: nn.Module) -> None:
-    """Reject embeddings that change their weights in the forward pass: each process changes those of its own batch.
-
-    Raises:
-        ModuleContractError: A layer has a `max_norm`, and there are several processes.
-    """
-    if num_processes() == 1:
-        return
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
-            path = f"self.model.{name}".removesuffix(".")
-            got = f"max_norm={layer.max_norm}: each process rescales the rows of its own batch in the forward pass"
-            do = (
-                "leave max_norm out, and rescale all rows after each step: def on_after_optimizer_step(self): "
-                f"self.unwrapped_model.get_submodule({name!r}).weight.data.renorm_("
-                f"{layer.norm_type:g}, 0, {layer.max_norm:g})"
-            )
-            raise fail(ModuleContractError, path, got=got, expected="weights that only the optimizer changes", do=do)

@@ -1,1 +1,0 @@
-"""Survives failures: checkpoints, resume, restarts, orderly shutdown, saved models."""
