@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from accmt.addons.made_modules import HuggingFaceModule
 from accmt.checks.table import require_module
 from accmt.errors import ArgumentError, UnknownArgumentError, fail
-from accmt.module import AcceleratorModule, HuggingFaceModule
+from accmt.module import AcceleratorModule
 from accmt.options import HyperParameters
 
 

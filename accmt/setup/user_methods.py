@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accmt.errors import ModuleContractError, describe_value, fail
 from accmt.metrics import Metric, ReportedValue
-from accmt.module import AcceleratorModule, HuggingFaceModule, defines
+from accmt.module import AcceleratorModule, defines
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
 from accmt.state import TrainingState
 
@@ -133,10 +133,11 @@ def adapt_validation_step(
         metrics: The metrics of each set, for steps that depend on them.
     """
     # Its validation step returns predictions only for the metrics that somebody computes.
-    if isinstance(module, HuggingFaceModule):
-        module.metric_names = {}
+    if module.metric_names is not None:
+        names_of_sets: dict[str, list[str]] = {}
         for key, group in metrics.items():
-            module.metric_names[key] = [metric.name for metric in group if not isinstance(metric, ReportedValue)]
+            names_of_sets[key] = [metric.name for metric in group if not isinstance(metric, ReportedValue)]
+        module.metric_names = names_of_sets
     name, step = _find_step(module, name)
     further = _find_further(step, lambda: module.state, lambda: module.state.val_step)
     if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):

@@ -24,9 +24,9 @@ from transformers import (
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.addons import packing_check
+from accmt.addons.made_modules import HuggingFaceModule
 from accmt.addons.packing_check import PackingCheck
 from accmt.errors import DataError
-from accmt.module import HuggingFaceModule
 from tests.raising import raises_at
 from tests.toys import make_trainer
 

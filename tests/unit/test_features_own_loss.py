@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from accmt import AcceleratorModule, Callback, SFTModule
 from accmt.addons.loss_targets import count_targets, kind_of_targets
+from accmt.addons.made_modules import HuggingFaceModule
 from accmt.errors import ModuleContractError
-from accmt.module import HuggingFaceModule
 from tests.conversations import make_tokenizer
 from tests.raising import raises_at
 from tests.toys import make_trainer

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from accmt.addons.batch_notes import add_note_of_batch
-from accmt.module import HuggingFaceModule
+from accmt.addons.made_modules import HuggingFaceModule
 from tests.toys import make_trainer
 
 SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

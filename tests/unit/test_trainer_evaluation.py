@@ -302,7 +302,7 @@ def test_a_predict_step_may_ask_for_key_and_batch_index():
 def test_a_transformers_model_predicts_its_logits_without_labels():
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-    from accmt.module import HuggingFaceModule
+    from accmt.addons.made_modules import HuggingFaceModule
 
     config = BertConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     rows = [{"input_ids": torch.tensor([1, 2, n]), "labels": torch.tensor(n % 2)} for n in range(3)]

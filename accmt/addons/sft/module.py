@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accmt.addons.made_modules import HuggingFaceModule
 from accmt.addons.mix.sources import MixedStream, Mixture, mix_sources
 from accmt.addons.sft.chat import IGNORED, LOSS_WEIGHTS
 from accmt.addons.sft.images import split_processor
@@ -33,7 +34,6 @@ from accmt.data import is_stream
 from accmt.data.samplers import Order
 from accmt.errors import ArgumentError, DataError, fail, join_errors
 from accmt.huggingface.model_kinds import begins_with_prompt
-from accmt.module import HuggingFaceModule
 
 if TYPE_CHECKING:
     from accmt.addons.sft.section import SFTSection

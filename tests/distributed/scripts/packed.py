@@ -16,7 +16,7 @@ from torch import nn
 
 import tests.many_runs  # noqa: F401
 from accmt import Callback, Monitor
-from accmt.module import HuggingFaceModule
+from accmt.addons.made_modules import HuggingFaceModule
 from accmt.processes import gather_objects, is_main_process
 from accmt.sharded_tensors import make_whole
 from tests.distributed.scripts.sharded import VOCABULARY, make_llama
