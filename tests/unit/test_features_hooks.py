@@ -15,7 +15,7 @@ from accmt.features.listed import all_features
 from accmt.run.features import HOOKS, Feature, Features
 
 PACKAGE = Path(__file__).parents[2] / "accmt"
-KNOWS_NONE = [*sorted((PACKAGE / "loop").glob("*.py")), PACKAGE / "run.py", PACKAGE / "setup" / "build.py"]
+KNOWS_NONE = [*sorted((PACKAGE / "loop").glob("*.py")), PACKAGE / "run" / "run.py", PACKAGE / "setup" / "build.py"]
 NAMES = re.compile(
     r"own_?loss|counts_targets|packing|bad_samples?|batch_(notes|faults)|trained_padding|quantized|crash_?loop"
     r"|loss_?guard|is_judged|ran_out_of_memory|OutOfMemory|halves_micro_batches|may_halve|roll_?back\b|spike"
@@ -32,13 +32,11 @@ def every_feature() -> tuple[type[Feature], ...]:
 
 def test_the_order_of_features() -> None:
     assert [feature.name for feature in every_feature()] == [
-        "bad_samples",
         "out_of_memory",
         "loss_guard",
         "missing_gradients",
-        "manual_optimization",
         "quantized_weights",
-        "averages",
+        "bad_samples",
         "packing_check",
         "own_loss",
         "batch_notes",
