@@ -204,16 +204,3 @@ def test_what_needs_a_plan_is_an_error_that_says_what_to_write(
     )
     with pytest.raises(AccmtError, match=message):
         trainer.fit(module(), data)
-
-
-def test_a_fraction_of_a_stream_is_no_checkpoint_interval_but_a_time_is(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(POINTS)
-
-    trainer = Trainer({"epochs": 1, **SGD}, tmp_path / "model", checkpoint_every=0.5, verbose=False)
-    with pytest.raises(AccmtError, match="checkpoint_every=100"):
-        trainer.fit(Linear(), Stream())
-    for every in ("10 minutes", "auto", "1 epoch"):
-        trainer = Trainer({"epochs": 1, **SGD}, tmp_path / "model", checkpoint_every=every, verbose=False)
-        assert trainer.fit(Linear(), Stream()).finished

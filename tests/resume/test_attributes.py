@@ -180,20 +180,6 @@ def test_what_does_not_change_is_not_in_the_checkpoint_and_follows_the_program()
     assert train("out/b", Frozen(2.0), resume=True).factor == 2.0
 
 
-def test_what_cannot_be_stored_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Holding(Collecting):
-        def __init__(self) -> None:
-            super().__init__()
-            self.records: list[object] = []
-
-        def on_update_end(self) -> None:
-            self.records.append(object())
-
-    with caplog.at_level(logging.WARNING):
-        train("out/a", Holding())
-    assert caplog.text.count("self.records has changed since training began, and a checkpoint cannot contain") == 1
-
-
 class Early(Collecting):
     """Changes its target and its weights before the step is made, and fails then."""
 

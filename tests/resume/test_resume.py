@@ -17,7 +17,7 @@ from accmt.errors import CheckpointCorruptError, CheckpointError, DataError, Hyp
 from tests.checkpoints import flip, names_in
 from tests.raising import raises_at
 from tests.resume.unbroken import Augmented, Fragile, assert_same, make, state_of, train
-from tests.toys import Linear, Numbers, Recorder, Scripted, make_points, make_trainer
+from tests.toys import Linear, Recorder, make_points, make_trainer
 
 
 @pytest.fixture
@@ -112,11 +112,6 @@ def test_what_was_trained_on_is_not_read_again():
 def test_checkpoints_come_as_often_as_told(every, settings, steps):
     trainer, _ = train("out/m", checkpoint_every=every, checkpoint_options={"max_checkpoints": 100}, **settings)
     assert names_in(trainer.checkpoint_path) == [f"step-{step:08d}" for step in steps]
-
-
-def test_without_checkpoints_there_is_no_folder():
-    trainer, _ = train("out/m", checkpoint_every=None)
-    assert not trainer.checkpoint_path.exists()
 
 
 def test_the_folder_lies_beside_the_model():
@@ -268,19 +263,6 @@ class TestWhatItHolds:
         }
         assert info["best"] == dict(trainer.state.best)
         assert info["hps"]["optim"] == {"type": "AdamW", "lr": 0.01}
-
-    def test_what_cannot_be_stored_is_named_at_the_first_save(self):
-        class Odd(Fragile):
-            def state_dict(self):
-                return {"lock": object()}
-
-        with raises_at(CheckpointError, "parts.module.lock"):
-            train("out/m", module=Odd())
-
-    def test_nothing_but_json_and_safetensors(self):
-        trainer, _ = train("out/m")
-        suffixes = {path.suffix for path in trainer.checkpoint_path.rglob("*") if path.is_file()}
-        assert suffixes == {".json", ".safetensors"}
 
 
 class TestSavingByHand:
@@ -518,11 +500,3 @@ def test_counters_and_results_survive_for_callbacks():
     train("out/m", resume=True, callbacks=[looking])
     step, metrics, best = looking.seen
     assert (step, set(metrics), set(best)) == (8, {"val_loss"}, {"best_valid_loss"})
-
-
-def test_a_scripted_run_keeps_its_best_value():
-    settings = {"model_saving": "best_valid_loss", "checkpoint_every": "epoch"}
-    make_trainer({"epochs": 2}, **settings).fit(Scripted([3.0, 2.0]), Numbers(4), Numbers(2))
-    trainer = make_trainer({"epochs": 4}, resume=True, **settings)
-    trainer.fit(Scripted([3.0, 2.0, 4.0, 2.5]), Numbers(4), Numbers(2))
-    assert trainer.state.best == {"best_valid_loss": 2.0}

@@ -2,12 +2,13 @@ import logging
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accmt.data import SourceOptions, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 from tests.raising import raises_at
+from tests.toys import Stream
 
 
 class Numbers:
@@ -113,13 +114,9 @@ def test_the_rest_of_an_epoch_may_be_bad():
 
 
 def test_a_stream_says_that_it_cannot_skip(caplog):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(4))
-
     with caplog.at_level(logging.WARNING), speaking(verbose=False):
-        build_source(Stream(), options())
-        build_source(Stream(), options())
+        build_source(Stream(4), options())
+        build_source(Stream(4), options())
     (record,) = caplog.records
     assert 'failures={"on_bad_sample": "skip"} has no effect on the training data' in record.message
     assert "catch errors where they are raised" in record.message

@@ -22,23 +22,10 @@ def add_one(batch):
     return batch + 1
 
 
-def test_none_leaves_the_choice_to_torch_and_a_function_stays_itself():
-    assert build_collate(None) is None
-    assert build_collate(double) is double
-    assert build_collate([double]) is double
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_several_functions_are_applied_one_after_the_other(kind):
     collate = build_collate(kind([default_collate, double, add_one]))
     assert torch.equal(collate([1, 2, 3]), torch.tensor([3, 5, 7]))
-
-
-def test_a_chain_does_not_follow_later_changes_of_the_list():
-    functions = [default_collate, double]
-    collate = build_collate(functions)
-    functions.append(add_one)
-    assert torch.equal(collate([1, 2]), torch.tensor([2, 4]))
 
 
 def test_a_chain_travels_to_loader_workers():

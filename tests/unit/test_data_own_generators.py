@@ -33,12 +33,6 @@ class Holder:
         return None
 
 
-@each("place", ["attribute", "bound method"])
-def test_a_generator_is_a_direct_attribute(place):
-    holder = Holder(rng=np.random.default_rng())
-    assert find_generators(holder if place == "attribute" else holder.draw) == [holder.rng]
-
-
 @each("place", ["another object", "list", "closure", "default"])
 def test_a_generator_elsewhere_is_the_users_to_seed(place):
     rng = np.random.default_rng()

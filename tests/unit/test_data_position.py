@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from accmt.checkpoint.state_dicts import decode, encode
 from accmt.data import Shard, SourceOptions, build_source
-from accmt.data.base import EPOCH_START, EpochStart, plan_epoch, read_start
+from accmt.data.base import EpochStart, plan_epoch
 from accmt.errors import DataError
 from tests.raising import raises_at
 from tests.tables import each
@@ -205,30 +205,6 @@ def test_of_ten_million_samples_skipped_none_is_read():
     assert len(data.read) == 10
 
 
-@pytest.mark.usefixtures("without_fingerprints")
-def test_another_size_of_batch_counts_rounds_on():
-    (loader,) = build_all(lambda: Augmented(40), 1, batch_size=2)
-    position = loader.position(0, 5)
-    order = position["order"]
-    assert position == {"kind": "dataset with a length", "samples": 10, "of": 40, "order": order, "rows": {}}
-    (other,) = build_all(lambda: Augmented(40), 1, batch_size=7)
-    assert other.num_micro_batches == 6
-    other.resume_from(0, 5, position)
-    assert other.num_micro_batches == 5 + 5  # 30 samples in batches of 7
-    assert [other.samples_in(i, i + 1) for i in range(5, 10)] == [7, 7, 7, 7, 2]
-    assert other.position(0, 7) == {
-        "kind": "dataset with a length",
-        "samples": 24,
-        "of": 40,
-        "order": order,
-        "rows": {},
-    }
-    assert [r.is_last for r in other.micro_batches(0, first=5)] == [False] * 4 + [True]
-    list(other.micro_batches(1))
-    assert other.num_micro_batches == 6
-    assert other.position(1, 6)["samples"] == 40
-
-
 @each(
     ("settings", "micro_batches"),
     [
@@ -350,14 +326,6 @@ def test_a_distributed_sampler_goes_on_for_each_process():
         other.resume_from(1, 2, loader.position(1, 2))
         seen += samples_of(read([other], 1, 2))
     assert sorted(seen) == list(range(16))
-
-
-def test_only_the_interrupted_epoch_begins_late():
-    start = EpochStart(3, 2, 16)
-    assert start.of(3, 2) is start.of(3, 5) is start
-    assert start.of(4, 2) is start.of(0, 2) is EPOCH_START
-    assert start.of(3, 0) is EPOCH_START  # read anew
-    assert read_start(3, 0, {"kind": "whatever"}, kind="stream", unit="samples", options=options()) is EPOCH_START
 
 
 def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_for():

@@ -101,19 +101,6 @@ def test_a_layer_that_computes_more_is_refused_before_any_is_changed():
     assert kinds(model) == ["Sequential", "BatchNorm1d", "NormAndActivation"]
 
 
-def test_synchronized_layers_of_the_users_own_stay_so():
-    model = nn.Sequential(nn.SyncBatchNorm(4), nn.BatchNorm1d(4))
-    synchronize(model)
-    assert len(synchronized_layers(model)) == 2
-    restore_batch_norm(model)
-    assert kinds(model) == ["Sequential", "SyncBatchNorm", "BatchNorm1d"]
-
-
-def test_a_model_without_batch_norm_is_told_about(caplog):
-    synchronize(nn.Linear(3, 1))
-    assert "sync_batchnorm=True has no effect: the model has no batch norm" in caplog.text
-
-
 class Normed(AcceleratorModule):
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -56,19 +56,10 @@ def test_a_split_model_shows_which_processes_share_a_batch(
     assert each_once(list(range(4))) == list(range(0, 4, size))
 
 
-def test_a_model_that_is_whole_is_split_as_asked(rank: int) -> None:
-    assert [ranks_of_batch(nn.Linear(2, 2), asked) for asked in (1, 2)] == [1, 2]
-
-
 def test_processes_of_a_split_that_are_not_neighbours_are_an_error(rank: int) -> None:
     with raises_at(ModuleContractError, "self.model") as raised:
         ranks_of_batch(make_split((2, 2), ("tp", "dp")), 1)
     assert "init_device_mesh(device, (shard, tp)" in str(raised.value)
-
-
-def test_another_size_than_the_model_comes_with_is_an_error(rank: int) -> None:
-    with raises_at(ModuleContractError, 'Trainer(parallelism={"tp": ...})'):
-        ranks_of_batch(make_split((2, 2), ("dp", "tp")), 4)
 
 
 def test_a_sum_over_the_data_takes_what_is_shared_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

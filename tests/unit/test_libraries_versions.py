@@ -55,14 +55,6 @@ def test_a_branch_goes_when_its_floor_is_reached(bounds):
         assert package == "datasets" or not reached, f"{function}: {package}>={version} now; remove it"
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [("2.13.0+cpu", (2, 13, 0)), ("2.11.0a0+nv26.1", (2, 11, 0)), ("5.24.0.dev0", (5, 24, 0)), ("unknown", ())],
-)
-def test_the_release_of_a_version_is_its_numbers(version, release):
-    assert release_of(version) == release
-
-
 @pytest.mark.parametrize("name", FLOORS)
 def test_what_is_installed_here_is_new_enough(name):
     pytest.importorskip(name)
@@ -85,13 +77,6 @@ def require_metadata(name):
     raise import_module("importlib.metadata").PackageNotFoundError(name)
 
 
-def test_metadata_say_the_version_where_the_package_does_not(monkeypatch):
-    install(monkeypatch, "torchmetrics", None)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5")
-    with raises_at(MissingPackageError, "torchmetrics", "torchmetrics 0.5"):
-        require("torchmetrics")
-
-
 def test_an_older_version_is_an_error_with_the_line_for_pip(monkeypatch):
     install(monkeypatch, "transformers", "4.57.6")
     with pytest.raises(MissingPackageError) as caught:
@@ -100,14 +85,6 @@ def test_an_older_version_is_an_error_with_the_line_for_pip(monkeypatch):
         "`type: LinearWithWarmup`\n  got: transformers 4.57.6\n  expected: transformers>=5.4\n"
         '  do: pip install "transformers>=5.4"'
     )
-
-
-def test_a_missing_package_is_an_error_with_the_line_for_pip(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pydantic", None)
-    with pytest.raises(MissingPackageError) as caught:
-        require("pydantic")
-    assert str(caught.value).startswith("pydantic\n  got: pydantic is not installed")
-    assert str(caught.value).endswith('do: pip install "pydantic>=2.12"')
 
 
 def test_a_package_that_is_installed_in_part_says_what_it_lacks(monkeypatch, tmp_path):
@@ -180,19 +157,6 @@ def test_states_of_streams_are_exact_from_a_version_on(monkeypatch, version, is_
     install(monkeypatch, "datasets", version)
     assert (why_states_are_inexact() is None) is is_exact
     assert is_exact or f"datasets {version}" in why_states_are_inexact()
-
-
-@pytest.mark.parametrize(
-    ("annotation", "without"),
-    [
-        ("float | torch.Tensor", "float"),
-        ("Union[float, torch.Tensor]", "float"),
-        ("tuple[typing.Union[float, torch.Tensor], typing.Union[float, torch.Tensor]]", "tuple[float, float]"),
-        ("float | None", "float | None"),
-    ],
-)
-def test_annotations_are_shown_without_tensors(annotation, without):
-    assert versions.without_tensors(annotation) == without
 
 
 def test_a_kind_of_parallelism_that_accelerate_does_not_have_yet_is_of_size_1():

@@ -6,7 +6,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from accmt import Callback
-from accmt.addons.streams import StreamState
 from tests.toys import Linear, make_points, make_trainer
 
 POINTS = make_points(24)
@@ -246,7 +245,3 @@ def test_a_stream_that_evaluations_read_resumes_where_training_was(name, tmp_pat
     run(9, model_path=tmp_path / "part")
     assert torch.equal(run(None, model_path=tmp_path / "part", resume=True), whole)
     assert "evaluations also read them" in caplog.text
-
-
-def test_a_stream_beside_another_goes_on_by_its_own_state():
-    assert StreamState(stream_of_points(), also_read=[stream_of_points(), DataLoader(POINTS)]).why_not is None

@@ -70,11 +70,6 @@ def test_tokens_are_classified_one_by_one_without_those_skipped(rng):
     assert collect(F1(num_classes=CLASSES), logits, labels) == {"f1": pytest.approx(expected)}
 
 
-def test_nothing_but_references_left_out_is_said_so():
-    with raises_at(MetricError, "metric 'f1'"):
-        collect(F1(), torch.zeros(3), torch.full((3,), -100))
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6])
 @pytest.mark.parametrize("average", [None, "macro"])
 def test_the_area_under_the_curve_of_logits_does_not_depend_on_the_batches(scale, average, rng):
@@ -128,24 +123,6 @@ def test_perplexity_is_the_exponential_of_the_cross_entropy(rng):
     tokens[6, :3] = -100
     loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), tokens.flatten())
     assert collect(Perplexity(), logits, tokens) == {"perplexity": pytest.approx(float(loss.exp()), rel=1e-9)}
-
-
-@pytest.mark.parametrize(
-    ("metric", "greater"),
-    [
-        (F1(), True),
-        (AUROC(), True),
-        (R2(), True),
-        (MSE(), False),
-        (RMSE(), False),
-        (MAE(), False),
-        (Perplexity(), False),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_directions_are_known(metric, greater):
-    assert metric.greater_is_better is greater
-    assert metric.is_better(2.0, 1.0) is greater
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,6 @@ class TestCollector:
         assert not joined.requires_grad
         assert joined.tolist() == [2, 2]
 
-    def test_reset_forgets(self):
-        collector = OutputCollector()
-        collector.collect(torch.zeros(1))
-        collector.reset()
-        assert collector.all_outputs == []
-
     @pytest.mark.parametrize("second", [[torch.zeros(1)], {"a": torch.zeros(1)}])
     def test_other_parts_are_rejected(self, second):
         with raises_at(ModuleContractError, "OutputCollector.collect"):

@@ -7,7 +7,6 @@ import logging
 import math
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from accmt.errors import MetricError, ModuleContractError
 from accmt.messages import speaking
 from accmt.metrics import MetricBatch, MetricParallel, ValidationCollector
 from accmt.metrics.averages import COMPACT_AT
-from accmt.metrics.metric import _count_samples
 from tests.raising import raises_at
 from tests.toys import Numbers, Scripted, make_trainer
 
@@ -98,13 +96,6 @@ def test_no_batch_is_kept():
     assert accumulation.compute() == {"own": 0.0}
 
 
-def test_values_of_batches_do_not_wait_for_the_device():
-    accumulation = Sizes("own").accumulate()
-    for position in range(COMPACT_AT - 1):  # a meta tensor has no value that could be read
-        accumulation.add((torch.empty(2, device="meta"), None), position)
-    assert len(accumulation._values) == COMPACT_AT - 1
-
-
 def test_entries_that_only_some_batches_have_are_reduced_over_these():
     class Classes(MetricBatch):
         def compute(self, predictions, references):
@@ -118,23 +109,6 @@ def test_a_batch_without_samples_does_not_count():
     assert math.isnan(collect(Sizes("own"), numbers())["own"])
 
 
-@pytest.mark.parametrize(
-    ("predictions", "count"),
-    [
-        (torch.zeros(3, 2), 3),
-        (np.zeros((4, 1)), 4),
-        (["a", "b"], 2),
-        ({"start": torch.zeros(5), "end": torch.zeros(5)}, 5),
-        (torch.tensor(1.0), 1),
-        ("a text", 1),
-        ({}, 0),
-    ],
-    ids=["tensor", "array", "list", "dict", "a number", "text", "nothing"],
-)
-def test_samples_are_counted_in_every_kind_of_predictions(predictions, count):
-    assert _count_samples(predictions) == count
-
-
 @pytest.mark.parametrize("kind", [Sizes, SizesOfProcess])
 def test_what_is_wrong_is_said(kind):
     with raises_at(MetricError, "('own', reduction=...)", "'avrage'"):
@@ -143,12 +117,6 @@ def test_what_is_wrong_is_said(kind):
         collect(kind("own"), torch.zeros(3))
     with raises_at(MetricError, "metric 'own'"):
         collect(kind("own", main_metric="other"), numbers(1))
-
-
-def test_the_direction_is_that_of_every_metric():
-    metric = MetricBatchOfErrors("error", comparator="<", main_metric="error")
-    assert metric.is_better(1.0, 2.0)
-    assert metric.reduction == "mean"
 
 
 class MetricBatchOfErrors(MetricBatch):
@@ -165,12 +133,6 @@ def test_people_are_told_once_what_a_mean_over_batches_is_not_for(caplog, reduct
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_warned
     assert all("'error' is averaged over batches" in line and "such as F1" in line for line in said)
-
-
-def test_one_process_alone_is_the_whole_and_needs_no_warning(caplog):
-    with caplog.at_level(logging.INFO, "accmt"), speaking(verbose=True):
-        collect(SizesOfProcess("own"), numbers(1))
-    assert caplog.records == []
 
 
 def test_models_are_saved_by_them():

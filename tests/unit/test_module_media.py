@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accmt import Callback, read_history
-from accmt.errors import ArgumentError, ModuleContractError
+from accmt import read_history
+from accmt.errors import ModuleContractError
 from accmt.tracking.values import Media
 from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
@@ -50,16 +50,6 @@ def test_steps_and_hooks_log_images_tables_and_files_at_the_update_they_are_at()
     outputs = module.model(make_points(2).tensors[0]).tolist()
     assert table.table() == (["output"], [[pytest.approx(output[0])] for output in outputs])
     assert file.path.read_text() == "a note"
-
-
-def test_callbacks_log_through_the_module():
-    class Watcher(Callback):
-        def on_epoch_end(self):
-            self.module.log_table("epochs", ["epoch"], [[self.state.epoch]])
-
-    trainer = make_trainer({"epochs": 2}, callbacks=Watcher())
-    trainer.fit(Linear(), make_points(4))
-    assert places_of(trainer) == [("epochs", 2), ("epochs", 4)]
 
 
 def test_the_trial_evaluation_leaves_nothing():
@@ -117,13 +107,3 @@ def test_other_processes_do_nothing(monkeypatch):
     trainer = make_trainer()
     trainer.fit(Careful(), make_points(2))
     assert places_of(trainer) == []
-
-
-def test_a_mistake_ends_the_run_and_says_what_was_expected():
-    class Wrong(Linear):
-        def training_step(self, batch):
-            self.log_images({"inputs": batch[0].long()})
-            return super().training_step(batch)
-
-    with raises_at(ArgumentError, "log_images({'inputs': ...})"):
-        make_trainer().fit(Wrong(), make_points(2))

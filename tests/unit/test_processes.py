@@ -1,23 +1,14 @@
 import json
-import pickle
 
 import pytest
 
-from accmt import processes
 from accmt.processes import (
     broadcast_object,
     gather_objects,
-    is_main_process,
-    num_processes,
-    process_index,
     run_on_main_process,
     sum_over_processes,
 )
 from tests.launching import SCRIPTS, launch
-
-
-def test_without_a_process_group_there_is_one_process_and_it_is_the_main_one():
-    assert (num_processes(), process_index(), is_main_process()) == (1, 0, True)
 
 
 def test_one_process_is_its_own_sum():
@@ -43,12 +34,6 @@ def test_one_process_acts_and_its_errors_are_its_own():
     with pytest.raises(ValueError, match="wrong") as raised:
         run_on_main_process(fail)
     assert raised.value is error
-
-
-def test_an_outcome_that_can_travel_does_so_unchanged():
-    result = processes._Result.of(lambda: 3)
-    assert result.for_others() is result
-    assert pickle.loads(pickle.dumps(result)).unwrap() == 3
 
 
 @pytest.fixture(scope="module")

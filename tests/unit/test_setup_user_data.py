@@ -232,11 +232,6 @@ def test_data_beside_a_datamodule_are_refused(name):
         make_trainer().test(Scripted(), Numbers(2), datamodule=Data())
 
 
-def test_an_object_that_makes_no_loader_is_refused():
-    with raises_at(ArgumentError, "datamodule"):
-        make_trainer().fit(Scripted(), datamodule=Numbers(2))
-
-
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
@@ -284,11 +279,6 @@ def test_a_datamodule_that_forgets_to_return_its_training_data_is_named():
     with raises_at(DataError, "SimpleNamespace.train_dataloader", "None", do="return DataLoader"):
         DataModule(own).load("train")
     assert DataModule(own).load("validate") is None
-
-
-def test_a_class_is_refused():
-    with raises_at(ArgumentError, "datamodule"):
-        make_trainer().fit(Scripted(), datamodule=Data)
 
 
 def test_a_set_up_that_fails_is_torn_down():
